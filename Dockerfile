@@ -1,0 +1,61 @@
+# syntax=docker/dockerfile:1
+#
+# docker build --target router .        one router replica (the default); needs REDIS_URL
+# docker build --target worker .        one worker, with a simulated engine; needs REDIS_URL
+# docker build --target all-in-one .    Redis, routers, balancer and workers in one container
+
+FROM python:3.12-slim-bookworm AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /venv
+WORKDIR /src
+COPY . .
+
+FROM build AS build-router
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /venv/bin/pip install -c constraints.txt .
+
+FROM build AS build-worker
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /venv/bin/pip install -c constraints.txt '.[worker]'
+
+FROM build AS build-all-in-one
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /venv/bin/pip install -c constraints.txt '.[worker,embedded,loadtest]'
+
+FROM python:3.12-slim-bookworm AS base
+# A number as user, so that Kubernetes can see that it is not root.
+RUN useradd --create-home --uid 10001 kvroute
+WORKDIR /home/kvroute
+ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1
+
+FROM base AS worker
+COPY --from=build-worker /venv /venv
+USER 10001
+ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8081
+EXPOSE 8081
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
+    "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
+CMD ["kvroute", "worker"]
+
+FROM base AS all-in-one
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends haproxy redis-server \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build-all-in-one /venv /venv
+USER 10001
+ENV KVROUTE_BALANCER_HOST=0.0.0.0 KVROUTE_BALANCER_PORT=8080
+EXPOSE 8080
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
+    "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_BALANCER_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
+CMD ["kvroute", "up"]
+
+# Last, as the last stage is what a build without --target makes.
+FROM base AS router
+COPY --from=build-router /venv /venv
+USER 10001
+ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8080
+EXPOSE 8080
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
+    "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
+CMD ["kvroute", "router"]

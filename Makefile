@@ -1,0 +1,47 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-slow test-gpu lint format demo clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Install everything into .venv, with the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "kvroute needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+			"Name another: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "On Debian and Ubuntu, venv is a package of its own: apt install python3-venv" >&2; \
+		exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+test: lint ## Lint, type-check and test
+	$(BIN)/pytest
+
+test-slow: setup ## The long tests
+	$(BIN)/pytest -m slow
+
+test-gpu: setup ## The tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+lint: setup ## ruff and mypy, changing nothing
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: setup ## Format the code and fix what ruff can fix
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+demo: setup ## A whole cluster on this machine, without a GPU
+	$(BIN)/kvroute demo
+
+clean: ## Remove .venv, caches and builds
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find app lua workers loadtest deploy tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,75 @@
+"""Exceptions -> HTTP status, in the one shape of schemas.ErrorBody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from app.core.errors import (
+    AllWorkersBusy,
+    BodyTooLarge,
+    InvalidRequest,
+    KvrouteError,
+    NamespaceMissing,
+    NoWorkers,
+    RedisUnavailable,
+    RouterOverloaded,
+)
+
+_RETRY = {"Retry-After": "1"}
+
+_ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
+    InvalidRequest: (422, "invalid_request", {}),
+    BodyTooLarge: (413, "body_too_large", {}),
+    AllWorkersBusy: (429, "all_workers_busy", _RETRY),
+    RouterOverloaded: (429, "router_overloaded", _RETRY),
+    NoWorkers: (503, "no_workers", _RETRY),
+    NamespaceMissing: (503, "no_workers", _RETRY),
+    RedisUnavailable: (503, "redis_unavailable", _RETRY),
+}
+"""Status, code (stable, part of the interface) and headers."""
+
+
+def json_response(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer every error in the one shape."""
+    app.add_exception_handler(KvrouteError, _kvroute_error)
+    app.add_exception_handler(ValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+
+
+def _body(code: str, message: str, field: str | None = None) -> dict[str, object]:
+    return {"error": {"code": code, "message": message, "field": field}}
+
+
+async def _kvroute_error(_: Request, error: Exception) -> Response:
+    known = (_ANSWERS[kind] for kind in type(error).__mro__ if kind in _ANSWERS)
+    status, code, headers = next(known, (500, "internal", {}))
+    field = error.field if isinstance(error, InvalidRequest) else None
+    return json_response(_body(code, str(error), field), status, headers)
+
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    """Names the first bad field and its value."""
+    assert isinstance(error, ValidationError)
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(map(str, first["loc"])) or "body"
+    value = repr(first["input"])
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    message = f"{field}: {first['msg']}, got {shown}"
+    return json_response(_body("invalid_request", message, field), 422)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    return json_response(_body(code, error.detail), error.status_code, error.headers)

@@ -1,0 +1,364 @@
+"""The router's endpoints."""
+
+from __future__ import annotations
+
+import uuid
+from math import isfinite
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+
+from app.api import schemas
+from app.api.errors import json_response
+from app.core.config import RouterSettings
+from app.core.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    NamespaceMissing,
+    NoWorkers,
+    RedisUnavailable,
+)
+from app.core.hashing import (
+    Tokens,
+    compute_local_hashes,
+    compute_sequence_hashes,
+    seed_for,
+)
+from app.core.types import LocalHash, SequenceHash
+from app.fleet import View
+from app.router import Candidate, Decision, Router, RouteRequest
+
+RAW_TOKENS = "application/octet-stream"
+
+M = TypeVar("M", bound=BaseModel)
+
+routes = APIRouter()
+_errors: dict[int | str, dict[str, Any]] = {
+    status: {"model": schemas.ErrorBody} for status in (413, 422, 429, 503)
+}
+
+
+def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": model.model_json_schema()}}
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": content}}
+    if raw:
+        content[RAW_TOKENS] = {
+            "schema": {
+                "type": "string",
+                "format": "binary",
+                "description": "token ids, little-endian u32; the other fields in the query",
+            }
+        }
+        extra["parameters"] = [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in schemas.RouteOptions.model_json_schema()["properties"].items()
+        ]
+    return extra
+
+
+@routes.post(
+    "/find_best_worker",
+    response_model=schemas.BestWorker,
+    responses=_errors,
+    openapi_extra=_request_body(schemas.FindBestWorker),
+)
+async def find_best_worker(request: Request) -> Response:
+    """Where a prompt would go now. A look only: nothing is reserved."""
+    router, settings = _parts(request)
+    body = _parsed(schemas.FindBestWorker, await _read(request, settings.max_body_bytes))
+    chain = _chain_of_hashes(body.local_hashes, body.num_tokens, await _block_size(router))
+    decision = await router.route(
+        RouteRequest(
+            request_id=_new_id(),
+            chain=chain,
+            isl_tokens=body.num_tokens,
+            policy=settings.policy,
+            reserve=False,
+        )
+    )
+    return json_response(
+        {
+            **_worker(decision),
+            "overlap_blocks": decision.overlap.total,
+            "isl_blocks": decision.isl_blocks,
+            "policy": decision.policy,
+            "degraded": decision.degraded,
+        }
+    )
+
+
+@routes.post(
+    "/v1/route",
+    response_model=schemas.Routed,
+    response_model_exclude_none=True,
+    responses=_errors,
+    openapi_extra=_request_body(schemas.RouteBody, raw=True),
+)
+async def route(request: Request) -> Response:
+    """Choose a worker for a prompt and reserve its capacity."""
+    router, settings = _parts(request)
+    raw = await _read(request, settings.max_body_bytes)
+    if request.headers.get("content-type", "").startswith(RAW_TOKENS):
+        options: schemas.RouteOptions = _options_in_query(request)
+        chain, isl_tokens = await _chain_of_tokens(router, settings, options, raw)
+    else:
+        body = _parsed(schemas.RouteBody, raw)
+        options = body
+        chain, isl_tokens = await _prompt(router, settings, body)
+    decision = await router.route(
+        RouteRequest(
+            request_id=_request_id(request, options),
+            chain=chain,
+            isl_tokens=isl_tokens,
+            policy=options.policy or settings.policy,
+            reserve=options.reserve,
+            explain=options.explain,
+            exclude=frozenset(options.exclude),
+        )
+    )
+    return json_response(_routed(decision))
+
+
+@routes.post("/v1/requests/{request_id}/prefill_complete", responses=_errors)
+async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
+    """The request's first token is out. Idempotent."""
+    found = await _parts(request)[0].prefill_complete(request_id)
+    return schemas.RequestState(request_id=request_id, found=found)
+
+
+@routes.delete("/v1/requests/{request_id}", responses=_errors)
+async def release(request: Request, request_id: str) -> schemas.RequestState:
+    """The request is over: give back what was reserved for it. Idempotent."""
+    found = await _parts(request)[0].release(request_id)
+    return schemas.RequestState(request_id=request_id, found=found)
+
+
+@routes.get("/v1/workers", responses=_errors)
+async def workers(request: Request) -> schemas.Workers:
+    """The workers that live now, and the load on each."""
+    router, _ = _parts(request)
+    try:
+        view = await router.refresh()
+    except NamespaceMissing:
+        return schemas.Workers(workers=[], load_avg=0.0, load_std=0.0)
+    load_avg, load_std = router.fleet.load_statistics(view.now_ms)
+    return schemas.Workers(workers=_worker_models(view), load_avg=load_avg, load_std=load_std)
+
+
+@routes.get("/health")
+async def health() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "ok"}
+
+
+@routes.get("/readiness", responses=_errors)
+async def readiness(request: Request) -> Response:
+    """Can requests be routed? If not, 503; either way, what is missing."""
+    router, _ = _parts(request)
+    missing = []
+    view: View | None = None
+    try:
+        view = await router.refresh()
+    except NamespaceMissing:
+        pass
+    except RedisUnavailable as error:
+        missing.append(f"redis: {error}")
+        # Without Redis a router still routes, by the last loads it saw.
+        view = router.fleet.last_view
+    ready = view is not None and bool(view.infos)
+    if not ready:
+        missing.append("workers: none is alive")
+    return json_response({"ready": ready, "missing": missing}, 200 if ready else 503)
+
+
+@routes.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    router, _ = _parts(request)
+    telemetry, fleet = router.telemetry, router.fleet
+    telemetry.worker_load.clear()
+    try:
+        view = await router.refresh()
+    except (RedisUnavailable, NamespaceMissing):
+        # Gauges of workers that nobody can vouch for are left out.
+        pass
+    else:
+        for worker in _worker_models(view):
+            gauge = telemetry.worker_load
+            name = f"{worker.worker_id}:{worker.dp_rank}"
+            gauge.labels(name, "requests").set(worker.active_requests)
+            gauge.labels(name, "blocks").set(worker.active_blocks)
+            gauge.labels(name, "prefill_tokens").set(worker.prefill_tokens)
+            gauge.labels(name, "queue_seconds").set(worker.queue_s)
+            gauge.labels(name, "kv_active_blocks").set(worker.kv_active_blocks)
+            gauge.labels(name, "requests_waiting").set(worker.num_requests_waiting)
+            gauge.labels(name, "cache_usage").set(worker.gpu_cache_usage)
+            gauge.labels(name, "stale").set(worker.stale)
+        load_avg, load_std = fleet.load_statistics(view.now_ms)
+        telemetry.load_mean.set(load_avg)
+        telemetry.load_std.set(load_std)
+    telemetry.metrics_age.set(fleet.metrics_age_s)
+    return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _parts(request: Request) -> tuple[Router, RouterSettings]:
+    return request.app.state.router, request.app.state.settings
+
+
+def _new_id() -> str:
+    return f"req-{uuid.uuid4().hex}"
+
+
+def _request_id(request: Request, options: schemas.RouteOptions) -> str:
+    """The caller's, else the balancer's, which a request keeps when it is sent again."""
+    if options.request_id is not None:
+        return options.request_id
+    header = request.headers.get("x-request-id")
+    return schemas.RouteOptions(request_id=header).request_id or _new_id()
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The body. Raises BodyTooLarge as soon as it is known to be."""
+    announced = request.headers.get("content-length", "")
+    chunks: list[bytes] = []
+    size = int(announced) if announced.isdecimal() else 0
+    if size <= limit:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            chunks.append(chunk)
+            if size > limit:
+                break
+    if size > limit:
+        raise BodyTooLarge(f"body: over {limit} bytes")
+    return b"".join(chunks)
+
+
+def _parsed(model: type[M], body: bytes) -> M:
+    return model.model_validate_json(body)
+
+
+def _options_in_query(request: Request) -> schemas.RouteOptions:
+    fields: dict[str, Any] = dict(request.query_params)
+    if "exclude" in fields:
+        fields["exclude"] = request.query_params.getlist("exclude")
+    return schemas.RouteOptions.model_validate_strings(fields)
+
+
+async def _block_size(router: Router) -> int:
+    """Raises NoWorkers, NamespaceMissing or RedisUnavailable while it is not known."""
+    if router.fleet.block_size is None:
+        await router.refresh()
+    if router.fleet.block_size is None:
+        raise NoWorkers("no worker is alive")
+    return router.fleet.block_size
+
+
+async def _prompt(
+    router: Router, settings: RouterSettings, body: schemas.RouteBody
+) -> tuple[list[SequenceHash], int]:
+    if (body.token_ids is None) == (body.local_hashes is None):
+        raise InvalidRequest("token_ids", "give either token_ids or local_hashes and num_tokens")
+    if body.token_ids is not None:
+        return await _chain_of_tokens(router, settings, body, body.token_ids)
+    if body.num_tokens is None:
+        raise InvalidRequest("num_tokens", "is needed with local_hashes")
+    assert body.local_hashes is not None
+    block_size = await _block_size(router)
+    return _chain_of_hashes(body.local_hashes, body.num_tokens, block_size), body.num_tokens
+
+
+async def _chain_of_tokens(
+    router: Router, settings: RouterSettings, options: schemas.RouteOptions, tokens: Tokens
+) -> tuple[list[SequenceHash], int]:
+    num_tokens = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
+    if not 1 <= num_tokens <= settings.max_prompt_tokens:
+        raise InvalidRequest(
+            "token_ids", f"{num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
+        )
+    seed = seed_for(options.lora_name, options.cache_namespace)
+    local = compute_local_hashes(tokens, await _block_size(router), seed=seed)
+    return compute_sequence_hashes(local), num_tokens
+
+
+def _chain_of_hashes(
+    local_hashes: list[int], num_tokens: int, block_size: int
+) -> list[SequenceHash]:
+    if len(local_hashes) * block_size > num_tokens:
+        raise InvalidRequest(
+            "local_hashes",
+            f"{len(local_hashes)} full blocks of {block_size} tokens do not fit "
+            f"into num_tokens {num_tokens}",
+        )
+    return compute_sequence_hashes([LocalHash(h) for h in local_hashes])
+
+
+def _worker(decision: Decision) -> dict[str, Any]:
+    info = decision.worker
+    return {
+        "worker_id": info.key.worker_id,
+        "dp_rank": info.key.dp_rank,
+        "address": info.address,
+    }
+
+
+def _routed(decision: Decision) -> dict[str, Any]:
+    answer = {
+        "request_id": decision.request_id,
+        **_worker(decision),
+        "overlap_blocks": decision.overlap,
+        "isl_tokens": decision.isl_tokens,
+        "isl_blocks": decision.isl_blocks,
+        "policy": decision.policy,
+        "degraded": decision.degraded,
+        "reserved": decision.reserved,
+    }
+    if decision.candidates:
+        answer["candidates"] = [_candidate(c) for c in decision.candidates]
+    return answer
+
+
+def _candidate(c: Candidate) -> dict[str, Any]:
+    return {
+        "worker_id": c.info.key.worker_id,
+        "dp_rank": c.info.key.dp_rank,
+        "eligible": c.eligible,
+        "overlap_blocks": c.overlap,
+        "active_requests": c.load.requests,
+        "active_blocks": c.load.blocks,
+        "decoding_requests": c.load.decoding,
+        "prefill_tokens": c.load.prefill_tokens,
+        "queue_s": c.queue_s,
+        "cost": c.cost if isfinite(c.cost) else None,
+        "terms": {name: v if isfinite(v) else None for name, v in c.terms.items()},
+    }
+
+
+def _worker_models(view: View) -> list[schemas.WorkerModel]:
+    return [
+        schemas.WorkerModel(
+            worker_id=info.key.worker_id,
+            dp_rank=info.key.dp_rank,
+            address=info.address,
+            incarnation=inc,
+            accelerator=info.accelerator,
+            block_size=info.block_size,
+            max_requests=info.max_requests,
+            active_requests=load.requests,
+            decoding_requests=load.decoding,
+            active_blocks=load.blocks,
+            prefill_tokens=load.prefill_tokens,
+            queue_s=load.queue_s(view.now_ms),
+            kv_active_blocks=measured.metrics.kv_active_blocks,
+            kv_total_blocks=info.kv_total_blocks,
+            num_requests_waiting=measured.metrics.num_requests_waiting,
+            gpu_cache_usage=measured.metrics.gpu_cache_usage_perc,
+            gpu_prefix_cache_hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
+            stale=measured.is_stale(view.now_ms),
+        )
+        for inc, info, load, measured in zip(
+            view.incarnations, view.infos, view.loads, view.measured, strict=True
+        )
+    ]

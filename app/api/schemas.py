@@ -1,0 +1,165 @@
+"""Bodies of requests and responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from app.core.config import POLICY_NAMES
+
+U64 = 1 << 64
+
+
+def _u64(value: Any) -> int:
+    """A hash as engines write it: an integer, signed or not, or 16 hex digits."""
+    if isinstance(value, str):
+        if len(value) != 16 or set(value) - set("0123456789abcdefABCDEF"):
+            raise ValueError(f"not 16 hex digits: {value!r}")
+        return int(value, 16)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"not an integer or 16 hex digits: {value!r}")
+    if not -(U64 >> 1) <= value < U64:
+        raise ValueError(f"does not fit into 64 bits: {value}")
+    return value % U64
+
+
+HashValue = Annotated[
+    int,
+    BeforeValidator(_u64),
+    Field(
+        json_schema_extra={"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        description="u64 as an integer (signed or unsigned) or as 16 hex digits",
+    ),
+]
+RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICY_NAMES)})$")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FindBestWorker(_Body):
+    """A look only: nothing is reserved."""
+
+    local_hashes: list[HashValue] = Field(description="one per full block, in prompt order")
+    num_tokens: int = Field(ge=1, description="length of the prompt")
+
+
+class RouteOptions(_Body):
+    """Everything of a route request but its prompt. With raw tokens these stand in the query."""
+
+    request_id: RequestId | None = Field(
+        None, description="made up if absent; routing it again moves its reservation"
+    )
+    lora_name: str | None = None
+    cache_namespace: str | None = None
+    policy: PolicyName | None = None
+    exclude: list[str] = Field([], description="worker ids, or <worker_id>:<dp_rank>")
+    reserve: bool = True
+    explain: bool = False
+
+
+class RouteBody(RouteOptions):
+    """`token_ids`, or `local_hashes` and `num_tokens`."""
+
+    token_ids: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
+    local_hashes: list[HashValue] | None = None
+    num_tokens: int | None = Field(None, ge=1)
+
+
+class TierOverlapModel(BaseModel):
+    """Leading blocks the worker holds, by the tier they would be read from."""
+
+    device: int
+    host: int
+    disk: int
+
+
+class BestWorker(BaseModel):
+    worker_id: str
+    dp_rank: int
+    address: str
+    overlap_blocks: int
+    isl_blocks: int
+    policy: str
+    degraded: bool
+
+
+class CandidateModel(BaseModel):
+    """A worker as the decision saw it. cost is null where the policy rules it out."""
+
+    worker_id: str
+    dp_rank: int
+    eligible: bool
+    overlap_blocks: TierOverlapModel
+    active_requests: int
+    active_blocks: int
+    decoding_requests: int
+    prefill_tokens: int
+    queue_s: float
+    cost: float | None
+    terms: dict[str, float | None]
+
+
+class Routed(BaseModel):
+    request_id: str
+    worker_id: str
+    dp_rank: int
+    address: str
+    overlap_blocks: TierOverlapModel
+    isl_tokens: int
+    isl_blocks: int
+    policy: str
+    degraded: bool = Field(description="decided without Redis, by the last loads seen")
+    reserved: bool
+    candidates: list[CandidateModel] | None = None
+
+
+class RequestState(BaseModel):
+    """found is false for a request that holds no reservation (any more)."""
+
+    request_id: str
+    found: bool
+
+
+class WorkerModel(BaseModel):
+    worker_id: str
+    dp_rank: int
+    address: str
+    incarnation: int
+    accelerator: str
+    block_size: int
+    max_requests: int
+    active_requests: int
+    decoding_requests: int
+    active_blocks: int
+    prefill_tokens: int
+    queue_s: float
+    kv_active_blocks: int
+    kv_total_blocks: int
+    num_requests_waiting: int
+    gpu_cache_usage: float
+    gpu_prefix_cache_hit_rate: float
+    stale: bool
+
+
+class Workers(BaseModel):
+    """load_avg, load_std: used fraction of KV blocks over the workers that are not stale."""
+
+    workers: list[WorkerModel]
+    load_avg: float
+    load_std: float
+
+
+class ErrorDetail(BaseModel):
+    code: str
+    message: str
+    field: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The one shape of every error. `code` is stable."""
+
+    error: ErrorDetail

@@ -1,0 +1,194 @@
+"""The `kvroute` command. Subcommands import what they need when called."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import signal
+import socket
+import time
+from contextlib import suppress
+from typing import Any, ClassVar, NoReturn
+
+import click
+
+from app.core import config
+from app.core.config import RouterSettings, WorkerSettings
+from app.core.errors import KvrouteError
+
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+POLL_S = 0.5
+
+
+class _Command(click.Command):
+    """Shows our own errors as one line, not as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except* KvrouteError as group:
+            raise click.ClickException(str(_first(group))) from None
+
+
+def _first(group: BaseExceptionGroup[KvrouteError]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _log_at(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
+
+
+class _LazyGroup(click.Group):
+    """Finds the commands that loadtest keeps, whose extra may not be installed, when asked."""
+
+    lazy: ClassVar = {"replay": "loadtest.replay", "demo": "loadtest.demo"}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.lazy])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        try:
+            module = importlib.import_module(self.lazy[cmd_name])
+        except ModuleNotFoundError as error:
+            _needs("loadtest", error)
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"max_content_width": 100})
+@click.version_option(package_name="kvroute")
+def main() -> None:
+    """kvroute sends each LLM request to the worker where it will start soonest.
+
+    Every option can also be set by the environment variable shown beside it.
+    """
+
+
+@main.command(cls=_Command)
+@config.options(RouterSettings)
+def router(**values: Any) -> None:
+    """Run one router replica. Any number may share a Redis, behind a load balancer."""
+    from app.api.main import create_app
+    from app.core.serving import listen, serve
+
+    settings = RouterSettings(**values)
+    _log_at(settings.log_level)
+    sockets = [listen(settings.host, settings.port)]
+    if settings.shared_fd is not None:
+        sockets.append(socket.socket(fileno=settings.shared_fd))
+    host, port = sockets[0].getsockname()[:2]
+    logging.getLogger("kvroute").info("router listens on http://%s:%d", host, port)
+    asyncio.run(serve(create_app(settings), *sockets))
+
+
+@main.command(cls=_Command)
+@config.options(WorkerSettings)
+def worker(**values: Any) -> None:
+    """Run one worker: a simulated engine, and the agent that publishes its cache and load."""
+    settings = WorkerSettings(**values)
+    _log_at(settings.log_level)
+    try:
+        from workers.main import serve
+    except ModuleNotFoundError as error:
+        _needs("worker", error)
+    asyncio.run(serve(settings))
+
+
+@main.command(cls=_Command)
+@click.option("--workers", "num_workers", default=8, show_default=True, type=config.POSITIVE)
+@click.option("--replicas", "num_replicas", default=3, show_default=True, type=config.POSITIVE)
+@click.option(
+    "--redis",
+    "redis_url",
+    envvar="REDIS_URL",
+    show_envvar=True,
+    help="A Redis to use; none: an embedded one.",
+)
+@click.option(
+    "--port",
+    default=8080,
+    type=config.PORT,
+    envvar="KVROUTE_BALANCER_PORT",
+    show_envvar=True,
+    show_default=True,
+    help="Of the balancer; 0: a free one.",
+)
+@click.option(
+    "--haproxy/--no-haproxy", default=None, help="Balance with HAProxy. Default: if installed."
+)
+@config.options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
+@config.options(
+    WorkerSettings,
+    without=("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
+)
+@click.option("--log-level", type=click.Choice(config.LOG_LEVELS), default="warning")
+def up(**values: Any) -> None:
+    """Keep a cluster running on this machine, until Ctrl-C."""
+    from app.cluster import Cluster
+
+    _log_at(values["log_level"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with (
+        suppress(KeyboardInterrupt),
+        Cluster(
+            num_workers=values["num_workers"],
+            num_replicas=values["num_replicas"],
+            redis_url=values["redis_url"],
+            port=values["port"],
+            haproxy=values["haproxy"],
+            router=config.pick(RouterSettings, values, without=("redis_url", "port")),
+            worker=config.pick(WorkerSettings, values, without=("redis_url", "port")),
+        ) as cluster,
+    ):
+        try:
+            click.echo(_listening(cluster))
+            _until_stopped(cluster)
+        finally:
+            # Stopping takes a moment; impatience must not leave processes behind.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    click.echo("stopped")
+
+
+def _listening(cluster: Any) -> str:
+    balancer = "haproxy" if cluster.balancer else "a socket that the replicas share"
+    lines = [
+        f"balancer   {cluster.balancer_url}   ({balancer})",
+        *(f"{m.name:<10} {m.url}" for m in [*cluster.routers, *cluster.workers]),
+        f"redis      {cluster.redis_url}",
+        "",
+        "Try:",
+        f"  curl -s {cluster.balancer_url}/v1/workers",
+        f"  curl -s {cluster.balancer_url}/v1/route -H 'content-type: application/json' "
+        """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",
+        f"  redis-cli -u {cluster.redis_url} HGETALL '{cluster.keyspace['load']}'",
+        "",
+        "Ctrl-C stops it.",
+    ]
+    return "\n".join(lines)
+
+
+def _until_stopped(cluster: Any) -> None:
+    """Until SIGINT or SIGTERM; says so when a process of the cluster ends before."""
+    gone: set[str] = set()
+    while True:
+        for member in cluster.members:
+            status = member.process.poll()
+            if status is not None and member.name not in gone:
+                gone.add(member.name)
+                click.echo(f"{member.name} ended with status {status}", err=True)
+        time.sleep(POLL_S)
+
+
+def _needs(extra: str, error: ModuleNotFoundError) -> NoReturn:
+    raise click.ClickException(f"{error.name} is missing: pip install 'kvroute[{extra}]'")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""A whole cluster on one machine: Redis, workers, router replicas and a balancer, as processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+
+from app.core.config import RouterSettings, WorkerSettings, flags
+from app.core.embedded import EmbeddedRedis, free_port, system_binary
+from app.core.errors import KvrouteError
+from app.core.keys import Keyspace
+
+log = logging.getLogger(__name__)
+
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 10.0
+POLL_S = 0.05
+
+
+class ClusterError(KvrouteError):
+    """A process of the cluster did not come up."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One process of a cluster. url: where it listens."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+class Cluster:
+    """Started as a whole when entered, gone as a whole when left.
+
+    router, worker: what all replicas and workers share; ports and names are filled in here.
+    redis_url: a Redis that is there; None starts an embedded one.
+    port: the balancer's; 0 takes a free one.
+    haproxy: None uses it where it is installed; else the replicas share one listening socket.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        num_replicas: int,
+        router: RouterSettings,
+        worker: WorkerSettings,
+        redis_url: str | None = None,
+        port: int = 0,
+        haproxy: bool | None = None,
+    ) -> None:
+        self.keyspace = Keyspace(router.namespace)
+        self.redis = EmbeddedRedis() if redis_url is None else None
+        self.redis_url = redis_url or ""
+        self.balancer_url = f"http://{router.host}:{port or free_port()}"
+        self.balancer: Member | None = None
+        self.routers: list[Member] = []
+        self.workers: list[Member] = []
+        self._num_workers = num_workers
+        self._num_replicas = num_replicas
+        self._router = router
+        self._worker = worker
+        self._haproxy = system_binary("haproxy") if haproxy is not False else None
+        if haproxy and self._haproxy is None:
+            raise ClusterError("haproxy is not installed")
+        self._exit = ExitStack()
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self.workers, *self.routers, *([self.balancer] if self.balancer else [])]
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self._exit.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit.close()
+
+    def start_worker(self, index: int) -> Member:
+        """Start worker `w<index>`; does not wait for it."""
+        settings = replace(
+            self._worker,
+            redis_url=self.redis_url,
+            worker_id=f"w{index}",
+            port=free_port(),
+        )
+        url = f"http://{settings.host}:{settings.port}"
+        member = self._spawn(f"worker w{index}", url, ["worker", *flags(settings)])
+        self.workers.append(member)
+        return member
+
+    def _start(self) -> None:
+        if self.redis is not None:
+            self._exit.enter_context(self.redis)
+            self.redis_url = self.redis.url
+        self._exit.callback(self._stop_all)
+        for index in range(self._num_workers):
+            self.start_worker(index)
+        shared = None if self._haproxy else self._exit.enter_context(_listen(self.balancer_url))
+        for index in range(self._num_replicas):
+            self._start_router(index, shared)
+        deadline = time.monotonic() + START_DEADLINE_S
+        for member in self.workers:
+            _wait_for(member, f"{member.url}/health", deadline)
+        for member in self.routers:
+            _wait_for(member, f"{member.url}/readiness", deadline)
+        if self._haproxy:
+            self.balancer = self._start_haproxy(self._haproxy)
+        front = self.balancer or self.routers[0]
+        _wait_for(front, f"{self.balancer_url}/readiness", deadline)
+
+    def _start_router(self, index: int, shared: socket.socket | None) -> None:
+        settings = replace(
+            self._router,
+            redis_url=self.redis_url,
+            port=free_port(),
+            shared_fd=shared.fileno() if shared else None,
+        )
+        url = f"http://{settings.host}:{settings.port}"
+        passed = (shared.fileno(),) if shared else ()
+        self.routers.append(
+            self._spawn(f"router r{index}", url, ["router", *flags(settings)], passed)
+        )
+
+    def _start_haproxy(self, binary: Path) -> Member:
+        folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-haproxy-"))
+        servers = "".join(
+            f"    server r{i} {member.url.removeprefix('http://')}\n"
+            for i, member in enumerate(self.routers)
+        )
+        config = Path(folder) / "haproxy.cfg"
+        config.write_text((files("deploy") / "haproxy.cfg").read_text() + servers)
+        host, _, port = self.balancer_url.removeprefix("http://").rpartition(":")
+        environment = {
+            **os.environ,
+            "KVROUTE_BALANCER_HOST": host,
+            "KVROUTE_BALANCER_PORT": port,
+        }
+        command = [str(binary), "-db", "-f", str(config)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environment, process_group=0
+        )
+        return Member("balancer", self.balancer_url, process)
+
+    def _spawn(
+        self, name: str, url: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
+    ) -> Member:
+        command = [sys.executable, "-m", "app.cli", *arguments]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=pass_fds,
+            # Ctrl-C in a terminal reaches only the owner, which stops these in their order.
+            process_group=0,
+        )
+        return Member(name, url, process)
+
+    def _stop_all(self) -> None:
+        """Ask all to stop, wait, and kill who does not."""
+        for member in self.members:
+            member.process.terminate()
+        deadline = time.monotonic() + STOP_DEADLINE_S
+        for member in self.members:
+            try:
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("%s does not stop; killing it", member.name)
+                member.process.kill()
+                member.process.wait()
+
+
+def _listen(url: str) -> socket.socket:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return socket.create_server((host, int(port)), backlog=1024)
+
+
+def _wait_for(member: Member, url: str, deadline: float) -> None:
+    """Until `url` answers 200. Raises ClusterError, with the last answer, if it does not."""
+    last = "no answer"
+    while time.monotonic() < deadline:
+        status = member.process.poll()
+        if status is not None:
+            raise ClusterError(f"{member.name} exited with status {status}")
+        try:
+            with urllib.request.urlopen(url, timeout=1.0):  # noqa: S310 - our own http URLs
+                return
+        except urllib.error.HTTPError as error:
+            last = error.read().decode(errors="replace")
+        except OSError as error:
+            last = str(error)
+        time.sleep(POLL_S)
+    raise ClusterError(f"{member.name} is not ready after {START_DEADLINE_S:g} s: {last}")

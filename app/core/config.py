@@ -1,0 +1,158 @@
+"""Settings of each process: one frozen dataclass, built once from flags, KVROUTE_* and REDIS_URL.
+
+`options` makes a command-line option of every field, so that its flag, its variable, its default
+and its help stand in one place. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound="CommonSettings")
+
+POLICY_NAMES = (
+    "latency",
+    "blocks",
+    "balance",
+    "logit",
+    "least_loaded",
+    "power_of_two",
+    "round_robin",
+    "random",
+)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+PORT = click.IntRange(0, 65535)
+POSITIVE = click.IntRange(min=1)
+POSITIVE_SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+def setting(default: Any, help_text: str, kind: Any = None, env: str | None = None) -> Any:
+    """A dataclass field that `options` can show. env: its variable, if not KVROUTE_<NAME>."""
+    return field(default=default, metadata={"help": help_text, "kind": kind, "env": env})
+
+
+def variable(f: Field[Any]) -> str:
+    """The environment variable of a field made by `setting`."""
+    env: str = f.metadata["env"] or f"KVROUTE_{f.name.upper()}"
+    return env
+
+
+def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Adds a click option for every field of `cls` to a command, but for those in `without`."""
+
+    def decorate(command: F) -> F:
+        for f in reversed(fields(cls)):
+            if f.name not in without:
+                command = click.option(
+                    f"--{f.name.replace('_', '-')}",
+                    f.name,
+                    default=None if f.default is MISSING else f.default,
+                    type=f.metadata["kind"],
+                    envvar=variable(f),
+                    show_default=True,
+                    show_envvar=True,
+                    help=f.metadata["help"],
+                )(command)
+        return command
+
+    return decorate
+
+
+def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...] = ()) -> S:
+    """The `cls` made of those `values` that are its fields; other fields keep their default."""
+    names = {f.name for f in fields(cls)} - set(without)
+    return cls(**{name: value for name, value in values.items() if name in names})
+
+
+def flags(settings: Any) -> list[str]:
+    """The command line that `options` would read as `settings`."""
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    return [f"--{n.replace('_', '-')}={v}" for n, v in values.items() if v is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class CommonSettings:
+    """What routers and workers share."""
+
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0", "Redis that holds the shared state.", env="REDIS_URL"
+    )
+    namespace: str = setting(
+        "default", "One model, block size and hash settings; all keys carry it."
+    )
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    log_level: str = setting("info", "Least severe messages to log.", click.Choice(LOG_LEVELS))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings(CommonSettings):
+    """One router replica."""
+
+    port: int = setting(8080, "Port to listen on; 0 takes a free one.", PORT)
+    policy: str = setting(
+        "latency", "Cost function, where a request names none.", click.Choice(POLICY_NAMES)
+    )
+    temperature: float = setting(
+        0.0,
+        "0: always the lowest cost; above: sample from the softmax of the costs.",
+        click.FloatRange(min=0),
+    )
+    seed: int | None = setting(None, "Seed of the random choices; none: a random one.", int)
+    redis_timeout_ms: int = setting(
+        250, "Without an answer by then, requests are routed by the last loads seen.", POSITIVE
+    )
+    reservation_ttl_s: float = setting(
+        600.0,
+        "A reservation neither released nor renewed is forgotten after that.",
+        POSITIVE_SECONDS,
+    )
+    max_body_bytes: int = setting(
+        8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE
+    )
+    max_prompt_tokens: int = setting(1_048_576, "Longer prompts are refused (422).", POSITIVE)
+    shared_fd: int | None = setting(
+        None, "An inherited listening socket to serve as well, shared with other replicas.", int
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings(CommonSettings):
+    """One worker: an agent and the engine it hosts."""
+
+    port: int = setting(8081, "Port to listen on.", PORT)
+    worker_id: str = setting("", "Name in the fleet; none: the host name.")
+    dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
+    address: str = setting("", "Base URL that clients reach it by; none: http://<host>:<port>.")
+    block_size: int = setting(16, "Tokens per KV block.", POSITIVE)
+    profile: str = setting("70b-4xh100", "Timing of the simulated engine.")
+    kv_pool_tokens: int | None = setting(
+        None, "Device KV pool, tokens; none: the profile's.", POSITIVE
+    )
+    host_pool_tokens: int = setting(0, "Host KV pool, tokens.", click.IntRange(min=0))
+    speedup: float = setting(
+        1.0, "Run the simulated engine so many times faster than the clock.", POSITIVE_SECONDS
+    )
+    max_requests: int = setting(256, "Requests reserved on it at once; then it is full.", POSITIVE)
+    lease_ttl_s: float = setting(
+        3.0, "Routed to for so long after its last sign of life.", POSITIVE_SECONDS
+    )
+    index_blocks: int | None = setting(
+        None,
+        "Unique blocks the namespace is laid out for; counts when its first worker registers; "
+        "none: 16 times this worker's pool.",
+        POSITIVE,
+    )
+
+    def resolved_id(self) -> str:
+        return self.worker_id or socket.gethostname()
+
+    def resolved_address(self) -> str:
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104
+        return self.address or f"http://{host}:{self.port}"

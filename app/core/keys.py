@@ -1,0 +1,62 @@
+"""Every Redis key: its name, type, members, writer and lifetime. Nothing else spells a key.
+
+All keys of a namespace (one model, block size and hash settings) share a hash tag, so that a
+script may touch them together on Redis Cluster. The names are a public contract; the `1` in them
+is its version. Fields and values are text. `<inc>` is the number of an incarnation.
+
+    kvroute:1:{<namespace>}:...
+    meta                hash    block_size, bucket_bits, incarnations (last number given),
+                                created_ms; written by the first registration; for good
+    workers             hash    <inc> -> JSON of WorkerInfo; by register; until swept
+    current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by register,
+                                activate; until retired
+    leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew;
+                                until retired
+    applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by apply; until retired
+    load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks
+                                requests decoding total", integers; by the reservation scripts;
+                                until retired. An incarnation without it is not routed to.
+    dead                set     <inc> whose blocks are not swept yet; by retire, sweep
+    sweep               hash    cursor (next bucket), targets (<inc>, space-separated); by sweep;
+                                for one pass
+    blocks:<bucket>     hash    sequence hash, 16 hex digits -> owners, "<inc><tier>..." by
+                                ascending inc, tier one of d(evice) h(ost) k (disk); bucket: the
+                                hash's top bucket_bits, in the hex digits that hold them, the
+                                rest of the last digit 0; by apply, sweep; until removed
+    reservations        hash    request_id -> <inc>; by reserve; until released or expired
+    expiry              zset    request_id scored by expiry, ms, Redis clock; as reservations
+    requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state", state one
+                                of p(refilling) d(ecoding); as reservations
+    prefills:<inc>      list    request_ids still prefilling, oldest first; as reservations
+    metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics and
+                                Speed; by agents every METRICS_INTERVAL_S; trimmed to about
+                                METRICS_MAXLEN entries
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from app.core.errors import ConfigError
+
+NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+METRICS_MAXLEN = 4096
+METRICS_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Keyspace:
+    """The keys of one namespace. Raises ConfigError for a name that cannot be a hash tag."""
+
+    namespace: str
+
+    def __post_init__(self) -> None:
+        if not NAMESPACE.fullmatch(self.namespace):
+            raise ConfigError(
+                f"namespace {self.namespace!r}: 1-128 letters, digits and . _ / - are allowed"
+            )
+
+    def __getitem__(self, name: str) -> str:
+        """The key `name`, or for a family like `blocks:` the prefix its members share."""
+        return f"kvroute:1:{{{self.namespace}}}:{name}"

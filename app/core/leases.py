@@ -1,0 +1,100 @@
+"""Incarnations of workers: register, renew, switch over, retire; and who is live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from app.core.errors import NamespaceMismatch
+from app.core.keys import Keyspace
+from app.core.scripts import Call, call
+from app.core.types import Incarnation, WorkerInfo, WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """staged: not routed to until `activate`, because its predecessor still serves."""
+
+    incarnation: Incarnation
+    staged: bool
+
+
+def encode_info(info: WorkerInfo) -> bytes:
+    return orjson.dumps(
+        {
+            "worker": str(info.key),
+            "address": info.address,
+            "block_size": info.block_size,
+            "kv_total_blocks": info.kv_total_blocks,
+            "max_requests": info.max_requests,
+            "accelerator": info.accelerator,
+        }
+    )
+
+
+def decode_info(text: bytes | str) -> WorkerInfo:
+    """Inverse of `encode_info`. Raises ValueError or KeyError for anything else."""
+    fields = orjson.loads(text)
+    return WorkerInfo(
+        key=WorkerKey.parse(fields["worker"]),
+        address=fields["address"],
+        block_size=fields["block_size"],
+        kv_total_blocks=fields["kv_total_blocks"],
+        max_requests=fields["max_requests"],
+        accelerator=fields["accelerator"],
+    )
+
+
+def register(
+    keyspace: Keyspace,
+    info: WorkerInfo,
+    nonce: str,
+    *,
+    ttl_ms: int,
+    bucket_bits: int,
+    resync: bool = False,
+) -> Call[Registration]:
+    """Begin an incarnation. It replaces the worker's last one at once, or, with `resync` while
+    that one lives, when it is activated.
+
+    nonce: tells this process from any other. bucket_bits counts only in a new namespace.
+    The reply's parser raises NamespaceMismatch if the namespace has another block size.
+    """
+
+    def parse(reply: list[Any]) -> Registration:
+        if reply[0] == 0:
+            raise NamespaceMismatch(
+                f"worker {info.key} has block_size {info.block_size}, "
+                f"namespace {keyspace.namespace} has {int(reply[1])}"
+            )
+        return Registration(Incarnation(int(reply[1])), bool(reply[2]))
+
+    return call(
+        "register",
+        keyspace,
+        str(info.key),
+        nonce,
+        ttl_ms,
+        encode_info(info),
+        info.block_size,
+        bucket_bits,
+        int(resync),
+        parse=parse,
+    )
+
+
+def activate(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> Call[bool]:
+    """Switch `key` over to its staged incarnation. False: it is lost; register again."""
+    return call("activate", keyspace, str(key), inc, nonce, parse=bool)
+
+
+def renew(keyspace: Keyspace, inc: Incarnation, nonce: str, ttl_ms: int) -> Call[bool]:
+    """Extend a lease. False: it lapsed, or is unknown; register again."""
+    return call("lease_renew", keyspace, inc, nonce, ttl_ms, parse=bool)
+
+
+def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> Call[bool]:
+    """End an incarnation now. False: it was over already."""
+    return call("retire", keyspace, str(key), inc, nonce, parse=bool)

@@ -1,0 +1,138 @@
+"""What is promised to requests in flight: the loads a decision sees, and changes to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.errors import NamespaceMissing
+from app.core.keys import Keyspace
+from app.core.scripts import Call, call
+from app.core.types import Incarnation
+
+
+@dataclass(slots=True)
+class Load:
+    """Reservations on one incarnation. A router adds its own decisions to its copy.
+
+    head_*: of the request that is prefilling now, the oldest one still without a first token.
+    """
+
+    prefill_tokens: int = 0
+    prefill_us: int = 0
+    head_us: int = 0
+    head_since_ms: int = 0
+    blocks: int = 0
+    requests: int = 0
+    decoding: int = 0
+    total: int = 0
+    """Reservations ever made."""
+
+    def queue_s(self, now_ms: int) -> float:
+        """Predicted seconds of prefill still to do; the head's share drains with time."""
+        drained_us = min((now_ms - self.head_since_ms) * 1000, self.head_us)
+        return (self.prefill_us - max(0, drained_us)) / 1e6
+
+    def add(self, reservation: Reservation, now_ms: int) -> None:
+        """Count one more reservation, as lua/reserve.lua does."""
+        if self.requests == self.decoding:
+            self.head_us, self.head_since_ms = reservation.prefill_us, now_ms
+        self.prefill_tokens += reservation.prefill_tokens
+        self.prefill_us += reservation.prefill_us
+        self.blocks += reservation.blocks
+        self.requests += 1
+        self.total += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What one request is to be promised."""
+
+    request_id: str
+    prefill_tokens: int
+    """To be computed: the prompt less what is cached."""
+    prefill_us: int
+    """Predicted time to compute them."""
+    blocks: int
+    """KV blocks in use while the request runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Loads of the live, routable incarnations at one moment of the Redis clock."""
+
+    now_ms: int
+    loads: dict[Incarnation, Load]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """reason: `lapsed`, `full` or `changed`; decide again from `fresh`."""
+
+    reason: str
+    fresh: Snapshot
+
+
+def loads(keyspace: Keyspace) -> Call[Snapshot]:
+    """The reply's parser raises NamespaceMissing where Redis has no such namespace."""
+
+    def parse(reply: list[Any] | None) -> Snapshot:
+        if reply is None:
+            raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
+        return _snapshot(reply)
+
+    return call("loads", keyspace, parse=parse)
+
+
+def reserve(
+    keyspace: Keyspace,
+    incarnation: Incarnation,
+    reservation: Reservation,
+    *,
+    ttl_ms: int,
+    max_requests: int,
+    seen_total: int | None,
+) -> Call[Refused | None]:
+    """Promise capacity, unless the worker has changed; None: it is done.
+
+    seen_total: `Load.total` that the decision was made from; None: take the worker as it is now.
+    """
+
+    def parse(reply: list[Any]) -> Refused | None:
+        return None if reply[0] == 1 else Refused(reply[1].decode(), _snapshot(reply[2:]))
+
+    return call(
+        "reserve",
+        keyspace,
+        incarnation,
+        reservation.request_id,
+        reservation.prefill_tokens,
+        reservation.prefill_us,
+        reservation.blocks,
+        ttl_ms,
+        max_requests,
+        -1 if seen_total is None else seen_total,
+        parse=parse,
+    )
+
+
+def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
+    """The first token is out. False: there is no such reservation. Idempotent."""
+    return call("prefill_complete", keyspace, request_id, parse=bool)
+
+
+def release(keyspace: Keyspace, request_id: str) -> Call[bool]:
+    """The request is over. False: there is no such reservation (any more). Idempotent."""
+    return call("release", keyspace, request_id, parse=bool)
+
+
+def expire(keyspace: Keyspace, limit: int) -> Call[int]:
+    """Forget at most `limit` reservations whose time is up; how many were."""
+    return call("expire", keyspace, limit, parse=int)
+
+
+def _snapshot(reply: list[Any]) -> Snapshot:
+    now_ms, live, pairs = reply
+    by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    found = {Incarnation(int(inc)): by_inc[inc] for inc in live if inc in by_inc}
+    return Snapshot(now_ms, {inc: Load(*map(int, text.split())) for inc, text in found.items()})

@@ -1,0 +1,42 @@
+"""Serve an ASGI application until the process is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from typing import Any
+
+import uvicorn
+
+from app.core.errors import ConfigError
+
+SHUTDOWN_S = 2
+"""So long may open responses go on after the signal to stop."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; clients may connect at once, and are answered once it is served.
+
+    Raises ConfigError where the address cannot be taken.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+async def serve(app: Any, *sockets: socket.socket) -> None:
+    """Until SIGINT or SIGTERM; returns when the responses under way have ended."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
+    )
+    # uvicorn raises the signal again when it is done, which would end the process before its
+    # owner has cleaned up; these handlers take it.
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: None)
+    await server.serve(sockets=list(sockets))
+    if not server.started:
+        raise ConfigError("the application did not start")

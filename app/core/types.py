@@ -1,0 +1,73 @@
+"""Plain data shared by routers and workers. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, NewType
+
+LocalHash = NewType("LocalHash", int)
+"""u64 over the tokens of one block."""
+
+SequenceHash = NewType("SequenceHash", int)
+"""u64 over the whole prefix up to and including one block."""
+
+Incarnation = NewType("Incarnation", int)
+"""Number of one life of a worker key, from registration to lease loss; never reused."""
+
+WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class WorkerKey(NamedTuple):
+    """The unit of routing. Written `<worker_id>:<dp_rank>`."""
+
+    worker_id: str
+    dp_rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}:{self.dp_rank}"
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerKey:
+        """Raises ValueError for anything but `<worker_id>:<dp_rank>`."""
+        worker_id, _, rank = text.rpartition(":")
+        if not WORKER_ID.fullmatch(worker_id) or not re.fullmatch(r"[0-9]{1,5}", rank):
+            raise ValueError(f"not a worker key: {text!r}")
+        return cls(worker_id, int(rank))
+
+
+class Tier(IntEnum):
+    """Where a block lies; a larger value is slower to use."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TierOverlap:
+    """Leading blocks of a chain that one worker holds, by the tier each would be read from."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it registers; fixed for one incarnation."""
+
+    key: WorkerKey
+    address: str
+    """Base URL of the worker's HTTP interface."""
+    block_size: int
+    """Tokens per block."""
+    kv_total_blocks: int
+    max_requests: int
+    """Requests that may be reserved on it at once; beyond that it is full."""
+    accelerator: str = "cpu"

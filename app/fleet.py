@@ -1,0 +1,225 @@
+"""What a router knows of the workers, and the view of them that decisions are made from.
+
+Nothing here outlives a Redis answer but what is fixed for an incarnation (its WorkerInfo), what
+follows the metrics stream, and the last view, which routing falls back on without Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+import numpy as np
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from app.core import leases, metrics
+from app.core.errors import RedisUnavailable
+from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
+from app.core.matching import Overlaps
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.core.reservations import Load, Reservation, Snapshot
+from app.core.types import Incarnation, TierOverlap, WorkerInfo
+from app.policy.cost import Candidates
+
+log = logging.getLogger(__name__)
+
+STALE_AFTER_MS = 10 * round(METRICS_INTERVAL_S * 1000)
+NO_OVERLAP = TierOverlap()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a worker last published, and when by the Redis clock."""
+
+    metrics: ForwardPassMetrics
+    speed: Speed
+    at_ms: int
+
+    def is_stale(self, now_ms: int) -> bool:
+        return now_ms - self.at_ms > STALE_AFTER_MS
+
+
+class View:
+    """The live workers at one moment, in a fixed order; decisions add what they reserve."""
+
+    def __init__(self, snapshot: Snapshot, known: list[tuple[Incarnation, WorkerInfo, Measured]]):
+        self.now_ms = snapshot.now_ms
+        self.incarnations = [inc for inc, _, _ in known]
+        self.infos = [info for _, info, _ in known]
+        self.measured = [measured for _, _, measured in known]
+        self.loads = [snapshot.loads[inc] for inc in self.incarnations]
+        columns = [
+            (0.0, 0.0, 0.0, *self._load_fields(load, info), *_measured_fields(info, measured))
+            for info, load, measured in zip(self.infos, self.loads, self.measured, strict=True)
+        ]
+        self._matrix = np.array(columns, dtype=np.float64).reshape(len(columns), 22).T.copy()
+        self._position = {inc: i for i, inc in enumerate(self.incarnations)}
+
+    def candidates(self, overlaps: Overlaps) -> Candidates:
+        """The workers as a cost function sees them, for a prompt with these overlaps."""
+        matrix = self._matrix.copy()
+        for inc, overlap in overlaps.items():
+            position = self._position.get(inc)
+            if position is not None:
+                matrix[:3, position] = (overlap.device, overlap.host, overlap.disk)
+        return Candidates(*matrix)
+
+    def add(self, position: int, reservation: Reservation) -> None:
+        """Count a reservation made, or about to be made, on the worker at `position`."""
+        load = self.loads[position]
+        load.add(reservation, self.now_ms)
+        self._matrix[3:9, position] = self._load_fields(load, self.infos[position])
+
+    def _load_fields(self, load: Load, info: WorkerInfo) -> tuple[float, ...]:
+        return (
+            load.prefill_tokens,
+            load.queue_s(self.now_ms),
+            load.blocks,
+            load.requests,
+            load.decoding,
+            info.max_requests,
+        )
+
+
+def _measured_fields(info: WorkerInfo, measured: Measured) -> tuple[float, ...]:
+    m, s = measured.metrics, measured.speed
+    return (
+        m.kv_active_blocks,
+        m.kv_total_blocks or info.kv_total_blocks,
+        m.num_requests_waiting,
+        m.gpu_cache_usage_perc,
+        m.request_active_slots,
+        m.request_total_slots,
+        s.prefill_s_per_token,
+        s.prefill_s_per_token2,
+        s.decode_s_per_kv_token,
+        s.decode_s_per_seq,
+        s.host_s_per_token,
+        s.disk_s_per_token,
+        s.mean_output_tokens,
+    )
+
+
+_UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, at_ms=0)
+
+
+class Fleet:
+    """Learns who the incarnations are, and follows what they measure."""
+
+    def __init__(self, redis: Redis, keyspace: Keyspace, timeout_s: float) -> None:
+        self.last_view: View | None = None
+        self.metrics_age_s = 0.0
+        """Age of the newest metrics entry when the stream was last read."""
+        self._redis = redis
+        self._keyspace = keyspace
+        self._timeout_s = timeout_s
+        self._infos: dict[Incarnation, WorkerInfo] = {}
+        self._measured: dict[Incarnation, Measured] = {}
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block, which all workers of a namespace share; None before the first."""
+        view = self.last_view
+        return view.infos[0].block_size if view and view.infos else None
+
+    async def view(self, snapshot: Snapshot) -> View:
+        """`snapshot` with what is known of its incarnations. Asks Redis only about new ones.
+
+        Raises RedisUnavailable.
+        """
+        missing = [inc for inc in snapshot.loads if inc not in self._infos]
+        if missing:
+            await self._learn(missing)
+        known = [
+            (inc, self._infos[inc], self._measured.get(inc, _UNMEASURED))
+            for inc in snapshot.loads
+            if inc in self._infos
+        ]
+        self.last_view = View(snapshot, known)
+        return self.last_view
+
+    async def _learn(self, incarnations: list[Incarnation]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                texts = await self._redis.hmget(
+                    self._keyspace["workers"], [str(inc) for inc in incarnations]
+                )
+        except (TimeoutError, RedisError, OSError) as error:
+            raise RedisUnavailable(f"workers: {type(error).__name__}: {error}") from error
+        for inc, text in zip(incarnations, texts, strict=True):
+            if text is not None:
+                self._infos[inc] = leases.decode_info(text)
+
+    def forget_except(self, live: Iterable[Incarnation]) -> None:
+        """Drop what is known of incarnations that are gone."""
+        keep = set(live)
+        self._infos = {inc: info for inc, info in self._infos.items() if inc in keep}
+        self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
+
+    def load_statistics(self, now_ms: int) -> tuple[float, float]:
+        """Mean and sample standard deviation of the used fraction of KV blocks.
+
+        Over the workers of the last view that are not stale; 0 where there are too few.
+        """
+        view = self.last_view
+        loads = [
+            m.metrics.kv_active_blocks / m.metrics.kv_total_blocks
+            for m in map(self.measured, view.incarnations if view else [])
+            if m.metrics.kv_total_blocks and not m.is_stale(now_ms)
+        ]
+        return (mean(loads) if loads else 0.0, stdev(loads) if len(loads) > 1 else 0.0)
+
+    def measured(self, incarnation: Incarnation) -> Measured:
+        return self._measured.get(incarnation, _UNMEASURED)
+
+    async def follow(self) -> None:
+        """Keep the latest entry of each incarnation in the metrics stream, until cancelled."""
+        position: bytes | None = None
+        while True:
+            try:
+                position = await self._poll(position)
+            except (TimeoutError, RedisError, OSError) as error:
+                # A restarted server may count its ids from an earlier clock: begin again.
+                position = None
+                log.debug("metrics not read: %s", error)
+            await asyncio.sleep(METRICS_INTERVAL_S)
+
+    async def _poll(self, position: bytes | None) -> bytes | None:
+        """Take the entries after `position`, or the last ones there are; the new position."""
+        key = self._keyspace["metrics"]
+        async with (
+            asyncio.timeout(self._timeout_s),
+            self._redis.pipeline(transaction=False) as pipe,
+        ):
+            pipe.time()
+            if position is None:
+                pipe.xrevrange(key, count=METRICS_MAXLEN)
+            else:
+                pipe.xread({key: position}, count=METRICS_MAXLEN)
+            (seconds, micros), reply = await pipe.execute()
+        if position is None:
+            entries = reply[::-1]
+        else:
+            entries = reply[0][1] if reply else []
+        for entry_id, fields in entries:
+            position = entry_id
+            self._take(_id_ms(entry_id), fields)
+        if position is not None:
+            self.metrics_age_s = seconds + micros / 1e6 - _id_ms(position) / 1000
+        return position
+
+    def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> None:
+        text = {name.decode(): value.decode() for name, value in fields.items()}
+        try:
+            incarnation = Incarnation(int(text["incarnation"]))
+            self._measured[incarnation] = Measured(*metrics.decode(text), at_ms)
+        except (KeyError, ValueError) as error:
+            log.warning("metrics entry of %s ignored: %s", text.get("worker"), error)
+
+
+def _id_ms(entry_id: bytes) -> int:
+    return int(entry_id.split(b"-")[0])

@@ -1,0 +1,85 @@
+"""From costs to one worker: drop the full ones, compare or sample, break ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from app.core.errors import AllWorkersBusy, NoWorkers
+from app.policy.cost import POLICIES, Candidates, Costs, Floats, RequestSize
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes, and what was compared."""
+
+    index: int
+    """The chosen worker's place in the candidates."""
+    costs: Costs
+    """Of every candidate, including those that could not be chosen."""
+    tied: bool
+    """Several of those that could be chosen shared the lowest cost."""
+
+
+def choose(
+    policy: str,
+    candidates: Candidates,
+    size: RequestSize,
+    *,
+    eligible: NDArray[np.bool_],
+    rng: Generator,
+    turn: int = 0,
+    temperature: float = 0.0,
+) -> Choice:
+    """The worker that `policy`, a key of POLICIES, prefers among the eligible.
+
+    eligible: (workers,); which of them the caller allows. Full ones are dropped here.
+    turn: for round_robin, which is even if it grows by one with each decision.
+    temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
+    of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
+    Raises NoWorkers if none is eligible, AllWorkersBusy if all of those are full.
+    """
+    num_eligible = np.count_nonzero(eligible)
+    if num_eligible == 0:
+        raise NoWorkers(f"none of {eligible.size} live workers is eligible")
+    costs = POLICIES[policy](candidates, size)
+    has_room = (candidates.active_requests < candidates.max_requests) & (costs.cost < np.inf)
+    workers = np.flatnonzero(eligible & has_room)
+    if workers.size == 0:
+        raise AllWorkersBusy(f"all {num_eligible} eligible workers are full")
+    if policy == "round_robin":
+        workers = workers[[turn % workers.size]]
+    elif policy == "power_of_two":
+        workers = _two_of(workers, rng)
+    cost = costs.cost[workers]
+    lowest = np.flatnonzero(cost == cost.min())
+    if temperature > 0.0:
+        place = _sample(cost, temperature, rng)
+    elif lowest.size > 1:
+        place = int(lowest[rng.integers(lowest.size)])
+    else:
+        place = int(lowest[0])
+    return Choice(int(workers[place]), costs, lowest.size > 1)
+
+
+def _two_of(workers: NDArray[np.intp], rng: Generator) -> NDArray[np.intp]:
+    """Two different ones, every pair equally likely; fewer if there are fewer."""
+    if workers.size <= 2:
+        return workers
+    first = rng.integers(workers.size)
+    step = rng.integers(1, workers.size)
+    return workers[[first, (first + step) % workers.size]]
+
+
+def _sample(cost: Floats, temperature: float, rng: Generator) -> int:
+    """A place in `cost`, drawn from the softmax of the negated, min-max normalised cost."""
+    above_lowest = cost - cost.min()
+    # All equal is all zeros, which any divisor leaves alone.
+    weights = np.exp(above_lowest / ((above_lowest.max() or 1.0) * -temperature))
+    cumulative = weights.cumsum()
+    # random() is below 1, but the product may round up to the total.
+    place = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
+    return min(place, cost.size - 1)

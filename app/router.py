@@ -1,0 +1,415 @@
+"""One request: hashes -> overlap and loads -> cost -> reservation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from app.core import index, matching, reservations
+from app.core.config import RouterSettings
+from app.core.errors import (
+    AllWorkersBusy,
+    NamespaceMissing,
+    NoWorkers,
+    RedisUnavailable,
+    RouterOverloaded,
+    RoutingError,
+)
+from app.core.keys import Keyspace
+from app.core.matching import Overlaps
+from app.core.reservations import Load, Refused, Reservation
+from app.core.scripts import Call, ScriptRunner
+from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
+from app.fleet import NO_OVERLAP, Fleet, View
+from app.policy.cost import RequestSize, predicted_prefill_s
+from app.policy.select import Choice, choose
+from app.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 64
+MAX_QUEUED = 1024
+MAX_TRIES = 4
+MAINTENANCE_INTERVAL_S = 0.25
+SWEEP_BUCKETS = 8
+"""A step of the sweep then takes Redis about a millisecond."""
+SWEEP_PAUSE_S = 0.005
+EXPIRE_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys."""
+
+    request_id: str
+    chain: list[SequenceHash]
+    isl_tokens: int
+    policy: str
+    reserve: bool = True
+    explain: bool = False
+    exclude: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker as a decision saw it. terms: see the policy's cost function."""
+
+    info: WorkerInfo
+    overlap: TierOverlap
+    load: Load
+    queue_s: float
+    eligible: bool
+    cost: float
+    terms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes.
+
+    degraded: decided without Redis, by load alone, from the last loads seen.
+    reserved: capacity is promised to the request until it is released or expires.
+    """
+
+    request_id: str
+    worker: WorkerInfo
+    overlap: TierOverlap
+    isl_tokens: int
+    isl_blocks: int
+    policy: str
+    tied: bool
+    tries: int
+    degraded: bool
+    reserved: bool
+    candidates: list[Candidate]
+    """Filled where the request asked to explain."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request on its way to a decision."""
+
+    request: RouteRequest
+    answer: asyncio.Future[Decision]
+    overlaps: Overlaps = field(default_factory=dict)
+    tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What one try wants: the worker at `position` of the view, and the reservation on it."""
+
+    pending: _Pending
+    position: int
+    incarnation: Incarnation
+    seen_total: int
+    reservation: Reservation
+    decision: Decision
+
+
+class Router:
+    """start, run, stop. Decides the requests that wait together, one after another.
+
+    They share their round trips to Redis, and each sees what the ones before it reserve: so the
+    reservation that Redis refuses as `changed` was always overtaken by another replica.
+    """
+
+    def __init__(
+        self,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        settings: RouterSettings,
+        fleet: Fleet,
+        telemetry: Telemetry,
+    ) -> None:
+        self.fleet = fleet
+        self.telemetry = telemetry
+        self._runner = runner
+        self._keyspace = keyspace
+        self._settings = settings
+        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
+        self._rng = np.random.default_rng(settings.seed)
+        self._turn = 0
+        self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._decide_forever())
+            tasks.create_task(self._maintain())
+            tasks.create_task(self.fleet.follow())
+
+    async def route(self, request: RouteRequest) -> Decision:
+        """Choose a worker and reserve it.
+
+        Raises NoWorkers, AllWorkersBusy, and RouterOverloaded if MAX_QUEUED requests are waiting.
+        """
+        started = time.perf_counter()
+        outcome = "routed"
+        answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        try:
+            try:
+                self._queue.put_nowait(_Pending(request, answer))
+            except asyncio.QueueFull:
+                raise RouterOverloaded(f"{MAX_QUEUED} requests wait for a decision") from None
+            decision = await answer
+        except RoutingError as error:
+            outcome = error.outcome
+            raise
+        finally:
+            self.telemetry.decisions.labels(request.policy, outcome).inc()
+            self.telemetry.decision_seconds.observe(time.perf_counter() - started)
+        self._count(decision)
+        return decision
+
+    async def refresh(self) -> View:
+        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
+        with self._timed("look_up"):
+            snapshot = await self._runner.one(reservations.loads(self._keyspace))
+        return await self.fleet.view(snapshot)
+
+    async def prefill_complete(self, request_id: str) -> bool:
+        """False if there is no such reservation. Raises RedisUnavailable."""
+        known = await self._runner.one(reservations.prefill_complete(self._keyspace, request_id))
+        self.telemetry.reservations.labels("prefill_complete" if known else "unknown").inc()
+        return known
+
+    async def release(self, request_id: str) -> bool:
+        """False if there is no such reservation (any more). Raises RedisUnavailable."""
+        known = await self._runner.one(reservations.release(self._keyspace, request_id))
+        self.telemetry.reservations.labels("released" if known else "unknown").inc()
+        return known
+
+    async def _decide_forever(self) -> None:
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < MAX_BATCH and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            # Who asked may have gone: then nothing must be reserved for them.
+            batch = [pending for pending in batch if not pending.answer.cancelled()]
+            try:
+                await self._decide(batch)
+            except Exception as error:
+                log.exception("a batch of %d decisions failed", len(batch))
+                for pending in batch:
+                    if not pending.answer.done():
+                        pending.answer.set_exception(error)
+
+    async def _decide(self, batch: list[_Pending]) -> None:
+        try:
+            view = await self._look_up(batch)
+        except (RedisUnavailable, NamespaceMissing) as error:
+            self._decide_degraded(batch, error)
+            return
+        waiting = batch
+        for attempt in range(1, MAX_TRIES + 1):
+            plans = self._plan_all(waiting, view)
+            try:
+                with self._timed("reserve"):
+                    replies = await self._runner.run(
+                        [self._reserve(plan, final=attempt == MAX_TRIES) for plan in plans]
+                    )
+                waiting, refusal = self._settle(plans, replies)
+                if refusal is None:
+                    return
+                view = await self.fleet.view(refusal.fresh)
+            except RedisUnavailable as error:
+                self._decide_degraded([plan.pending for plan in plans], error)
+                return
+            self.telemetry.retries.inc(len(waiting))
+        for pending in waiting:
+            _fail(pending, AllWorkersBusy(f"every choice of {MAX_TRIES} was full by then"))
+
+    async def _look_up(self, batch: list[_Pending]) -> View:
+        """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each."""
+        with self._timed("look_up"):
+            overlaps, snapshot = await matching.match(
+                self._runner,
+                self._keyspace,
+                [pending.request.chain for pending in batch],
+                first=reservations.loads(self._keyspace),
+            )
+        for pending, found in zip(batch, overlaps, strict=True):
+            pending.overlaps = found
+        return await self.fleet.view(snapshot)
+
+    def _plan_all(self, waiting: list[_Pending], view: View) -> list[_Plan]:
+        """Decide one after another; answer those who get no worker or want no reservation."""
+        plans = []
+        for pending in waiting:
+            pending.tries += 1
+            try:
+                plan = self._plan(pending, view, degraded=False)
+            except RoutingError as error:
+                _fail(pending, error)
+                continue
+            if pending.request.reserve:
+                view.add(plan.position, plan.reservation)
+                plans.append(plan)
+            else:
+                _answer(pending, plan.decision)
+        return plans
+
+    def _plan(self, pending: _Pending, view: View, *, degraded: bool) -> _Plan:
+        request = pending.request
+        if not view.infos:
+            raise NoWorkers("no worker is alive")
+        policy = "least_loaded" if degraded else request.policy
+        size = RequestSize(request.isl_tokens, view.infos[0].block_size)
+        candidates = view.candidates(pending.overlaps)
+        eligible = np.array([not _excluded(info, request.exclude) for info in view.infos])
+        choice = choose(
+            policy,
+            candidates,
+            size,
+            eligible=eligible,
+            rng=self._rng,
+            turn=self._turn,
+            temperature=self._settings.temperature,
+        )
+        self._turn += 1
+        position = choice.index
+        incarnation = view.incarnations[position]
+        overlap = pending.overlaps.get(incarnation, NO_OVERLAP)
+        cached = min(overlap.total * size.block_size, request.isl_tokens)
+        reservation = Reservation(
+            request.request_id,
+            prefill_tokens=max(1, request.isl_tokens - cached),
+            prefill_us=round(1e6 * float(predicted_prefill_s(candidates, size)[position])),
+            blocks=size.isl_blocks,
+        )
+        decision = Decision(
+            request_id=request.request_id,
+            worker=view.infos[position],
+            overlap=overlap,
+            isl_tokens=request.isl_tokens,
+            isl_blocks=size.isl_blocks,
+            policy=policy,
+            tied=choice.tied,
+            tries=pending.tries,
+            degraded=degraded,
+            reserved=request.reserve and not degraded,
+            candidates=(
+                _seen(view, pending.overlaps, eligible.tolist(), choice) if request.explain else []
+            ),
+        )
+        seen_total = view.loads[position].total
+        return _Plan(pending, position, incarnation, seen_total, reservation, decision)
+
+    def _reserve(self, plan: _Plan, *, final: bool) -> Call[Refused | None]:
+        return reservations.reserve(
+            self._keyspace,
+            plan.incarnation,
+            plan.reservation,
+            ttl_ms=self._ttl_ms,
+            max_requests=plan.decision.worker.max_requests,
+            seen_total=None if final else plan.seen_total,
+        )
+
+    def _settle(
+        self, plans: list[_Plan], replies: list[Refused | None]
+    ) -> tuple[list[_Pending], Refused | None]:
+        """Answer what was reserved; who is left, and the last refusal with its fresh loads."""
+        refused = []
+        last: Refused | None = None
+        for plan, reply in zip(plans, replies, strict=True):
+            if reply is None:
+                self.telemetry.reservations.labels("made").inc()
+                _answer(plan.pending, plan.decision)
+                if last is not None and plan.incarnation in last.fresh.loads:
+                    last.fresh.loads[plan.incarnation].add(plan.reservation, last.fresh.now_ms)
+            else:
+                self.telemetry.conflicts.labels(reply.reason).inc()
+                refused.append(plan.pending)
+                last = reply
+        return refused, last
+
+    def _decide_degraded(self, batch: list[_Pending], reason: Exception) -> None:
+        """Spread by the loads last seen, counting on what is decided meanwhile."""
+        log.warning("deciding without Redis: %s", reason)
+        view = self.fleet.last_view
+        for pending in batch:
+            if view is None:
+                _fail(pending, NoWorkers(f"no worker was ever seen: {reason}"))
+                continue
+            pending.overlaps = {}
+            try:
+                plan = self._plan(pending, view, degraded=True)
+            except RoutingError as error:
+                _fail(pending, error)
+                continue
+            view.add(plan.position, plan.reservation)
+            self.telemetry.degraded.inc()
+            _answer(pending, plan.decision)
+
+    async def _maintain(self) -> None:
+        """Expire reservations, retire lapsed leases, sweep what the dead left: every replica a
+        little, so that it does not matter which of them live."""
+        calls = (
+            reservations.expire(self._keyspace, EXPIRE_LIMIT),
+            index.sweep(self._keyspace, SWEEP_BUCKETS),
+        )
+        while True:
+            pause = MAINTENANCE_INTERVAL_S
+            try:
+                expired, step = await self._runner.run(calls)
+                self.telemetry.reservations.labels("expired").inc(expired)
+                if step.buckets_left:
+                    pause = SWEEP_PAUSE_S
+            except RedisUnavailable as error:
+                log.debug("maintenance: %s", error)
+            if self.fleet.last_view is not None:
+                self.fleet.forget_except(self.fleet.last_view.incarnations)
+            await asyncio.sleep(pause)
+
+    def _count(self, decision: Decision) -> None:
+        if decision.reserved:
+            overlap = decision.overlap
+            self.telemetry.isl_blocks.inc(decision.isl_blocks)
+            self.telemetry.overlap_blocks.labels("device").inc(overlap.device)
+            self.telemetry.overlap_blocks.labels("host").inc(overlap.host)
+            self.telemetry.overlap_blocks.labels("disk").inc(overlap.disk)
+            self.telemetry.hit_fraction.observe(overlap.total / decision.isl_blocks)
+
+    @contextmanager
+    def _timed(self, step: str) -> Iterator[None]:
+        with self.telemetry.redis_seconds.labels(step).time():
+            yield
+
+
+def _excluded(info: WorkerInfo, exclude: frozenset[str]) -> bool:
+    return bool(exclude) and (info.key.worker_id in exclude or str(info.key) in exclude)
+
+
+def _answer(pending: _Pending, decision: Decision) -> None:
+    if not pending.answer.done():
+        pending.answer.set_result(decision)
+
+
+def _fail(pending: _Pending, error: RoutingError) -> None:
+    if not pending.answer.done():
+        pending.answer.set_exception(error)
+
+
+def _seen(view: View, overlaps: Overlaps, eligible: list[bool], choice: Choice) -> list[Candidate]:
+    """The candidates of a decision, copied out of the arrays it was made from."""
+    return [
+        Candidate(
+            info=info,
+            overlap=overlaps.get(inc, NO_OVERLAP),
+            load=replace(load),
+            queue_s=load.queue_s(view.now_ms),
+            eligible=ok,
+            cost=float(choice.costs.cost[i]),
+            terms={name: float(values[i]) for name, values in choice.costs.terms.items()},
+        )
+        for i, (inc, info, load, ok) in enumerate(
+            zip(view.incarnations, view.infos, view.loads, eligible, strict=True)
+        )
+    ]

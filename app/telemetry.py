@@ -1,0 +1,84 @@
+"""What a router counts of itself, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
+
+
+class Telemetry:
+    """One router's metrics, in a registry of their own. All names begin with `kvroute_`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.decisions = Counter(
+            "kvroute_decisions",
+            "Decisions by policy and outcome: routed, no_workers, all_busy, overloaded.",
+            ["policy", "outcome"],
+            registry=r,
+        )
+        self.degraded = Counter(
+            "kvroute_degraded_decisions", "Decisions made without Redis, by load alone.", registry=r
+        )
+        self.decision_seconds = Histogram(
+            "kvroute_decision_seconds",
+            "From a request's hashes to its worker, reservation included.",
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self.redis_seconds = Histogram(
+            "kvroute_redis_round_trip_seconds",
+            "Redis round trips of decisions, by step.",
+            ["step"],
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self.hit_fraction = Histogram(
+            "kvroute_hit_fraction",
+            "Share of a prompt's blocks that its worker held.",
+            buckets=_FRACTIONS,
+            registry=r,
+        )
+        self.isl_blocks = Counter("kvroute_isl_blocks", "Blocks of routed prompts.", registry=r)
+        self.overlap_blocks = Counter(
+            "kvroute_overlap_blocks",
+            "Blocks of routed prompts that their worker held, by tier.",
+            ["tier"],
+            registry=r,
+        )
+        self.reservations = Counter(
+            "kvroute_reservations",
+            "Reservations by event: made, prefill_complete, released, expired, unknown.",
+            ["event"],
+            registry=r,
+        )
+        self.conflicts = Counter(
+            "kvroute_reserve_conflicts",
+            "Reservations refused, by reason: changed, full, lapsed.",
+            ["reason"],
+            registry=r,
+        )
+        self.retries = Counter(
+            "kvroute_decision_retries", "Decisions made again after a refusal.", registry=r
+        )
+        self.metrics_age = Gauge(
+            "kvroute_metrics_stream_lag_seconds",
+            "Age of the newest entry of the metrics stream.",
+            registry=r,
+        )
+        self.load_mean = Gauge(
+            "kvroute_load_avg", "Mean used fraction of the workers' KV blocks.", registry=r
+        )
+        self.load_std = Gauge(
+            "kvroute_load_std", "Sample standard deviation of the same.", registry=r
+        )
+        self.worker_load = Gauge(
+            "kvroute_worker_load",
+            "Per worker: reserved requests, blocks, prefill_tokens and queue_seconds; reported "
+            "kv_active_blocks, requests_waiting and cache_usage; stale (0 or 1).",
+            ["worker", "what"],
+            registry=r,
+        )

@@ -1,0 +1,164 @@
+"""Redis server time per overlap query and per applied block, on an index of a given size.
+
+    python -m loadtest.bench_index --redis redis://127.0.0.1:6379 --json out/bench_index.json
+
+Server time is Redis's own (INFO commandstats). Fills, and at the end deletes, a namespace of its
+own; the statistics of the server are reset, so use one that nobody else needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import orjson
+
+from app.core import index, leases
+from app.core.keys import Keyspace
+from app.core.matching import match
+from app.core.redis import connect
+from app.core.scripts import Call, ScriptRunner
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+
+LENGTHS = (16, 64, 512, 2048, 4096, 8192)
+CHAIN = 8192
+SYSTEM_PROMPT = 64
+BATCH = 64
+
+
+class Fleet:
+    """Workers that hold one system prompt together and long private chains each."""
+
+    def __init__(self, runner: ScriptRunner, keyspace: Keyspace, workers: int, seed: int) -> None:
+        self._runner = runner
+        self._keyspace = keyspace
+        self._workers = workers
+        self._rng = np.random.default_rng(seed)
+        self._seqs: dict[Incarnation, int] = {}
+        self.chains: list[list[SequenceHash]] = []
+
+    async def register(self, blocks: int) -> None:
+        for i in range(self._workers):
+            info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, blocks, 256)
+            bits = index.bucket_bits_for(blocks)
+            made = await self._runner.one(
+                leases.register(self._keyspace, info, "bench", ttl_ms=3_600_000, bucket_bits=bits)
+            )
+            self._seqs[made.incarnation] = 0
+
+    async def fill(self, blocks: int) -> None:
+        """Each private chain lies on one worker, its first half on a second, its first quarter
+        on a third in the host tier; all of them start with the system prompt."""
+        system = self._hashes(SYSTEM_PROMPT)
+        owners = list(self._seqs)
+        for inc in owners:
+            await self._store(inc, system, Tier.DEVICE)
+        for n in range(max(1, blocks // CHAIN)):
+            own = self._hashes(CHAIN - SYSTEM_PROMPT)
+            for k, (part, tier) in enumerate(((1, Tier.DEVICE), (2, Tier.DEVICE), (4, Tier.HOST))):
+                inc = owners[(n + k) % len(owners)]
+                await self._store(inc, own[: len(own) // part], tier)
+            self.chains.append(system + own)
+
+    async def _store(self, inc: Incarnation, blocks: list[SequenceHash], tier: Tier) -> None:
+        calls: list[Call[bool]] = []
+        for at in range(0, len(blocks), BATCH):
+            self._seqs[inc] += 1
+            changes = [(block, tier) for block in blocks[at : at + BATCH]]
+            calls.append(index.apply(self._keyspace, inc, "bench", self._seqs[inc], changes))
+        assert all(await self._runner.run(calls))
+
+    def _hashes(self, count: int) -> list[SequenceHash]:
+        return [SequenceHash(int(h)) for h in self._rng.integers(0, 2**64, count, np.uint64)]
+
+
+async def server_us(
+    runner: ScriptRunner, keyspace: Keyspace, chains: list[list[SequenceHash]], repeats: int
+) -> float:
+    """Median over `repeats` of Redis's mean time per query, all its round trips together, µs."""
+    means: list[float] = []
+    for _ in range(repeats):
+        await runner.redis.config_resetstat()
+        for chain in chains:
+            await match(runner, keyspace, [chain])
+        stats = (await runner.redis.info("commandstats"))["cmdstat_evalsha"]
+        means.append(stats["usec"] / len(chains))
+    return float(median(means))
+
+
+async def measure(
+    url: str, blocks: int, workers: int, queries: int, repeats: int
+) -> dict[str, Any]:
+    redis = connect(url)
+    keyspace = Keyspace("bench-index")
+    runner = ScriptRunner(redis, timeout_s=60)
+    try:
+        await _delete(runner, keyspace)
+        before = (await redis.info("memory"))["used_memory"]
+        fleet = Fleet(runner, keyspace, workers, seed=1)
+        await fleet.register(blocks)
+        await redis.config_resetstat()
+        await fleet.fill(blocks)
+        applied = (await redis.info("commandstats"))["cmdstat_evalsha"]
+        memory = (await redis.info("memory"))["used_memory"] - before
+        rng = np.random.default_rng(2)
+        unknown = [SequenceHash(int(h)) for h in rng.integers(0, 2**64, CHAIN, np.uint64)]
+        matched: dict[str, float] = {}
+        half: dict[str, float] = {}
+        for length in LENGTHS:
+            picks = rng.integers(0, len(fleet.chains), queries)
+            full = [fleet.chains[i][:length] for i in picks]
+            matched[str(length)] = await server_us(runner, keyspace, full, repeats)
+            cut = [chain[: length // 2] + unknown[: length - length // 2] for chain in full]
+            half[str(length)] = await server_us(runner, keyspace, cut, repeats)
+        return {
+            "redis": (await redis.info("server"))["redis_version"],
+            "workers": workers,
+            "unique_blocks": len(fleet.chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT,
+            "apply_us_per_block": applied["usec"] / applied["calls"] / BATCH,
+            "bytes_per_block": memory / (len(fleet.chains) * CHAIN),
+            "match_us_all_matched": matched,
+            "match_us_half_matched": half,
+        }
+    finally:
+        await _delete(runner, keyspace)
+        await redis.aclose()
+
+
+async def _delete(runner: ScriptRunner, keyspace: Keyspace) -> None:
+    async for key in runner.redis.scan_iter(match=keyspace["*"].replace("{", "\\{"), count=1000):
+        await runner.redis.unlink(key)
+
+
+@click.command()
+@click.option("--redis", "url", envvar="REDIS_URL", required=True, help="Redis to measure.")
+@click.option("--blocks", default=1_000_000, show_default=True, help="Unique blocks.")
+@click.option("--workers", default=64, show_default=True)
+@click.option("--queries", default=200, show_default=True, help="Per length and round.")
+@click.option("--repeats", default=5, show_default=True, help="Rounds; the median counts.")
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+def main(url: str, blocks: int, workers: int, queries: int, repeats: int, out: Path | None) -> None:
+    """Measure the index in a real Redis."""
+    result = asyncio.run(measure(url, blocks, workers, queries, repeats))
+    click.echo(
+        f"Redis {result['redis']}, {workers} workers, {result['unique_blocks']:,} unique blocks: "
+        f"{result['bytes_per_block']:.0f} bytes per block, "
+        f"{result['apply_us_per_block']:.1f} µs per applied block"
+    )
+    click.echo("\nserver time per query, µs\n  blocks   all matched   half matched")
+    for length in map(str, LENGTHS):
+        click.echo(
+            f"{length:>8}{result['match_us_all_matched'][length]:>14.1f}"
+            f"{result['match_us_half_matched'][length]:>15.1f}"
+        )
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+
+
+if __name__ == "__main__":
+    main()

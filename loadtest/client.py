@@ -1,0 +1,363 @@
+"""One request against a cluster, as a caller lives it: route, stream, confirm, release.
+
+Router calls go through the balancer's URL, the completion straight to the chosen worker:
+
+    POST   /v1/route                            -> worker, its address
+    POST   <address>/v1/completions, streamed   -> tokens
+    POST   /v1/requests/{id}/prefill_complete   at the first token
+    DELETE /v1/requests/{id}                    at the end, whatever happened
+
+Prompts travel as raw little-endian u32, which costs neither side any JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import orjson
+import stamina
+import stamina.instrumentation
+
+ROUTER_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+# Below the 5 s after which uvicorn closes an idle connection, so that it is never us who reuse
+# a connection in the moment it closes.
+KEEPALIVE_S = 3.0
+CHUNKS_PER_ANSWER = 5
+# TimeoutError is an OSError.
+NETWORK_ERRORS = (aiohttp.ClientError, OSError)
+TOKENS_TYPE = {"Content-Type": "application/octet-stream"}
+
+
+clock = time.perf_counter  # uvloop's own clock counts whole milliseconds
+
+# Retries are counted in each outcome; a log line for each would tear a progress display.
+stamina.instrumentation.set_on_retry_hooks(())
+
+
+class FailureKind(StrEnum):
+    """Why a request has no full answer."""
+
+    UNREACHABLE = "unreachable"
+    """No connection to the balancer, or none that lasted until an answer."""
+    UNAVAILABLE = "unavailable"
+    """5xx from the router: no live worker, or the balancer found no router."""
+    FULL = "full"
+    """429: every worker is full."""
+    REFUSED = "refused"
+    """4xx, or an answer that is not one of ours: asking again would not help."""
+    WORKER = "worker"
+    """The chosen worker gave no first token."""
+    BROKEN_STREAM = "broken_stream"
+    """The worker's answer ended after its first token and before its usage."""
+    DEADLINE = "deadline"
+
+
+RETRIED = {
+    FailureKind.UNREACHABLE,
+    FailureKind.UNAVAILABLE,
+    FailureKind.FULL,
+    FailureKind.WORKER,
+}
+
+
+class RequestError(Exception):
+    def __init__(self, kind: FailureKind, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request. Times in seconds since the same start.
+
+    first_token_s and end_s are None unless the answer came in full.
+    """
+
+    request_id: str
+    arrival_s: float
+    """When it was due, not when the client got round to it: a slow client hides no waiting."""
+    sent_s: float
+    prompt_tokens: int
+    attempts: int
+    failure: FailureKind | None = None
+    error: str | None = None
+    worker: str | None = None
+    """`<worker_id>:<dp_rank>` of the last worker chosen."""
+    decision_s: float | None = None
+    """How long the router took to choose it, as seen from here."""
+    degraded: bool = False
+    first_token_s: float | None = None
+    end_s: float | None = None
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """An outcome while it happens."""
+
+    sent_s: float = 0.0
+    attempts: int = 0
+    worker: str | None = None
+    decision_s: float | None = None
+    degraded: bool = False
+    first_token_s: float | None = None
+    end_s: float | None = None
+    usage: dict[str, Any] | None = None
+    failed_worker: str | None = None
+    """That of the attempt before, if it was the worker that failed."""
+    last_error: RequestError | None = None
+
+    def wait_before_retry(self, error: Exception) -> bool | float:
+        """stamina's backoff hook: False raises, True backs off, a number is seconds to wait."""
+        if not isinstance(error, RequestError) or error.kind not in RETRIED:
+            return False
+        self.last_error = error
+        return True if error.retry_after_s is None else error.retry_after_s
+
+
+class ClusterClient:
+    """Sends requests to one cluster; use as an async context manager.
+
+    base_url: of the balancer. deadline_s: for a whole request, from its arrival. max_in_flight:
+    requests at once; more wait, which `num_held_back` counts and their times include.
+    """
+
+    def __init__(
+        self, base_url: str, *, deadline_s: float = 600.0, max_in_flight: int = 512
+    ) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._deadline_s = deadline_s
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self.num_held_back = 0
+        self.num_lost_calls = 0
+        """Confirmations and releases that no router accepted."""
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._session.close()
+
+    async def workers(self) -> list[str]:
+        """Names of the workers that live now. Raises RequestError."""
+        with _translated_errors(self._base_url):
+            async with (
+                asyncio.timeout(ROUTER_TIMEOUT_S),
+                self._session.get(f"{self._base_url}/v1/workers") as response,
+            ):
+                if response.status != 200:
+                    raise await _status_error(response, FailureKind.UNAVAILABLE)
+                found = orjson.loads(await response.read())
+            return sorted(_worker_name(worker) for worker in found["workers"])
+
+    async def send(
+        self,
+        request_id: str,
+        make_prompt: Callable[[], bytes],
+        *,
+        output_tokens: int,
+        policy: str | None = None,
+        arrival: float | None = None,
+    ) -> Outcome:
+        """Sends one request, and again while it can be retried and the deadline allows.
+
+        make_prompt: called once a slot is free. arrival: when the request was due, on `clock`; now
+        if None. The outcome's times are on that clock. Raises nothing that the cluster causes:
+        failures are in the outcome.
+        """
+        arrival = clock() if arrival is None else arrival
+        deadline_s = arrival + self._deadline_s - clock()
+        progress = _Progress(sent_s=arrival)
+        prompt = b""
+        failure = error = None
+        try:
+            async with asyncio.timeout(deadline_s), self._slot():
+                progress.sent_s = clock()
+                prompt = make_prompt()
+                async for attempt in stamina.retry_context(
+                    on=progress.wait_before_retry, attempts=None, timeout=None, wait_jitter=0.1
+                ):
+                    with attempt:
+                        progress.attempts = attempt.num
+                        await self._attempt(request_id, prompt, output_tokens, policy, progress)
+        except TimeoutError:
+            failure = FailureKind.DEADLINE
+            error = f"no answer within {self._deadline_s:g} s"
+            if progress.last_error is not None:
+                error += f", last error: {progress.last_error}"
+        except RequestError as request_error:
+            failure, error = request_error.kind, str(request_error)
+        usage = progress.usage if failure is None and progress.usage else {}
+        return Outcome(
+            request_id=request_id,
+            arrival_s=arrival,
+            sent_s=progress.sent_s,
+            prompt_tokens=len(prompt) // 4,
+            attempts=progress.attempts,
+            failure=failure,
+            error=error,
+            worker=progress.worker,
+            decision_s=progress.decision_s,
+            degraded=progress.degraded,
+            first_token_s=progress.first_token_s if failure is None else None,
+            end_s=progress.end_s if failure is None else None,
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            output_tokens=usage.get("completion_tokens", 0),
+        )
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        self.num_held_back += self._slots.locked()
+        async with self._slots:
+            yield
+
+    async def _attempt(
+        self,
+        request_id: str,
+        prompt: bytes,
+        output_tokens: int,
+        policy: str | None,
+        progress: _Progress,
+    ) -> None:
+        # A lost answer may have left a reservation. The retry, under the same id, finds it.
+        address = await self._route(request_id, prompt, policy, progress)
+        try:
+            await self._complete(address, request_id, prompt, output_tokens, progress)
+        except RequestError:
+            progress.failed_worker = progress.worker
+            raise
+        finally:
+            await self._tell_router("DELETE", f"/v1/requests/{request_id}")
+
+    async def _route(
+        self, request_id: str, prompt: bytes, policy: str | None, progress: _Progress
+    ) -> str:
+        params = {"request_id": request_id}
+        if policy is not None:
+            params["policy"] = policy
+        if progress.failed_worker is not None:
+            # Once only: it may be the only one there is.
+            params["exclude"], progress.failed_worker = progress.failed_worker, None
+        asked = clock()
+        with _translated_errors(self._base_url):
+            async with (
+                asyncio.timeout(ROUTER_TIMEOUT_S),
+                self._session.post(
+                    f"{self._base_url}/v1/route", params=params, data=prompt, headers=TOKENS_TYPE
+                ) as response,
+            ):
+                if response.status != 200:
+                    raise await _status_error(response, FailureKind.UNAVAILABLE)
+                choice = orjson.loads(await response.read())
+            progress.decision_s = clock() - asked
+            progress.worker = _worker_name(choice)
+            progress.degraded = choice["degraded"]
+            return str(choice["address"])
+
+    async def _complete(
+        self,
+        address: str,
+        request_id: str,
+        prompt: bytes,
+        output_tokens: int,
+        progress: _Progress,
+    ) -> None:
+        params = {
+            "request_id": request_id,
+            "max_tokens": str(output_tokens),
+            "stream": "true",
+            "stream_interval": str(max(1, -(-output_tokens // CHUNKS_PER_ANSWER))),
+        }
+        try:
+            async with self._session.post(
+                f"{address}/v1/completions", params=params, data=prompt, headers=TOKENS_TYPE
+            ) as response:
+                if response.status != 200:
+                    raise await _status_error(response, FailureKind.WORKER)
+                await self._read_answer(response.content, request_id, progress)
+            progress.end_s = clock()
+            if progress.usage is None:
+                raise ValueError("answer without usage")
+        except (*NETWORK_ERRORS, ValueError) as error:
+            kind = (
+                FailureKind.WORKER if progress.first_token_s is None else FailureKind.BROKEN_STREAM
+            )
+            raise RequestError(kind, f"{address}: {_describe(error)}") from error
+
+    async def _read_answer(
+        self, stream: aiohttp.StreamReader, request_id: str, progress: _Progress
+    ) -> None:
+        """Raises ValueError for a chunk that is no JSON or tells of an error."""
+        async for line in stream:
+            if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
+                continue
+            chunk = orjson.loads(line[5:])
+            if "error" in chunk:
+                raise ValueError(str(chunk["error"]))
+            if progress.first_token_s is None:
+                progress.first_token_s = clock()
+                await self._tell_router("POST", f"/v1/requests/{request_id}/prefill_complete")
+            progress.usage = chunk.get("usage") or progress.usage
+
+    async def _tell_router(self, method: str, path: str) -> None:
+        """A lost call fails no request, as reservations expire by themselves; it is counted."""
+        try:
+            async with (
+                asyncio.timeout(ROUTER_TIMEOUT_S),
+                self._session.request(method, self._base_url + path) as response,
+            ):
+                self.num_lost_calls += response.status >= 400
+        except NETWORK_ERRORS:
+            self.num_lost_calls += 1
+
+
+@contextmanager
+def _translated_errors(url: str) -> Iterator[None]:
+    """What can go wrong with a router's answer, as RequestError."""
+    try:
+        yield
+    except NETWORK_ERRORS as error:
+        raise RequestError(FailureKind.UNREACHABLE, f"{url}: {_describe(error)}") from error
+    except (KeyError, ValueError) as error:
+        message = f"{url}: not a router's answer: {error!r}"
+        raise RequestError(FailureKind.REFUSED, message) from error
+
+
+def _worker_name(worker: dict[str, Any]) -> str:
+    return f"{worker['worker_id']}:{worker['dp_rank']}"
+
+
+async def _status_error(
+    response: aiohttp.ClientResponse, server_error: FailureKind
+) -> RequestError:
+    """Raises ValueError if Retry-After is not in seconds."""
+    message = f"{response.url.origin()}: {response.status} {(await response.text())[:200]}"
+    if response.status == 429:
+        retry_after_s = float(response.headers.get("Retry-After", "1"))
+        return RequestError(FailureKind.FULL, message, retry_after_s)
+    return RequestError(server_error if response.status >= 500 else FailureKind.REFUSED, message)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__} {error}".rstrip()

@@ -1,0 +1,86 @@
+"""The demo: real traffic against a cluster on this machine, one policy after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import orjson
+from rich.console import Console
+
+from app.cluster import Cluster
+from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from loadtest import report
+from loadtest.replay import progress_display, replay_policy
+from loadtest.replay import run as run_async
+from loadtest.traces import DEMO_TRACE, read_trace
+
+SPEEDUP = 8.0
+BLOCK_SIZE = 64
+NUM_REQUESTS = 2000
+
+
+@click.command()
+@click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
+@click.option("--replicas", "num_replicas", default=3, show_default=True, type=POSITIVE)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("round_robin", "latency"),
+    show_default=True,
+    type=click.Choice(POLICY_NAMES),
+    help="One after another, each on a fresh cluster. The ratio is between the first and the last.",
+)
+@click.option(
+    "--load",
+    default=1.5,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Arrival rate, as a multiple of the recorded one.",
+)
+@click.option(
+    "--out",
+    default=Path("out"),
+    show_default=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for demo.json and demo.png.",
+)
+def demo(
+    num_workers: int, num_replicas: int, policies: tuple[str, ...], load: float, out: Path
+) -> None:
+    """Replay real traffic on a cluster on this machine, one policy after another."""
+    console = Console()
+    trace = read_trace(DEMO_TRACE).cut(0.0, None, NUM_REQUESTS)
+    console.print(
+        f"{trace.num_requests:,} requests of real chat traffic, {num_workers} simulated workers "
+        f"(70B, 4 x H100 each) at {SPEEDUP:g} times life speed, {num_replicas} router replicas"
+    )
+    runs = []
+    for policy in policies:
+        with (
+            Cluster(
+                num_workers=num_workers,
+                num_replicas=num_replicas,
+                router=RouterSettings(log_level="warning"),
+                worker=WorkerSettings(speedup=SPEEDUP, block_size=BLOCK_SIZE, log_level="warning"),
+            ) as cluster,
+            progress_display(console, trace.num_requests) as on_progress,
+        ):
+            runs.append(
+                run_async(
+                    replay_policy(
+                        trace,
+                        cluster.balancer_url,
+                        policy,
+                        speedup=SPEEDUP,
+                        load=load,
+                        on_progress=on_progress,
+                    )
+                )
+            )
+    console.print(report.table(runs))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "demo.json").write_bytes(orjson.dumps(report.as_json(runs), option=orjson.OPT_INDENT_2))
+    report.plot(runs, out / "demo.png")
+    console.print(f"Also in {out / 'demo.json'} and {out / 'demo.png'}")

@@ -1,0 +1,23 @@
+-- lease_renew: extend an incarnation's lease, unless it lapsed.
+--
+-- KEYS[1] leases   zset   inc -> expiry, ms, Redis clock
+-- KEYS[2] applied  hash   inc -> "<seq> <nonce>"
+-- ARGV[1] inc      int
+-- ARGV[2] nonce    str    as registered
+-- ARGV[3] ttl_ms   int    > 0
+-- Returns  1
+--          0              lapsed or unknown: the worker must register again
+-- Cost     O(log workers). Writes. Safe to retry.
+local leases, applied = KEYS[1], KEYS[2]
+local inc, nonce, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+-- @include clock
+
+local now = now_ms()
+local expires = redis.call('ZSCORE', leases, inc)
+local mark = redis.call('HGET', applied, inc)
+if not expires or tonumber(expires) <= now or not mark
+    or string.match(mark, ' (.*)$') ~= nonce then
+  return 0
+end
+redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
+return 1

@@ -1,0 +1,5 @@
+-- now_ms(): the Redis clock, in ms; the only one that machines are compared by.
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end

@@ -1,0 +1,16 @@
+-- A worker's load as the text kept in the load hash, and back.
+local function parse_load(text)
+  local tokens, us, head_us, head_since_ms, blocks, requests, decoding, total = string.match(
+    text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+  return {
+    tokens = tonumber(tokens), us = tonumber(us),
+    head_us = tonumber(head_us), head_since_ms = tonumber(head_since_ms),
+    blocks = tonumber(blocks), requests = tonumber(requests),
+    decoding = tonumber(decoding), total = tonumber(total),
+  }
+end
+
+local function format_load(l)
+  return string.format('%d %d %d %d %d %d %d %d', l.tokens, l.us, l.head_us, l.head_since_ms,
+    l.blocks, l.requests, l.decoding, l.total)
+end

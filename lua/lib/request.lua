@@ -1,0 +1,54 @@
+-- A reservation's record, and taking one back.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and lib load.
+local function parse_request(text)
+  local tokens, us, blocks, state = string.match(text, '^(%d+) (%d+) (%d+) (%a)$')
+  return {tokens = tonumber(tokens), us = tonumber(us), blocks = tonumber(blocks), state = state}
+end
+
+-- Takes a request's prefill out of `l`, its worker's load; the next one in line becomes the head.
+local function end_prefill(l, inc, request_id, request, now)
+  local prefills = prefills_prefix .. inc
+  l.tokens = l.tokens - request.tokens
+  l.us = l.us - request.us
+  local was_head = redis.call('LINDEX', prefills, 0) == request_id
+  redis.call('LREM', prefills, 1, request_id)
+  if was_head then
+    local head = redis.call('LINDEX', prefills, 0)
+    l.head_us = 0
+    if head then
+      l.head_us = parse_request(redis.call('HGET', requests_prefix .. inc, head)).us
+    end
+    l.head_since_ms = now
+  end
+end
+
+-- Forgets a reservation and gives back what it held. False if there is none.
+local function unreserve(request_id, now)
+  local inc = redis.call('HGET', reservations, request_id)
+  if not inc then
+    return false
+  end
+  redis.call('HDEL', reservations, request_id)
+  redis.call('ZREM', expiry, request_id)
+  local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
+  local l = parse_load(redis.call('HGET', load, inc))
+  if request.state == 'p' then
+    end_prefill(l, inc, request_id, request, now)
+  else
+    l.decoding = l.decoding - 1
+  end
+  redis.call('HDEL', requests_prefix .. inc, request_id)
+  l.blocks = l.blocks - request.blocks
+  l.requests = l.requests - 1
+  redis.call('HSET', load, inc, format_load(l))
+  return true
+end
+
+-- Forgets up to `limit` reservations past their expiry. Returns how many.
+local function unreserve_expired(now, limit)
+  local expired = redis.call('ZRANGEBYSCORE', expiry, '-inf', now, 'LIMIT', 0, limit)
+  for _, request_id in ipairs(expired) do
+    unreserve(request_id, now)
+  end
+  return #expired
+end

@@ -1,0 +1,32 @@
+-- prefill_complete: a request's first token is out; its prefill no longer waits on the worker.
+--
+-- KEYS[1] load           hash   inc -> load
+-- KEYS[2] reservations   hash   request_id -> inc
+-- KEYS[3] expiry         zset   request_id -> expiry, ms
+-- KEYS[4] requests:      hashes inc -> its requests
+-- KEYS[5] prefills:      lists  inc -> its requests still prefilling
+-- ARGV[1] request_id     str
+-- Returns  1                    the reservation stands, its prefill is over
+--          0                    there is no such reservation
+-- Cost     O(prefills on the worker). Writes. Safe to retry.
+local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
+local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
+local request_id = ARGV[1]
+-- @include clock
+-- @include load
+-- @include request
+
+local inc = redis.call('HGET', reservations, request_id)
+if not inc then
+  return 0
+end
+local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
+if request.state == 'p' then
+  local l = parse_load(redis.call('HGET', load, inc))
+  end_prefill(l, inc, request_id, request, now_ms())
+  l.decoding = l.decoding + 1
+  redis.call('HSET', load, inc, format_load(l))
+  redis.call('HSET', requests_prefix .. inc, request_id,
+    string.format('%d %d %d d', request.tokens, request.us, request.blocks))
+end
+return 1

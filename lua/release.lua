@@ -1,0 +1,19 @@
+-- release: a request is over; give back what was promised to it.
+--
+-- KEYS[1] load           hash   inc -> load
+-- KEYS[2] reservations   hash   request_id -> inc
+-- KEYS[3] expiry         zset   request_id -> expiry, ms
+-- KEYS[4] requests:      hashes inc -> its requests
+-- KEYS[5] prefills:      lists  inc -> its requests still prefilling
+-- ARGV[1] request_id     str
+-- Returns  1                    released
+--          0                    there is no such reservation (any more)
+-- Cost     O(prefills on the worker). Writes. Safe to retry.
+local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
+local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
+local request_id = ARGV[1]
+-- @include clock
+-- @include load
+-- @include request
+
+return unreserve(request_id, now_ms()) and 1 or 0

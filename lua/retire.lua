@@ -1,0 +1,31 @@
+-- retire: end an incarnation now, as its agent does when it stops.
+--
+-- KEYS[1] current       hash   worker -> inc
+-- KEYS[2] leases        zset   inc -> expiry, ms
+-- KEYS[3] applied       hash   inc -> "<seq> <nonce>"
+-- KEYS[4] load          hash   inc -> load
+-- KEYS[5] dead          set    inc
+-- KEYS[6] reservations  hash   request_id -> inc
+-- KEYS[7] expiry        zset   request_id -> expiry, ms
+-- KEYS[8] requests:     hashes inc -> its requests
+-- KEYS[9] prefills:     lists  inc -> its requests still prefilling
+-- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
+-- ARGV[2] inc           int
+-- ARGV[3] nonce         str    as registered
+-- Returns  1
+--          0            it was over already
+-- Cost     O(log workers + its requests). Writes. Safe to retry.
+local current, leases, applied, load, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
+-- @include retire
+
+local mark = redis.call('HGET', applied, inc)
+if not mark or string.match(mark, ' (.*)$') ~= nonce then
+  return 0
+end
+retire(inc)
+if redis.call('HGET', current, worker) == inc then
+  redis.call('HDEL', current, worker)
+end
+return 1

@@ -1,0 +1,67 @@
+"""Redis servers and clients. Each test that asks for a server finds it empty."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from app.core.embedded import EmbeddedRedis
+from tests.redis_servers import KINDS, newest_kind, require_redis
+
+StartedServer = Callable[[str], EmbeddedRedis]
+
+
+@pytest.fixture(scope="session")
+def started_server() -> Iterator[StartedServer]:
+    """The running server of a kind: started for the first test that needs it, shared by all."""
+    with ExitStack() as servers:
+
+        @cache
+        def start(kind: str) -> EmbeddedRedis:
+            return servers.enter_context(EmbeddedRedis(require_redis(kind)))
+
+        yield start
+
+
+def emptied(server: EmbeddedRedis) -> EmbeddedRedis:
+    with Redis.from_url(server.url) as client:
+        client.flushall()
+    return server
+
+
+@pytest.fixture(params=KINDS)
+def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) -> EmbeddedRedis:
+    """A server of each kind in turn; do not stop it."""
+    return emptied(started_server(request.param))
+
+
+@pytest.fixture
+async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
+    """A client of `redis_server`; replies are bytes."""
+    async with AsyncRedis.from_url(redis_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def one_redis_server(started_server: StartedServer) -> EmbeddedRedis:
+    """The newest kind that is installed, where one is enough; do not stop it."""
+    return emptied(started_server(newest_kind()))
+
+
+@pytest.fixture
+async def redis(one_redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
+    """A client of `one_redis_server`; replies are bytes."""
+    async with AsyncRedis.from_url(one_redis_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def own_redis_server() -> Iterator[EmbeddedRedis]:
+    """A server for this test alone, to kill, stop and start again."""
+    with EmbeddedRedis(require_redis(newest_kind())) as server:
+        yield server

@@ -1,0 +1,204 @@
+"""deploy/haproxy.cfg, run as on one machine: a copy of it with a line for each replica."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.core.embedded import LOOPBACK, free_port
+from tests.redis_servers import require_binary
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
+
+Balancer = Callable[..., Awaitable[httpx.AsyncClient]]
+
+
+class Replica:
+    """A router reduced to HTTP, which answers with its port and can die as if by SIGKILL.
+
+    /hold answers when `go` is set, /hang never, /stream with ten tokens, each when `go` is set;
+    all else, health checks too, at once.
+    """
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.reached = asyncio.Event()
+        self.go = asyncio.Event()
+        self.client_gone = asyncio.Event()
+        self._connections: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, LOOPBACK, self.port)
+
+    async def die(self) -> None:
+        self._server.close()
+        for connection in self._connections:
+            connection.transport.abort()
+        self.go.set()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
+        try:
+            while True:
+                await self._answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._connections.discard(writer)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if "content-length: " in head:
+            await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))
+        path = head.split()[1]
+        if path in ("/hold", "/hang"):
+            self.reached.set()
+        if path == "/hang":
+            try:
+                await reader.readexactly(1)
+            finally:
+                self.client_gone.set()
+        if path == "/hold":
+            await self.go.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        if path == "/stream":
+            for _ in range(10):
+                await self.go.wait()
+                self.go.clear()
+                writer.write(b"5\r\ntoken\r\n")
+        body = str(self.port).encode()
+        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+
+
+@asynccontextmanager
+async def haproxy(config: Path, port: int) -> AsyncIterator[None]:
+    """The load balancer, listening on `port`."""
+    program = str(require_binary("haproxy"))
+    environment = os.environ | {"KVROUTE_BALANCER_PORT": str(port)}
+    process = await asyncio.create_subprocess_exec(program, "-db", "-f", config, env=environment)
+    try:
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(LOOPBACK, port)
+                    break
+                except ConnectionError:
+                    await asyncio.sleep(0.01)
+        writer.close()
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.fixture
+async def balancer(tmp_path: Path) -> AsyncIterator[Balancer]:
+    """Starts the replicas given to it and the load balancer; returns a client of that."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*replicas: Replica) -> httpx.AsyncClient:
+            for replica in replicas:
+                await replica.start()
+                stack.push_async_callback(replica.die)
+            lines = (f"    server r{r.port} {LOOPBACK}:{r.port}\n" for r in replicas)
+            config = tmp_path / "haproxy.cfg"
+            config.write_text(CONFIG.read_text() + "".join(lines))
+            port = free_port()
+            await stack.enter_async_context(haproxy(config, port))
+            client = httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{port}", timeout=10)
+            return await stack.enter_async_context(client)
+
+        yield start
+
+
+@pytest.mark.parametrize("routers", [None, "router:8080"])
+def test_the_file_is_valid_with_appended_servers_and_with_dns(routers: str | None) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVROUTE_")}
+    if routers is not None:
+        environment["KVROUTE_ROUTERS_DNS"] = routers
+    checked = subprocess.run(
+        [require_binary("haproxy"), "-c", "-f", CONFIG],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert "WARNING" not in checked.stderr
+
+
+async def test_without_a_replica_the_answer_is_503_in_the_routers_own_shape(
+    balancer: Balancer,
+) -> None:
+    client = await balancer()
+    answer = await client.get("/v1/workers")
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "no_router"
+
+
+@pytest.mark.parametrize("body_bytes", [0, 100_000])
+async def test_requests_held_by_a_replica_that_is_killed_are_answered_by_another(
+    balancer: Balancer, body_bytes: int
+) -> None:
+    first, second = Replica(), Replica()
+    client = await balancer(first, second)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        requests = [
+            group.create_task(client.post("/hold", content=bytes(body_bytes))) for _ in range(6)
+        ]
+        await first.reached.wait()
+        await second.reached.wait()
+        await first.die()
+        second.go.set()
+    assert [(r.result().status_code, r.result().text) for r in requests] == [
+        (200, str(second.port))
+    ] * 6
+
+
+async def test_a_replica_that_comes_back_is_used_again(balancer: Balancer) -> None:
+    replica = Replica()
+    client = await balancer(replica)
+    assert (await client.get("/")).text == str(replica.port)
+    await replica.die()
+    assert (await client.get("/")).status_code == 503
+    await replica.start()
+    async with asyncio.timeout(5):
+        while True:
+            answer = await client.get("/")
+            if answer.status_code == 200:
+                break
+            await asyncio.sleep(0.05)
+
+
+async def test_a_streams_tokens_are_passed_on_one_by_one_and_at_once(balancer: Balancer) -> None:
+    replica = Replica()
+    client = await balancer(replica)
+    replica.go.set()
+    # Held back for full packets, ten tokens take about two seconds.
+    async with asyncio.timeout(1), client.stream("GET", "/stream") as answer:
+        received = b""
+        async for part in answer.aiter_raw():
+            received += part
+            replica.go.set()
+    assert received == b"token" * 10 + str(replica.port).encode()
+
+
+async def test_a_client_that_hangs_up_while_it_waits_is_seen_by_the_replica(
+    balancer: Balancer,
+) -> None:
+    replica = Replica()
+    client = await balancer(replica)
+    async with asyncio.timeout(5):
+        request = asyncio.ensure_future(client.get("/hang"))
+        await replica.reached.wait()
+        request.cancel()
+        await replica.client_gone.wait()

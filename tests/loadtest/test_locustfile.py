@@ -1,0 +1,49 @@
+"""The locustfile, run by locust in a process of its own, as it patches the standard library."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+from tests.loadtest.conftest import FakeCluster
+
+ROOT = Path(__file__).parents[2]
+ROWS = ("route", "ttft", "completion", "prefill_complete", "release")
+
+
+async def locust(cluster: FakeCluster, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and log of a one-second run of two users."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py")),
+        *("--headless", "--only-summary", "-u", "2", "-r", "2", "-t", "1s", "--stop-timeout", "5s"),
+        *("--host", cluster.url, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), timeout=60)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_locust_drives_the_cluster_and_reports_hit_rate_and_ttft(
+    cluster: FakeCluster,
+) -> None:
+    cluster.cached_tokens = 100
+    code, out, err = await locust(cluster, "--policy", "random")
+    assert code == 0, err
+    for row in ROWS:
+        assert re.search(rf"^\w+ +{row} +[1-9]\d* +0\(", out + err, re.MULTILINE), row
+    answers = int(re.search(r"^(\d+) answers from 1 workers", out, re.MULTILINE)[1])  # type: ignore[index]
+    assert answers == cluster.calls.count("POST /v1/route") == len(cluster.prompts)
+    assert f"({100 * answers:,} of " in out
+    assert "TTFT mean" in out
+    assert cluster.queries[0]["policy"] == "random"
+
+
+async def test_locust_fails_when_the_cluster_refuses(cluster: FakeCluster) -> None:
+    cluster.route_script.extend([503] * 100)
+    code, out, _ = await locust(cluster)
+    assert code == 1
+    assert "no request was answered" in out

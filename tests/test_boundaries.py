@@ -1,0 +1,90 @@
+"""Who may import whom. Each case imports real modules in a fresh process and looks at what came."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+NEEDS_TORCH = frozenset({"workers.tiers", "workers.transfers", "workers.engines.torch"})
+
+# Imports argv[1] and every module below it but those named after it; prints what is loaded then.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+below = pkgutil.walk_packages(getattr(package, "__path__", []), sys.argv[1] + ".")
+for name in [found.name for found in below]:
+    if name not in sys.argv[2:]:
+        importlib.import_module(name)
+print(*sys.modules, sep="\\n")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """`package` with all below it, `without` some modules, `never` loads these packages."""
+
+    package: str
+    never: frozenset[str]
+    without: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return " without ".join((self.package, *sorted(self.without)))
+
+
+TESTS = frozenset({"tests", "loadtest"})
+
+BOUNDARIES = [
+    Boundary("app", TESTS | {"torch", "workers"}),
+    Boundary("app.core", TESTS | {"fastapi", "torch", "workers", "app.policy", "app.router"}),
+    Boundary("app.policy", TESTS | {"redis", "fastapi", "torch", "workers"}),
+    Boundary("app.router", TESTS | {"fastapi", "torch", "workers", "app.api"}),
+    Boundary("app.api", TESTS | {"torch", "workers"}),
+    Boundary("app.cli", TESTS | {"fastapi", "torch", "workers"}),
+    Boundary("workers", TESTS | {"app.policy", "app.router", "app.api"}),
+    Boundary("workers", TESTS | {"fastapi"}, without=frozenset({"workers.serve"})),
+    Boundary("workers", TESTS | {"torch"}, without=NEEDS_TORCH),
+    Boundary("loadtest", frozenset({"torch", "tests", "app.api"})),
+]
+
+
+def loaded(package: str, without: frozenset[str], root: Path = ROOT) -> set[str]:
+    """Names of all modules in a fresh process that imported `package` and all below it."""
+    if importlib.util.find_spec("torch") is None:
+        without |= NEEDS_TORCH
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, package, *without],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
+def test_a_package_never_loads_what_lies_beyond_its_boundary(boundary: Boundary) -> None:
+    assert loaded(boundary.package, boundary.without) & boundary.never == set()
+
+
+def test_a_module_that_crosses_its_boundary_is_seen_wherever_it_lies(tmp_path: Path) -> None:
+    for path, text in {
+        "shop/__init__.py": "",
+        "shop/shelf/__init__.py": "",
+        "shop/shelf/tin.py": "import wave",
+        "shop/till.py": "import chunk_of_nothing",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    modules = loaded("shop", frozenset({"shop.till"}), root=tmp_path)
+    assert {"shop.shelf.tin", "wave"} <= modules
+    assert "shop.till" not in modules
+    with pytest.raises(AssertionError, match="No module named 'chunk_of_nothing'"):
+        loaded("shop", frozenset(), root=tmp_path)

@@ -1,0 +1,491 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from app.core.errors import InvalidRequest
+from app.core.events import Stored
+from app.core.metrics import DEFAULT_SPEED
+from workers.engines.profiles import Profile
+from workers.engines.runner import EngineRunner, EngineStoppedError, Generation, Output
+from workers.engines.sim import SimEngine
+from workers.engines.steps import SimRequest
+from workers.serve import create_app
+from workers.speed import sped_up
+
+# A prefill step of n tokens takes 1 + n engine seconds, a decode step of n requests 1 + n.
+EASY = Profile(
+    over_s=1.0,
+    a0_s=0.0,
+    b0_s=0.0,
+    a1_s=0.0,
+    b1_s=1.0,
+    q_s=0.0,
+    c_s=0.0,
+    kv_pool_tokens=64,
+    max_batch_tokens=8,
+    host_s_per_token=0.0,
+    max_num_seqs=1,
+)
+ABC = list(range(100, 110))  # the ten tokens A to J
+
+
+def request_of(request_id: str, prompt: list[int], max_tokens: int) -> SimRequest:
+    return SimRequest.from_tokens(request_id, prompt, max_tokens, block_size=4)
+
+
+OUTPUT = request_of("r", ABC, 7).output_tokens(0, 7)
+
+
+class FakeTime:
+    """A clock that moves while the runner sleeps, and `late_s` longer than it asked for."""
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        self.now = 0.0
+        self.late_s = late_s
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds + self.late_s
+        await asyncio.sleep(0)
+
+
+class Gate:
+    """Keeps the runner in a step until `open` lets it finish so many."""
+
+    def __init__(self) -> None:
+        self._permits = asyncio.Semaphore(0)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._permits.acquire()
+
+    def open(self, steps: int) -> None:
+        for _ in range(steps):
+            self._permits.release()
+
+
+def runner_of(**options: Any) -> EngineRunner:
+    return EngineRunner(SimEngine(EASY, block_size=4), **options)
+
+
+@asynccontextmanager
+async def running(runner: EngineRunner) -> AsyncIterator[EngineRunner]:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(runner.run())
+        yield runner
+        runner.stop()
+
+
+@asynccontextmanager
+async def serving(runner: EngineRunner) -> AsyncIterator[httpx.AsyncClient]:
+    """`runner`, run and served on a free port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()  # connections made before the server is up wait here
+        config = uvicorn.Config(create_app(runner), log_level="warning", ws="none")
+        server = uvicorn.Server(config)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
+            tasks.create_task(runner.run())
+            tasks.create_task(server.serve(sockets=[listener]))
+            yield client
+            runner.stop()
+            server.should_exit = True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nothing in the server tells of it
+            await asyncio.sleep(0.001)
+
+
+async def outputs_of(generation: Generation) -> list[Output]:
+    return [output async for output in generation]
+
+
+def fast() -> EngineRunner:
+    return runner_of(speedup=1e4)
+
+
+def events_of(body: str) -> list[Any]:
+    """Payloads of a server-sent event stream, the last one without its JSON."""
+    *chunks, end = body.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+# The runner
+
+
+async def test_a_step_takes_its_engine_seconds_over_the_speed_up() -> None:
+    time = FakeTime()
+    ended: list[float] = []
+    async with running(runner_of(speedup=10, clock=time.clock, sleep=time.sleep)) as runner:
+        runner.on_step = lambda: ended.append(time.now)
+        await outputs_of(runner.generate(request_of("r", ABC, 3)))
+
+    # 8 tokens, 2 tokens, 2 decodes
+    assert ended == pytest.approx([0.9, 0.9 + 0.3, 0.9 + 0.3 + 0.2, 0.9 + 0.3 + 0.4])
+
+
+async def test_late_wake_ups_do_not_add_up() -> None:
+    time = FakeTime(late_s=0.01)
+    async with running(runner_of(speedup=10, clock=time.clock, sleep=time.sleep)) as runner:
+        await outputs_of(runner.generate(request_of("r", [1], 50)))
+
+    # One step of 1 + 1 tokens for the first token, and 49 for the others.
+    assert time.now == pytest.approx(50 * 0.2 + 0.01)
+
+
+async def test_time_spent_idle_is_not_caught_up() -> None:
+    time = FakeTime()
+    async with running(runner_of(clock=time.clock, sleep=time.sleep)) as runner:
+        await outputs_of(runner.generate(request_of("first", [1], 1)))
+        await asyncio.sleep(0)
+        time.now = 100.0
+        await outputs_of(runner.generate(request_of("second", [2, 3], 1)))
+
+    assert time.now == 100 + 1 + 2
+
+
+async def test_a_slow_reader_gets_fewer_and_larger_outputs() -> None:
+    time = FakeTime()
+    async with running(runner_of(clock=time.clock, sleep=time.sleep)) as runner:
+        generation = runner.generate(request_of("r", ABC, 7))
+        await until(lambda: runner.metrics().request_active_slots == 0)
+        await outputs_of(runner.generate(request_of("later", [1], 1)))
+
+        outputs = await outputs_of(generation)
+
+    assert [output.token_ids for output in outputs] == [OUTPUT]
+    assert outputs[0].finished is not None
+
+
+async def test_events_are_told_when_their_step_ends() -> None:
+    gate = Gate()
+    async with running(runner_of(sleep=gate.sleep)) as runner:
+        runner.generate(request_of("r", ABC, 1))
+        await until(lambda: runner.metrics().request_active_slots == 1)
+        assert runner.take_events() == []
+
+        stepped = asyncio.Event()
+        runner.on_step = stepped.set
+        gate.open(1)
+        await stepped.wait()
+
+        assert runner.take_events() == [Stored(request_of("r", ABC, 1).blocks, None)]
+        assert runner.take_events() == []
+        gate.open(2)
+
+
+async def test_tokens_of_a_cancelled_request_never_reach_another_of_the_same_id() -> None:
+    gate = Gate()
+    async with running(runner_of(sleep=gate.sleep)) as runner:
+        old = runner.generate(request_of("r", [1], 1))
+        await until(lambda: runner.metrics().num_requests_waiting == 0)  # the step has begun
+        old.cancel()
+        new = runner.generate(request_of("r", [2], 2))
+        old.cancel()
+
+        gate.open(3)  # the step of the old one, two of the new one
+        outputs = await outputs_of(new)
+
+    tokens = [token for output in outputs for token in output.token_ids]
+    assert tokens == request_of("r", [2], 2).output_tokens(0, 2)
+
+
+async def test_an_id_in_use_is_refused() -> None:
+    runner = runner_of()
+    runner.generate(request_of("r", ABC, 1))
+
+    with pytest.raises(InvalidRequest, match="'r' is in use"):
+        runner.generate(request_of("r", ABC, 1))
+
+
+async def test_stopping_ends_requests_under_way_and_refuses_new_ones() -> None:
+    gate = Gate()
+    async with running(runner_of(sleep=gate.sleep)) as runner:
+        generation = runner.generate(request_of("r", ABC, 9))
+        await until(lambda: runner.metrics().request_active_slots == 1)
+        runner.stop()
+        gate.open(1)
+
+        with pytest.raises(EngineStoppedError, match="request r after 0 tokens"):
+            await outputs_of(generation)
+    with pytest.raises(EngineStoppedError, match="stopping"):
+        runner.generate(request_of("new", ABC, 9))
+
+
+async def test_speed_is_learned_on_the_wall_clock() -> None:
+    learned = []
+    for speedup in (1, 100):
+        time = FakeTime()
+        runner = runner_of(speedup=speedup, clock=time.clock, sleep=time.sleep)
+        assert runner.speed() == sped_up(DEFAULT_SPEED, speedup)
+        async with running(runner):
+            for i in range(20):
+                await outputs_of(runner.generate(request_of(str(i), [i] * 7, 2)))
+        learned.append(runner.speed())
+
+    slow, fast = learned
+    # 7 tokens take 1 + 7 engine seconds, in a profile of which a full step has 8 tokens.
+    assert slow.prefill_s_per_token == pytest.approx(1.0, rel=0.01)
+    assert fast.prefill_s_per_token == pytest.approx(0.01, rel=0.01)
+    assert slow.mean_output_tokens == pytest.approx((300 * 10 + 2 * 20) / 30)
+
+
+# HTTP
+
+
+async def test_a_completion_is_answered_as_a_whole_unless_streaming_is_asked_for() -> None:
+    async with serving(fast()) as client:
+        response = await client.post(
+            "/v1/completions", json={"prompt": ABC, "max_tokens": 7, "request_id": "r"}
+        )
+
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer.pop("created") > 0
+    assert answer == {
+        "id": "r",
+        "object": "text_completion",
+        "model": "simulated",
+        "choices": [{"index": 0, "text": "", "token_ids": OUTPUT, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 10,
+            "completion_tokens": 7,
+            "total_tokens": 17,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+async def test_a_stream_brings_the_first_token_at_once_and_usage_at_the_end() -> None:
+    gate = Gate()
+    async with serving(runner_of(sleep=gate.sleep)) as client:
+        fields = {"prompt": ABC, "max_tokens": 7, "stream": True, "stream_interval": 4}
+        async with client.stream("POST", "/v1/completions", json=fields) as response:
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            texts = response.aiter_text()
+            body = ""
+            for steps in (2, 4, 2):  # the prompt takes two and gives a token
+                gate.open(steps)
+                body += await anext(texts)
+            body += "".join([text async for text in texts])
+
+    chunks = events_of(body)
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [
+        OUTPUT[:1],
+        OUTPUT[1:5],
+        OUTPUT[5:],
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+    assert ["usage" in chunk for chunk in chunks] == [False, False, True]
+    assert chunks[2]["usage"]["completion_tokens"] == 7
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+async def test_tokens_are_streamed_one_by_one_unless_said_otherwise() -> None:
+    gate = Gate()
+    async with serving(runner_of(sleep=gate.sleep)) as client:
+        fields = {"prompt": ABC, "max_tokens": 3, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=fields) as response:
+            texts = response.aiter_text()
+            body = ""
+            for steps in (2, 1, 1):
+                gate.open(steps)
+                body += await anext(texts)
+            body += "".join([text async for text in texts])
+
+    assert [chunk["choices"][0]["token_ids"] for chunk in events_of(body)] == [
+        [token] for token in OUTPUT[:3]
+    ]
+
+
+async def test_usage_tells_how_much_of_the_prompt_was_cached() -> None:
+    async with serving(fast()) as client:
+        await client.post("/v1/completions", json={"prompt": ABC})
+        response = await client.post("/v1/completions", json={"prompt": ABC})
+
+    usage = response.json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert usage["completion_tokens"] == 16
+
+
+async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
+    async with serving(fast()) as client:
+        response = await client.post(
+            "/v1/completions",
+            params={"max_tokens": 7, "stream": "true", "stream_interval": 10, "request_id": "7"},
+            content=struct.pack("<10I", *ABC),
+            headers={"content-type": "application/octet-stream"},
+        )
+
+    chunks = events_of(response.text)
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [OUTPUT[:1], OUTPUT[1:]]
+    assert chunks[0]["id"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({}, "prompt", "got NoneType"),
+        ({"prompt": "hello"}, "prompt", "got str"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [1, "2"]}, "prompt", "'2' is not a token id"),
+        ({"prompt": [1, 2.5]}, "prompt", "2.5 is not a token id"),
+        ({"prompt": [-1]}, "prompt", "-1 is not a token id"),
+        ({"prompt": [1 << 32]}, "prompt", "4294967296 is not a token id"),
+        ({"prompt": [1], "max_tokens": 0}, "max_tokens", "got 0"),
+        ({"prompt": [1], "max_tokens": "5"}, "max_tokens", "got '5'"),
+        ({"prompt": [1], "stream": "yes"}, "stream", "got 'yes'"),
+        ({"prompt": [1], "stream_interval": True}, "stream_interval", "got True"),
+        ({"prompt": [1], "request_id": 5}, "request_id", "got 5"),
+        ([1], "body", "got list"),
+    ],
+)
+async def test_bad_input_is_refused_with_the_field_and_its_value(
+    fields: object, field: str, message: str
+) -> None:
+    async with serving(fast()) as client:
+        response = await client.post("/v1/completions", json=fields)
+
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert (error["code"], error["field"]) == ("invalid_request", field)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "params", "field", "message"),
+    [
+        (b"\0" * 7, {}, "prompt", "7 bytes"),
+        (b"", {}, "prompt", "empty"),
+        (b"\0" * 8, {"max_tokens": "-1"}, "max_tokens", "got '-1'"),
+        (b"\0" * 8, {"stream": "maybe"}, "stream", "got 'maybe'"),
+    ],
+)
+async def test_bad_raw_input_is_refused_too(
+    content: bytes, params: dict[str, str], field: str, message: str
+) -> None:
+    async with serving(fast()) as client:
+        response = await client.post(
+            "/v1/completions",
+            params=params,
+            content=content,
+            headers={"content-type": "application/octet-stream"},
+        )
+
+    assert response.status_code == 422
+    assert response.json()["error"]["field"] == field
+    assert message in response.json()["error"]["message"]
+
+
+async def test_a_body_that_is_not_json_is_refused() -> None:
+    async with serving(fast()) as client:
+        response = await client.post("/v1/completions", content=b"{")
+
+    assert response.status_code == 422
+    assert response.json()["error"]["field"] == "body"
+
+
+async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
+    async with serving(fast()) as client:
+        response = await client.post("/v1/completions", json={"prompt": ABC, "max_tokens": 55})
+
+    assert response.status_code == 422
+    assert response.json()["error"] == {
+        "code": "prompt_too_large",
+        "message": "needs 10 prompt + 55 output tokens, the KV pool holds 64",
+        "field": "prompt",
+    }
+
+
+async def test_a_full_queue_asks_the_client_to_come_back() -> None:
+    gate = Gate()
+    runner = runner_of(sleep=gate.sleep, max_waiting=1)
+    async with serving(runner) as client, asyncio.TaskGroup() as tasks:
+        for waiting in (0, 1):
+            tasks.create_task(client.post("/v1/completions", json={"prompt": ABC, "max_tokens": 1}))
+            await until(lambda n=waiting: is_busy(runner, n))  # type: ignore[misc]
+
+        response = await client.post("/v1/completions", json={"prompt": ABC})
+        gate.open(10)
+
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "queue_full"
+    assert "1 requests are waiting" in response.json()["error"]["message"]
+
+
+def is_busy(runner: EngineRunner, waiting: int) -> bool:
+    metrics = runner.metrics()
+    return (metrics.request_active_slots, metrics.num_requests_waiting) == (1, waiting)
+
+
+def is_idle(runner: EngineRunner) -> bool:
+    metrics = runner.metrics()
+    assert metrics.kv_active_blocks == 0 or metrics.request_active_slots > 0
+    return metrics.request_active_slots + metrics.num_requests_waiting == 0
+
+
+async def test_a_client_that_leaves_in_mid_stream_frees_its_blocks() -> None:
+    gate = Gate()
+    runner = runner_of(sleep=gate.sleep)
+    async with serving(runner) as client:
+        fields = {"prompt": ABC, "max_tokens": 40, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=fields) as response:
+            gate.open(3)
+            await anext(response.aiter_text())
+            assert runner.metrics().kv_active_blocks == 13
+
+        await until(lambda: is_idle(runner))
+        runner.engine.check()
+        gate.open(1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(
+    stream: bool,
+) -> None:
+    gate = Gate()
+    runner = runner_of(sleep=gate.sleep)
+    fields = {"prompt": ABC, "max_tokens": 40, "stream": stream}
+    async with serving(runner) as client, asyncio.TaskGroup() as tasks:
+        posts = []
+        for waiting in (0, 1):  # one in the engine, one in its queue
+            posts.append(tasks.create_task(client.post("/v1/completions", json=fields)))
+            await until(lambda n=waiting: is_busy(runner, n))  # type: ignore[misc]
+
+        posts[1].cancel()
+        await until(lambda: is_busy(runner, 0))
+        posts[0].cancel()
+        await until(lambda: is_idle(runner))
+        gate.open(1)
+
+
+async def test_health_tells_whether_the_engine_runs() -> None:
+    runner = fast()
+    async with serving(runner) as client:
+        await until(lambda: runner.running)
+        alive = await client.get("/health")
+        runner.stop()
+        await until(lambda: not runner.running)
+        dead = await client.get("/health")
+        refused = await client.post("/v1/completions", json={"prompt": ABC})
+
+    assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
+    assert dead.status_code == 503
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "stopping"

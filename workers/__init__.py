@@ -1,0 +1,1 @@
+"""Worker agents and the engines they host."""

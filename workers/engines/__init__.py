@@ -1,0 +1,1 @@
+"""Engines a worker agent can host."""

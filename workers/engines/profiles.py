@@ -1,0 +1,83 @@
+"""How long models take on given hardware: the constants of the simulated engine's step time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How long a model on given hardware takes, and how much it holds.
+
+    A step takes over + max(a0 + b0*n, a1 + b1*n) + q*Σ chunk*(ctx + chunk/2) + c*Σ decode ctx
+    seconds, n being its prefill tokens and decoding sequences: the first line is bound by reading
+    the weights, the second by arithmetic.
+    """
+
+    over_s: float
+    a0_s: float
+    b0_s: float
+    a1_s: float
+    b1_s: float
+    q_s: float
+    """Per pair of a prefill token and a token it attends to."""
+    c_s: float
+    """Per token of KV that decoding sequences attend to."""
+    kv_pool_tokens: int
+    max_batch_tokens: int
+    host_s_per_token: float
+    """To load one token's KV from the host tier."""
+    max_num_seqs: int = 256
+
+    def compute_s(
+        self, num_tokens: int, attention_pairs: float, decode_context_tokens: int
+    ) -> float:
+        """Seconds of a step, the load of host blocks not counted."""
+        weights = self.a0_s + self.b0_s * num_tokens
+        arithmetic = self.a1_s + self.b1_s * num_tokens
+        attention = self.q_s * attention_pairs + self.c_s * decode_context_tokens
+        return self.over_s + max(weights, arithmetic) + attention
+
+
+# a and b are fitted to operator profiles measured on H100 (LLMServingSim) with an analytic
+# all-reduce, q is about 600 TFLOP/s per GPU, c is KV bytes at 80 % of the memory bandwidth.
+# Host tier: bytes of KV per token over 40 GB/s per GPU. 70B: 80 layers * 2 * 8 heads * 128 * 2 B
+# = 327,680 B over 160 GB/s; 8B: 32 * 2 * 8 * 128 * 2 B = 131,072 B over 40 GB/s.
+PROFILES = {
+    "70b-4xh100": Profile(
+        over_s=2e-3,
+        a0_s=20.9e-3,
+        b0_s=41.5e-6,
+        a1_s=9.5e-3,
+        b1_s=80.3e-6,
+        q_s=1.10e-9,
+        c_s=3.06e-8,
+        kv_pool_tokens=400_000,
+        max_batch_tokens=2048,
+        host_s_per_token=2.05e-6,
+    ),
+    "70b-4xh200": Profile(
+        over_s=2e-3,
+        a0_s=16.5e-3,
+        b0_s=41.5e-6,
+        a1_s=9.5e-3,
+        b1_s=80.3e-6,
+        q_s=1.10e-9,
+        c_s=2.13e-8,
+        kv_pool_tokens=1_000_000,
+        max_batch_tokens=2048,
+        host_s_per_token=2.05e-6,
+    ),
+    "8b-1xh100": Profile(
+        over_s=2e-3,
+        a0_s=8.0e-3,
+        b0_s=13.5e-6,
+        a1_s=2.5e-3,
+        b1_s=26.0e-6,
+        q_s=0.95e-9,
+        c_s=4.9e-8,
+        kv_pool_tokens=400_000,
+        max_batch_tokens=8192,
+        host_s_per_token=3.28e-6,
+    ),
+}

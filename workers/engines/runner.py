@@ -1,0 +1,201 @@
+"""Runs the simulated engine on the wall clock and hands out its tokens as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+from app.core.errors import InvalidRequest
+from app.core.events import CacheEvent
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from workers.engines.sim import SimEngine
+from workers.engines.steps import Finished, SimRequest
+from workers.speed import SpeedLearner, sped_up
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may wait; try again later."""
+
+
+class EngineStoppedError(Exception):
+    """The engine stopped before the request was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens that came since the last output; `finished` is set on the last one."""
+
+    token_ids: list[int]
+    finished: Finished | None
+
+
+class Generation:
+    """Output of one request as it comes: iterate over it once, then `cancel` it in any case.
+
+    What has come but was not taken is a number of tokens, so a slow reader costs no memory and
+    gets larger outputs.
+    """
+
+    def __init__(
+        self, request: SimRequest, stream_interval: int, cancel: Callable[[Generation], None]
+    ) -> None:
+        self.request = request
+        self._stream_interval = stream_interval
+        self._cancel = cancel
+        self._changed = asyncio.Event()
+        self._emitted = 0
+        self._wake_at = 1
+        self._finished: Finished | None = None
+        self._stopped = False
+
+    def cancel(self) -> None:
+        """Free what the request holds in the engine. Does nothing once it has finished."""
+        self._cancel(self)
+
+    def emit(self) -> None:
+        """Called by the runner: the engine has made one more token."""
+        self._emitted += 1
+        if self._emitted >= self._wake_at:
+            self._changed.set()
+
+    def end(self, finished: Finished | None) -> None:
+        """Called by the runner: no token will follow; None if the engine stopped."""
+        self._finished = finished
+        self._stopped = finished is None
+        self._changed.set()
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """Raises EngineStoppedError if the engine stops before the request is complete."""
+        taken = 0
+        finished = None
+        while finished is None:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._stopped:
+                raise EngineStoppedError(f"request {self.request.request_id} after {taken} tokens")
+            token_ids = self.request.output_tokens(taken, self._emitted)
+            taken = self._emitted
+            self._wake_at = taken + self._stream_interval
+            finished = self._finished
+            yield Output(token_ids, finished)
+
+
+class EngineRunner:
+    """Drives an engine `speedup` times as fast as the hardware that it simulates.
+
+    max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
+    on_step: called after each step, when its tokens and events are out; set it at any time.
+    """
+
+    def __init__(
+        self,
+        engine: SimEngine,
+        *,
+        speedup: float = 1.0,
+        max_waiting: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.on_step: Callable[[], None] = lambda: None
+        self.running = False
+        self.engine = engine
+        self._speedup = speedup
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._sleep = sleep
+        self._learner = SpeedLearner(
+            engine.profile.max_batch_tokens, sped_up(DEFAULT_SPEED, speedup)
+        )
+        self._generations: dict[str, Generation] = {}
+        self._events: list[CacheEvent] = []
+        self._work = asyncio.Event()
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Step the engine until `stop` or cancellation; then end what is unfinished.
+
+        A step ends one step time after the end of the one before it, not after the moment at
+        which the event loop got round to it: a busy machine delays steps but does not slow the
+        engine down.
+        """
+        self.running = True
+        try:
+            deadline = self._clock()
+            while not self._stopped:
+                step = self.engine.step()
+                if step is None:
+                    self._work.clear()
+                    await self._work.wait()
+                    deadline = self._clock()
+                    continue
+                # Looked up now: who cancels meanwhile may use the same id for another request.
+                emitted = [self._generations[i] for i in step.emitted]
+                ended = [(self._generations[f.request_id], f) for f in step.finished]
+                wall_s = step.duration_s / self._speedup
+                deadline += wall_s
+                await self._sleep(max(0.0, deadline - self._clock()))
+                self._learner.observe(step, wall_s)
+                self._events += self.engine.take_events()
+                self._deliver(emitted, ended)
+                self.on_step()
+        finally:
+            self.running = False
+            self.stop()
+            for generation in self._generations.values():
+                generation.end(None)
+
+    def stop(self) -> None:
+        """Make `run` return after the step it is in, and refuse further requests."""
+        self._stopped = True
+        self._work.set()
+
+    def generate(self, request: SimRequest, *, stream_interval: int = 1) -> Generation:
+        """Submit a request at once; its first token comes alone, the others `stream_interval` each.
+
+        Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
+        EngineStoppedError after `stop`.
+        """
+        if self._stopped:
+            raise EngineStoppedError("the worker is stopping")
+        if self.engine.num_waiting >= self._max_waiting:
+            raise QueueFullError(f"{self.engine.num_waiting} requests are waiting")
+        if request.request_id in self._generations:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
+        self.engine.submit(request)
+        generation = Generation(request, stream_interval, self._cancel)
+        self._generations[request.request_id] = generation
+        self._work.set()
+        return generation
+
+    def take_events(self) -> list[CacheEvent]:
+        """Cache events of the steps that have ended, in order, since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def metrics(self) -> ForwardPassMetrics:
+        return self.engine.metrics()
+
+    def speed(self) -> Speed:
+        """In wall-clock seconds, so the faster the larger the speed-up."""
+        return self._learner.speed()
+
+    def _deliver(self, emitted: list[Generation], ended: list[tuple[Generation, Finished]]) -> None:
+        for generation in emitted:
+            generation.emit()
+        for generation, finished in ended:
+            generation.end(finished)
+            self._forget(generation)
+
+    def _cancel(self, generation: Generation) -> None:
+        if self._forget(generation):
+            self.engine.cancel(generation.request.request_id)
+
+    def _forget(self, generation: Generation) -> bool:
+        """False if it was forgotten before, so its id may be another request's by now."""
+        request_id = generation.request.request_id
+        if self._generations.get(request_id) is not generation:
+            return False
+        del self._generations[request_id]
+        return True

@@ -1,0 +1,79 @@
+"""What goes into the simulated engine, and what a step of it tells."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+from xxhash import xxh3_64_intdigest
+
+from app.core.hashing import (
+    U64,
+    Tokens,
+    compute_local_hashes,
+    compute_sequence_hashes,
+    token_bytes,
+)
+from app.core.types import SequenceHash
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """blocks: hashes of the prompt's full blocks; tail_tokens: the prompt tokens behind them.
+
+    The engine writes exactly `max_tokens` tokens, at least one.
+    """
+
+    request_id: str
+    blocks: tuple[SequenceHash, ...]
+    tail_tokens: tuple[int, ...]
+    prompt_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def from_tokens(
+        cls, request_id: str, prompt: Tokens, max_tokens: int, *, block_size: int
+    ) -> Self:
+        """Raises InvalidRequest for tokens that are not integers in [0, 2^32)."""
+        raw = token_bytes(prompt)
+        blocks = compute_sequence_hashes(compute_local_hashes(raw, block_size))
+        tail = raw[4 * block_size * len(blocks) :]
+        tail_tokens = struct.unpack(f"<{len(tail) // 4}I", tail)
+        return cls(request_id, tuple(blocks), tail_tokens, len(raw) // 4, max_tokens)
+
+    def output_tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids `start` to `stop` of the output: 15 bits each, decided by the prompt alone."""
+        tail = struct.pack(f"<{len(self.tail_tokens)}I", *self.tail_tokens)
+        seed = xxh3_64_intdigest(tail, self.blocks[-1] if self.blocks else 0)
+        # A Weyl sequence: multiples of 2^64 / golden ratio, of which the high bits look random.
+        return [(seed + i * 0x9E3779B97F4A7C15 & U64) >> 49 for i in range(start, stop)]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not computed, because a tier held them at admission."""
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: how long it took, in engine seconds, what it did, and why it took so long."""
+
+    duration_s: float
+    load_s: float
+    """Part of `duration_s` spent on loading from the host tier."""
+    loaded_tokens: int
+    prefill_tokens: int
+    attention_pairs: float
+    """Σ chunk*(ctx + chunk/2): pairs of a prefill token and a token it attends to."""
+    decode_seqs: int
+    decode_context_tokens: int
+    emitted: list[str]
+    """Requests that got one token each, the first tokens last."""
+    first_tokens: list[str]
+    """Those of them that got their first one."""
+    finished: list[Finished]

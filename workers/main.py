@@ -1,0 +1,87 @@
+"""One worker process: a simulated engine, the agent beside it, and its HTTP interface."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from app.core.config import WorkerSettings
+from app.core.errors import ConfigError
+from app.core.index import bucket_bits_for
+from app.core.keys import Keyspace
+from app.core.metrics import ForwardPassMetrics, Speed
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.serving import listen
+from app.core.serving import serve as serve_http
+from app.core.types import WORKER_ID, WorkerInfo, WorkerKey
+from workers.agent import Agent, AgentSettings
+from workers.engines.profiles import PROFILES
+from workers.engines.runner import EngineRunner
+from workers.engines.sim import SimEngine
+from workers.probe import accelerator_name
+
+REDIS_TIMEOUT_S = 1.0
+CAPACITY_WORKERS = 16
+"""An index is laid out for so many workers like the first, unless told otherwise."""
+
+
+async def serve(settings: WorkerSettings) -> None:
+    """Run a worker until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
+    from workers.serve import create_app  # the only module here that loads FastAPI
+
+    if not WORKER_ID.fullmatch(settings.resolved_id()):
+        raise ConfigError(
+            f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
+        )
+    if settings.profile not in PROFILES:
+        raise ConfigError(f"profile {settings.profile!r}: there is {', '.join(PROFILES)}")
+    # Before the worker is registered, so that whoever is routed here can connect.
+    listening = listen(settings.host, settings.port)
+    settings = replace(settings, port=listening.getsockname()[1])
+    engine = SimEngine(
+        PROFILES[settings.profile],
+        block_size=settings.block_size,
+        kv_pool_tokens=settings.kv_pool_tokens,
+        host_pool_tokens=settings.host_pool_tokens,
+    )
+    runner = EngineRunner(engine, speedup=settings.speedup)
+    redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+    agent = await _agent(settings, runner, ScriptRunner(redis, REDIS_TIMEOUT_S))
+    runner.on_step = lambda: agent.notify(runner.take_events())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            background = tasks.create_task(_work(agent, runner))
+            await serve_http(create_app(runner, model=settings.profile), listening)
+            background.cancel()
+        await agent.stop()
+    finally:
+        await redis.aclose()
+
+
+async def _work(agent: Agent, runner: EngineRunner) -> None:
+    """The engine runs from the start; the worker is routed to once it is registered."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(runner.run())
+        await agent.start()
+        tasks.create_task(agent.run())
+
+
+async def _agent(settings: WorkerSettings, runner: EngineRunner, scripts: ScriptRunner) -> Agent:
+    device_blocks = runner.engine.pool.num_blocks
+    host_blocks = settings.host_pool_tokens // settings.block_size
+    info = WorkerInfo(
+        key=WorkerKey(settings.resolved_id(), settings.dp_rank),
+        address=settings.resolved_address(),
+        block_size=settings.block_size,
+        kv_total_blocks=device_blocks,
+        max_requests=settings.max_requests,
+        accelerator=await asyncio.to_thread(accelerator_name),
+    )
+
+    def measure() -> tuple[ForwardPassMetrics, Speed]:
+        return runner.metrics(), runner.speed()
+
+    capacity = settings.index_blocks or CAPACITY_WORKERS * (device_blocks + host_blocks)
+    agent_settings = AgentSettings(settings.lease_ttl_s, bucket_bits_for(capacity))
+    return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure)

@@ -1,0 +1,181 @@
+"""What a worker publishes of its cache: prefix-closed, and never faster further down a chain.
+
+A block is published only while all its ancestors are held, in the slowest tier on its path from
+the root. This is the invariant that makes a bisecting query exact, and the agent keeps it because
+it alone has the whole picture in memory at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import itemgetter
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.index import Change
+from app.core.types import SequenceHash, Tier
+
+
+class _Node:
+    """A block that is held, or a hole: the missing ancestor of one that is."""
+
+    __slots__ = ("children", "depth", "held", "linked", "parent", "published")
+
+    def __init__(self) -> None:
+        self.parent: SequenceHash | None = None
+        self.linked = False
+        """Is the parent known? Not before the block has been stored once."""
+        self.children: set[SequenceHash] = set()
+        self.held: set[Tier] = set()
+        self.published: Tier | None = None
+        self.depth = 0
+        """Blocks before it in its chain; right whenever the block is published."""
+
+
+class Ownership:
+    """Turns cache events into the changes that Redis must be told, coalesced.
+
+    What waits is bounded by twice the blocks of the engine, however long Redis is away: a block
+    stored and removed while waiting costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[SequenceHash, _Node] = {}
+        self._told: dict[SequenceHash, tuple[Tier, int]] = {}
+        self._pending: dict[SequenceHash, int] = {}
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks whose published state Redis has not been told."""
+        return len(self._pending)
+
+    @property
+    def num_published(self) -> int:
+        """Blocks in Redis once all drained changes are."""
+        return len(self._told)
+
+    def apply(self, events: Iterable[CacheEvent]) -> None:
+        """Take in what the engine did, in order."""
+        for event in events:
+            match event:
+                case Stored():
+                    self._store(event)
+                case Removed():
+                    for block in event.blocks:
+                        self._remove(block, event.tier)
+                case Cleared():
+                    self._clear()
+
+    def drain(self) -> list[Change]:
+        """All changes since the last drain, in an order that may be cut into batches anywhere.
+
+        Removals and moves to a slower tier come first, from the leaves inward; stores and moves
+        to a faster tier follow, from the root outward. So the invariant holds after each change.
+        """
+        slower: list[tuple[int, Change]] = []
+        faster: list[tuple[int, Change]] = []
+        for block, depth in self._pending.items():
+            node = self._nodes.get(block)
+            tier = node.published if node else None
+            told = self._told.get(block)
+            if tier is None or (told and tier > told[0]):
+                slower.append((depth, (block, tier)))
+            else:
+                faster.append((depth, (block, tier)))
+            if tier is None:
+                del self._told[block]
+            else:
+                self._told[block] = (tier, depth)
+        self._pending.clear()
+        slower.sort(key=itemgetter(0), reverse=True)
+        faster.sort(key=itemgetter(0))
+        return [change for _, change in slower + faster]
+
+    def forget(self) -> None:
+        """Redis knows nothing of this worker (any more): the next drain tells it everything."""
+        self._told.clear()
+        self._pending = {
+            block: node.depth for block, node in self._nodes.items() if node.published is not None
+        }
+
+    def check(self) -> None:
+        """Raises AssertionError where the bookkeeping contradicts itself."""
+        for block, node in self._nodes.items():
+            parent = self._nodes.get(node.parent) if node.parent is not None else None
+            assert node.held or node.children, f"{block:016x} is an empty leaf"
+            assert node.parent is None or (parent and block in parent.children)
+            assert all(self._nodes[child].parent == block for child in node.children)
+            assert node.published == self._tier(node), f"{block:016x} is out of date"
+            assert node.published is None or node.depth == (parent.depth + 1 if parent else 0)
+            told = self._told.get(block)
+            if block not in self._pending:
+                assert node.published == (told and told[0]), f"{block:016x} was never told"
+        assert all(b in self._nodes or b in self._pending for b in self._told)
+
+    def _store(self, event: Stored) -> None:
+        parent = event.parent
+        for block in event.blocks:
+            node = self._node(block)
+            if not node.linked:
+                node.linked = True
+                node.parent = parent
+                if parent is not None:
+                    self._node(parent).children.add(block)
+            if event.tier not in node.held:
+                node.held.add(event.tier)
+                self._republish(block)
+            parent = block
+
+    def _node(self, block: SequenceHash) -> _Node:
+        node = self._nodes.get(block)
+        if node is None:
+            node = self._nodes[block] = _Node()
+        return node
+
+    def _remove(self, block: SequenceHash, tier: Tier) -> None:
+        node = self._nodes.get(block)
+        if node is not None and tier in node.held:
+            node.held.remove(tier)
+            self._republish(block)
+            self._prune(block, node)
+
+    def _prune(self, block: SequenceHash, node: _Node) -> None:
+        """Drop `node`, and holes above it, while nothing is held in or below them."""
+        while not node.held and not node.children:
+            del self._nodes[block]
+            if node.parent is None:
+                return
+            parent = self._nodes[node.parent]
+            parent.children.remove(block)
+            block, node = node.parent, parent
+
+    def _clear(self) -> None:
+        self._nodes.clear()
+        self._pending = {block: depth for block, (_, depth) in self._told.items()}
+
+    def _tier(self, node: _Node) -> Tier | None:
+        if not node.held:
+            return None
+        fastest = min(node.held)
+        if node.parent is None:
+            return fastest
+        above = self._nodes[node.parent].published
+        return None if above is None else max(above, fastest)
+
+    def _republish(self, block: SequenceHash) -> None:
+        """Bring `block` and whatever hangs on it up to date."""
+        stack = [block]
+        while stack:
+            block = stack.pop()
+            node = self._nodes[block]
+            tier = self._tier(node)
+            if tier == node.published:
+                continue
+            node.published = tier
+            if tier is not None and node.parent is not None:
+                node.depth = self._nodes[node.parent].depth + 1
+            told = self._told.get(block)
+            if tier == (told and told[0]):
+                self._pending.pop(block, None)
+            else:
+                self._pending[block] = node.depth
+            stack.extend(node.children)

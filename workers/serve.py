@@ -1,0 +1,206 @@
+"""A worker's HTTP interface: completions over token ids, in the shape of the OpenAI API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.core.errors import InvalidRequest
+from app.core.hashing import token_bytes
+from workers.engines.runner import EngineRunner, EngineStoppedError, QueueFullError
+from workers.engines.sim import PromptTooLargeError
+from workers.engines.steps import Finished, SimRequest
+
+DEFAULT_MAX_TOKENS = 16
+"""What the OpenAI API takes when a request does not say."""
+
+RETRY_AFTER_S = 1
+
+
+def create_app(runner: EngineRunner, *, model: str = "simulated") -> FastAPI:
+    """The HTTP interface of `runner`; the caller runs it.
+
+    `POST /v1/completions` takes a JSON object with `prompt` (token ids), `max_tokens`, `stream`,
+    `request_id` and `stream_interval` (tokens per chunk after the first); or, as
+    `application/octet-stream`, the prompt in raw little-endian u32 with the other fields in the
+    query. Unknown fields are ignored. A client that disconnects cancels its request.
+    """
+    app = FastAPI(title="kvroute worker", openapi_url=None)
+    for kind in (InvalidRequest, PromptTooLargeError, QueueFullError, EngineStoppedError):
+        app.add_exception_handler(kind, _refuse)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if runner.running:
+            return _json(200, {"status": "ok"})
+        return _json(503, {"status": "the engine is not running"})
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        call = await _read(request)
+        sim_request = SimRequest.from_tokens(
+            call.request_id, call.prompt, call.max_tokens, block_size=runner.engine.block_size
+        )
+        return _CompletionResponse(runner, sim_request, call, model)
+
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A checked request. prompt: little-endian u32."""
+
+    prompt: bytes
+    max_tokens: int
+    stream: bool
+    request_id: str
+    stream_interval: int
+
+
+async def _read(request: Request) -> _Call:
+    """Raises InvalidRequest, naming the field and its value."""
+    body = await request.body()
+    if request.headers.get("content-type", "").startswith("application/octet-stream"):
+        if len(body) % 4:
+            raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
+        return _check(_query_fields(request.query_params), body)
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest("body", f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
+    return _check(fields, _prompt_bytes(fields.get("prompt")))
+
+
+def _prompt_bytes(prompt: object) -> bytes:
+    if not isinstance(prompt, list):
+        raise InvalidRequest("prompt", f"needs a list of token ids, got {type(prompt).__name__}")
+    try:
+        return token_bytes(prompt)
+    except InvalidRequest:
+        bad = next(t for t in prompt if not (isinstance(t, int) and 0 <= t < 1 << 32))
+        raise InvalidRequest("prompt", f"{bad!r} is not a token id") from None
+
+
+def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
+    """Query fields as JSON would have them; what cannot be converted is left to the checks."""
+    fields: dict[str, object] = dict(query)
+    for name in ("max_tokens", "stream_interval"):
+        if query.get(name, "").isdecimal():
+            fields[name] = int(query[name])
+    if query.get("stream") in ("true", "false"):
+        fields["stream"] = query["stream"] == "true"
+    return fields
+
+
+def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty")
+    stream = fields.get("stream") or False
+    if not isinstance(stream, bool):
+        raise InvalidRequest("stream", f"needs true or false, got {stream!r}")
+    request_id = fields.get("request_id") or f"cmpl-{uuid.uuid4().hex}"
+    if not isinstance(request_id, str):
+        raise InvalidRequest("request_id", f"needs a string, got {request_id!r}")
+    return _Call(
+        prompt=prompt,
+        max_tokens=_positive(fields, "max_tokens", DEFAULT_MAX_TOKENS),
+        stream=stream,
+        request_id=request_id,
+        stream_interval=_positive(fields, "stream_interval", 1),
+    )
+
+
+def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidRequest(name, f"needs an integer of at least 1, got {value!r}")
+    return value
+
+
+class _CompletionResponse(StreamingResponse):
+    """Submits the request when made; cancels it however the exchange with the client ends."""
+
+    def __init__(self, runner: EngineRunner, request: SimRequest, call: _Call, model: str) -> None:
+        interval = call.stream_interval if call.stream else call.max_tokens
+        self._generation = runner.generate(request, stream_interval=interval)
+        self._frame = {
+            "id": call.request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        if call.stream:
+            super().__init__(self._chunks(), media_type="text/event-stream")
+        else:
+            super().__init__(self._whole(), media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        async for output in self._generation:
+            yield b"data: %b\n\n" % self._completion(output.token_ids, output.finished)
+        yield b"data: [DONE]\n\n"
+
+    async def _whole(self) -> AsyncIterator[bytes]:
+        token_ids: list[int] = []
+        async for output in self._generation:
+            token_ids += output.token_ids
+        yield self._completion(token_ids, output.finished)
+
+    def _completion(self, token_ids: list[int], finished: Finished | None) -> bytes:
+        # There is no tokenizer here, hence no text.
+        choice = {
+            "index": 0,
+            "text": "",
+            "token_ids": token_ids,
+            "finish_reason": "length" if finished else None,
+        }
+        usage = {"usage": _usage(finished)} if finished else {}
+        return orjson.dumps({**self._frame, "choices": [choice], **usage})
+
+
+def _usage(finished: Finished) -> dict[str, object]:
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": finished.output_tokens,
+        "total_tokens": finished.prompt_tokens + finished.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
+    }
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    status, code, field = 422, "invalid_request", None
+    headers = {}
+    match error:
+        case InvalidRequest():
+            field = error.field
+        case PromptTooLargeError():
+            code, field = "prompt_too_large", "prompt"
+        case QueueFullError():
+            status, code = 429, "queue_full"
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+        case EngineStoppedError():
+            status, code = 503, "stopping"
+    content = {"error": {"code": code, "message": str(error), "field": field}}
+    return _json(status, content, headers)
+
+
+def _json(
+    status: int, content: Mapping[str, object], headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")

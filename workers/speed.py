@@ -1,0 +1,135 @@
+"""Learns how fast a worker is from the steps of its engine.
+
+Two least-squares fits, in which old steps count less and less, each pulled towards the defaults as
+far as its steps leave it open (ridge regression):
+
+    steps without prefill:  seconds = w0 + w1*decode_seqs + w2*decode_context_tokens
+    steps with prefill:     seconds = v0 + v1*prefill_tokens + v2*attention_pairs + decode part
+
+One fit for all would blame the decoding requests for what prefill adds: a step's time is not one
+line, as small batches are bound by memory and large ones by arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.core.metrics import DEFAULT_SPEED, Speed
+from workers.engines.steps import Step
+
+FORGET = 0.9995
+"""Weight of a step relative to the next one: half after 1,400 steps."""
+OUTPUT_WINDOW = 200
+"""Requests that the mean output length looks back on, roughly."""
+
+
+def sped_up(speed: Speed, factor: float) -> Speed:
+    """The same worker when its clock runs `factor` times as fast."""
+    seconds = [f.name for f in fields(Speed) if "_s_per_" in f.name]
+    return replace(speed, **{name: getattr(speed, name) / factor for name in seconds})
+
+
+class LeastSquares:
+    """Fit of seconds = weights · (1, features...); no weight is ever negative.
+
+    prior: expected weights of the features. They count as one step with features of size
+    `typical` each; the constant is free.
+    """
+
+    def __init__(self, prior: list[float], typical: list[float]) -> None:
+        self._scale: NDArray[np.float64] = np.array([1.0, *typical])
+        ridge: NDArray[np.float64] = np.array([1e-9, *(1.0 for _ in prior)])
+        self._ridge = np.diag(ridge)
+        self._pull = ridge * np.array([0.0, *prior]) * self._scale
+        self._gram = np.zeros_like(self._ridge)
+        self._moment = np.zeros_like(self._pull)
+
+    def add(self, features: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
+        """Steps in order of time; features: (steps, features)."""
+        x = np.insert(features, 0, 1.0, axis=1) / self._scale
+        weight = FORGET ** np.arange(len(x) - 1, -1, -1)
+        fade = FORGET ** len(x)
+        self._gram = fade * self._gram + x.T @ (weight[:, None] * x)
+        self._moment = fade * self._moment + x.T @ (weight * seconds)
+
+    def weights(self) -> NDArray[np.float64]:
+        """The constant's, then the features'. A negative one is set to 0 and the rest refitted."""
+        gram, moment = self._gram + self._ridge, self._moment + self._pull
+        free = np.ones(len(moment), dtype=bool)
+        while True:
+            fitted: NDArray[np.float64] = np.zeros_like(moment)
+            fitted[free] = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
+            if fitted.min() >= 0:
+                return fitted / self._scale
+            free[fitted.argmin()] = False
+
+
+class SpeedLearner:
+    """Observe every step; ask for the speed whenever it is to be published.
+
+    batch_tokens: tokens of a full step. `prefill_s_per_token` is the time of a full step of
+    nothing but prefill, its attention left out, over its tokens: v1 + v0 / batch_tokens. That is
+    what a queued prompt takes per token; a step's fixed cost is shared by all its tokens.
+    """
+
+    FOLD_AT = 256
+    """Steps kept before they are added to the fits: one by one they would cost ten times more."""
+
+    def __init__(self, batch_tokens: int, defaults: Speed = DEFAULT_SPEED) -> None:
+        self._batch_tokens = batch_tokens
+        self._defaults = defaults
+        self._decode = LeastSquares(
+            [defaults.decode_s_per_seq, defaults.decode_s_per_kv_token], [3.0, 3e4]
+        )
+        self._prefill = LeastSquares(
+            [defaults.prefill_s_per_token, defaults.prefill_s_per_token2], [1e3, 1e7]
+        )
+        self._rows: list[tuple[float, ...]] = []
+        self._load_s = self._loaded_tokens = 0.0
+        self._mean_output = defaults.mean_output_tokens
+        self._num_outputs = 10  # the default counts as ten requests
+
+    def observe(self, step: Step, wall_s: float) -> None:
+        """A step that took `wall_s` seconds on the wall, of which loading had its share."""
+        load_s = wall_s * step.load_s / step.duration_s
+        decode = (step.decode_seqs, step.decode_context_tokens)
+        self._rows.append((wall_s - load_s, *decode, step.prefill_tokens, step.attention_pairs))
+        if step.loaded_tokens:
+            self._load_s = FORGET * self._load_s + load_s
+            self._loaded_tokens = FORGET * self._loaded_tokens + step.loaded_tokens
+        for request in step.finished:
+            self._num_outputs = min(self._num_outputs + 1, OUTPUT_WINDOW)
+            self._mean_output += (request.output_tokens - self._mean_output) / self._num_outputs
+        if len(self._rows) >= self.FOLD_AT:
+            self._fold()
+
+    def speed(self) -> Speed:
+        """Learned values, the defaults where there is nothing to learn from."""
+        self._fold()
+        decode, prefill = self._decode.weights(), self._prefill.weights()
+        host_s = self._defaults.host_s_per_token
+        if self._loaded_tokens:
+            host_s = self._load_s / self._loaded_tokens
+        return replace(
+            self._defaults,
+            prefill_s_per_token=float(prefill[1] + prefill[0] / self._batch_tokens),
+            prefill_s_per_token2=float(prefill[2]),
+            decode_s_per_seq=float(decode[1]),
+            decode_s_per_kv_token=float(decode[2]),
+            host_s_per_token=host_s,
+            mean_output_tokens=self._mean_output,
+        )
+
+    def _fold(self) -> None:
+        if not self._rows:
+            return
+        rows = np.array(self._rows)
+        self._rows.clear()
+        seconds, decode, prefill = rows[:, 0], rows[:, 1:3], rows[:, 3:]
+        mixed = prefill[:, 0] > 0
+        self._decode.add(decode[~mixed], seconds[~mixed])
+        beside = decode @ self._decode.weights()[1:]
+        self._prefill.add(prefill[mixed], (seconds - beside)[mixed])
