@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import logging
 import signal
@@ -75,7 +74,7 @@ def main() -> None:
 def router(**values: Any) -> None:
     """Run one router replica. Any number may share a Redis, behind a load balancer."""
     from app.api.main import create_app
-    from app.core.serving import listen, serve
+    from app.core.serving import listen, run, serve
 
     settings = RouterSettings(**values)
     _log_at(settings.log_level)
@@ -84,7 +83,7 @@ def router(**values: Any) -> None:
         sockets.append(socket.socket(fileno=settings.shared_fd))
     host, port = sockets[0].getsockname()[:2]
     logging.getLogger("kvroute").info("router listens on http://%s:%d", host, port)
-    asyncio.run(serve(create_app(settings), *sockets))
+    run(serve(create_app(settings), *sockets))
 
 
 @main.command(cls=_Command)
@@ -93,11 +92,13 @@ def worker(**values: Any) -> None:
     """Run one worker: a simulated engine, and the agent that publishes its cache and load."""
     settings = WorkerSettings(**values)
     _log_at(settings.log_level)
+    from app.core.serving import run
+
     try:
         from workers.main import serve
     except ModuleNotFoundError as error:
         _needs("worker", error)
-    asyncio.run(serve(settings))
+    run(serve(settings))
 
 
 @main.command(cls=_Command)

@@ -10,14 +10,14 @@ from rich.console import Console
 
 from app.cluster import Cluster
 from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from app.core.serving import run
 from loadtest import report
 from loadtest.replay import progress_display, replay_policy
-from loadtest.replay import run as run_async
 from loadtest.traces import DEMO_TRACE, read_trace
 
 SPEEDUP = 8.0
 BLOCK_SIZE = 64
-NUM_REQUESTS = 2000
+NUM_REQUESTS = 1800
 
 
 @click.command()
@@ -34,7 +34,7 @@ NUM_REQUESTS = 2000
 )
 @click.option(
     "--load",
-    default=1.5,
+    default=1.1,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     help="Arrival rate, as a multiple of the recorded one.",
@@ -68,7 +68,7 @@ def demo(
             progress_display(console, trace.num_requests) as on_progress,
         ):
             runs.append(
-                run_async(
+                run(
                     replay_policy(
                         trace,
                         cluster.balancer_url,

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 import orjson
 
+from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
 from loadtest.report import PolicyRun
@@ -25,8 +26,6 @@ from loadtest.traces import DEMO_TRACE, Session, Trace, TraceError, TraceRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +80,6 @@ async def replay_policy(
             held_back=client.num_held_back,
             lost_calls=client.num_lost_calls,
         )
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on uvloop where it is installed, for a fifth less CPU per request."""
-    new_event_loop: Callable[[], asyncio.AbstractEventLoop]
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main)
 
 
 @contextmanager

@@ -100,7 +100,7 @@ async def route(request: Request) -> Response:
     """Choose a worker for a prompt and reserve its capacity."""
     router, settings = _parts(request)
     raw = await _read(request, settings.max_body_bytes)
-    if request.headers.get("content-type", "").startswith(RAW_TOKENS):
+    if request.headers.get("content-type", "").lower().startswith(RAW_TOKENS):
         options: schemas.RouteOptions = _options_in_query(request)
         chain, isl_tokens = await _chain_of_tokens(router, settings, options, raw)
     else:
@@ -121,14 +121,14 @@ async def route(request: Request) -> Response:
     return json_response(_routed(decision))
 
 
-@routes.post("/v1/requests/{request_id}/prefill_complete", responses=_errors)
+@routes.post("/v1/requests/{request_id:path}/prefill_complete", responses=_errors)
 async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
     """The request's first token is out. Idempotent."""
     found = await _parts(request)[0].prefill_complete(request_id)
     return schemas.RequestState(request_id=request_id, found=found)
 
 
-@routes.delete("/v1/requests/{request_id}", responses=_errors)
+@routes.delete("/v1/requests/{request_id:path}", responses=_errors)
 async def release(request: Request, request_id: str) -> schemas.RequestState:
     """The request is over: give back what was reserved for it. Idempotent."""
     found = await _parts(request)[0].release(request_id)
@@ -244,7 +244,7 @@ def _options_in_query(request: Request) -> schemas.RouteOptions:
     fields: dict[str, Any] = dict(request.query_params)
     if "exclude" in fields:
         fields["exclude"] = request.query_params.getlist("exclude")
-    return schemas.RouteOptions.model_validate_strings(fields)
+    return schemas.RouteOptions.model_validate(fields, strict=False)
 
 
 async def _block_size(router: Router) -> int:

@@ -51,12 +51,12 @@ class RouteOptions(_Body):
     """Everything of a route request but its prompt. With raw tokens these stand in the query."""
 
     request_id: RequestId | None = Field(
-        None, description="made up if absent; routing it again moves its reservation"
+        default=None, description="made up if absent; routing it again moves its reservation"
     )
     lora_name: str | None = None
     cache_namespace: str | None = None
     policy: PolicyName | None = None
-    exclude: list[str] = Field([], description="worker ids, or <worker_id>:<dp_rank>")
+    exclude: list[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
     reserve: bool = True
     explain: bool = False
 
@@ -66,7 +66,7 @@ class RouteBody(RouteOptions):
 
     token_ids: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
     local_hashes: list[HashValue] | None = None
-    num_tokens: int | None = Field(None, ge=1)
+    num_tokens: int | None = Field(default=None, ge=1)
 
 
 class TierOverlapModel(BaseModel):

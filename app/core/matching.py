@@ -113,7 +113,7 @@ def _gaps(runs: list[Run], positions: Sequence[int]) -> list[range]:
 def _overlaps(runs: list[Run]) -> Overlaps:
     counts: dict[Incarnation, list[int]] = {}
     for start, end, owners in runs:
-        for incarnation, tier in _parse_owners(owners):
+        for incarnation, tier in parse_owners(owners):
             count = counts.setdefault(incarnation, [0, 0, 0])
             # A gap ends the overlap: one who is absent from a run holds nothing behind it.
             if sum(count) == start:
@@ -122,7 +122,8 @@ def _overlaps(runs: list[Run]) -> Overlaps:
 
 
 @lru_cache(maxsize=4096)
-def _parse_owners(owners: bytes) -> tuple[tuple[Incarnation, Tier], ...]:
+def parse_owners(owners: bytes) -> tuple[tuple[Incarnation, Tier], ...]:
+    """The entries of a field in a `blocks:` hash."""
     return tuple(
         (Incarnation(int(number)), TIER_OF_LETTER[letter])
         for number, letter in _OWNER.findall(owners)

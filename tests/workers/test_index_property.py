@@ -1,0 +1,260 @@
+"""Whatever engines do, a query of the index equals a scan of every worker's cache.
+
+Random stores, removals, tier moves and clears, with holes, go through the agent's bookkeeping and
+real Redis; batches are cut anywhere, repeated, lost and sent out of order; workers restart and
+dead incarnations are swept meanwhile. The model is a plain set per worker and tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from app.core import index, leases, matching
+from app.core.embedded import EmbeddedRedis
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.index import Change
+from app.core.keys import Keyspace
+from app.core.scripts import ScriptRunner
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
+from workers.ownership import Ownership
+
+KEYSPACE = Keyspace("property")
+NUM_WORKERS = 3
+# A tree of prompts: 0-1-2-3-4-5, with branches 2-6-7-8 and 0-9-10, and a second root 11-12-13.
+PARENT = {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 2, 7: 6, 8: 7, 9: 0, 10: 9, 12: 11, 13: 12}
+BLOCKS = [SequenceHash(n * 0x9E3779B97F4A7C15 % 2**64) for n in range(14)]
+LEAVES = (5, 8, 10, 13)
+
+
+def chain_to(n: int) -> list[int]:
+    return [*chain_to(PARENT[n]), n] if n in PARENT else [n]
+
+
+CHAINS = [[BLOCKS[n] for n in chain_to(leaf)] for leaf in LEAVES]
+
+
+@dataclass
+class Worker:
+    """A worker's cache by the model, its bookkeeping, and how it stands with Redis."""
+
+    key: WorkerKey
+    held: dict[int, set[Tier]] = field(default_factory=dict)
+    ownership: Ownership = field(default_factory=Ownership)
+    incarnation: Incarnation | None = None
+    seq: int = 0
+    undelivered: list[Change] = field(default_factory=list)
+    sent: list[list[Change]] = field(default_factory=list)
+    """Batches of this incarnation; the n-th has seq n + 1."""
+
+    def take(self, event: CacheEvent) -> None:
+        match event:
+            case Stored():
+                for block in event.blocks:
+                    self.held.setdefault(BLOCKS.index(block), set()).add(event.tier)
+            case Removed():
+                for block in event.blocks:
+                    self.held.get(BLOCKS.index(block), set()).discard(event.tier)
+            case Cleared():
+                self.held.clear()
+        self.ownership.apply([event])
+        self.ownership.check()
+
+    def scan(self, leaf: int) -> TierOverlap:
+        """Longest unbroken owned prefix, each block in the slowest tier on its path."""
+        counts = [0, 0, 0]
+        slowest = Tier.DEVICE
+        for n in chain_to(leaf):
+            if not self.held.get(n):
+                break
+            slowest = max(slowest, min(self.held[n]))
+            counts[slowest] += 1
+        return TierOverlap(*counts)
+
+
+class World:
+    """Three workers and one Redis."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.runner = ScriptRunner(redis, timeout_s=5.0)
+        self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(NUM_WORKERS)]
+
+    async def register(self, worker: Worker, *, resync: bool) -> leases.Registration:
+        info = WorkerInfo(worker.key, "http://127.0.0.1:1", 16, 100, 8)
+        registration = await self.runner.one(
+            leases.register(
+                KEYSPACE, info, str(worker.key), ttl_ms=60_000, bucket_bits=2, resync=resync
+            )
+        )
+        worker.seq = 0
+        worker.sent = []
+        return registration
+
+    async def restart(self, worker: Worker) -> None:
+        """The process dies with its cache; the next one begins empty."""
+        worker.held.clear()
+        worker.ownership = Ownership()
+        worker.undelivered = []
+        worker.incarnation = (await self.register(worker, resync=False)).incarnation
+
+    async def resync(self, worker: Worker) -> None:
+        registration = await self.register(worker, resync=True)
+        assert registration.staged
+        worker.ownership.forget()
+        worker.undelivered = worker.ownership.drain()
+        old, worker.incarnation = worker.incarnation, registration.incarnation
+        while worker.undelivered:
+            await self.deliver(worker, 2)
+        assert old != worker.incarnation
+        assert await self.runner.one(
+            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key))
+        )
+
+    async def deliver(self, worker: Worker, size: int) -> None:
+        """Publish the next `size` changes as one batch."""
+        if not worker.undelivered:
+            worker.undelivered = worker.ownership.drain()
+        batch, worker.undelivered = worker.undelivered[:size], worker.undelivered[size:]
+        worker.seq += 1
+        worker.sent.append(batch)
+        assert await self.apply(worker, worker.seq, batch)
+
+    async def apply(self, worker: Worker, seq: int, batch: list[Change]) -> bool:
+        assert worker.incarnation is not None
+        return await self.runner.one(
+            index.apply(KEYSPACE, worker.incarnation, str(worker.key), seq, batch)
+        )
+
+    async def check_exact(self) -> None:
+        """With everything delivered, every query equals the scan of every worker."""
+        for worker in self.workers:
+            while worker.undelivered or worker.ownership.num_pending:
+                await self.deliver(worker, 100)
+        answers, _ = await matching.match(self.runner, KEYSPACE, CHAINS)
+        for leaf, answer in zip(LEAVES, answers, strict=True):
+            expected = {w.incarnation: w.scan(leaf) for w in self.workers}
+            live = {inc: answer.get(inc, TierOverlap()) for inc in expected}
+            assert live == expected
+
+    async def check_between_batches(self) -> None:
+        """At any moment a query equals a walk of what Redis holds: nothing is skipped."""
+        answers, _ = await matching.match(self.runner, KEYSPACE, CHAINS)
+        singles, _ = await matching.match(
+            self.runner, KEYSPACE, [[block] for chain in CHAINS for block in chain]
+        )
+        found = iter(singles)
+        for answer, chain in zip(answers, CHAINS, strict=True):
+            per_block = [next(found) for _ in chain]
+            for worker in self.workers:
+                inc = worker.incarnation
+                held = [overlap.get(inc, TierOverlap()) for overlap in per_block]
+                length = next((i for i, h in enumerate(held) if not h.total), len(held))
+                walked = TierOverlap(
+                    sum(h.device for h in held[:length]),
+                    sum(h.host for h in held[:length]),
+                    sum(h.disk for h in held[:length]),
+                )
+                assert answer.get(inc, TierOverlap()) == walked
+                # The invariant itself: closed under prefix, and never faster further down.
+                assert not any(h.total for h in held[length:])
+                tiers = [(h.host > 0) + 2 * (h.disk > 0) for h in held[:length]]
+                assert tiers == sorted(tiers)
+
+
+TIERS = st.sampled_from(Tier)
+WORKERS = st.integers(0, NUM_WORKERS - 1)
+NODES = st.integers(0, len(BLOCKS) - 1)
+STEPS = st.one_of(
+    st.tuples(st.just("store"), WORKERS, st.sampled_from(LEAVES), st.integers(1, 6), TIERS),
+    # A single block in the middle of nowhere: its ancestors may be missing.
+    st.tuples(st.just("store_one"), WORKERS, NODES, TIERS),
+    st.tuples(st.just("remove"), WORKERS, NODES, TIERS),
+    st.tuples(st.just("move"), WORKERS, NODES, TIERS, TIERS),
+    st.tuples(st.just("deliver"), WORKERS, st.sampled_from((1, 2, 3, 100))),
+    st.tuples(st.just("repeat"), WORKERS, st.integers(1, 3)),
+    # Together, and so rarer: they leave little for others to go wrong with.
+    st.tuples(st.sampled_from(("clear", "skip", "restart", "resync")), WORKERS),
+    st.tuples(st.just("sweep"), st.integers(1, 3)),
+    st.tuples(st.just("check")),
+)
+
+
+async def step(world: World, name: str, *args: object) -> None:
+    worker = world.workers[args[0]] if args and name != "sweep" else None  # type: ignore[call-overload]
+    match (name, *args[1:]):
+        case ("store", leaf, length, tier):
+            chain = chain_to(leaf)[:length]
+            worker.take(Stored(tuple(BLOCKS[n] for n in chain), None, tier))
+        case ("store_one", n, tier):
+            parent = BLOCKS[PARENT[n]] if n in PARENT else None
+            worker.take(Stored((BLOCKS[n],), parent, tier))
+        case ("remove", n, tier):
+            worker.take(Removed((BLOCKS[n],), tier))
+        case ("move", n, source, target):
+            if source in worker.held.get(n, ()):
+                parent = BLOCKS[PARENT[n]] if n in PARENT else None
+                worker.take(Stored((BLOCKS[n],), parent, target))
+                if source != target:
+                    worker.take(Removed((BLOCKS[n],), source))
+        case ("clear",):
+            worker.take(Cleared())
+        case ("deliver", size):
+            await world.deliver(worker, size)
+            await world.check_between_batches()
+        case ("repeat", back) if back <= len(worker.sent):
+            # Late or twice: it was applied before, and must not be again.
+            assert await world.apply(worker, worker.seq + 1 - back, worker.sent[-back])
+            await world.check_between_batches()
+        case ("skip",):
+            # A batch from the future: one before it is missing. Refused, and nothing applied.
+            foreign = [(block, Tier.DEVICE) for block in BLOCKS]
+            assert not await world.apply(worker, worker.seq + 2, foreign)
+        case ("restart",):
+            await world.restart(worker)
+        case ("resync",):
+            await world.resync(worker)
+        case ("sweep",):
+            await world.runner.one(index.sweep(KEYSPACE, args[0]))  # type: ignore[arg-type]
+        case ("check",):
+            await world.check_exact()
+
+
+async def play(url: str, steps: list[tuple[object, ...]]) -> None:
+    async with Redis.from_url(url) as redis:
+        await redis.flushall()
+        world = World(redis)
+        for worker in world.workers:
+            await world.restart(worker)
+        for one in steps:
+            await step(world, *one)  # type: ignore[arg-type]
+        await world.check_exact()
+        for _ in range(20):
+            await world.runner.one(index.sweep(KEYSPACE, 4))
+        await world.check_exact()
+        live = {worker.incarnation for worker in world.workers}
+        assert await owners_left(redis) <= live
+
+
+async def owners_left(redis: Redis) -> set[Incarnation]:
+    """All incarnations that stand in the index."""
+    owners: set[Incarnation] = set()
+    async for key in redis.scan_iter(match="*blocks:*"):
+        for value in await redis.hvals(key):
+            owners |= {inc for inc, _ in matching.parse_owners(value)}
+    return owners
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(steps=st.lists(STEPS, min_size=40, max_size=60))
+def test_a_query_equals_a_scan_of_every_workers_cache(
+    redis_server: EmbeddedRedis, steps: list[tuple[object, ...]]
+) -> None:
+    asyncio.run(play(redis_server.url, steps))
