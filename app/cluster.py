@@ -18,9 +18,10 @@ from pathlib import Path
 from types import TracebackType
 
 from app.core.config import RouterSettings, WorkerSettings, flags
-from app.core.embedded import EmbeddedRedis, free_port, system_binary
+from app.core.embedded import EmbeddedRedis, free_port, interrupts_held, system_binary
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
+from app.core.serving import listen
 
 log = logging.getLogger(__name__)
 
@@ -112,22 +113,28 @@ class Cluster:
         return member
 
     def _start(self) -> None:
+        # First, so that a port in use is told at once and in our own words.
+        front_socket = self._exit.enter_context(_listen(self.balancer_url))
+        shared = None if self._haproxy else front_socket
+        if self._haproxy:
+            front_socket.close()
         if self.redis is not None:
             self._exit.enter_context(self.redis)
             self.redis_url = self.redis.url
         self._exit.callback(self._stop_all)
-        for index in range(self._num_workers):
-            self.start_worker(index)
-        shared = None if self._haproxy else self._exit.enter_context(_listen(self.balancer_url))
-        for index in range(self._num_replicas):
-            self._start_router(index, shared)
+        with interrupts_held():
+            for index in range(self._num_workers):
+                self.start_worker(index)
+            for index in range(self._num_replicas):
+                self._start_router(index, shared)
         deadline = time.monotonic() + START_DEADLINE_S
         for member in self.workers:
             _wait_for(member, f"{member.url}/health", deadline)
         for member in self.routers:
             _wait_for(member, f"{member.url}/readiness", deadline)
         if self._haproxy:
-            self.balancer = self._start_haproxy(self._haproxy)
+            with interrupts_held():
+                self.balancer = self._start_haproxy(self._haproxy)
         front = self.balancer or self.routers[0]
         _wait_for(front, f"{self.balancer_url}/readiness", deadline)
 
@@ -193,7 +200,7 @@ class Cluster:
 
 def _listen(url: str) -> socket.socket:
     host, _, port = url.removeprefix("http://").rpartition(":")
-    return socket.create_server((host, int(port)), backlog=1024)
+    return listen(host, int(port))
 
 
 def _wait_for(member: Member, url: str, deadline: float) -> None:

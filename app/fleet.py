@@ -14,13 +14,13 @@ from statistics import mean, stdev
 
 import numpy as np
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from app.core import leases, metrics
 from app.core.errors import RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.matching import Overlaps
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.core.redis import deadline
 from app.core.reservations import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerInfo
 from app.policy.cost import Candidates
@@ -119,6 +119,7 @@ class Fleet:
         self._timeout_s = timeout_s
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._measured: dict[Incarnation, Measured] = {}
+        self._created_ms: int | None = None
 
     @property
     def block_size(self) -> int | None:
@@ -131,6 +132,8 @@ class Fleet:
 
         Raises RedisUnavailable.
         """
+        if snapshot.created_ms is not None:
+            self._forget_if_made_anew(snapshot.created_ms)
         missing = [inc for inc in snapshot.loads if inc not in self._infos]
         if missing:
             await self._learn(missing)
@@ -143,16 +146,19 @@ class Fleet:
         return self.last_view
 
     async def _learn(self, incarnations: list[Incarnation]) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                texts = await self._redis.hmget(
-                    self._keyspace["workers"], [str(inc) for inc in incarnations]
-                )
-        except (TimeoutError, RedisError, OSError) as error:
-            raise RedisUnavailable(f"workers: {type(error).__name__}: {error}") from error
+        async with deadline(self._timeout_s):
+            texts = await self._redis.hmget(
+                self._keyspace["workers"], [str(inc) for inc in incarnations]
+            )
         for inc, text in zip(incarnations, texts, strict=True):
             if text is not None:
                 self._infos[inc] = leases.decode_info(text)
+
+    def _forget_if_made_anew(self, created_ms: int) -> None:
+        """After Redis was emptied, the old numbers are given to other workers."""
+        if self._created_ms not in (None, created_ms):
+            self.forget_except(())
+        self._created_ms = created_ms
 
     def forget_except(self, live: Iterable[Incarnation]) -> None:
         """Drop what is known of incarnations that are gone."""
@@ -182,7 +188,7 @@ class Fleet:
         while True:
             try:
                 position = await self._poll(position)
-            except (TimeoutError, RedisError, OSError) as error:
+            except RedisUnavailable as error:
                 # A restarted server may count its ids from an earlier clock: begin again.
                 position = None
                 log.debug("metrics not read: %s", error)
@@ -192,7 +198,7 @@ class Fleet:
         """Take the entries after `position`, or the last ones there are; the new position."""
         key = self._keyspace["metrics"]
         async with (
-            asyncio.timeout(self._timeout_s),
+            deadline(self._timeout_s),
             self._redis.pipeline(transaction=False) as pipe,
         ):
             pipe.time()

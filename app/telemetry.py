@@ -16,7 +16,8 @@ class Telemetry:
         r = self.registry
         self.decisions = Counter(
             "kvroute_decisions",
-            "Decisions by policy and outcome: routed, no_workers, all_busy, overloaded.",
+            "Decisions by policy and outcome: routed, no_workers, all_busy, overloaded, "
+            "or failed (given up, or a fault).",
             ["policy", "outcome"],
             registry=r,
         )

@@ -13,19 +13,21 @@
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
 -- Returns  1
---          0            the incarnation is lost: register again
+--          0            the incarnation is lost, or another process has taken the worker over:
+--                       register again
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local current, leases, applied, load, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
+-- @include writer
 -- @include retire
 -- @include activate
 
-local mark = redis.call('HGET', applied, inc)
-if not mark or string.match(mark, ' (.*)$') ~= nonce then
+local old = redis.call('HGET', current, worker)
+if writer_of(inc) ~= nonce or (old and writer_of(old) ~= nonce) then
   return 0
 end
-if redis.call('HGET', current, worker) ~= inc then
+if old ~= inc then
   activate(worker, inc, true)
 end
 return 1

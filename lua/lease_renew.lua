@@ -11,12 +11,11 @@
 local leases, applied = KEYS[1], KEYS[2]
 local inc, nonce, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 -- @include clock
+-- @include writer
 
 local now = now_ms()
 local expires = redis.call('ZSCORE', leases, inc)
-local mark = redis.call('HGET', applied, inc)
-if not expires or tonumber(expires) <= now or not mark
-    or string.match(mark, ' (.*)$') ~= nonce then
+if not expires or tonumber(expires) <= now or writer_of(inc) ~= nonce then
   return 0
 end
 redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)

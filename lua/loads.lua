@@ -1,16 +1,20 @@
 -- loads: the live incarnations and the load of each.
 --
--- KEYS[1] meta    hash   is there a namespace at all
+-- KEYS[1] meta    hash   created_ms
 -- KEYS[2] leases  zset   inc -> expiry, ms, Redis clock
 -- KEYS[3] load    hash   inc -> load
--- Returns  {now_ms, {inc, ...}, {inc, load, ...}}   live leases; loads of routable incarnations
+-- Returns  {now_ms, {inc, ...}, {inc, load, ...}, created_ms}   live leases; loads of routable
+--                        incarnations; in a namespace made at another time, numbers begin again
 --          nil           there is no such namespace
 -- Cost     O(workers). Reads only.
 local meta, leases, load = KEYS[1], KEYS[2], KEYS[3]
 -- @include clock
 -- @include snapshot
 
-if redis.call('EXISTS', meta) == 0 then
+local created_ms = redis.call('HGET', meta, 'created_ms')
+if not created_ms then
   return false
 end
-return snapshot(now_ms())
+local found = snapshot(now_ms())
+found[4] = created_ms
+return found

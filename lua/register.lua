@@ -21,6 +21,7 @@
 --                              new one is staged: not routed to until `activate`.
 -- Returns  {1, inc, staged}
 --          {0, block_size}     of the namespace, which differs
+--          {-1}                another process has taken the worker over, and lives
 -- Cost     O(log workers + requests of the incarnation replaced). Writes.
 local meta, workers, current, leases, applied = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, dead, reservations, expiry = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
@@ -28,6 +29,7 @@ local requests_prefix, prefills_prefix = KEYS[10], KEYS[11]
 local worker, nonce, ttl_ms, info = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local block_size, bucket_bits, resync = ARGV[5], ARGV[6], ARGV[7] == '1'
 -- @include clock
+-- @include writer
 -- @include retire
 -- @include activate
 
@@ -40,14 +42,19 @@ elseif known ~= block_size then
   return {0, known}
 end
 
+local old = redis.call('HGET', current, worker)
+local old_expiry = old and redis.call('ZSCORE', leases, old)
+local old_lives = old_expiry and tonumber(old_expiry) > now
+if resync and old_lives and writer_of(old) ~= nonce then
+  return {-1}
+end
+
 local inc = string.format('%d', redis.call('HINCRBY', meta, 'incarnations', 1))
 redis.call('HSET', workers, inc, info)
 redis.call('HSET', applied, inc, '0 ' .. nonce)
 redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
 
-local old = redis.call('HGET', current, worker)
-local old_expiry = old and redis.call('ZSCORE', leases, old)
-if resync and old_expiry and tonumber(old_expiry) > now then
+if resync and old_lives then
   return {1, inc, 1}
 end
 activate(worker, inc, resync)

@@ -18,10 +18,10 @@
 local current, leases, applied, load, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
+-- @include writer
 -- @include retire
 
-local mark = redis.call('HGET', applied, inc)
-if not mark or string.match(mark, ' (.*)$') ~= nonce then
+if writer_of(inc) ~= nonce then
   return 0
 end
 retire(inc)

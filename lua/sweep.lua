@@ -74,7 +74,8 @@ for bucket = cursor, stop - 1 do
   end
 end
 
-if stop < count then
+local left = count - stop
+if left > 0 then
   redis.call('HSET', sweep, 'cursor', string.format('%d', stop), 'targets', targets)
 else
   redis.call('DEL', sweep)
@@ -82,5 +83,9 @@ else
     redis.call('SREM', dead, inc)
     redis.call('HDEL', workers, inc)
   end
+  if redis.call('EXISTS', dead) == 1 then
+    -- Who died during this pass is left to the next one.
+    left = count
+  end
 end
-return {#lapsed, removed, count - stop}
+return {#lapsed, removed, left}

@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import stamina
-from redis.exceptions import RedisError
 
 from app.core import index, leases, metrics
 from app.core.errors import IncarnationLost, RedisUnavailable
@@ -25,6 +24,7 @@ from app.core.events import CacheEvent
 from app.core.index import Change
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.metrics import ForwardPassMetrics, Speed
+from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, WorkerInfo
 from workers.ownership import Ownership
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 BATCH_BLOCKS = 256
 """Changes per script run: under a millisecond of Redis's time."""
 BATCHES_IN_FLIGHT = 8
+METRICS_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Agent:
         log.info("%s registered as incarnation %d", self.info.key, self.incarnation)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Raises WorkerReplaced, in a group, once another process has the key."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_lease())
             tasks.create_task(self._publish())
@@ -210,14 +211,14 @@ class Agent:
                 **metrics.encode(measured, speed),
             }
             try:
-                async with asyncio.timeout(1.0):
+                async with deadline(METRICS_TIMEOUT_S):
                     await self._runner.redis.xadd(
                         self._keyspace["metrics"],
                         entry,
                         maxlen=METRICS_MAXLEN,
                         approximate=True,
                     )
-            except (TimeoutError, RedisError, OSError) as error:
+            except RedisUnavailable as error:
                 log.debug("%s: metrics not published: %s", self.info.key, error)
 
 

@@ -45,6 +45,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(KvrouteError, _kvroute_error)
     app.add_exception_handler(ValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _fault)
 
 
 def _body(code: str, message: str, field: str | None = None) -> dict[str, object]:
@@ -73,3 +74,8 @@ async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     return json_response(_body(code, error.detail), error.status_code, error.headers)
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    """Whatever nobody foresaw; the server logs it."""
+    return json_response(_body("internal", f"{type(error).__name__}; see the router's log"), 500)

@@ -68,7 +68,7 @@ async def find_best_worker(request: Request) -> Response:
     """Where a prompt would go now. A look only: nothing is reserved."""
     router, settings = _parts(request)
     body = _parsed(schemas.FindBestWorker, await _read(request, settings.max_body_bytes))
-    chain = _chain_of_hashes(body.local_hashes, body.num_tokens, await _block_size(router))
+    chain = await _chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
     decision = await router.route(
         RouteRequest(
             request_id=_new_id(),
@@ -153,7 +153,11 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@routes.get("/readiness", responses=_errors)
+@routes.get(
+    "/readiness",
+    response_model=schemas.Readiness,
+    responses={503: {"model": schemas.Readiness}},
+)
 async def readiness(request: Request) -> Response:
     """Can requests be routed? If not, 503; either way, what is missing."""
     router, _ = _parts(request)
@@ -266,26 +270,25 @@ async def _prompt(
     if body.num_tokens is None:
         raise InvalidRequest("num_tokens", "is needed with local_hashes")
     assert body.local_hashes is not None
-    block_size = await _block_size(router)
-    return _chain_of_hashes(body.local_hashes, body.num_tokens, block_size), body.num_tokens
+    chain = await _chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
+    return chain, body.num_tokens
 
 
 async def _chain_of_tokens(
     router: Router, settings: RouterSettings, options: schemas.RouteOptions, tokens: Tokens
 ) -> tuple[list[SequenceHash], int]:
     num_tokens = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
-    if not 1 <= num_tokens <= settings.max_prompt_tokens:
-        raise InvalidRequest(
-            "token_ids", f"{num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
-        )
+    _check_length("token_ids", num_tokens, settings)
     seed = seed_for(options.lora_name, options.cache_namespace)
     local = compute_local_hashes(tokens, await _block_size(router), seed=seed)
     return compute_sequence_hashes(local), num_tokens
 
 
-def _chain_of_hashes(
-    local_hashes: list[int], num_tokens: int, block_size: int
+async def _chain_of_hashes(
+    router: Router, settings: RouterSettings, local_hashes: list[int], num_tokens: int
 ) -> list[SequenceHash]:
+    _check_length("num_tokens", num_tokens, settings)
+    block_size = await _block_size(router)
     if len(local_hashes) * block_size > num_tokens:
         raise InvalidRequest(
             "local_hashes",
@@ -293,6 +296,13 @@ def _chain_of_hashes(
             f"into num_tokens {num_tokens}",
         )
     return compute_sequence_hashes([LocalHash(h) for h in local_hashes])
+
+
+def _check_length(field: str, num_tokens: int, settings: RouterSettings) -> None:
+    if not 1 <= num_tokens <= settings.max_prompt_tokens:
+        raise InvalidRequest(
+            field, f"{num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
+        )
 
 
 def _worker(decision: Decision) -> dict[str, Any]:

@@ -153,6 +153,13 @@ class Workers(BaseModel):
     load_std: float
 
 
+class Readiness(BaseModel):
+    """missing: what is, each as `<what>: <why>`; without Redis a router may still be ready."""
+
+    ready: bool
+    missing: list[str]
+
+
 class ErrorDetail(BaseModel):
     code: str
     message: str

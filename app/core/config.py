@@ -110,7 +110,7 @@ class RouterSettings(CommonSettings):
     )
     reservation_ttl_s: float = setting(
         600.0,
-        "A reservation neither released nor renewed is forgotten after that.",
+        "A reservation not released by then is forgotten.",
         POSITIVE_SECONDS,
     )
     max_body_bytes: int = setting(
@@ -131,7 +131,9 @@ class WorkerSettings(CommonSettings):
     dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
     address: str = setting("", "Base URL that clients reach it by; none: http://<host>:<port>.")
     block_size: int = setting(16, "Tokens per KV block.", POSITIVE)
-    profile: str = setting("70b-4xh100", "Timing of the simulated engine.")
+    profile: str = setting(
+        "70b-4xh100", "Timing of the simulated engine: 70b-4xh100, 70b-4xh200 or 8b-1xh100."
+    )
     kv_pool_tokens: int | None = setting(
         None, "Device KV pool, tokens; none: the profile's.", POSITIVE
     )

@@ -6,13 +6,17 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from app.core.errors import RedisUnavailable
 
@@ -55,6 +59,30 @@ def free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Holds SIGINT and SIGTERM back until it is left.
+
+    An exception in the middle of starting a process would leave one that nobody knows of.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals interrupt only the main thread
+        return
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    handlers = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 class EmbeddedRedis:
@@ -140,7 +168,7 @@ class EmbeddedRedis:
     def _spawn(self, binary: Path) -> None:
         command = [str(binary), "--bind", LOOPBACK, "--port", str(self.port)]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._log.parent)]
-        with open(self._log, "wb") as log:
+        with open(self._log, "wb") as log, interrupts_held():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ KvrouteError
 ├── NamespaceMissing      Redis answers but holds no such namespace (yet, or any more)
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
+├── WorkerReplaced        another process registered as the same worker; this one must end
 └── RoutingError          no decision is possible
     ├── NoWorkers         none is alive, or all are excluded
     ├── AllWorkersBusy    every eligible worker is full
@@ -51,6 +52,10 @@ class NamespaceMismatch(KvrouteError):
 
 class IncarnationLost(KvrouteError):
     """Another incarnation has replaced this one, its lease lapsed, or Redis lost it."""
+
+
+class WorkerReplaced(KvrouteError):
+    """Another process registered as the same worker; this one must end."""
 
 
 class RoutingError(KvrouteError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from app.core.errors import NamespaceMismatch
+from app.core.errors import NamespaceMismatch, WorkerReplaced
 from app.core.keys import Keyspace
 from app.core.scripts import Call, call
 from app.core.types import Incarnation, WorkerInfo, WorkerKey
@@ -60,7 +60,8 @@ def register(
     that one lives, when it is activated.
 
     nonce: tells this process from any other. bucket_bits counts only in a new namespace.
-    The reply's parser raises NamespaceMismatch if the namespace has another block size.
+    The reply's parser raises NamespaceMismatch if the namespace has another block size, and, with
+    `resync`, WorkerReplaced if another process has taken `info.key` over and lives.
     """
 
     def parse(reply: list[Any]) -> Registration:
@@ -69,6 +70,8 @@ def register(
                 f"worker {info.key} has block_size {info.block_size}, "
                 f"namespace {keyspace.namespace} has {int(reply[1])}"
             )
+        if reply[0] == -1:
+            raise WorkerReplaced(f"another process has registered as worker {info.key}")
         return Registration(Incarnation(int(reply[1])), bool(reply[2]))
 
     return call(

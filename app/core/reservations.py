@@ -63,6 +63,8 @@ class Snapshot:
 
     now_ms: int
     loads: dict[Incarnation, Load]
+    created_ms: int | None = None
+    """When the namespace was made; None: not asked. Made anew, it numbers incarnations anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        return _snapshot(reply)
+        return _snapshot(reply[:3], created_ms=int(reply[3]))
 
     return call("loads", keyspace, parse=parse)
 
@@ -131,8 +133,9 @@ def expire(keyspace: Keyspace, limit: int) -> Call[int]:
     return call("expire", keyspace, limit, parse=int)
 
 
-def _snapshot(reply: list[Any]) -> Snapshot:
+def _snapshot(reply: list[Any], created_ms: int | None = None) -> Snapshot:
     now_ms, live, pairs = reply
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
     found = {Incarnation(int(inc)): by_inc[inc] for inc in live if inc in by_inc}
-    return Snapshot(now_ms, {inc: Load(*map(int, text.split())) for inc, text in found.items()})
+    load_of = {inc: Load(*map(int, text.split())) for inc, text in found.items()}
+    return Snapshot(now_ms, load_of, created_ms)

@@ -5,7 +5,6 @@ A script's header is its contract; the names behind `KEYS[n]` in it are what Key
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.redis import deadline
 
 T = TypeVar("T")
 
@@ -75,21 +75,16 @@ class ScriptRunner:
         Raises RedisUnavailable if Redis cannot be reached or does not answer in time: then some of
         the calls may have taken effect.
         """
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                replies = await self._send(calls)
-                missing = [i for i, r in enumerate(replies) if isinstance(r, NoScriptError)]
-                if missing:
-                    # Runs of scripts are single and ordered, so what Redis did run stands; only
-                    # the runs that it had no script for are sent again.
-                    await self._load([calls[i].script for i in missing])
-                    again = await self._send([calls[i] for i in missing])
-                    for i, reply in zip(missing, again, strict=True):
-                        replies[i] = reply
-        except TimeoutError:
-            raise RedisUnavailable(f"no answer within {self._timeout_s * 1000:.0f} ms") from None
-        except (RedisError, OSError) as error:
-            raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
+        async with deadline(self._timeout_s):
+            replies = await self._send(calls)
+            missing = [i for i, r in enumerate(replies) if isinstance(r, NoScriptError)]
+            if missing:
+                # Runs of scripts are single and ordered, so what Redis did run stands; only the
+                # runs that it had no script for are sent again.
+                await self._load([calls[i].script for i in missing])
+                again = await self._send([calls[i] for i in missing])
+                for i, reply in zip(missing, again, strict=True):
+                    replies[i] = reply
         return [c.parse(_checked(c, reply)) for c, reply in zip(calls, replies, strict=True)]
 
     async def one(self, one: Call[T]) -> T:

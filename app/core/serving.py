@@ -38,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(app: Any, *sockets: socket.socket) -> None:
-    """Until SIGINT or SIGTERM; returns when the responses under way have ended."""
+    """Until SIGINT, SIGTERM or cancellation; returns when the responses under way have ended."""
     server = uvicorn.Server(
         uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
     )
@@ -47,6 +47,13 @@ async def serve(app: Any, *sockets: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: None)
-    await server.serve(sockets=list(sockets))
+    serving = asyncio.ensure_future(server.serve(sockets=list(sockets)))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        # Cancelled itself, uvicorn would log that as a crash of the application.
+        server.should_exit = True
+        await serving
+        raise
     if not server.started:
         raise ConfigError("the application did not start")

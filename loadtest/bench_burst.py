@@ -1,0 +1,180 @@
+"""How many requests of a burst go to the one worker that holds their prefix, by replicas.
+
+    python -m loadtest.bench_burst --json out/burst.json
+
+A burst should spill over to other workers before its owner is swamped, and N replicas should let
+as many of it spill as one does. Real router processes and a real Redis; the workers are
+registrations without engines, so what is measured is placement alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import orjson
+
+from app.cluster import Cluster
+from app.core import index, leases
+from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.hashing import compute_hashes
+from app.core.keys import Keyspace
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
+
+REPLICAS = (1, 2, 4, 8)
+NUM_WORKERS = 8
+NUM_REQUESTS = 32
+PREFIX_BLOCKS = 100
+SUFFIX_BLOCKS = 20
+BLOCK_SIZE = 16
+KEYS = Keyspace("bench-burst")
+NONCE = "bench"
+LEASE_TTL_MS = 3_600_000
+
+
+class Owners:
+    """Workers without engines; each holds the prefixes that it is given."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._redis_url = redis_url
+        self._incarnations: list[Incarnation] = []
+        self._seqs = [0] * NUM_WORKERS
+
+    async def register(self) -> None:
+        async with connect(self._redis_url) as redis:
+            runner = ScriptRunner(redis, timeout_s=5.0)
+            for i in range(NUM_WORKERS):
+                info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", BLOCK_SIZE, 25_000, 256)
+                made = await runner.one(
+                    leases.register(KEYS, info, NONCE, ttl_ms=LEASE_TTL_MS, bucket_bits=8)
+                )
+                self._incarnations.append(made.incarnation)
+
+    async def store(self, worker: int, tokens: bytes) -> None:
+        """The full blocks of `tokens` now lie on `w<worker>`."""
+        _, chain = compute_hashes(tokens, BLOCK_SIZE)
+        self._seqs[worker] += 1
+        changes = [(block, Tier.DEVICE) for block in chain]
+        async with connect(self._redis_url) as redis:
+            applied = await ScriptRunner(redis, timeout_s=5.0).one(
+                index.apply(KEYS, self._incarnations[worker], NONCE, self._seqs[worker], changes)
+            )
+        assert applied
+
+
+def place(urls: Sequence[str], prompts: Sequence[bytes]) -> list[str]:
+    """The worker id that each prompt is routed to when all of them arrive at once.
+
+    They go to the replicas `urls` in turn, and are released again. All but the last byte of every
+    request is sent first, then the last bytes, within a fraction of a millisecond.
+    """
+    with ExitStack() as stack:
+        connections = []
+        for i, prompt in enumerate(prompts):
+            connection = HTTPConnection(urls[i % len(urls)].removeprefix("http://"), timeout=30.0)
+            stack.callback(connection.close)
+            connections.append(connection)
+            connection.putrequest("POST", "/v1/route")
+            connection.putheader("Content-Type", "application/octet-stream")
+            connection.putheader("Content-Length", str(len(prompt)))
+            connection.endheaders()
+            connection.send(prompt[:-1])
+        for connection, prompt in zip(connections, prompts, strict=True):
+            connection.send(prompt[-1:])
+        choices = [_answer(connection) for connection in connections]
+        for connection, choice in zip(connections, choices, strict=True):
+            connection.request("DELETE", f"/v1/requests/{choice['request_id']}")
+            assert _answer(connection)["found"]
+        return [choice["worker_id"] for choice in choices]
+
+
+def _answer(connection: HTTPConnection) -> dict[str, Any]:
+    response = connection.getresponse()
+    body = response.read()
+    if response.status != 200:
+        raise click.ClickException(f"the router answered {response.status}: {body.decode()}")
+    answer: dict[str, Any] = orjson.loads(body)
+    return answer
+
+
+@contextmanager
+def replicas(count: int, policy: str) -> Iterator[tuple[Owners, list[str]]]:
+    """Workers, and the URLs of so many router processes."""
+    with EmbeddedRedis() as redis:
+        owners = Owners(redis.url)
+        asyncio.run(owners.register())
+        with Cluster(
+            num_workers=0,
+            num_replicas=count,
+            router=RouterSettings(namespace=KEYS.namespace, policy=policy, log_level="warning"),
+            worker=WorkerSettings(),
+            redis_url=redis.url,
+            haproxy=False,
+        ) as cluster:
+            yield owners, [member.url for member in cluster.routers]
+
+
+def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict[int, list[int]]:
+    """For each number of replicas, the requests that went to the owner in each round."""
+    rng = np.random.default_rng(1)
+
+    def tokens(blocks: int) -> bytes:
+        return rng.integers(0, 2**32, blocks * BLOCK_SIZE, np.uint32).astype("<u4").tobytes()
+
+    on_owner: dict[int, list[int]] = {count: [] for count in counts}
+    with replicas(max(counts), policy) as (owners, urls):
+        for turn in range(rounds):
+            owner = turn % NUM_WORKERS
+            for count in counts:
+                prefix = tokens(PREFIX_BLOCKS)
+                asyncio.run(owners.store(owner, prefix))
+                prompts = [prefix + tokens(SUFFIX_BLOCKS) for _ in range(NUM_REQUESTS)]
+                on_owner[count].append(place(urls[:count], prompts).count(f"w{owner}"))
+    return on_owner
+
+
+@click.command()
+@click.option("--rounds", default=20, show_default=True, type=POSITIVE)
+@click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+def main(rounds: int, policy: str, out: Path | None) -> None:
+    """Place bursts with 1, 2, 4 and 8 replicas."""
+    on_owner = measure(REPLICAS, rounds, policy)
+    medians = {count: median(seen) for count, seen in on_owner.items()}
+    difference = max(abs(middle - medians[1]) for middle in medians.values())
+    click.echo(
+        f"{NUM_REQUESTS} requests at once, {PREFIX_BLOCKS} of their "
+        f"{PREFIX_BLOCKS + SUFFIX_BLOCKS} blocks on one of {NUM_WORKERS} workers, "
+        f"policy {policy}, {rounds} rounds"
+    )
+    click.echo("\nreplicas   on the owner: median   least   most")
+    for count, seen in on_owner.items():
+        click.echo(f"{count:>8}{medians[count]:>23g}{min(seen):>8}{max(seen):>7}")
+    click.echo(f"\nlargest difference of a median to that of one replica: {difference:g}")
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = {
+            "policy": policy,
+            "workers": NUM_WORKERS,
+            "requests": NUM_REQUESTS,
+            "prefix_blocks": PREFIX_BLOCKS,
+            "suffix_blocks": SUFFIX_BLOCKS,
+            "on_owner": {str(count): seen for count, seen in on_owner.items()},
+            "median": {str(count): middle for count, middle in medians.items()},
+            "largest_difference": difference,
+        }
+        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What hashing a prompt costs, in calls of the hash function.
+
+    python -m loadtest.bench_hashing
+
+512 blocks of 16 tokens take 1,024 hashes; the yardstick is 1,100 calls from Python, each over the
+bytes of one block, timed in the same round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import click
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from app.core.hashing import BASE_SEED, Tokens, compute_hashes
+
+NUM_BLOCKS = 512
+BLOCK_SIZE = 16
+CALLS = 1100
+
+
+def _calls() -> None:
+    block = bytes(4 * BLOCK_SIZE)
+    for _ in range(CALLS):
+        xxh3_64_intdigest(block, seed=BASE_SEED)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+@click.command()
+@click.option("--rounds", default=2000, show_default=True)
+def main(rounds: int) -> None:
+    """Time hashing of a prompt against plain calls of the hash function."""
+    tokens = np.arange(NUM_BLOCKS * BLOCK_SIZE, dtype="<u4")
+    forms: dict[str, Tokens] = {
+        "raw u32": tokens.tobytes(),
+        "numpy array": tokens,
+        "list": tokens.tolist(),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(rounds):
+        yardstick = _seconds(_calls)
+        for name, form in forms.items():
+            ratios[name].append(_seconds(lambda f=form: compute_hashes(f, BLOCK_SIZE)) / yardstick)  # type: ignore[misc]
+    click.echo(f"{NUM_BLOCKS} blocks of {BLOCK_SIZE}, in units of {CALLS:,} calls (median):")
+    for name, values in ratios.items():
+        click.echo(f"  {name:<12} {median(values):.2f}")
+
+
+if __name__ == "__main__":
+    main()

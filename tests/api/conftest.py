@@ -1,0 +1,56 @@
+"""Router replicas in this process, on a real Redis with fake workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.api.main import create_app
+from app.core.config import RouterSettings
+from app.core.embedded import EmbeddedRedis
+from tests.fake_workers import NAMESPACE, FakeWorkers
+
+
+class StartReplica(Protocol):
+    def __call__(
+        self, redis_url: str, **settings: Any
+    ) -> AbstractAsyncContextManager[httpx.AsyncClient]: ...
+
+
+@asynccontextmanager
+async def _replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    chosen = {"seed": 7, "redis_timeout_ms": 5000} | settings
+    app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen))
+    # Errors of the application itself must come as a client would see them.
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://router") as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def replica() -> StartReplica:
+    """Starts a replica and gives a client of it: `async with replica(redis_url, **settings)`."""
+    return _replica
+
+
+@pytest.fixture
+async def workers(redis: Redis) -> FakeWorkers:
+    """A fleet, still without workers, on the Redis of `client`."""
+    return FakeWorkers(redis)
+
+
+@pytest.fixture
+async def client(
+    one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of one replica with a seed and otherwise default settings."""
+    async with replica(one_redis_server.url) as client:
+        yield client

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from redis.asyncio import Redis
+
+from app.core.embedded import EmbeddedRedis
+from tests.api.conftest import StartReplica
+from tests.fake_workers import KEYS, FakeWorkers
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+LOCAL = [14643705804678351452, 16777012769546811212]
+TOKENS = {"token_ids": PROMPT}
+HASHES = {"local_hashes": LOCAL, "num_tokens": 10}
+RAW = {"content-type": "application/octet-stream"}
+NUMBERS = struct.pack("<4I", 1, 2, 3, 4)
+
+
+@pytest.fixture
+async def one(workers: FakeWorkers) -> FakeWorkers:
+    await workers.register("w1")
+    return workers
+
+
+async def assert_refused(
+    response: httpx.Response, workers: FakeWorkers, field: str, message: str
+) -> None:
+    """A 422 that names `field` and says `message`; nothing was reserved."""
+    assert response.status_code == 422, response.text
+    assert list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert set(error) == {"code", "message", "field"}
+    assert (error["code"], error["field"]) == ("invalid_request", field)
+    assert error["message"].startswith(f"{field}: ")
+    assert message in error["message"]
+    assert (await workers.load("w1")).total == 0
+
+
+BAD_BODIES: dict[str, tuple[Any, str, str]] = {
+    "neither": ({}, "token_ids", "either token_ids or local_hashes"),
+    "both": (TOKENS | HASHES, "token_ids", "either token_ids or local_hashes"),
+    "empty tokens": ({"token_ids": []}, "token_ids", "0 tokens"),
+    "negative token": ({"token_ids": [1, 2, -1]}, "token_ids.2", "got -1"),
+    "token too large": ({"token_ids": [1, 2**32]}, "token_ids.1", "got 4294967296"),
+    "token no integer": ({"token_ids": [1, 2.5]}, "token_ids.1", "got 2.5"),
+    "token a boolean": ({"token_ids": [True]}, "token_ids.0", "got True"),
+    "tokens no list": ({"token_ids": "1 2"}, "token_ids", "got '1 2'"),
+    "no num_tokens": ({"local_hashes": LOCAL}, "num_tokens", "needed with local_hashes"),
+    "num_tokens 0": (HASHES | {"num_tokens": 0}, "num_tokens", "got 0"),
+    "num_tokens too large": (HASHES | {"num_tokens": 10**30}, "num_tokens", f"{10**30}"),
+    "too many hashes": (
+        HASHES | {"num_tokens": 7},
+        "local_hashes",
+        "2 full blocks of 4 tokens do not fit into num_tokens 7",
+    ),
+    "hash too large": (HASHES | {"local_hashes": [1, 2**64]}, "local_hashes.1", f"{2**64}"),
+    "hash too negative": (
+        HASHES | {"local_hashes": [-(2**63) - 1]},
+        "local_hashes.0",
+        "-9223372036854775809",
+    ),
+    "hash short": (HASHES | {"local_hashes": ["abc"]}, "local_hashes.0", "'abc'"),
+    "hash not hex": (
+        HASHES | {"local_hashes": ["cb38e4d7fb2dca5g"]},
+        "local_hashes.0",
+        "'cb38e4d7fb2dca5g'",
+    ),
+    "hash with sign": (
+        HASHES | {"local_hashes": ["-b38e4d7fb2dca5c"]},
+        "local_hashes.0",
+        "'-b38e4d7fb2dca5c'",
+    ),
+    "hash a float": (HASHES | {"local_hashes": [1.0]}, "local_hashes.0", "1.0"),
+    "hash a boolean": (HASHES | {"local_hashes": [True]}, "local_hashes.0", "True"),
+    "a JSON array": ([1, 2], "body", "got [1, 2]"),
+    "unknown field": (TOKENS | {"polcy": "logit"}, "polcy", "got 'logit'"),
+    "unknown policy": (TOKENS | {"policy": "fastest"}, "policy", "got 'fastest'"),
+    "boolean as text": (TOKENS | {"reserve": "no"}, "reserve", "got 'no'"),
+    "id with a blank": (TOKENS | {"request_id": "a b"}, "request_id", "got 'a b'"),
+    "id with a newline": (TOKENS | {"request_id": "ab\n"}, "request_id", r"got 'ab\n'"),
+    "empty id": (TOKENS | {"request_id": ""}, "request_id", "got ''"),
+    "id too long": (TOKENS | {"request_id": "x" * 300}, "request_id", "got 'xxx"),
+    "id no text": (TOKENS | {"request_id": 7}, "request_id", "got 7"),
+    "exclude no list": (TOKENS | {"exclude": "w1"}, "exclude", "got 'w1'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"), BAD_BODIES.values(), ids=[n.replace(" ", "-") for n in BAD_BODIES]
+)
+async def test_a_bad_body_is_refused_by_field_and_value(
+    client: httpx.AsyncClient, one: FakeWorkers, body: Any, field: str, message: str
+) -> None:
+    await assert_refused(await client.post("/v1/route", json=body), one, field, message)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"local_hashes": LOCAL}, "num_tokens", "required"),
+        ({"num_tokens": 128}, "local_hashes", "required"),
+        ({"local_hashes": ["xyz"], "num_tokens": 128}, "local_hashes.0", "'xyz'"),
+        ({"local_hashes": LOCAL, "num_tokens": 2**40}, "num_tokens", "1099511627776"),
+        ({"local_hashes": LOCAL, "num_tokens": 7}, "local_hashes", "num_tokens 7"),
+        (HASHES | {"token_ids": [1]}, "token_ids", "not permitted"),
+    ],
+)
+async def test_find_best_worker_refuses_alike(
+    client: httpx.AsyncClient, one: FakeWorkers, body: Any, field: str, message: str
+) -> None:
+    await assert_refused(await client.post("/find_best_worker", json=body), one, field, message)
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"), [(b"", "''"), (b"token_ids=1", "token_ids=1"), (b'{"token_ids": [1,', "[1,")]
+)
+@pytest.mark.parametrize("path", ["/v1/route", "/find_best_worker"])
+async def test_a_body_that_is_no_json_is_refused(
+    client: httpx.AsyncClient, one: FakeWorkers, path: str, body: bytes, shown: str
+) -> None:
+    response = await client.post(path, content=body)
+    await assert_refused(response, one, "body", "Invalid JSON")
+    assert shown in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "field", "message"),
+    [
+        ("", b"", "token_ids", "0 tokens"),
+        ("", NUMBERS[:7], "token_ids", "7 bytes are not a whole number of u32"),
+        ("reserve=perhaps", NUMBERS, "reserve", "got 'perhaps'"),
+        ("policy=fastest", NUMBERS, "policy", "got 'fastest'"),
+        ("request_id=a%20b", NUMBERS, "request_id", "got 'a b'"),
+        ("num_tokens=4", NUMBERS, "num_tokens", "got '4'"),
+    ],
+)
+async def test_bad_raw_tokens_and_options_are_refused(
+    client: httpx.AsyncClient, one: FakeWorkers, query: str, body: bytes, field: str, message: str
+) -> None:
+    response = await client.post(f"/v1/route?{query}", content=body, headers=RAW)
+    await assert_refused(response, one, field, message)
+
+
+async def test_a_header_that_is_no_request_id_is_refused(
+    client: httpx.AsyncClient, one: FakeWorkers
+) -> None:
+    response = await client.post("/v1/route", json=TOKENS, headers={"x-request-id": "a b"})
+    await assert_refused(response, one, "request_id", "got 'a b'")
+
+
+async def test_a_long_value_is_cut_in_the_message(
+    client: httpx.AsyncClient, one: FakeWorkers
+) -> None:
+    response = await client.post("/v1/route", json=TOKENS | {"request_id": "x" * 300})
+    assert f"got '{'x' * 76}..." in response.json()["error"]["message"]
+
+
+class TestLimits:
+    @pytest.fixture
+    async def small(
+        self, one_redis_server: EmbeddedRedis, replica: StartReplica
+    ) -> AsyncIterator[httpx.AsyncClient]:
+        """Takes 8 tokens at most, and bodies of 64 bytes."""
+        async with replica(one_redis_server.url, max_prompt_tokens=8, max_body_bytes=64) as client:
+            yield client
+
+    async def test_a_prompt_as_long_as_allowed_is_taken(
+        self, small: httpx.AsyncClient, one: FakeWorkers
+    ) -> None:
+        for response in await self.routed_in_every_form(small, num_tokens=8):
+            assert response.status_code == 200
+
+    async def test_a_longer_prompt_is_refused(
+        self, small: httpx.AsyncClient, one: FakeWorkers
+    ) -> None:
+        raw, tokens, hashes = await self.routed_in_every_form(small, num_tokens=9)
+        message = "9 tokens; 1 to 8 are allowed"
+        await assert_refused(raw, one, "token_ids", message)
+        await assert_refused(tokens, one, "token_ids", message)
+        await assert_refused(hashes, one, "num_tokens", message)
+
+    async def routed_in_every_form(
+        self, client: httpx.AsyncClient, num_tokens: int
+    ) -> list[httpx.Response]:
+        tokens = list(range(num_tokens))
+        raw = struct.pack(f"<{num_tokens}I", *tokens)
+        return [
+            await client.post("/v1/route", content=raw, headers=RAW),
+            await client.post("/v1/route", json={"token_ids": tokens}),
+            await client.post("/v1/route", json={"local_hashes": [1, 2], "num_tokens": num_tokens}),
+        ]
+
+    @pytest.mark.parametrize("path", ["/v1/route", "/find_best_worker"])
+    async def test_a_body_too_large_is_refused_by_its_announced_length_unread(
+        self, small: httpx.AsyncClient, one: FakeWorkers, path: str
+    ) -> None:
+        read = 0
+
+        async def chunks() -> AsyncIterator[bytes]:
+            nonlocal read
+            for _ in range(65):
+                read += 1
+                yield b" "
+
+        response = await small.post(path, content=chunks(), headers={"content-length": "65"})
+        self.assert_too_large(response)
+        assert read == 0
+
+    async def test_a_chunked_body_is_refused_once_it_is_too_large(
+        self, small: httpx.AsyncClient, one: FakeWorkers
+    ) -> None:
+        read = 0
+
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal read
+            while True:
+                read += 1
+                yield b" " * 10
+
+        response = await small.post("/v1/route", content=endless())
+        self.assert_too_large(response)
+        assert read <= 8
+
+    async def test_a_body_as_large_as_allowed_is_read(
+        self, small: httpx.AsyncClient, one: FakeWorkers
+    ) -> None:
+        body = orjson.dumps({"token_ids": [1]}).ljust(64)
+        assert (await small.post("/v1/route", content=body)).status_code == 200
+
+    def assert_too_large(self, response: httpx.Response) -> None:
+        assert response.status_code == 413
+        assert response.json() == {
+            "error": {"code": "body_too_large", "message": "body: over 64 bytes", "field": None}
+        }
+
+
+async def test_an_unknown_path_is_answered_in_the_one_shape(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v2/route")
+    assert response.status_code == 404
+    assert response.json() == {
+        "error": {"code": "not_found", "message": "Not Found", "field": None}
+    }
+
+
+async def test_a_wrong_method_is_answered_in_the_one_shape(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/route")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json() == {
+        "error": {"code": "method_not_allowed", "message": "Method Not Allowed", "field": None}
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/route", "/v1/workers"])
+async def test_a_fault_of_the_router_itself_is_answered_in_the_one_shape(
+    client: httpx.AsyncClient, one: FakeWorkers, redis: Redis, path: str
+) -> None:
+    # A second worker, whose entry someone has spoilt by hand.
+    incarnation = await one.register("w2")
+    await redis.hset(KEYS["workers"], str(incarnation), "spoilt")
+    method = "POST" if path == "/v1/route" else "GET"
+    response = await client.request(method, path, json=TOKENS)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal"
+
+
+class TestOpenApi:
+    @pytest.fixture
+    async def document(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        response = await client.get("/openapi.json")
+        assert response.status_code == 200
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def test_it_lists_every_endpoint(self, document: dict[str, Any]) -> None:
+        assert document["openapi"].startswith("3.1.")
+        assert {(path, *methods) for path, methods in document["paths"].items()} >= {
+            ("/find_best_worker", "post"),
+            ("/v1/route", "post"),
+            ("/v1/requests/{request_id}/prefill_complete", "post"),
+            ("/v1/requests/{request_id}", "delete"),
+            ("/v1/workers", "get"),
+            ("/health", "get"),
+            ("/readiness", "get"),
+            ("/metrics", "get"),
+        }
+
+    async def test_every_reference_leads_somewhere(self, document: dict[str, Any]) -> None:
+        references = [ref for ref in walk(document) if ref.startswith("#/")]
+        assert len(references) > 10
+        for reference in references:
+            target = document
+            for part in reference[2:].split("/"):
+                target = target[part]
+
+    async def test_every_operation_has_its_parameters_and_an_answer(
+        self, document: dict[str, Any]
+    ) -> None:
+        operation_ids = set()
+        for path, methods in document["paths"].items():
+            for operation in methods.values():
+                operation_ids.add(operation["operationId"])
+                in_path = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
+                assert in_path == ({"request_id"} if "{request_id}" in path else set())
+                assert operation["responses"]["200"]["description"]
+        assert len(operation_ids) == sum(map(len, document["paths"].values()))
+
+    async def test_route_takes_json_or_raw_tokens(self, document: dict[str, Any]) -> None:
+        operation = document["paths"]["/v1/route"]["post"]
+        content = operation["requestBody"]["content"]
+        assert set(content) == {"application/json", "application/octet-stream"}
+        fields = {
+            "token_ids",
+            "local_hashes",
+            "num_tokens",
+            "request_id",
+            "lora_name",
+            "cache_namespace",
+            "policy",
+            "exclude",
+            "reserve",
+            "explain",
+        }
+        assert set(content["application/json"]["schema"]["properties"]) == fields
+        assert content["application/octet-stream"]["schema"]["format"] == "binary"
+        query = {p["name"] for p in operation["parameters"] if p["in"] == "query"}
+        assert query == fields - {"token_ids", "local_hashes", "num_tokens"}
+        body = document["paths"]["/find_best_worker"]["post"]["requestBody"]["content"]
+        schema = body["application/json"]["schema"]
+        assert schema["required"] == ["local_hashes", "num_tokens"]
+
+    async def test_errors_are_documented_in_the_one_shape(self, document: dict[str, Any]) -> None:
+        error = {"$ref": "#/components/schemas/ErrorBody"}
+        for path, method in (
+            ("/v1/route", "post"),
+            ("/find_best_worker", "post"),
+            ("/v1/requests/{request_id}", "delete"),
+            ("/v1/requests/{request_id}/prefill_complete", "post"),
+            ("/v1/workers", "get"),
+        ):
+            responses = document["paths"][path][method]["responses"]
+            for status in ("422", "503"):
+                assert responses[status]["content"]["application/json"]["schema"] == error
+        route = document["paths"]["/v1/route"]["post"]["responses"]
+        assert set(route) == {"200", "413", "422", "429", "503"}
+
+    async def test_readiness_is_documented_as_it_answers(self, document: dict[str, Any]) -> None:
+        responses = document["paths"]["/readiness"]["get"]["responses"]
+        shape = {"$ref": "#/components/schemas/Readiness"}
+        assert {s: r["content"]["application/json"]["schema"] for s, r in responses.items()} == {
+            "200": shape,
+            "503": shape,
+        }
+        properties = document["components"]["schemas"]["Readiness"]["properties"]
+        assert set(properties) == {"ready", "missing"}
+
+
+def walk(node: Any) -> list[str]:
+    """Every $ref in a document."""
+    if isinstance(node, dict):
+        own = [node["$ref"]] if "$ref" in node else []
+        return own + [ref for value in node.values() for ref in walk(value)]
+    if isinstance(node, list):
+        return [ref for value in node for ref in walk(value)]
+    return []

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.core.embedded import EmbeddedRedis
+from app.core.metrics import ForwardPassMetrics
+from app.core.redis import connect
+from app.core.types import Tier
+from tests.api.conftest import StartReplica
+from tests.fake_workers import FakeWorkers
+
+# Two full blocks of four, and a third begun.
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+class Scraped:
+    """The samples of one scrape: `scraped("name", label="value")`, 0 where there is none."""
+
+    def __init__(self, text: str) -> None:
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self._samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float] = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self._samples.get((f"kvroute_{name}", frozenset(labels.items())), 0.0)
+
+
+async def scrape(client: httpx.AsyncClient) -> Scraped:
+    response = await client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    return Scraped(response.text)
+
+
+async def route(client: httpx.AsyncClient, **body: object) -> httpx.Response:
+    return await client.post("/v1/route", json={"token_ids": PROMPT} | body)
+
+
+@pytest.fixture
+async def two(workers: FakeWorkers) -> FakeWorkers:
+    """w1 holds PROMPT, one block of it on the device and one on the host; w2 holds nothing."""
+    await workers.register("w1", max_requests=2)
+    await workers.register("w2")
+    await workers.publish("w1", PROMPT, Tier.HOST)
+    await workers.publish("w1", PROMPT[:4])
+    return workers
+
+
+async def test_every_name_is_ours_and_explained(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    await route(client)
+    families = (await scrape(client)).families
+    assert {name for name in families if not name.startswith("kvroute_")} == set()
+    assert {name for name, family in families.items() if not family.documentation} == set()
+    assert set(families) >= {
+        "kvroute_decisions",
+        "kvroute_degraded_decisions",
+        "kvroute_decision_seconds",
+        "kvroute_redis_round_trip_seconds",
+        "kvroute_hit_fraction",
+        "kvroute_isl_blocks",
+        "kvroute_overlap_blocks",
+        "kvroute_reservations",
+        "kvroute_reserve_conflicts",
+        "kvroute_decision_retries",
+        "kvroute_metrics_stream_lag_seconds",
+        "kvroute_load_avg",
+        "kvroute_load_std",
+        "kvroute_worker_load",
+    }
+
+
+async def test_a_router_without_workers_has_metrics_too(client: httpx.AsyncClient) -> None:
+    scraped = await scrape(client)
+    assert scraped("degraded_decisions_total") == 0.0
+    assert scraped.families["kvroute_worker_load"].samples == []
+
+
+async def test_decisions_are_counted_by_policy_and_outcome(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    await route(client, exclude=["w2"])
+    await route(client, exclude=["w2"], policy="logit")
+    # w1 is full now.
+    assert (await route(client, exclude=["w2"], policy="logit")).status_code == 429
+    assert (await route(client, exclude=["w1", "w2"])).status_code == 503
+    assert (await route(client, reserve=False)).status_code == 200
+    scraped = await scrape(client)
+    assert scraped("decisions_total", policy="latency", outcome="routed") == 2
+    assert scraped("decisions_total", policy="latency", outcome="no_workers") == 1
+    assert scraped("decisions_total", policy="logit", outcome="routed") == 1
+    assert scraped("decisions_total", policy="logit", outcome="all_busy") == 1
+    assert scraped("decision_seconds_count") == 5
+    assert scraped("degraded_decisions_total") == 0
+
+
+async def test_a_refused_body_is_no_decision(client: httpx.AsyncClient, two: FakeWorkers) -> None:
+    assert (await route(client, policy="fastest")).status_code == 422
+    scraped = await scrape(client)
+    assert scraped("decision_seconds_count") == 0
+    assert scraped.families["kvroute_decisions"].samples == []
+
+
+async def test_hits_are_counted_for_what_was_sent_and_not_for_looks(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    await route(client, exclude=["w2"])
+    await route(client, exclude=["w1"])
+    await route(client, exclude=["w2"], reserve=False)
+    scraped = await scrape(client)
+    assert scraped("isl_blocks_total") == 6
+    assert scraped("overlap_blocks_total", tier="device") == 1
+    assert scraped("overlap_blocks_total", tier="host") == 1
+    assert scraped("overlap_blocks_total", tier="disk") == 0
+    # Two of three blocks, then none.
+    assert scraped("hit_fraction_count") == 2
+    assert scraped("hit_fraction_sum") == pytest.approx(2 / 3)
+    assert scraped("hit_fraction_bucket", le="0.6") == 1
+    assert scraped("hit_fraction_bucket", le="0.7") == 2
+
+
+async def test_reservations_are_counted_by_what_became_of_them(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    for request_id in ("a", "b", "c"):
+        await route(client, request_id=request_id)
+    await client.post("/v1/requests/a/prefill_complete")
+    await client.delete("/v1/requests/a")
+    await client.delete("/v1/requests/b")
+    await client.delete("/v1/requests/b")
+    scraped = await scrape(client)
+    assert scraped("reservations_total", event="made") == 3
+    assert scraped("reservations_total", event="prefill_complete") == 1
+    assert scraped("reservations_total", event="released") == 2
+    assert scraped("reservations_total", event="unknown") == 1
+    assert scraped("reserve_conflicts_total", reason="changed") == 0
+    assert scraped("decision_retries_total") == 0
+
+
+async def test_reservations_that_expire_are_counted_by_one_replica(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
+) -> None:
+    async with (
+        replica(one_redis_server.url, reservation_ttl_s=0.05) as client,
+        replica(one_redis_server.url) as second,
+    ):
+        assert (await route(client)).json()["reserved"]
+        expired = 0.0
+        while not expired:
+            found = [await scrape(client), await scrape(second)]
+            expired = sum(s("reservations_total", event="expired") for s in found)
+        assert expired == 1
+        assert await two.reserved() == {}
+
+
+async def test_redis_seconds_are_told_by_step(client: httpx.AsyncClient, two: FakeWorkers) -> None:
+    # Learns the block size first.
+    await route(client)
+    before = await scrape(client)
+    for _ in range(3):
+        await route(client)
+    after = await scrape(client)
+
+    def growth(step: str) -> float:
+        name = "redis_round_trip_seconds_count"
+        return after(name, step=step) - before(name, step=step)
+
+    # One look-up more is the second scrape's own.
+    assert (growth("look_up"), growth("reserve")) == (4, 3)
+    assert 0 < after("redis_round_trip_seconds_sum", step="reserve") < 10
+
+
+async def test_worker_load_shows_what_is_reserved_and_what_is_reported(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    await two.occupy("w2", "a", "b", blocks=5)
+    await two.report(
+        "w1",
+        ForwardPassMetrics(
+            kv_active_blocks=20,
+            kv_total_blocks=100,
+            num_requests_waiting=3,
+            gpu_cache_usage_perc=0.2,
+        ),
+    )
+    await two.report("w2", ForwardPassMetrics(kv_active_blocks=60, kv_total_blocks=100))
+    scraped = await scrape(client)
+    # The metrics are followed, not asked for: look until they have come.
+    while scraped("worker_load", worker="w2:0", what="stale"):
+        scraped = await scrape(client)
+
+    def load(worker: str, what: str) -> float:
+        return scraped("worker_load", worker=worker, what=what)
+
+    assert [load("w2:0", what) for what in ("requests", "blocks", "prefill_tokens")] == [2, 10, 8]
+    assert 0 < load("w2:0", "queue_seconds") <= 0.002
+    assert [load("w1:0", what) for what in ("requests", "blocks", "prefill_tokens")] == [0, 0, 0]
+    assert load("w1:0", "kv_active_blocks") == 20
+    assert load("w1:0", "requests_waiting") == 3
+    assert load("w1:0", "cache_usage") == 0.2
+    assert scraped("load_avg") == pytest.approx(0.4)
+    # Sample deviation of 0.2 and 0.6.
+    assert scraped("load_std") == pytest.approx(0.08**0.5)
+    assert 0 <= scraped("metrics_stream_lag_seconds") < 10
+
+
+async def test_the_stream_lag_grows_while_nobody_reports(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    assert (await scrape(client))("metrics_stream_lag_seconds") == 0.0
+    # The entry says that it is from 1970, so its age is that of the clock.
+    await two.redis.xadd("kvroute:1:{test}:metrics", {"worker": "w1:0"}, id="1-0")
+    while (lag := (await scrape(client))("metrics_stream_lag_seconds")) == 0.0:
+        pass
+    assert lag > 1_600_000_000
+
+
+async def test_a_worker_that_is_gone_is_shown_no_more(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    assert "w1:0" in shown_workers(await scrape(client))
+    await two.retire("w1")
+    assert shown_workers(await scrape(client)) == {"w2:0"}
+
+
+async def test_without_redis_degraded_decisions_count_and_no_load_is_vouched_for(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with (
+        connect(own_redis_server.url) as redis,
+        replica(own_redis_server.url) as client,
+    ):
+        await FakeWorkers(redis).register("w1")
+        await route(client)
+        await asyncio.to_thread(own_redis_server.kill)
+        for _ in range(2):
+            assert (await route(client)).json()["degraded"]
+        scraped = await scrape(client)
+        assert scraped("degraded_decisions_total") == 2
+        assert scraped("decisions_total", policy="latency", outcome="routed") == 3
+        assert scraped("reservations_total", event="made") == 1
+        assert scraped("hit_fraction_count") == 1
+        assert shown_workers(scraped) == set()
+
+
+def shown_workers(scraped: Scraped) -> set[str]:
+    samples = scraped.families["kvroute_worker_load"].samples
+    return {sample.labels["worker"] for sample in samples}

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.core.embedded import EmbeddedRedis
+from tests.api.conftest import StartReplica
+from tests.fake_workers import KEYS, FakeWorkers
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture
+async def one(client: httpx.AsyncClient, workers: FakeWorkers) -> FakeWorkers:
+    """w1, on which the 10 tokens (3 blocks) of r1 are reserved."""
+    await workers.register("w1")
+    await route(client, "r1")
+    return workers
+
+
+async def route(client: httpx.AsyncClient, request_id: str) -> None:
+    body = {"token_ids": PROMPT, "request_id": request_id}
+    assert (await client.post("/v1/route", json=body)).json()["reserved"]
+
+
+async def test_prefill_complete_leaves_the_blocks_and_takes_the_prefill(
+    client: httpx.AsyncClient, one: FakeWorkers
+) -> None:
+    before = await one.load("w1")
+    assert (before.prefill_tokens, before.blocks) == (10, 3)
+    assert (before.requests, before.decoding) == (1, 0)
+    assert before.prefill_us > 0
+    response = await client.post("/v1/requests/r1/prefill_complete")
+    assert (response.status_code, response.json()) == (200, {"request_id": "r1", "found": True})
+    after = await one.load("w1")
+    assert (after.prefill_tokens, after.prefill_us, after.blocks) == (0, 0, 3)
+    assert (after.requests, after.decoding) == (1, 1)
+
+
+async def test_release_gives_everything_back(
+    client: httpx.AsyncClient, one: FakeWorkers, redis: Redis
+) -> None:
+    response = await client.delete("/v1/requests/r1")
+    assert (response.status_code, response.json()) == (200, {"request_id": "r1", "found": True})
+    load = await one.load("w1")
+    assert (load.prefill_tokens, load.blocks, load.requests, load.decoding) == (0, 0, 0, 0)
+    assert await one.reserved() == {}
+    assert await redis.zcard(KEYS["expiry"]) == 0
+
+
+async def test_both_may_be_told_twice(client: httpx.AsyncClient, one: FakeWorkers) -> None:
+    await route(client, "r2")
+    for _ in range(2):
+        answer = await client.post("/v1/requests/r1/prefill_complete")
+        assert answer.json()["found"]
+    load = await one.load("w1")
+    assert (load.prefill_tokens, load.requests, load.decoding) == (10, 2, 1)
+    assert [(await client.delete("/v1/requests/r1")).json()["found"] for _ in range(2)] == [
+        True,
+        False,
+    ]
+    load = await one.load("w1")
+    assert (load.prefill_tokens, load.blocks, load.requests, load.decoding) == (10, 3, 1, 0)
+
+
+async def test_an_unknown_request_is_not_found_and_no_error(
+    client: httpx.AsyncClient, one: FakeWorkers
+) -> None:
+    for response in (
+        await client.post("/v1/requests/r9/prefill_complete"),
+        await client.delete("/v1/requests/r9"),
+    ):
+        assert (response.status_code, response.json()) == (
+            200,
+            {"request_id": "r9", "found": False},
+        )
+    assert (await one.load("w1")).requests == 1
+
+
+async def test_a_prefill_that_completes_after_its_release_is_not_found(
+    client: httpx.AsyncClient, one: FakeWorkers
+) -> None:
+    await client.delete("/v1/requests/r1")
+    answer = await client.post("/v1/requests/r1/prefill_complete")
+    assert answer.json()["found"] is False
+    assert (await one.load("w1")).decoding == 0
+
+
+async def test_any_replica_may_be_told(
+    client: httpx.AsyncClient,
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    one: FakeWorkers,
+) -> None:
+    async with replica(one_redis_server.url) as second:
+        assert (await second.post("/v1/requests/r1/prefill_complete")).json()["found"]
+        assert (await second.delete("/v1/requests/r1")).json()["found"]
+    assert await one.reserved() == {}
+
+
+@pytest.mark.parametrize("request_id", ["chat/7", "a?b#c", "50%", "a:b|c", "prefill_complete"])
+async def test_every_id_that_may_be_routed_may_be_ended(
+    client: httpx.AsyncClient, one: FakeWorkers, request_id: str
+) -> None:
+    await route(client, request_id)
+    path = f"/v1/requests/{quote(request_id, safe='')}"
+    answer = await client.post(f"{path}/prefill_complete")
+    assert answer.json() == {"request_id": request_id, "found": True}
+    answer = await client.delete(path)
+    assert answer.json() == {"request_id": request_id, "found": True}
+    assert set(await one.reserved()) == {"r1"}
+
+
+async def test_without_redis_the_caller_is_told_to_come_again(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    own_redis_server.kill()
+    async with replica(own_redis_server.url) as client:
+        for response in (
+            await client.post("/v1/requests/r1/prefill_complete"),
+            await client.delete("/v1/requests/r1"),
+        ):
+            assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+            assert response.json()["error"]["code"] == "redis_unavailable"

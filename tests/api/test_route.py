@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.core.embedded import EmbeddedRedis
+from app.core.metrics import ForwardPassMetrics
+from app.core.redis import connect
+from app.core.types import Tier
+from tests.api.conftest import StartReplica
+from tests.fake_workers import KEYS, FakeWorkers
+
+# Ten tokens: two full blocks of four, and a third begun.
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+OTHER = [11, 12, 13, 14, 15, 16, 17, 18]
+LOCAL = [14643705804678351452, 16777012769546811212]
+"""Of the full blocks of PROMPT."""
+
+RAW = {"content-type": "application/octet-stream"}
+
+
+async def routed(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await client.post("/v1/route", json={"token_ids": PROMPT} | body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.fixture
+async def two(workers: FakeWorkers) -> FakeWorkers:
+    """w1 holds PROMPT, w2 holds OTHER."""
+    await workers.register("w1")
+    await workers.register("w2")
+    await workers.publish("w1", PROMPT)
+    await workers.publish("w2", OTHER)
+    return workers
+
+
+async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    assert await routed(client, request_id="r1") == {
+        "request_id": "r1",
+        "worker_id": "w1",
+        "dp_rank": 0,
+        "address": "http://w1-0:80",
+        "overlap_blocks": {"device": 2, "host": 0, "disk": 0},
+        "isl_tokens": 10,
+        "isl_blocks": 3,
+        "policy": "latency",
+        "degraded": False,
+        "reserved": True,
+    }
+    assert (await routed(client, token_ids=OTHER))["worker_id"] == "w2"
+
+
+async def test_overlap_is_told_by_the_tier_it_would_be_read_from(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    await workers.publish("w1", PROMPT, Tier.HOST)
+    await workers.publish("w1", PROMPT[:4], Tier.DEVICE)
+    assert (await routed(client))["overlap_blocks"] == {"device": 1, "host": 1, "disk": 0}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"token_ids": PROMPT},
+        {"local_hashes": LOCAL, "num_tokens": 10},
+        {"local_hashes": [LOCAL[0] - 2**64, LOCAL[1] - 2**64], "num_tokens": 10},
+        {"local_hashes": ["cb38e4d7fb2dca5c", "E8D3EC39B907B74C"], "num_tokens": 10},
+        {"local_hashes": [LOCAL[0], "e8d3ec39b907b74c"], "num_tokens": 10},
+    ],
+    ids=["tokens", "unsigned", "signed", "hex", "mixed"],
+)
+async def test_tokens_and_hashes_of_any_form_route_alike(
+    client: httpx.AsyncClient, two: FakeWorkers, prompt: dict[str, Any]
+) -> None:
+    answer = (await client.post("/v1/route", json=prompt)).json()
+    assert answer["worker_id"] == "w1"
+    assert answer["overlap_blocks"]["device"] == 2
+    assert (answer["isl_tokens"], answer["isl_blocks"]) == (10, 3)
+
+
+async def test_raw_tokens_route_like_a_list_with_their_options_in_the_query(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    for name in ("w1", "w2", "w3"):
+        await workers.register(name)
+    await workers.publish("w1", PROMPT, lora_name="sql")
+    await workers.publish("w2", PROMPT)
+    raw = struct.pack("<10I", *PROMPT)
+    plain = (await client.post("/v1/route", content=raw, headers=RAW)).json()
+    assert (plain["worker_id"], plain["overlap_blocks"]["device"]) == ("w2", 2)
+    query = (
+        "request_id=r1&lora_name=sql&policy=logit&reserve=false&explain=true&exclude=w2&exclude=w3"
+    )
+    answer = (await client.post(f"/v1/route?{query}", content=raw, headers=RAW)).json()
+    assert (answer["worker_id"], answer["overlap_blocks"]["device"]) == ("w1", 2)
+    assert (answer["request_id"], answer["policy"], answer["reserved"]) == ("r1", "logit", False)
+    assert {c["worker_id"]: c["eligible"] for c in answer["candidates"]} == {
+        "w1": True,
+        "w2": False,
+        "w3": False,
+    }
+    assert "r1" not in await workers.reserved()
+
+
+async def test_the_raw_content_type_is_known_in_any_case_and_with_parameters(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    raw = struct.pack("<8I", *OTHER)
+    headers = {"content-type": "Application/Octet-Stream; v=1"}
+    response = await client.post("/v1/route", content=raw, headers=headers)
+    assert (response.status_code, response.json()["worker_id"]) == (200, "w2")
+
+
+@pytest.mark.parametrize("options", [{"lora_name": "sql"}, {"cache_namespace": "tenant-7"}])
+async def test_a_lora_or_cache_namespace_shares_no_blocks_with_the_plain_prompt(
+    client: httpx.AsyncClient, two: FakeWorkers, options: dict[str, str]
+) -> None:
+    assert (await routed(client, **options))["overlap_blocks"]["device"] == 0
+    empty = dict.fromkeys(options, "")
+    assert (await routed(client, **empty))["overlap_blocks"]["device"] == 2
+
+
+async def test_a_lora_finds_the_blocks_computed_with_it(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    await two.publish("w2", PROMPT, lora_name="sql")
+    assert (await routed(client, lora_name="sql"))["worker_id"] == "w2"
+
+
+async def test_a_prompt_below_one_block_is_routed_without_overlap(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    answer = await routed(client, token_ids=[1, 2, 3])
+    assert answer["overlap_blocks"] == {"device": 0, "host": 0, "disk": 0}
+    assert (answer["isl_tokens"], answer["isl_blocks"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("exclude", "chosen"),
+    [([], "w1:0"), (["w1:0"], "w1:1"), (["w1"], "w2:0"), (["w2:0", "w1:0", "w9"], "w1:1")],
+)
+async def test_workers_are_excluded_by_id_or_by_key(
+    client: httpx.AsyncClient, workers: FakeWorkers, exclude: list[str], chosen: str
+) -> None:
+    for name, held in (("w1:0", PROMPT), ("w1:1", PROMPT[:4]), ("w2:0", OTHER)):
+        await workers.register(name)
+        await workers.publish(name, held)
+    answer = await routed(client, exclude=exclude)
+    assert f"{answer['worker_id']}:{answer['dp_rank']}" == chosen
+
+
+async def test_without_reserve_nothing_is_left_in_redis(
+    client: httpx.AsyncClient, two: FakeWorkers, redis: Redis
+) -> None:
+    answer = await routed(client, request_id="r1", reserve=False)
+    assert (answer["worker_id"], answer["reserved"]) == ("w1", False)
+    assert await two.reserved() == {}
+    assert await redis.zcard(KEYS["expiry"]) == 0
+    assert (await two.load("w1")).total == 0
+
+
+async def test_a_reservation_counts_in_the_next_decision_of_every_replica(
+    client: httpx.AsyncClient,
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    two: FakeWorkers,
+) -> None:
+    async with replica(one_redis_server.url) as second:
+        assert (await routed(client, request_id="r1"))["worker_id"] == "w1"
+        assert await two.reserved() == {"r1": "w1:0"}
+        seen = (await second.get("/v1/workers")).json()["workers"][0]
+        assert (seen["worker_id"], seen["active_requests"], seen["active_blocks"]) == ("w1", 1, 3)
+        # Ten tokens, eight of them cached.
+        assert seen["prefill_tokens"] == 2
+        assert (await routed(second, policy="least_loaded"))["worker_id"] == "w2"
+        assert (await routed(client, policy="least_loaded", reserve=False, explain=True))[
+            "candidates"
+        ][1]["active_requests"] == 1
+
+
+async def test_a_request_routed_again_moves_its_reservation(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    await routed(client, request_id="r1", exclude=["w2"])
+    await routed(client, request_id="r1", exclude=["w1"])
+    assert await two.reserved() == {"r1": "w2:0"}
+    assert ((await two.load("w1")).requests, (await two.load("w2")).requests) == (0, 1)
+    assert ((await two.load("w1")).blocks, (await two.load("w2")).blocks) == (0, 3)
+
+
+async def test_the_request_id_is_the_bodys_else_the_headers_else_made_up(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    header = {"x-request-id": "balancer-1"}
+    both = await client.post(
+        "/v1/route", json={"token_ids": PROMPT, "request_id": "body-1"}, headers=header
+    )
+    assert both.json()["request_id"] == "body-1"
+    one = await client.post("/v1/route", json={"token_ids": PROMPT}, headers=header)
+    assert one.json()["request_id"] == "balancer-1"
+    neither = [(await routed(client))["request_id"] for _ in range(2)]
+    assert neither[0] != neither[1]
+    assert set(await two.reserved()) == {"body-1", "balancer-1", *neither}
+
+
+async def test_a_request_may_name_its_policy(client: httpx.AsyncClient, two: FakeWorkers) -> None:
+    # w1 holds the prompt and is busy, w2 is idle.
+    await two.occupy("w1", "a", "b", "c")
+    for policy, chosen in (("logit", "w1"), ("least_loaded", "w2"), ("power_of_two", "w2")):
+        answer = await routed(client, policy=policy, reserve=False)
+        assert (policy, answer["policy"], answer["worker_id"]) == (policy, policy, chosen)
+    turns = [(await routed(client, policy="round_robin"))["worker_id"] for _ in range(4)]
+    assert sorted(turns[:2]) == ["w1", "w2"]
+    assert turns[:2] == turns[2:]
+
+
+async def test_the_replicas_policy_counts_where_a_request_names_none(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
+) -> None:
+    await two.occupy("w1", "a")
+    async with replica(one_redis_server.url, policy="least_loaded") as client:
+        answer = await routed(client)
+        assert (answer["policy"], answer["worker_id"]) == ("least_loaded", "w2")
+
+
+@pytest.mark.parametrize("policy", ["latency", "blocks", "balance", "logit", "least_loaded"])
+async def test_explain_shows_every_candidate_with_terms_that_add_up(
+    client: httpx.AsyncClient, two: FakeWorkers, policy: str
+) -> None:
+    await two.register("w3")
+    await two.occupy("w2", "a", "b")
+    answer = await routed(client, policy=policy, explain=True, exclude=["w3"])
+    candidates = answer["candidates"]
+    assert [(c["worker_id"], c["eligible"]) for c in candidates] == [
+        ("w1", True),
+        ("w2", True),
+        ("w3", False),
+    ]
+    for c in candidates:
+        assert sum(c["terms"].values()) == pytest.approx(c["cost"])
+    eligible = [c for c in candidates if c["eligible"]]
+    assert min(eligible, key=lambda c: c["cost"])["worker_id"] == answer["worker_id"]
+
+
+async def test_explain_shows_what_the_decision_saw_before_it_reserved(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    await two.occupy("w2", "a", blocks=5)
+    answer = await routed(client, policy="blocks", explain=True)
+    w1, w2 = answer["candidates"]
+    # 10 / 4 - 2 cached blocks to prefill, and 3 blocks in use: 0.5 + 3.
+    assert (w1["active_requests"], w1["active_blocks"], w1["prefill_tokens"]) == (0, 0, 0)
+    assert w1["overlap_blocks"] == {"device": 2, "host": 0, "disk": 0}
+    assert w1["terms"] == {"prefill_blocks": 0.5, "decode_blocks": 3.0}
+    assert w1["cost"] == 3.5
+    # (4 + 10) / 4 to prefill, and 5 + 3 blocks in use.
+    assert (w2["active_requests"], w2["active_blocks"], w2["prefill_tokens"]) == (1, 5, 4)
+    assert w2["terms"] == {"prefill_blocks": 3.5, "decode_blocks": 8.0}
+    assert (w2["decoding_requests"], w2["cost"]) == (0, 11.5)
+    assert 0.0 <= w2["queue_s"] <= 0.001
+
+
+async def test_a_worker_that_the_policy_rules_out_has_no_cost(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    full = ForwardPassMetrics(kv_active_blocks=100, kv_total_blocks=100)
+    await two.report("w1", full)
+    # The metrics are followed, not asked for: look until they have come.
+    while True:
+        answer = await routed(client, policy="balance", explain=True)
+        if answer["candidates"][0]["cost"] is None:
+            break
+    assert answer["candidates"][0]["terms"]["full"] is None
+    assert answer["worker_id"] == "w2"
+
+
+async def test_a_full_fleet_asks_to_come_again_later(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1", max_requests=1)
+    await workers.register("w2", max_requests=2)
+    for n in range(3):
+        await routed(client, request_id=f"r{n}")
+    response = await client.post("/v1/route", json={"token_ids": PROMPT, "request_id": "r3"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.json()["error"]["code"] == "all_workers_busy"
+    assert set(await workers.reserved()) == {"r0", "r1", "r2"}
+    # One who leaves makes room for one.
+    await client.delete("/v1/requests/r1")
+    assert (await routed(client, request_id="r3"))["reserved"]
+
+
+async def test_without_a_live_worker_there_is_no_answer(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    async def refusal(**body: Any) -> tuple[int, str]:
+        response = await client.post("/v1/route", json={"token_ids": PROMPT} | body)
+        assert response.headers["retry-after"] == "1"
+        return response.status_code, response.json()["error"]["code"]
+
+    assert await refusal() == (503, "no_workers")
+    await workers.register("w1")
+    assert await refusal(exclude=["w1"]) == (503, "no_workers")
+    assert (await routed(client))["worker_id"] == "w1"
+    await workers.retire("w1")
+    assert await refusal() == (503, "no_workers")
+
+
+def restart(server: EmbeddedRedis) -> None:
+    server.kill()
+    server.start()
+
+
+class TestWithoutRedis:
+    async def test_requests_go_by_the_last_loads_seen(
+        self, own_redis_server: EmbeddedRedis, replica: StartReplica
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            replica(own_redis_server.url) as client,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.register("w2")
+            await workers.publish("w1", PROMPT)
+            await workers.occupy("w1", "a", "b")
+            await routed(client, reserve=False)
+            own_redis_server.kill()
+            answer = await routed(client, request_id="r1")
+            assert answer == {
+                "request_id": "r1",
+                "worker_id": "w2",
+                "dp_rank": 0,
+                "address": "http://w2-0:80",
+                "overlap_blocks": {"device": 0, "host": 0, "disk": 0},
+                "isl_tokens": 10,
+                "isl_blocks": 3,
+                "policy": "least_loaded",
+                "degraded": True,
+                "reserved": False,
+            }
+            # Two requests were on w1; r1 and this one make two on w2; then they take turns.
+            chosen = [(await routed(client))["worker_id"] for _ in range(5)]
+            assert chosen[0] == "w2"
+            assert sorted(chosen[1:3]) == sorted(chosen[3:5]) == ["w1", "w2"]
+            by_hash = {"local_hashes": LOCAL, "num_tokens": 10}
+            best = (await client.post("/find_best_worker", json=by_hash)).json()
+            assert (best["degraded"], best["overlap_blocks"]) == (True, 0)
+
+    async def test_exclusions_still_hold(
+        self, own_redis_server: EmbeddedRedis, replica: StartReplica
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            replica(own_redis_server.url) as client,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.register("w2")
+            await routed(client, reserve=False)
+            own_redis_server.kill()
+            answers = [await routed(client, exclude=["w2"]) for _ in range(3)]
+            assert [a["worker_id"] for a in answers] == ["w1", "w1", "w1"]
+            body = {"token_ids": PROMPT, "exclude": ["w1", "w2"]}
+            response = await client.post("/v1/route", json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "no_workers")
+
+    async def test_a_router_that_never_saw_a_worker_says_what_is_missing(
+        self, own_redis_server: EmbeddedRedis, replica: StartReplica
+    ) -> None:
+        own_redis_server.kill()
+        async with replica(own_redis_server.url) as client:
+            response = await client.post("/v1/route", json={"token_ids": PROMPT})
+            assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+            assert response.json()["error"]["code"] == "redis_unavailable"
+
+    async def test_a_redis_that_came_back_empty_is_no_redis_until_workers_register(
+        self, own_redis_server: EmbeddedRedis, replica: StartReplica
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            replica(own_redis_server.url) as client,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.publish("w1", PROMPT)
+            assert not (await routed(client))["degraded"]
+            await asyncio.to_thread(restart, own_redis_server)
+            answer = await routed(client)
+            assert (answer["worker_id"], answer["degraded"], answer["reserved"]) == (
+                "w1",
+                True,
+                False,
+            )
+            await workers.register("w1")
+            answer = await routed(client)
+            assert (answer["worker_id"], answer["degraded"], answer["reserved"]) == (
+                "w1",
+                False,
+                True,
+            )
+            assert answer["overlap_blocks"]["device"] == 0
+
+    async def test_after_an_empty_restart_nobody_is_taken_for_who_had_the_number_before(
+        self, own_redis_server: EmbeddedRedis, replica: StartReplica
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            replica(own_redis_server.url) as client,
+        ):
+            workers = FakeWorkers(redis)
+            assert await workers.register("w1") == 1
+            assert await workers.register("w2") == 2
+            await routed(client)
+            await asyncio.to_thread(restart, own_redis_server)
+            assert await workers.register("w2") == 1
+            answer = await routed(client)
+            assert (answer["worker_id"], answer["address"]) == ("w2", "http://w2-0:80")

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from app.core.embedded import EmbeddedRedis
+from app.core.metrics import ForwardPassMetrics
+from app.core.redis import connect
+from tests.api.conftest import StartReplica
+from tests.fake_workers import FakeWorkers
+
+
+async def listed(client: httpx.AsyncClient) -> dict[str, Any]:
+    response = await client.get("/v1/workers")
+    assert response.status_code == 200
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def listed_once_fresh(client: httpx.AsyncClient, num_fresh: int) -> dict[str, Any]:
+    """The list, when the metrics of so many workers have come; looks until then."""
+    while True:
+        answer = await listed(client)
+        if sum(not worker["stale"] for worker in answer["workers"]) == num_fresh:
+            return answer
+
+
+async def test_a_fleet_that_never_was_is_an_empty_list(client: httpx.AsyncClient) -> None:
+    assert await listed(client) == {"workers": [], "load_avg": 0.0, "load_std": 0.0}
+
+
+async def test_a_worker_is_listed_with_what_it_said_and_what_is_reserved_on_it(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    incarnation = await workers.register("w1:2", max_requests=8, kv_total_blocks=100)
+    await workers.occupy("w1:2", "a", "b", blocks=5)
+    await client.post("/v1/requests/a/prefill_complete")
+    (worker,) = (await listed(client))["workers"]
+    queue_s = worker.pop("queue_s")
+    assert worker == {
+        "worker_id": "w1",
+        "dp_rank": 2,
+        "address": "http://w1-2:80",
+        "incarnation": incarnation,
+        "accelerator": "cpu",
+        "block_size": 4,
+        "max_requests": 8,
+        "active_requests": 2,
+        "decoding_requests": 1,
+        "active_blocks": 10,
+        "prefill_tokens": 4,
+        "kv_active_blocks": 0,
+        "kv_total_blocks": 100,
+        "num_requests_waiting": 0,
+        "gpu_cache_usage": 0.0,
+        "gpu_prefix_cache_hit_rate": 0.0,
+        "stale": True,
+    }
+    # One prefill of 1 ms is left, and drains.
+    assert 0.0 <= queue_s <= 0.001
+
+
+async def test_what_a_worker_reports_is_shown_and_makes_it_fresh(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    await workers.report(
+        "w1",
+        ForwardPassMetrics(
+            request_active_slots=3,
+            request_total_slots=256,
+            kv_active_blocks=25,
+            kv_total_blocks=100,
+            num_requests_waiting=2,
+            gpu_cache_usage_perc=0.25,
+            gpu_prefix_cache_hit_rate=0.5,
+        ),
+    )
+    (worker,) = (await listed_once_fresh(client, 1))["workers"]
+    assert worker["kv_active_blocks"] == 25
+    assert worker["num_requests_waiting"] == 2
+    assert worker["gpu_cache_usage"] == 0.25
+    assert worker["gpu_prefix_cache_hit_rate"] == 0.5
+
+
+async def test_load_statistics_leave_out_workers_that_report_nothing(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    for name, used in (("w1", 20), ("w2", 40), ("w3", 60)):
+        await workers.register(name)
+        await workers.report(name, ForwardPassMetrics(kv_active_blocks=used, kv_total_blocks=100))
+    await workers.register("w4")
+    answer = await listed_once_fresh(client, 3)
+    # Sample deviation of 0.2, 0.4 and 0.6.
+    assert answer["load_avg"] == pytest.approx(0.4)
+    assert answer["load_std"] == pytest.approx(0.2)
+    assert [w["stale"] for w in answer["workers"]] == [False, False, False, True]
+
+
+async def test_a_worker_registered_again_is_listed_once_in_its_new_life(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    await workers.occupy("w1", "a")
+    second = await workers.register("w1")
+    (worker,) = (await listed(client))["workers"]
+    assert (worker["incarnation"], worker["active_requests"]) == (second, 0)
+
+
+async def test_a_retired_worker_is_gone(client: httpx.AsyncClient, workers: FakeWorkers) -> None:
+    await workers.register("w1")
+    await workers.register("w2")
+    await workers.retire("w1")
+    assert [w["worker_id"] for w in (await listed(client))["workers"]] == ["w2"]
+
+
+async def test_without_redis_the_list_is_unavailable(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    own_redis_server.kill()
+    async with replica(own_redis_server.url) as client:
+        response = await client.get("/v1/workers")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["code"] == "redis_unavailable"
+
+
+async def test_health_needs_nothing(own_redis_server: EmbeddedRedis, replica: StartReplica) -> None:
+    own_redis_server.kill()
+    async with replica(own_redis_server.url) as client:
+        response = await client.get("/health")
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+async def test_a_router_is_ready_while_a_worker_lives(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    async def readiness() -> tuple[int, dict[str, Any]]:
+        response = await client.get("/readiness")
+        return response.status_code, response.json()
+
+    nobody = (503, {"ready": False, "missing": ["workers: none is alive"]})
+    assert await readiness() == nobody
+    await workers.register("w1")
+    assert await readiness() == (200, {"ready": True, "missing": []})
+    await workers.retire("w1")
+    assert await readiness() == nobody
+
+
+async def test_without_redis_a_router_that_knows_workers_is_ready_and_says_what_is_missing(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with (
+        connect(own_redis_server.url) as redis,
+        replica(own_redis_server.url) as client,
+    ):
+        await FakeWorkers(redis).register("w1")
+        assert (await client.get("/readiness")).json() == {"ready": True, "missing": []}
+        await asyncio.to_thread(own_redis_server.kill)
+        response = await client.get("/readiness")
+        assert (response.status_code, response.json()["ready"]) == (200, True)
+        (missing,) = response.json()["missing"]
+        assert missing.startswith("redis: ")
+
+
+async def test_without_redis_a_router_that_knows_no_worker_is_not_ready(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    own_redis_server.kill()
+    async with replica(own_redis_server.url) as client:
+        response = await client.get("/readiness")
+        assert (response.status_code, response.json()["ready"]) == (503, False)
+        redis, workers = response.json()["missing"]
+        assert redis.startswith("redis: ")
+        assert workers == "workers: none is alive"

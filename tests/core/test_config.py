@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from app.core.config import RouterSettings, WorkerSettings, flags, options, pick, variable
+
+SETTINGS = (RouterSettings, WorkerSettings)
+
+
+def run(
+    cls: type[Any],
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    without: tuple[str, ...] = (),
+) -> tuple[Any, Result]:
+    """The settings that a command with the options of `cls` reads, and how it ended."""
+    read: list[Any] = []
+
+    @click.command()
+    @options(cls, without=without)
+    def command(**values: Any) -> None:
+        read.append(pick(cls, values, without=without))
+
+    result = CliRunner(env=dict.fromkeys(map(variable, fields(cls)))).invoke(
+        command, arguments, env=env
+    )
+    return (read[0] if read else None), result
+
+
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_without_flags_and_variables_every_field_has_its_default(cls: type[Any]) -> None:
+    assert run(cls)[0] == cls()
+
+
+def test_a_flag_beats_a_variable_beats_the_default() -> None:
+    env = {"KVROUTE_REDIS_TIMEOUT_MS": "40", "REDIS_URL": "redis://elsewhere:7000/2"}
+    assert run(RouterSettings)[0].redis_timeout_ms == 250
+    assert run(RouterSettings, env=env)[0].redis_timeout_ms == 40
+    assert run(RouterSettings, env=env)[0].redis_url == "redis://elsewhere:7000/2"
+    assert run(RouterSettings, "--redis-timeout-ms=7", env=env)[0].redis_timeout_ms == 7
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RouterSettings(),
+        RouterSettings(port=0, policy="balance", temperature=0.25, seed=7, shared_fd=3),
+        WorkerSettings(worker_id="w-1", kv_pool_tokens=4096, speedup=2.5, namespace="m/x"),
+    ],
+)
+def test_settings_survive_the_way_over_a_command_line(
+    settings: RouterSettings | WorkerSettings,
+) -> None:
+    assert run(type(settings), *flags(settings))[0] == settings
+
+
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_every_field_has_a_default_a_help_text_and_a_variable_of_its_own(cls: type[Any]) -> None:
+    assert all(f.default is not MISSING and f.metadata["help"] for f in fields(cls))
+    variables = [variable(f) for f in fields(cls)]
+    assert len(set(variables)) == len(variables)
+    assert {name for name in variables if not name.startswith("KVROUTE_")} == {"REDIS_URL"}
+    shown = run(cls, "--help")[1].output
+    assert all(name in shown for name in variables)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--port", "KVROUTE_PORT", "eighty"),
+        ("--port", "KVROUTE_PORT", "65536"),
+        ("--policy", "KVROUTE_POLICY", "best"),
+        ("--temperature", "KVROUTE_TEMPERATURE", "-0.1"),
+        ("--seed", "KVROUTE_SEED", "1.5"),
+        ("--redis-timeout-ms", "KVROUTE_REDIS_TIMEOUT_MS", "0"),
+        ("--reservation-ttl-s", "KVROUTE_RESERVATION_TTL_S", "0"),
+        ("--max-prompt-tokens", "KVROUTE_MAX_PROMPT_TOKENS", "-5"),
+        ("--log-level", "KVROUTE_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_value_stops_the_start_and_is_named_with_where_it_came_from(
+    flag: str, name: str, value: str
+) -> None:
+    for settings, result in (
+        run(RouterSettings, f"{flag}={value}"),
+        run(RouterSettings, env={name: value}),
+    ):
+        assert settings is None
+        assert result.exit_code == 2
+        assert flag in result.output
+        assert value in result.output
+    assert name in result.output
+
+
+def test_a_field_may_be_left_out_of_the_options() -> None:
+    settings, result = run(RouterSettings, "--port=9000", without=("port",))
+    assert settings is None
+    assert "No such option" in result.output
+    assert run(RouterSettings, env={"KVROUTE_PORT": "9000"}, without=("port",))[0].port == 8080
+
+
+def test_a_worker_takes_its_name_and_address_from_the_host_unless_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    settings = WorkerSettings(port=9001)
+    assert settings.resolved_id() == "node7"
+    assert settings.resolved_address() == "http://127.0.0.1:9001"
+    assert WorkerSettings(host="0.0.0.0", port=9001).resolved_address() == "http://node7:9001"
+    named = WorkerSettings(worker_id="w1", address="https://w1.example")
+    assert named.resolved_id() == "w1"
+    assert named.resolved_address() == "https://w1.example"

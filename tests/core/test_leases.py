@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from app.core.leases import decode_info, encode_info
+from app.core.types import WorkerInfo, WorkerKey
+
+INFO = WorkerInfo(
+    key=WorkerKey("gpu-7", 3),
+    address="http://10.0.0.7:8081",
+    block_size=16,
+    kv_total_blocks=25_000,
+    max_requests=256,
+    accelerator="NVIDIA H100",
+)
+
+
+def test_an_info_is_read_as_it_is_written() -> None:
+    assert decode_info(encode_info(INFO)) == INFO
+    assert decode_info(encode_info(INFO).decode()) == INFO
+
+
+def test_an_info_is_json_that_a_person_can_read() -> None:
+    assert orjson.loads(encode_info(INFO)) == {
+        "worker": "gpu-7:3",
+        "address": "http://10.0.0.7:8081",
+        "block_size": 16,
+        "kv_total_blocks": 25_000,
+        "max_requests": 256,
+        "accelerator": "NVIDIA H100",
+    }
+
+
+def test_a_field_that_a_later_version_adds_is_ignored() -> None:
+    fields = orjson.loads(encode_info(INFO)) | {"colour": "red"}
+    assert decode_info(orjson.dumps(fields)) == INFO
+
+
+@pytest.mark.parametrize("field", orjson.loads(encode_info(INFO)))
+def test_an_info_without_one_of_its_fields_is_refused(field: str) -> None:
+    fields = orjson.loads(encode_info(INFO))
+    del fields[field]
+    with pytest.raises(KeyError, match=field):
+        decode_info(orjson.dumps(fields))
+
+
+@pytest.mark.parametrize("text", ["", "gpu-7", '{"worker": "gpu-7"'])
+def test_what_is_not_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="line 1 column"):
+        decode_info(text)
+
+
+def test_an_info_of_a_nameless_worker_is_refused() -> None:
+    fields = orjson.loads(encode_info(INFO)) | {"worker": ":0"}
+    with pytest.raises(ValueError, match="not a worker key: ':0'"):
+        decode_info(orjson.dumps(fields))

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from app.core.matching import WHOLE_CHAIN, Run, _gaps, _overlaps, _placed, _sample, parse_owners
+from app.core.types import Incarnation, Tier, TierOverlap
+
+ONE, TWO, ELEVEN = Incarnation(1), Incarnation(2), Incarnation(11)
+
+
+def test_a_short_chain_is_looked_at_whole() -> None:
+    assert list(_sample(0)) == []
+    assert list(_sample(3)) == [0, 1, 2]
+    assert list(_sample(WHOLE_CHAIN)) == list(range(512))
+
+
+def test_of_a_long_chain_the_first_the_last_and_every_kth_between_are_looked_at() -> None:
+    # k is the root of half the length: 16 for 513 and 513 = 32 * 16 + 1.
+    assert list(_sample(513)) == [*range(0, 512, 16), 512]
+    assert list(_sample(520)) == [*range(0, 519, 16), 519]
+    assert list(_sample(8192)) == [*range(0, 8191, 64), 8191]
+
+
+def test_runs_over_sampled_positions_become_stretches_of_the_chain() -> None:
+    # The 1st and 2nd sample have one set of owners, the 3rd another, the 4th none.
+    runs = _placed([2, b"1d2d", 3, b"1d"], [0, 10, 20, 30])
+    assert runs == [Run(0, 11, b"1d2d"), Run(20, 21, b"1d")]
+    assert _placed([], [0, 10, 20, 30]) == []
+
+
+def test_runs_over_a_gap_are_placed_where_the_gap_lies() -> None:
+    assert _placed([4, b"1d2d", 7, b"1d"], range(11, 20)) == [
+        Run(11, 15, b"1d2d"),
+        Run(15, 18, b"1d"),
+    ]
+
+
+def test_owners_that_change_between_samples_leave_a_gap_to_look_into() -> None:
+    runs = [Run(0, 11, b"1d2d"), Run(20, 31, b"1d")]
+    assert _gaps(runs, [0, 10, 20, 30]) == [range(11, 20)]
+
+
+def test_owners_that_end_between_samples_leave_a_gap_as_well() -> None:
+    runs = [Run(0, 11, b"1d2d"), Run(20, 21, b"1d")]
+    assert _gaps(runs, [0, 10, 20, 30]) == [range(11, 20), range(21, 30)]
+
+
+def test_samples_side_by_side_leave_no_gap() -> None:
+    assert _gaps([Run(0, 2, b"1d2d"), Run(2, 3, b"1d")], range(4)) == []
+    assert _gaps([Run(0, 4, b"1d")], range(4)) == []
+    assert _gaps([], [0, 10]) == []
+
+
+def test_overlap_adds_up_the_runs_that_an_incarnation_is_in() -> None:
+    runs = [Run(0, 3, b"1d2d11h"), Run(3, 5, b"1h11h"), Run(5, 6, b"11k")]
+    assert _overlaps(runs) == {
+        ONE: TierOverlap(device=3, host=2),
+        TWO: TierOverlap(device=3),
+        ELEVEN: TierOverlap(host=5, disk=1),
+    }
+
+
+def test_a_gap_ends_the_overlap() -> None:
+    """Owners may change between the two round trips: what is behind a hole does not count."""
+    runs = [Run(0, 3, b"1d2d"), Run(3, 5, b"1d"), Run(5, 9, b"1d2d"), Run(12, 14, b"1d")]
+    assert _overlaps(runs) == {ONE: TierOverlap(device=9), TWO: TierOverlap(device=3)}
+
+
+def test_one_who_does_not_hold_the_first_block_has_no_overlap() -> None:
+    assert _overlaps([Run(2, 4, b"1d")]) == {}
+
+
+def test_owners_are_read_as_incarnation_and_tier() -> None:
+    assert parse_owners(b"1d2h11k") == (
+        (ONE, Tier.DEVICE),
+        (TWO, Tier.HOST),
+        (ELEVEN, Tier.DISK),
+    )

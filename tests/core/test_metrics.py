@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed, decode, encode
+
+METRICS = ForwardPassMetrics(
+    request_active_slots=3,
+    request_total_slots=256,
+    kv_active_blocks=1200,
+    kv_total_blocks=25_000,
+    num_requests_waiting=2,
+    gpu_cache_usage_perc=0.048,
+    gpu_prefix_cache_hit_rate=0.75,
+)
+SPEED = Speed(prefill_s_per_token=1.25e-5, mean_output_tokens=212.5)
+
+
+def test_metrics_are_read_as_they_are_written() -> None:
+    assert decode(encode(METRICS, SPEED)) == (METRICS, SPEED)
+
+
+def test_every_field_is_short_text_under_its_own_name() -> None:
+    entry = encode(METRICS, SPEED)
+    assert len(entry) == 14
+    assert entry["kv_total_blocks"] == "25000"
+    assert entry["gpu_cache_usage_perc"] == "0.048"
+    assert entry["prefill_s_per_token"] == "1.25e-05"
+    assert (
+        encode(ForwardPassMetrics(gpu_cache_usage_perc=1 / 3), SPEED)["gpu_cache_usage_perc"]
+        == "0.333333333"
+    )
+
+
+def test_counts_stay_whole_numbers() -> None:
+    metrics, _ = decode({"kv_total_blocks": "25000", "num_requests_waiting": "2"})
+    assert (metrics.kv_total_blocks, metrics.num_requests_waiting) == (25_000, 2)
+    assert isinstance(metrics.kv_total_blocks, int)
+
+
+def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> None:
+    metrics, speed = decode({"kv_active_blocks": "5", "worker": "a:0", "colour": "red"})
+    assert metrics == ForwardPassMetrics(kv_active_blocks=5)
+    assert speed == DEFAULT_SPEED
+
+
+@pytest.mark.parametrize("field", ["kv_active_blocks", "mean_output_tokens"])
+def test_a_field_that_is_no_number_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match="many"):
+        decode({field: "many"})

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core import leases, reservations
+from app.core.embedded import EmbeddedRedis, free_port
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.redis import connect
+from app.core.reservations import Reservation
+from app.core.scripts import ScriptRunner, call, load_script
+from app.core.types import Incarnation, WorkerInfo, WorkerKey
+
+KEYS = Keyspace("test")
+REGISTER = leases.register(
+    KEYS,
+    WorkerInfo(WorkerKey("a"), "http://a", 4, 1000, 256),
+    "nonce",
+    ttl_ms=60_000,
+    bucket_bits=4,
+)
+LOADS = reservations.loads(KEYS)
+RESERVE = reservations.reserve(
+    KEYS,
+    Incarnation(1),
+    Reservation("r1", prefill_tokens=100, prefill_us=5000, blocks=7),
+    ttl_ms=60_000,
+    max_requests=256,
+    seen_total=None,
+)
+RELEASE = reservations.release(KEYS, "r1")
+
+
+@pytest.fixture
+async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[Redis]:
+    async with connect(own_redis_server.url) as client:
+        yield client
+
+
+def test_includes_are_pasted_into_a_script() -> None:
+    text = load_script("lease_renew").text
+    assert "@include" not in text
+    assert text.count("local function now_ms()") == 1
+    assert text.startswith("-- lease_renew: ")
+
+
+def test_a_call_s_keys_are_those_of_the_header_in_its_order() -> None:
+    one = call("apply", KEYS, 7, "nonce", 1, "", parse=bool)
+    assert one.keys == (
+        "kvroute:1:{test}:meta",
+        "kvroute:1:{test}:applied",
+        "kvroute:1:{test}:blocks:",
+    )
+    assert one.args == (7, "nonce", 1, "")
+
+
+async def test_replies_come_in_the_order_of_the_calls(redis: Redis) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    replies = await runner.run([REGISTER, RESERVE, RELEASE, RELEASE])
+    assert replies == [leases.Registration(Incarnation(1), staged=False), None, True, False]
+    assert await runner.run([]) == []
+
+
+async def test_redis_forgetting_its_scripts_goes_unnoticed(redis: Redis) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.run([REGISTER, RESERVE, LOADS, RELEASE])
+    await redis.script_flush()
+    assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 0
+
+
+async def test_where_redis_lacks_some_scripts_every_call_still_runs_once(redis: Redis) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.one(REGISTER)
+    await redis.script_flush()
+    await runner.one(LOADS)
+    seen, reserved, seen_too, released, again = await runner.run(
+        [LOADS, RESERVE, LOADS, RELEASE, RESERVE]
+    )
+    assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
+    assert (reserved, released, again) == (None, True, None)
+    load = (await runner.one(LOADS)).loads[Incarnation(1)]
+    assert (load.requests, load.total) == (1, 2)
+
+
+async def test_an_error_reply_means_that_redis_is_unavailable(redis: Redis) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.one(REGISTER)
+    await redis.set(KEYS["leases"], "no zset")
+    with pytest.raises(RedisUnavailable, match=r"loads: .*WRONGTYPE"):
+        await runner.one(LOADS)
+
+
+async def test_a_redis_that_refuses_writes_is_unavailable(redis: Redis) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.run([REGISTER, RESERVE, RELEASE])
+    await redis.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(RedisUnavailable, match="maxmemory"):
+            await runner.one(RESERVE)
+    finally:
+        await redis.config_set("maxmemory", "0")
+
+
+async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
+    own_redis_server: EmbeddedRedis, own_redis: Redis
+) -> None:
+    await ScriptRunner(own_redis, timeout_s=5).one(REGISTER)
+    pid = own_redis_server.pid
+    assert pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RedisUnavailable, match="no answer within 100 ms"):
+            await ScriptRunner(own_redis, timeout_s=0.1).run([LOADS, LOADS])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # The late answers must not be taken for those to a later call.
+    runner = ScriptRunner(own_redis, timeout_s=5)
+    assert await runner.run([RESERVE, RELEASE]) == [None, True]
+
+
+async def test_a_redis_that_cannot_be_reached_is_unavailable() -> None:
+    async with connect(f"redis://127.0.0.1:{free_port()}/0") as nowhere:
+        with pytest.raises(RedisUnavailable, match="ConnectionError"):
+            await ScriptRunner(nowhere, timeout_s=5).one(LOADS)
+
+
+async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(
+    own_redis_server: EmbeddedRedis, own_redis: Redis
+) -> None:
+    runner = ScriptRunner(own_redis, timeout_s=5)
+    await runner.one(REGISTER)
+    own_redis_server.kill()
+    with pytest.raises(RedisUnavailable):
+        await runner.one(LOADS)
+    own_redis_server.start()
+    assert await runner.one(REGISTER) == leases.Registration(Incarnation(1), staged=False)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from app.core.types import Tier, TierOverlap, WorkerKey
+
+
+def test_a_worker_key_is_written_with_its_rank() -> None:
+    assert str(WorkerKey("gpu-7", 3)) == "gpu-7:3"
+    assert str(WorkerKey("gpu-7")) == "gpu-7:0"
+
+
+@pytest.mark.parametrize(
+    "key", [WorkerKey("a"), WorkerKey("node.1_x-2", 12), WorkerKey("7", 65535)]
+)
+def test_a_worker_key_is_read_as_it_is_written(key: WorkerKey) -> None:
+    assert WorkerKey.parse(str(key)) == key
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a:", ":0", "a:b", "a:-1", "a b:0", "a:0:0x", "a:123456", "-a:0", "a:0\n"]
+)
+def test_what_is_no_worker_key_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match="not a worker key") as refusal:
+        WorkerKey.parse(text)
+    assert repr(text) in str(refusal.value)
+
+
+def test_an_overlap_totals_its_tiers() -> None:
+    assert TierOverlap(device=4, host=2, disk=1).total == 7
+    assert TierOverlap().total == 0
+
+
+def test_a_slower_tier_is_the_larger_one() -> None:
+    assert max(Tier.DEVICE, Tier.HOST) is Tier.HOST
+    assert max(Tier.HOST, Tier.DISK) is Tier.DISK

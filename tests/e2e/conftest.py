@@ -1,0 +1,168 @@
+"""Whole clusters of real processes on this machine, small and with a short memory."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from app.cluster import Cluster
+from app.core.config import RouterSettings, WorkerSettings
+from app.core.matching import parse_owners
+from tests.eventually import eventually
+from tests.redis_servers import newest_kind, require_redis
+
+LEASE_TTL_S = 1.0
+RESERVATION_TTL_S = 2.0
+BLOCK_SIZE = 16
+
+
+def small_cluster(
+    *, num_workers: int, num_replicas: int, haproxy: bool | None = None, speedup: float = 20.0
+) -> Cluster:
+    """Not started yet; the test is skipped where there is no Redis."""
+    require_redis(newest_kind())
+    return Cluster(
+        num_workers=num_workers,
+        num_replicas=num_replicas,
+        haproxy=haproxy,
+        router=RouterSettings(reservation_ttl_s=RESERVATION_TTL_S, log_level="error"),
+        worker=WorkerSettings(
+            speedup=speedup,
+            block_size=BLOCK_SIZE,
+            lease_ttl_s=LEASE_TTL_S,
+            # 1,024 blocks a worker, and so an index of some 340 buckets, swept in a moment.
+            kv_pool_tokens=1024 * BLOCK_SIZE,
+            log_level="error",
+        ),
+    )
+
+
+def prompt(seed: int, num_tokens: int) -> bytes:
+    """Token ids of a prompt that no other seed's shares a block with, raw."""
+    tokens = np.random.default_rng(seed).integers(0, 2**32, num_tokens, np.uint32)
+    return tokens.astype("<u4").tobytes()
+
+
+def listens(url: str) -> bool:
+    """Whether anything takes connections at the port of `url`."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    with socket.socket() as probe:
+        return probe.connect_ex((parts.hostname, parts.port)) == 0
+
+
+@dataclass(slots=True)
+class Eyes:
+    """What can be seen of a cluster from outside. redis: replies are bytes."""
+
+    cluster: Cluster
+    http: httpx.AsyncClient
+    redis: Any
+
+    async def route(self, tokens: bytes, **options: str) -> dict[str, Any]:
+        """The answer of /v1/route, which must be 200."""
+        response = await self.http.post(
+            "/v1/route",
+            params=options,
+            content=tokens,
+            headers={"content-type": "application/octet-stream"},
+        )
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def complete(self, tokens: bytes, max_tokens: int = 4) -> str:
+        """A request from routing to release; the worker id it ran on."""
+        choice = await self.route(tokens)
+        response = await self.http.post(
+            f"{choice['address']}/v1/completions",
+            params={"max_tokens": str(max_tokens), "request_id": choice["request_id"]},
+            content=tokens,
+            headers={"content-type": "application/octet-stream"},
+        )
+        assert response.status_code == 200, response.text
+        await self.release(choice["request_id"])
+        worker_id: str = choice["worker_id"]
+        return worker_id
+
+    async def release(self, request_id: str) -> bool:
+        """Whether there was such a reservation."""
+        response = await self.http.delete(f"/v1/requests/{request_id}")
+        assert response.status_code == 200, response.text
+        found: bool = response.json()["found"]
+        return found
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """Worker id -> what /v1/workers says of it; empty where that fails."""
+        response = await self.http.get("/v1/workers")
+        found = response.json().get("workers", [])
+        return {worker["worker_id"]: worker for worker in found}
+
+    async def overlaps(self, tokens: bytes) -> dict[str, int]:
+        """Worker id -> leading blocks of the prompt that it holds; empty while degraded."""
+        choice = await self.route(tokens, reserve="false", explain="true")
+        if choice["degraded"]:
+            return {}
+        return {
+            c["worker_id"]: sum(c["overlap_blocks"].values())
+            for c in choice["candidates"]
+            if sum(c["overlap_blocks"].values())
+        }
+
+    async def loads(self) -> dict[str, tuple[int, int, int]]:
+        """Worker id -> requests, blocks and prefill tokens reserved on it."""
+        return {
+            name: (w["active_requests"], w["active_blocks"], w["prefill_tokens"])
+            for name, w in (await self.workers()).items()
+        }
+
+    async def reserved(self) -> set[str]:
+        """Request ids that Redis holds a reservation of."""
+        ids = await self.redis.hkeys(self.cluster.keyspace["reservations"])
+        return {request_id.decode() for request_id in ids}
+
+    async def owners(self) -> dict[int, int]:
+        """Incarnation -> entries of it in the index, those of the dead included."""
+        counts: dict[int, int] = {}
+        pattern = self.cluster.keyspace["blocks:"].replace("{", r"\{") + "*"
+        async for key in self.redis.scan_iter(match=pattern, count=1000):
+            for owners in await self.redis.hvals(key):
+                for incarnation, _ in parse_owners(owners):
+                    counts[incarnation] = counts.get(incarnation, 0) + 1
+        return counts
+
+    async def all_idle(self, num_workers: int, within_s: float = 10.0) -> None:
+        """Until so many workers are live and nothing is reserved on any."""
+        await eventually(
+            self.loads,
+            lambda seen: list(seen.values()) == [(0, 0, 0)] * num_workers,
+            within_s=within_s,
+        )
+
+
+Watch = Callable[[Cluster], Eyes]
+
+
+@pytest.fixture
+async def watch() -> AsyncIterator[Watch]:
+    """Gives eyes on a started cluster, shut at the end of the test."""
+    async with AsyncExitStack() as stack:
+
+        def open_eyes(cluster: Cluster) -> Eyes:
+            http = httpx.AsyncClient(base_url=cluster.balancer_url, timeout=10.0)
+            redis = Redis.from_url(cluster.redis_url)
+            stack.push_async_callback(http.aclose)
+            stack.push_async_callback(redis.aclose)
+            return Eyes(cluster, http, redis)
+
+        yield open_eyes

@@ -1,0 +1,113 @@
+"""N replicas place a burst as well as one does: the claim that the shared state is there for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+from statistics import median
+
+import numpy as np
+import pytest
+
+from app.core.config import RouterSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.hashing import compute_hashes
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.fleet import Fleet
+from app.router import Router, RouteRequest
+from app.telemetry import Telemetry
+from loadtest.bench_burst import (
+    BLOCK_SIZE,
+    KEYS,
+    NUM_REQUESTS,
+    PREFIX_BLOCKS,
+    SUFFIX_BLOCKS,
+    Owners,
+    measure,
+)
+from tests.redis_servers import newest_kind, require_redis
+
+ALLOWED_DIFFERENCE = 2
+
+
+def test_eight_replicas_put_no_more_of_a_burst_on_its_owner_than_one_does() -> None:
+    require_redis(newest_kind())
+    on_owner = measure([1, 8], rounds=8)
+    alone = median(on_owner[1])
+    # The owner is preferred, and yet the burst spills.
+    assert NUM_REQUESTS / 8 < alone < NUM_REQUESTS
+    assert abs(median(on_owner[8]) - alone) <= ALLOWED_DIFFERENCE
+    assert max(on_owner[8]) <= alone + ALLOWED_DIFFERENCE
+
+
+class Replicas:
+    """Routers in one event loop: they look at the same moment, as replicas rarely do."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self._url = url
+        self._count = count
+        self.routers: list[Router] = []
+
+    async def __aenter__(self) -> Replicas:
+        async with AsyncExitStack() as stack:
+            for seed in range(self._count):
+                redis = await stack.enter_async_context(connect(self._url))
+                runner = ScriptRunner(redis, timeout_s=5.0)
+                settings = RouterSettings(seed=seed)
+                fleet = Fleet(redis, KEYS, 5.0)
+                self.routers.append(Router(runner, KEYS, settings, fleet, Telemetry()))
+            for router in self.routers:
+                await router.refresh()
+                running = asyncio.ensure_future(router.run())
+                stack.callback(running.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def place(self, requests: list[RouteRequest]) -> Counter[str]:
+        """Requests by worker id; in turn to the replicas, all at once, released afterwards."""
+        decisions = await asyncio.gather(
+            *(self.routers[i % self._count].route(r) for i, r in enumerate(requests))
+        )
+        assert all(d.reserved for d in decisions)
+        released = [await self.routers[0].release(r.request_id) for r in requests]
+        assert all(released)
+        return Counter(d.worker.key.worker_id for d in decisions)
+
+
+def burst(seed: int) -> tuple[bytes, list[RouteRequest]]:
+    """The common prefix, and the requests."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(blocks: int) -> bytes:
+        return rng.integers(0, 2**32, blocks * BLOCK_SIZE, np.uint32).astype("<u4").tobytes()
+
+    prefix = tokens(PREFIX_BLOCKS)
+    requests = []
+    for i in range(NUM_REQUESTS):
+        prompt = prefix + tokens(SUFFIX_BLOCKS)
+        _, chain = compute_hashes(prompt, BLOCK_SIZE)
+        requests.append(RouteRequest(f"{seed}-{i}", chain, len(prompt) // 4, "latency"))
+    return prefix, requests
+
+
+@pytest.mark.parametrize("count", [2, 8])
+async def test_replicas_that_look_at_the_same_moment_agree_all_the_same(
+    count: int, one_redis_server: EmbeddedRedis
+) -> None:
+    owners = Owners(one_redis_server.url)
+    await owners.register()
+    on_owner: dict[int, list[int]] = {1: [], count: []}
+    for replicas_now in on_owner:
+        async with Replicas(one_redis_server.url, replicas_now) as replicas:
+            for seed in range(5):
+                prefix, requests = burst(1000 * replicas_now + seed)
+                await owners.store(seed, prefix)
+                placed = await replicas.place(requests)
+                on_owner[replicas_now].append(placed[f"w{seed}"])
+    assert NUM_REQUESTS / 8 < median(on_owner[1]) < NUM_REQUESTS
+    assert max(on_owner[count]) <= median(on_owner[1]) + ALLOWED_DIFFERENCE

@@ -1,0 +1,127 @@
+"""A cluster of real processes: how it starts, serves and goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from app.cluster import Cluster, ClusterError
+from app.core.config import RouterSettings, WorkerSettings
+from tests.e2e.conftest import Watch, listens, prompt, small_cluster
+from tests.eventually import eventually
+from tests.redis_servers import newest_kind, require_binary, require_redis
+
+BALANCERS = ["haproxy", "shared socket"]
+
+
+def with_balancer(kind: str, *, num_workers: int, num_replicas: int) -> Cluster:
+    if kind == "haproxy":
+        require_binary("haproxy")
+    return small_cluster(
+        num_workers=num_workers, num_replicas=num_replicas, haproxy=kind == "haproxy"
+    )
+
+
+@pytest.fixture(scope="module", params=BALANCERS)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Two workers and two replicas behind each kind of balancer; do not kill any."""
+    with with_balancer(request.param, num_workers=2, num_replicas=2) as started:
+        yield started
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_started_cluster_has_its_workers_and_nothing_on_them(
+    cluster: Cluster, watch: Watch
+) -> None:
+    workers = await watch(cluster).workers()
+    assert {name: w["address"] for name, w in workers.items()} == {
+        f"w{i}": member.url for i, member in enumerate(cluster.workers)
+    }
+    assert {name: w["kv_total_blocks"] for name, w in workers.items()} == {"w0": 1024, "w1": 1024}
+    await watch(cluster).all_idle(2)
+
+
+async def test_a_request_goes_from_routing_to_its_release(cluster: Cluster, watch: Watch) -> None:
+    eyes = watch(cluster)
+    tokens = prompt(seed=1, num_tokens=10 * 16 + 5)
+    choice = await eyes.route(tokens, request_id="req-1")
+    name = choice["worker_id"]
+    assert (choice["isl_tokens"], choice["isl_blocks"]) == (165, 11)
+    assert choice["overlap_blocks"] == {"device": 0, "host": 0, "disk": 0}
+    assert choice["reserved"] is True
+    assert (await eyes.loads())[name] == (1, 11, 165)
+
+    answer = await eyes.http.post(
+        f"{choice['address']}/v1/completions?max_tokens=3&request_id=req-1",
+        content=tokens,
+        headers={"content-type": "application/octet-stream"},
+    )
+    assert answer.json()["usage"]["prompt_tokens"] == 165
+    assert len(answer.json()["choices"][0]["token_ids"]) == 3
+
+    told = await eyes.http.post("/v1/requests/req-1/prefill_complete")
+    assert told.json() == {"request_id": "req-1", "found": True}
+    assert (await eyes.loads())[name] == (1, 11, 0)
+    assert await eyes.release("req-1")
+    assert not await eyes.release("req-1")
+    assert (await eyes.loads())[name] == (0, 0, 0)
+
+    # Its ten full blocks lie on that worker from now on, and draw the same prompt there.
+    assert await eventually(lambda: eyes.overlaps(tokens)) == {name: 10}
+    again = await eyes.route(tokens, reserve="false")
+    assert (again["worker_id"], again["overlap_blocks"]["device"]) == (name, 10)
+
+
+async def test_every_replica_knows_what_one_of_them_reserved(
+    cluster: Cluster, watch: Watch
+) -> None:
+    eyes = watch(cluster)
+    choice = await eyes.route(prompt(seed=2, num_tokens=64), request_id="req-2")
+    for member in cluster.routers:
+        found = (await eyes.http.get(f"{member.url}/v1/workers")).json()["workers"]
+        loads = {w["worker_id"]: w["active_requests"] for w in found}
+        assert loads[choice["worker_id"]] == 1
+    other = await eyes.http.delete(f"{cluster.routers[1].url}/v1/requests/req-2")
+    assert other.json()["found"] is True
+    await eyes.all_idle(2)
+
+
+@pytest.mark.parametrize("kind", BALANCERS)
+def test_a_cluster_that_is_left_leaves_no_process_and_no_port(kind: str) -> None:
+    with with_balancer(kind, num_workers=1, num_replicas=2) as cluster:
+        assert cluster.redis is not None
+        pids = [member.process.pid for member in cluster.members] + [cluster.redis.pid or 0]
+        urls = [member.url for member in cluster.members]
+        urls += [cluster.balancer_url, cluster.redis_url]
+        assert all(map(exists, pids))
+        assert all(map(listens, urls))
+    assert [pid for pid in pids if exists(pid)] == []
+    assert [url for url in urls if listens(url)] == []
+    # They went when asked; nobody had to be killed.
+    statuses = {m.name: m.process.returncode for m in [*cluster.workers, *cluster.routers]}
+    assert statuses == {"worker w0": 0, "router r0": 0, "router r1": 0}
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
+    require_redis(newest_kind())
+    cluster = Cluster(
+        num_workers=1,
+        num_replicas=1,
+        haproxy=False,
+        router=RouterSettings(log_level="error"),
+        worker=WorkerSettings(profile="abacus"),
+    )
+    with pytest.raises(ClusterError, match="worker w0 exited with status 1"), cluster:
+        pass
+    assert [m.name for m in cluster.members if m.process.poll() is None] == []
+    assert cluster.redis is not None
+    assert cluster.redis.pid is None

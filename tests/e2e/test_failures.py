@@ -1,0 +1,170 @@
+"""Processes of a cluster are killed under load; nobody repairs anything by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from operator import eq
+
+import pytest
+
+from loadtest.client import ClusterClient, FailureKind, Outcome
+from tests.e2e.conftest import (
+    BLOCK_SIZE,
+    LEASE_TTL_S,
+    RESERVATION_TTL_S,
+    Watch,
+    prompt,
+    small_cluster,
+)
+from tests.eventually import eventually
+from tests.redis_servers import require_binary
+
+PROMPT_TOKENS = 20 * BLOCK_SIZE
+NUM_PROMPTS = 12
+CALLERS = 8
+
+
+class Load:
+    """Callers that send one request after another until told to stop."""
+
+    def __init__(self, client: ClusterClient) -> None:
+        self.outcomes: list[Outcome] = []
+        self._client = client
+        self._stop = False
+
+    def stop(self) -> None:
+        self._stop = True
+
+    async def call(self, caller: int) -> None:
+        turn = 0
+        while not self._stop:
+            turn += 1
+            tokens = partial(prompt, (caller + turn) % NUM_PROMPTS, PROMPT_TOKENS)
+            self.outcomes.append(
+                await self._client.send(f"{caller}-{turn}", tokens, output_tokens=30)
+            )
+
+    async def grown_by(self, count: int) -> None:
+        """Until so many more requests are over."""
+        enough = len(self.outcomes) + count
+
+        async def over() -> int:
+            return len(self.outcomes)
+
+        await eventually(over, lambda seen: seen >= enough, within_s=20.0)
+
+
+@asynccontextmanager
+async def loaded(url: str) -> AsyncIterator[Load]:
+    """Load on the cluster behind `url`, over when this is left."""
+    async with ClusterClient(url, deadline_s=30.0) as client:
+        load = Load(client)
+        async with asyncio.TaskGroup() as callers:
+            for caller in range(CALLERS):
+                callers.create_task(load.call(caller))
+            try:
+                yield load
+            finally:
+                load.stop()
+
+
+@pytest.mark.parametrize("haproxy", [True, False], ids=["haproxy", "shared socket"])
+async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
+    haproxy: bool, watch: Watch
+) -> None:
+    if haproxy:
+        require_binary("haproxy")
+    with small_cluster(num_workers=2, num_replicas=3, haproxy=haproxy) as cluster:
+        eyes = watch(cluster)
+        async with loaded(cluster.balancer_url) as load:
+            await load.grown_by(50)
+            victim = cluster.routers[0]
+            for i in range(5):
+                await eyes.http.post(
+                    f"{victim.url}/v1/route?request_id=orphan-{i}",
+                    content=prompt(i, PROMPT_TOKENS),
+                    headers={"content-type": "application/octet-stream"},
+                )
+            victim.process.kill()
+            orphans = {f"orphan-{i}" for i in range(5)}
+            assert await eyes.reserved() >= orphans
+            await load.grown_by(100)
+            # Nobody will release them; they end by themselves, under load as well.
+            await eventually(
+                eyes.reserved, lambda seen: not seen & orphans, within_s=RESERVATION_TTL_S + 3
+            )
+        assert [o for o in load.outcomes if o.failure] == []
+        await eyes.all_idle(2, within_s=RESERVATION_TTL_S + 3)
+        assert await eyes.reserved() == set()
+
+
+async def test_a_killed_worker_is_chosen_no_more_and_its_blocks_are_swept(watch: Watch) -> None:
+    with small_cluster(num_workers=3, num_replicas=2, haproxy=False) as cluster:
+        eyes = watch(cluster)
+        async with loaded(cluster.balancer_url) as load:
+
+            async def used() -> set[str | None]:
+                return {outcome.worker for outcome in load.outcomes}
+
+            await eventually(used, lambda seen: seen == {"w0:0", "w1:0", "w2:0"})
+            dead = (await eyes.workers())["w0"]["incarnation"]
+            await eventually(eyes.owners, lambda seen: seen.get(dead, 0) > 0)
+            cluster.workers[0].process.kill()
+
+            await eventually(
+                eyes.workers, lambda seen: set(seen) == {"w1", "w2"}, within_s=LEASE_TTL_S + 2
+            )
+            at_lapse = len(load.outcomes)
+            await eventually(eyes.owners, lambda seen: dead not in seen, within_s=5.0)
+            # Those under way at the lapse have all ended by then.
+            await load.grown_by(60)
+        assert {o.worker for o in load.outcomes[at_lapse + CALLERS :]} == {"w1:0", "w2:0"}
+        # A stream that broke in the middle is its caller's to repeat; all others got an answer.
+        failures = {o.failure for o in load.outcomes} - {None}
+        assert failures <= {FailureKind.BROKEN_STREAM}
+        await eyes.all_idle(2, within_s=RESERVATION_TTL_S + 3)
+        for key in ("leases", "applied", "load", "workers"):
+            left = await eyes.redis.execute_command(
+                "ZSCORE" if key == "leases" else "HGET", cluster.keyspace[key], dead
+            )
+            assert left is None, key
+
+        # It comes back as somebody new, who holds nothing.
+        cluster.start_worker(0)
+        workers = await eventually(eyes.workers, lambda seen: len(seen) == 3)
+        assert workers["w0"]["incarnation"] > dead
+        assert "w0" not in await eyes.overlaps(prompt(0, PROMPT_TOKENS))
+
+
+async def test_a_redis_that_lost_everything_is_filled_again_while_requests_are_served(
+    watch: Watch,
+) -> None:
+    with small_cluster(num_workers=3, num_replicas=2, haproxy=False) as cluster:
+        eyes = watch(cluster)
+        assert cluster.redis is not None
+        prompts = [prompt(seed, 64 * BLOCK_SIZE) for seed in range(100, 106)]
+        for tokens in prompts:
+            await eyes.complete(tokens)
+        held = [await eventually(partial(eyes.overlaps, t)) for t in prompts]
+        assert [list(h.values()) for h in held] == [[64]] * 6
+        assert len({name for h in held for name in h}) > 1
+
+        cluster.redis.kill()
+        for tokens in prompts:
+            answer = await eyes.route(tokens)
+            assert (answer["degraded"], answer["reserved"]) == (True, False)
+        async with loaded(cluster.balancer_url) as load:
+            await load.grown_by(30)
+            assert {o.degraded for o in load.outcomes} == {True}
+            cluster.redis.start()
+            for tokens, known in zip(prompts, held, strict=True):
+                await eventually(partial(eyes.overlaps, tokens), partial(eq, known))
+            await load.grown_by(30)
+        assert [o for o in load.outcomes if o.failure] == []
+        assert load.outcomes[-1].degraded is False
+        assert set(await eyes.workers()) == {"w0", "w1", "w2"}
+        assert [m.name for m in cluster.members if m.process.poll() is not None] == []
+        await eyes.all_idle(3, within_s=RESERVATION_TTL_S + 3)

@@ -1,0 +1,119 @@
+"""Workers without engines: they register, publish blocks and report metrics, and answer nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from app.core import index, leases, metrics, reservations
+from app.core.hashing import compute_hashes, seed_for
+from app.core.keys import Keyspace
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.core.reservations import Load
+from app.core.scripts import ScriptRunner
+from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
+
+NAMESPACE = "test"
+KEYS = Keyspace(NAMESPACE)
+BLOCK_SIZE = 4
+TTL_MS = 60_000
+
+
+@dataclass(slots=True)
+class FakeWorker:
+    """One life of a worker; batches: how many it has published."""
+
+    info: WorkerInfo
+    incarnation: Incarnation
+    batches: int = 0
+
+
+class FakeWorkers:
+    """A fleet in one Redis. Workers are called by their key, `w1` meaning `w1:0`."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self._runner = ScriptRunner(redis, timeout_s=5.0)
+        self._workers: dict[WorkerKey, FakeWorker] = {}
+
+    async def register(
+        self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100
+    ) -> Incarnation:
+        """A new life of `name`, at http://<worker_id>-<dp_rank>:80, with a lease of a minute."""
+        key = _key(name)
+        info = WorkerInfo(
+            key,
+            address=f"http://{key.worker_id}-{key.dp_rank}:80",
+            block_size=BLOCK_SIZE,
+            kv_total_blocks=kv_total_blocks,
+            max_requests=max_requests,
+        )
+        call = leases.register(KEYS, info, f"nonce-{name}", ttl_ms=TTL_MS, bucket_bits=4)
+        incarnation = (await self._runner.one(call)).incarnation
+        self._workers[key] = FakeWorker(info, incarnation)
+        return incarnation
+
+    async def publish(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        tier: Tier = Tier.DEVICE,
+        *,
+        lora_name: str | None = None,
+    ) -> None:
+        """`name` now holds the full blocks of `tokens` in `tier`."""
+        worker = self._workers[_key(name)]
+        _, chain = compute_hashes(tokens, BLOCK_SIZE, seed=seed_for(lora_name))
+        worker.batches += 1
+        changes = [(block, tier) for block in chain]
+        call = index.apply(KEYS, worker.incarnation, f"nonce-{name}", worker.batches, changes)
+        assert await self._runner.one(call)
+
+    async def report(
+        self, name: str, measured: ForwardPassMetrics, speed: Speed = DEFAULT_SPEED
+    ) -> None:
+        """`name` writes one entry to the metrics stream."""
+        incarnation = self._workers[_key(name)].incarnation
+        entry: dict[Any, Any] = {
+            "worker": str(_key(name)),
+            "incarnation": str(incarnation),
+            **metrics.encode(measured, speed),
+        }
+        await self.redis.xadd(KEYS["metrics"], entry)
+
+    async def occupy(self, name: str, *request_ids: str, blocks: int = 3) -> None:
+        """Other people's requests, of 4 tokens to prefill in 1 ms each, are reserved on `name`."""
+        worker = self._workers[_key(name)]
+        for request_id in request_ids:
+            reserve = reservations.reserve(
+                KEYS,
+                worker.incarnation,
+                reservations.Reservation(request_id, 4, 1000, blocks),
+                ttl_ms=TTL_MS,
+                max_requests=worker.info.max_requests,
+                seen_total=None,
+            )
+            assert await self._runner.one(reserve) is None
+
+    async def retire(self, name: str) -> None:
+        worker = self._workers.pop(_key(name))
+        call = leases.retire(KEYS, worker.info.key, worker.incarnation, f"nonce-{name}")
+        assert await self._runner.one(call)
+
+    async def load(self, name: str) -> Load:
+        """What is reserved on `name`, as Redis has it."""
+        snapshot = await self._runner.one(reservations.loads(KEYS))
+        return snapshot.loads[self._workers[_key(name)].incarnation]
+
+    async def reserved(self) -> dict[str, str]:
+        """request_id -> worker key, of every reservation in Redis."""
+        names = {str(w.incarnation): str(key) for key, w in self._workers.items()}
+        found: dict[Any, Any] = await self.redis.hgetall(KEYS["reservations"])
+        return {request.decode(): names[inc.decode()] for request, inc in found.items()}
+
+
+def _key(name: str) -> WorkerKey:
+    return WorkerKey.parse(name if ":" in name else f"{name}:0")

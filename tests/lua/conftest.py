@@ -1,0 +1,209 @@
+"""A namespace in a real Redis, and short ways to do in it what agents and routers do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core import index, leases, matching, reservations
+from app.core.index import Change, SweepStep
+from app.core.keys import Keyspace
+from app.core.leases import Registration
+from app.core.matching import Overlaps
+from app.core.reservations import Load, Refused, Reservation, Snapshot
+from app.core.scripts import Call, ScriptRunner
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from tests.eventually import eventually
+
+T = TypeVar("T")
+
+A, B, C, D, E = (SequenceHash(digit * 0x1111_1111_1111_1111) for digit in range(10, 15))
+"""Blocks whose hashes in hex are one digit repeated: aaaaaaaaaaaaaaaa and so on."""
+
+DEVICE, HOST, DISK = Tier
+LONG_MS = 60_000
+NO_LOAD = Load()
+
+
+class Namespace:
+    """Namespace `test`: worker `a` is `a:0`, its process has the nonce `nonce-a`."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.keys = Keyspace("test")
+        self.runner = ScriptRunner(redis, timeout_s=10)
+        self._nonces: dict[Incarnation, str] = {}
+
+    async def do(self, call: Call[T]) -> T:
+        return await self.runner.one(call)
+
+    async def register(
+        self,
+        worker: str,
+        *,
+        nonce: str | None = None,
+        ttl_ms: int = LONG_MS,
+        resync: bool = False,
+        block_size: int = 4,
+        bucket_bits: int = 8,
+    ) -> Registration:
+        nonce = nonce or f"nonce-{worker}"
+        registration = await self.do(
+            leases.register(
+                self.keys,
+                info(worker, block_size=block_size),
+                nonce,
+                ttl_ms=ttl_ms,
+                bucket_bits=bucket_bits,
+                resync=resync,
+            )
+        )
+        self._nonces[registration.incarnation] = nonce
+        return registration
+
+    async def worker(self, worker: str, **options: Any) -> Incarnation:
+        """Register `worker`; its incarnation."""
+        return (await self.register(worker, **options)).incarnation
+
+    async def activate(self, worker: str, inc: Incarnation, nonce: str | None = None) -> bool:
+        nonce = nonce or self._nonces[inc]
+        return await self.do(leases.activate(self.keys, WorkerKey(worker), inc, nonce))
+
+    async def renew(
+        self, inc: Incarnation, ttl_ms: int = LONG_MS, nonce: str | None = None
+    ) -> bool:
+        return await self.do(leases.renew(self.keys, inc, nonce or self._nonces[inc], ttl_ms))
+
+    async def retire(self, worker: str, inc: Incarnation, nonce: str | None = None) -> bool:
+        nonce = nonce or self._nonces[inc]
+        return await self.do(leases.retire(self.keys, WorkerKey(worker), inc, nonce))
+
+    async def apply(
+        self, inc: Incarnation, seq: int, changes: Iterable[Change], nonce: str | None = None
+    ) -> bool:
+        nonce = nonce or self._nonces[inc]
+        return await self.do(index.apply(self.keys, inc, nonce, seq, changes))
+
+    async def hold(
+        self, inc: Incarnation, blocks: Sequence[SequenceHash], tier: Tier = DEVICE
+    ) -> None:
+        """Publish `blocks` as the first batch of `inc`."""
+        assert await self.apply(inc, 1, [(block, tier) for block in blocks])
+
+    async def match(self, *chains: Sequence[SequenceHash]) -> list[Overlaps]:
+        overlaps, _ = await matching.match(self.runner, self.keys, chains)
+        return overlaps
+
+    async def sweep(self, max_buckets: int = 256) -> SweepStep:
+        return await self.do(index.sweep(self.keys, max_buckets))
+
+    async def reserve(
+        self,
+        inc: Incarnation,
+        request_id: str,
+        *,
+        tokens: int = 100,
+        us: int = 5000,
+        blocks: int = 7,
+        ttl_ms: int = LONG_MS,
+        max_requests: int = 256,
+        seen_total: int | None = None,
+    ) -> Refused | None:
+        return await self.do(
+            reservations.reserve(
+                self.keys,
+                inc,
+                Reservation(request_id, tokens, us, blocks),
+                ttl_ms=ttl_ms,
+                max_requests=max_requests,
+                seen_total=seen_total,
+            )
+        )
+
+    async def prefill_complete(self, request_id: str) -> bool:
+        return await self.do(reservations.prefill_complete(self.keys, request_id))
+
+    async def release(self, request_id: str) -> bool:
+        return await self.do(reservations.release(self.keys, request_id))
+
+    async def expire(self, limit: int = 100) -> int:
+        return await self.do(reservations.expire(self.keys, limit))
+
+    async def loads(self) -> Snapshot:
+        return await self.do(reservations.loads(self.keys))
+
+    async def load(self, inc: Incarnation) -> Load:
+        return (await self.loads()).loads[inc]
+
+    async def owners(self, block: SequenceHash, bucket_bits: int = 8) -> str | None:
+        """As they stand in Redis, dead ones included."""
+        return await self.get(f"blocks:{bucket_name(block, bucket_bits)}", f"{block:016x}")
+
+    async def get(self, key: str, field: object) -> str | None:
+        """A field of a hash of the namespace."""
+        text: Any = await self.redis.hget(self.keys[key], str(field))
+        return None if text is None else str(text.decode())
+
+    async def expires_ms(self, key: str, member: object) -> float:
+        """The score of a member of `leases` or `expiry`."""
+        score = await self.redis.zscore(self.keys[key], str(member))
+        assert score is not None, f"{member} is not in {key}"
+        return score
+
+    async def contents(self) -> str:
+        """Every key with all that is in it."""
+        lines = []
+        async for key in self.redis.scan_iter(count=1000):
+            match await self.redis.type(key):
+                case b"hash":
+                    value: Any = sorted((await self.redis.hgetall(key)).items())
+                case b"zset":
+                    value = await self.redis.zrange(key, 0, -1)
+                case b"set":
+                    value = sorted(await self.redis.smembers(key))
+                case _:
+                    value = await self.redis.lrange(key, 0, -1)
+            lines.append(f"{key!r} {value!r}")
+        return "\n".join(sorted(lines))
+
+    async def now_ms(self) -> int:
+        seconds, micros = await self.redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    async def lease_lapses(self, inc: Incarnation) -> None:
+        """Returns once the Redis clock is past the lease."""
+        moment_ms = await self.expires_ms("leases", inc)
+        await eventually(self.now_ms, lambda now: now >= moment_ms)
+
+    async def reservation_expires(self, request_id: str) -> None:
+        """Returns once the Redis clock is past the reservation's time."""
+        moment_ms = await self.expires_ms("expiry", request_id)
+        await eventually(self.now_ms, lambda now: now >= moment_ms)
+
+    async def run_out(self, *request_ids: str) -> None:
+        """Set the expiry of reservations to long ago, the first one's earliest."""
+        times = {request_id: 1 + i for i, request_id in enumerate(request_ids)}
+        await self.redis.zadd(self.keys["expiry"], times, xx=True)
+
+
+def info(worker: str, *, block_size: int = 4, max_requests: int = 256) -> WorkerInfo:
+    return WorkerInfo(
+        key=WorkerKey(worker),
+        address=f"http://{worker}:8081",
+        block_size=block_size,
+        kv_total_blocks=1000,
+        max_requests=max_requests,
+    )
+
+
+def bucket_name(block: SequenceHash, bits: int) -> str:
+    digits = -(-bits // 4)
+    return f"{(block >> (64 - bits)) << (4 * digits - bits):0{digits}x}"
+
+
+@pytest.fixture
+def space(redis_client: Redis) -> Namespace:
+    return Namespace(redis_client)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+
+from app.core.types import Incarnation, SequenceHash
+from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
+
+
+async def test_a_batch_writes_owners_into_the_blocks_buckets(space: Namespace) -> None:
+    inc = await space.worker("a", bucket_bits=8)
+    assert await space.apply(inc, 1, [(A, DEVICE), (B, HOST), (C, DISK)])
+    keys = await space.redis.keys(space.keys["blocks:"] + "*")
+    assert sorted(keys) == [
+        f"kvroute:1:{{test}}:blocks:{bucket}".encode() for bucket in ("aa", "bb", "cc")
+    ]
+    assert await space.redis.hgetall(space.keys["blocks:aa"]) == {b"a" * 16: b"1d"}
+    assert await space.redis.hgetall(space.keys["blocks:bb"]) == {b"b" * 16: b"1h"}
+    assert await space.redis.hgetall(space.keys["blocks:cc"]) == {b"c" * 16: b"1k"}
+
+
+@pytest.mark.parametrize(
+    ("bits", "bucket"),
+    [
+        (1, "8"),
+        (2, "c"),
+        (3, "e"),
+        (4, "f"),
+        (5, "f0"),
+        (6, "f4"),
+        (7, "f6"),
+        (8, "f7"),
+        (9, "f78"),
+    ],
+)
+async def test_a_bucket_is_the_hash_s_top_bits_the_rest_of_its_last_digit_zero(
+    space: Namespace, bits: int, bucket: str
+) -> None:
+    inc = await space.worker("a", bucket_bits=bits)
+    block = SequenceHash(0xF7F7_0123_4567_89AB)
+    await space.apply(inc, 1, [(block, DEVICE)])
+    assert await space.redis.exists(space.keys[f"blocks:{bucket}"])
+    assert await space.owners(block, bits) == "1d"
+
+
+async def test_small_hashes_keep_their_leading_zeros(space: Namespace) -> None:
+    inc = await space.worker("a", bucket_bits=8)
+    await space.apply(inc, 1, [(SequenceHash(0x2A), DEVICE)])
+    assert await space.redis.hgetall(space.keys["blocks:00"]) == {b"000000000000002a": b"1d"}
+
+
+async def test_batches_are_applied_in_order(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert await space.apply(inc, 1, [(A, DEVICE)])
+    assert await space.apply(inc, 2, [(B, DEVICE)])
+    assert await space.apply(inc, 3, [(A, None)])
+    assert await space.get("applied", inc) == "3 nonce-a"
+    assert await space.owners(A) is None
+    assert await space.owners(B) == "1d"
+
+
+async def test_a_repeated_batch_is_applied_once(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.apply(inc, 1, [(A, DEVICE)])
+    await space.apply(inc, 2, [(A, None), (B, DEVICE)])
+    assert await space.apply(inc, 2, [(A, DEVICE)])
+    assert await space.owners(A) is None
+
+
+async def test_an_older_batch_that_arrives_again_is_not_applied(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.apply(inc, 1, [(A, DEVICE)])
+    await space.apply(inc, 2, [(A, None)])
+    await space.apply(inc, 3, [(B, DEVICE)])
+    assert await space.apply(inc, 1, [(A, DEVICE)])
+    assert await space.owners(A) is None
+    assert await space.get("applied", inc) == "3 nonce-a"
+
+
+@pytest.mark.parametrize("first", [2, 7])
+async def test_a_missing_batch_is_found_out(space: Namespace, first: int) -> None:
+    inc = await space.worker("a")
+    assert not await space.apply(inc, first, [(A, DEVICE)])
+    assert await space.owners(A) is None
+    assert await space.get("applied", inc) == "0 nonce-a"
+
+
+async def test_an_unknown_incarnation_may_not_write(space: Namespace) -> None:
+    await space.worker("a")
+    assert not await space.apply(Incarnation(99), 1, [(A, DEVICE)], nonce="nonce-a")
+    assert await space.owners(A) is None
+
+
+async def test_another_process_may_not_write_as_this_incarnation(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert not await space.apply(inc, 1, [(A, DEVICE)], nonce="stranger")
+    assert await space.owners(A) is None
+
+
+async def test_an_emptied_redis_takes_no_batch(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.flushall()
+    assert not await space.apply(inc, 1, [(A, DEVICE)])
+    assert await space.redis.dbsize() == 0
+
+
+async def test_owners_stand_in_ascending_order_whoever_came_first(space: Namespace) -> None:
+    workers = [await space.worker(f"w{i}") for i in range(12)]
+    await space.hold(workers[8], [A])
+    assert await space.owners(A) == "9d"
+    await space.hold(workers[10], [A], HOST)
+    assert await space.owners(A) == "9d11h"
+    await space.hold(workers[0], [A])
+    assert await space.owners(A) == "1d9d11h"
+    await space.hold(workers[9], [A], DISK)
+    assert await space.owners(A) == "1d9d10k11h"
+    await space.hold(workers[1], [A])
+    assert await space.owners(A) == "1d2d9d10k11h"
+
+
+async def test_a_tier_moves_in_place(space: Namespace) -> None:
+    workers = [await space.worker(f"w{i}") for i in range(11)]
+    for inc in (workers[0], workers[1], workers[10]):
+        await space.hold(inc, [A])
+    assert await space.apply(workers[0], 2, [(A, HOST)])
+    assert await space.owners(A) == "1h2d11d"
+    assert await space.apply(workers[10], 2, [(A, DISK)])
+    assert await space.owners(A) == "1h2d11k"
+    assert await space.apply(workers[0], 3, [(A, DEVICE)])
+    assert await space.owners(A) == "1d2d11k"
+
+
+async def test_removal_takes_out_only_the_remover(space: Namespace) -> None:
+    workers = [await space.worker(f"w{i}") for i in range(11)]
+    for inc in (workers[0], workers[1], workers[10]):
+        await space.hold(inc, [A])
+    assert await space.apply(workers[0], 2, [(A, None)])
+    assert await space.owners(A) == "2d11d"
+    assert await space.apply(workers[10], 2, [(A, None)])
+    assert await space.owners(A) == "2d"
+
+
+async def test_removal_by_the_last_owner_leaves_no_empty_field(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A, B])
+    assert await space.apply(inc, 2, [(A, None)])
+    assert not await space.redis.exists(space.keys["blocks:aa"])
+    assert await space.owners(B) == "1d"
+
+
+async def test_removing_what_was_never_published_is_harmless(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.hold(a, [A])
+    assert await space.apply(b, 1, [(A, None), (B, None)])
+    assert await space.owners(A) == "1d"
+    assert await space.owners(B) is None
+
+
+async def test_changes_of_one_batch_follow_each_other(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert await space.apply(inc, 1, [(A, DEVICE), (A, HOST), (B, DEVICE), (B, None)])
+    assert await space.owners(A) == "1h"
+    assert await space.owners(B) is None
+
+
+async def test_a_batch_may_be_larger_than_lua_can_unpack(space: Namespace) -> None:
+    inc = await space.worker("a", bucket_bits=8)
+    blocks = [SequenceHash(i << 44) for i in range(10_000)]
+    assert await space.apply(inc, 1, [(block, DEVICE) for block in blocks])
+    assert await space.owners(blocks[0]) == await space.owners(blocks[-1]) == "1d"

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from app.core.errors import NamespaceMissing
+from tests.lua.conftest import NO_LOAD, Namespace
+
+
+async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    before = await space.now_ms()
+    snapshot = await space.loads()
+    assert before <= snapshot.now_ms <= await space.now_ms()
+    assert snapshot.loads == {a: NO_LOAD, b: NO_LOAD}
+
+
+async def test_a_load_is_what_is_reserved(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
+    await space.reserve(b, "r2", tokens=50, us=2000, blocks=3)
+    snapshot = await space.loads()
+    assert snapshot.loads[a] == NO_LOAD
+    load = snapshot.loads[b]
+    assert (load.prefill_tokens, load.prefill_us, load.blocks) == (150, 7000, 10)
+    assert (load.requests, load.decoding, load.total) == (2, 0, 2)
+    assert load.head_us == 5000
+    assert 0 <= snapshot.now_ms - load.head_since_ms < 5000
+
+
+async def test_a_worker_whose_lease_lapsed_is_not_among_them_even_before_a_sweep(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
+    await space.lease_lapses(a)
+    assert set((await space.loads()).loads) == {b}
+    assert await space.get("load", a) is not None
+
+
+async def test_a_staged_incarnation_is_not_among_them(space: Namespace) -> None:
+    old = await space.worker("a")
+    await space.worker("a", resync=True)
+    assert set((await space.loads()).loads) == {old}
+
+
+async def test_a_namespace_without_live_workers_has_no_loads(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.retire("a", inc)
+    assert (await space.loads()).loads == {}
+
+
+async def test_a_missing_namespace_is_told_from_an_empty_one(space: Namespace) -> None:
+    with pytest.raises(NamespaceMissing, match="no worker has registered yet"):
+        await space.loads()

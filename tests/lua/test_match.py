@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from app.core import matching, reservations
+from app.core.errors import NamespaceMissing
+from app.core.matching import WHOLE_CHAIN, Overlaps
+from app.core.scripts import Call, call
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from tests.lua.conftest import DEVICE, DISK, HOST, NO_LOAD, A, B, C, D, E, Namespace
+
+
+def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
+    return [SequenceHash(rng.getrandbits(64)) for _ in range(length)]
+
+
+async def runs(space: Namespace, *chains: list[SequenceHash]) -> list[list[int | bytes]] | None:
+    """What lua/match.lua itself answers."""
+    texts = ["".join(f"{block:016x}" for block in chain) for chain in chains]
+    one: Call[list[list[int | bytes]] | None] = call("match", space.keys, *texts, parse=lambda r: r)
+    return await space.do(one)
+
+
+async def test_owners_come_as_runs_with_the_position_each_one_ends_at(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.hold(a, [A, B, C])
+    await space.hold(b, [A])
+    assert await runs(space, [A, B, C, D, E]) == [[1, b"1d2d", 3, b"1d"]]
+
+
+async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.hold(a, [A, B, C])
+    await space.hold(b, [A])
+    overlaps = {a: TierOverlap(device=3), b: TierOverlap(device=1)}
+    assert await space.match([A, B, C, D, E]) == [overlaps]
+    assert await space.match([A, B, C]) == [overlaps]
+
+
+async def test_overlap_is_told_by_tier(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.apply(inc, 1, [(A, DEVICE), (B, DEVICE), (C, HOST), (D, DISK)])
+    assert await space.match([A, B, C, D, E]) == [{inc: TierOverlap(device=2, host=1, disk=1)}]
+
+
+async def test_a_worker_that_only_has_the_slow_tier_counts_too(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A, B], DISK)
+    assert await space.match([A, B]) == [{inc: TierOverlap(disk=2)}]
+
+
+async def test_a_chain_that_nobody_holds_has_no_overlap(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A])
+    assert await space.match([D, E]) == [{}]
+    assert await runs(space, [D, E]) == [[]]
+
+
+async def test_an_empty_chain_has_no_overlap(space: Namespace) -> None:
+    await space.worker("a")
+    assert await space.match([]) == [{}]
+
+
+@pytest.mark.parametrize("length", range(1, 6))
+async def test_a_chain_of_any_length_is_matched_to_its_end(space: Namespace, length: int) -> None:
+    inc = await space.worker("a")
+    blocks = [A, B, C, D, E]
+    await space.hold(inc, blocks)
+    assert await space.match(blocks[:length]) == [{inc: TierOverlap(device=length)}]
+
+
+async def test_several_chains_are_answered_in_their_order(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.hold(a, [A, B])
+    await space.hold(b, [D])
+    assert await space.match([D, E], [C], [A, B], []) == [
+        {b: TierOverlap(device=1)},
+        {},
+        {a: TierOverlap(device=2)},
+        {},
+    ]
+
+
+async def test_entries_of_the_dead_are_invisible(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.hold(a, [A, B, C, D, E])
+    # Half swept already, in an order that no live incarnation's blocks would have.
+    await space.apply(a, 2, [(A, None), (C, None)])
+    await space.hold(b, [A, B, C])
+    await space.retire("a", a)
+    assert await space.owners(B) == "1d2d"
+    assert await space.match([A, B, C, D, E]) == [{b: TierOverlap(device=3)}]
+    assert await runs(space, [A, B, C, D, E]) == [[3, b"2d"]]
+
+
+async def test_only_whole_incarnation_numbers_are_taken_for_dead(space: Namespace) -> None:
+    workers = [await space.worker(f"w{i}") for i in range(11)]
+    await space.hold(workers[0], [A])
+    await space.hold(workers[10], [A])
+    await space.retire("w0", workers[0])
+    assert await space.match([A]) == [{workers[10]: TierOverlap(device=1)}]
+
+
+async def test_a_missing_namespace_is_told_from_a_miss(space: Namespace) -> None:
+    with pytest.raises(NamespaceMissing):
+        await space.match([A])
+    assert await runs(space, [A]) is None
+
+
+async def test_a_call_sent_along_is_answered_with_the_first_round_trip(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A])
+    overlaps, snapshot = await matching.match(
+        space.runner, space.keys, [[A, B]], first=reservations.loads(space.keys)
+    )
+    assert overlaps == [{inc: TierOverlap(device=1)}]
+    assert snapshot.loads == {inc: NO_LOAD}
+
+
+@pytest.mark.parametrize(
+    ("device", "host"),
+    [(1, 0), (511, 1), (512, 0), (1000, 600), (0, 1999), (1999, 1), (2000, 0), (1234, 765)],
+)
+async def test_a_long_chain_is_sampled_and_still_exact(
+    space: Namespace, device: int, host: int
+) -> None:
+    blocks = chain_of(random.Random(1), 2000)
+    assert len(blocks) > WHOLE_CHAIN
+    inc = await space.worker("a")
+    tiers = [DEVICE] * device + [HOST] * host
+    await space.apply(inc, 1, list(zip(blocks, tiers, strict=False)))
+    assert await space.match(blocks) == [{inc: TierOverlap(device, host)}]
+
+
+async def test_overlaps_are_what_a_plain_walk_finds(space: Namespace) -> None:
+    """Eight chains, some sharing prefixes, and six workers with random prefix-closed blocks."""
+    rng = random.Random(7)
+    chains = [chain_of(rng, length) for length in (1, 2, 13, 100, 512, 513, 700, 3000)]
+    chains[5][:300] = chains[4][:300]
+    chains[7][:600] = chains[6][:600]
+    held: dict[Incarnation, dict[SequenceHash, Tier]] = {}
+    for i in range(6):
+        inc = await space.worker(f"w{i}")
+        held[inc] = random_holdings(rng, chains)
+        await space.apply(inc, 1, list(held[inc].items()))
+    dead = await space.worker("dead")
+    await space.hold(dead, rng.sample([block for chain in chains for block in chain], 2000))
+    await space.retire("dead", dead)
+
+    prompts = [*chains, *(chain[: rng.randint(1, len(chain))] for chain in chains)]
+    assert await space.match(*prompts) == [plain_walk(held, chain) for chain in prompts]
+
+
+def random_holdings(
+    rng: random.Random, chains: list[list[SequenceHash]]
+) -> dict[SequenceHash, Tier]:
+    """For each chain, a prefix on the device, some after it in host memory, some on disk."""
+    held: dict[SequenceHash, Tier] = {}
+    for chain in chains:
+        ends = sorted(rng.choices(range(len(chain) + 1), k=3))
+        for tier, start, end in zip(Tier, [0, *ends], ends, strict=False):
+            for block in chain[start:end]:
+                # Where chains share a prefix, the one that came first has settled its tiers.
+                held.setdefault(block, tier)
+    return {b: t for chain in chains for b, t in published(held, chain)}
+
+
+def published(
+    held: dict[SequenceHash, Tier], chain: list[SequenceHash]
+) -> list[tuple[SequenceHash, Tier]]:
+    """What an agent would publish of `held` along `chain`."""
+    slowest, found = Tier.DEVICE, []
+    for block in chain:
+        if block not in held:
+            break
+        slowest = max(slowest, held[block])
+        found.append((block, slowest))
+    return found
+
+
+def plain_walk(
+    held: dict[Incarnation, dict[SequenceHash, Tier]], chain: list[SequenceHash]
+) -> Overlaps:
+    overlaps = {}
+    for inc, blocks in held.items():
+        counts = [0, 0, 0]
+        for _, tier in published(blocks, chain):
+            counts[tier] += 1
+        if any(counts):
+            overlaps[inc] = TierOverlap(*counts)
+    return overlaps

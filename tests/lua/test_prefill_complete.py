@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from app.core.reservations import Load
+from tests.lua.conftest import Namespace
+
+
+async def test_a_first_token_takes_the_prefill_off_and_keeps_the_blocks(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
+    assert await space.prefill_complete("r1")
+    load = await space.load(inc)
+    assert load == Load(head_since_ms=load.head_since_ms, blocks=7, requests=1, decoding=1, total=1)
+    assert await space.get(f"requests:{inc}", "r1") == "100 5000 7 d"
+    assert not await space.redis.exists(space.keys[f"prefills:{inc}"])
+
+
+async def test_a_repeated_first_token_changes_nothing(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1")
+    await space.reserve(inc, "r2")
+    assert await space.prefill_complete("r1")
+    before = await space.contents()
+    assert await space.prefill_complete("r1")
+    assert await space.contents() == before
+
+
+async def test_the_next_in_line_becomes_the_head_and_starts_to_drain_now(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", us=5000)
+    await space.reserve(inc, "r2", us=2000)
+    await space.reserve(inc, "r3", us=1000)
+    before = await space.now_ms()
+    await space.prefill_complete("r1")
+    load = await space.load(inc)
+    assert (load.prefill_us, load.head_us) == (3000, 2000)
+    assert before <= load.head_since_ms <= await space.now_ms()
+    await space.prefill_complete("r2")
+    assert (await space.load(inc)).head_us == 1000
+    await space.prefill_complete("r3")
+    assert (await space.load(inc)).head_us == 0
+
+
+async def test_a_first_token_out_of_order_leaves_the_head_alone(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", us=5000)
+    await space.reserve(inc, "r2", us=2000)
+    await space.reserve(inc, "r3", us=1000)
+    before = await space.load(inc)
+    await space.prefill_complete("r2")
+    load = await space.load(inc)
+    assert (load.prefill_us, load.decoding) == (6000, 1)
+    assert (load.head_us, load.head_since_ms) == (5000, before.head_since_ms)
+    await space.prefill_complete("r1")
+    assert (await space.load(inc)).head_us == 1000
+
+
+async def test_an_unknown_request_has_no_first_token(space: Namespace) -> None:
+    await space.worker("a")
+    assert not await space.prefill_complete("r1")
+
+
+async def test_a_released_request_has_no_first_token(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1")
+    await space.release("r1")
+    before = await space.contents()
+    assert not await space.prefill_complete("r1")
+    assert await space.contents() == before

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from app.core import reservations
+from app.core.embedded import EmbeddedRedis
+from app.core.redis import connect
+from app.core.reservations import Load, Reservation
+from app.core.scripts import ScriptRunner
+from app.core.types import Incarnation
+from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace
+
+
+async def test_a_reservation_is_counted_on_its_worker(space: Namespace) -> None:
+    inc = await space.worker("a")
+    before = await space.now_ms()
+    assert await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7, ttl_ms=LONG_MS) is None
+    load = await space.load(inc)
+    assert before <= load.head_since_ms <= await space.now_ms()
+    assert load == Load(
+        prefill_tokens=100,
+        prefill_us=5000,
+        head_us=5000,
+        head_since_ms=load.head_since_ms,
+        blocks=7,
+        requests=1,
+        decoding=0,
+        total=1,
+    )
+    assert await space.get("reservations", "r1") == str(inc)
+    assert await space.get(f"requests:{inc}", "r1") == "100 5000 7 p"
+    assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r1"]
+    expires_ms = await space.expires_ms("expiry", "r1")
+    assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
+
+
+async def test_the_oldest_prefill_is_the_head_and_drains(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", us=5000)
+    first = await space.load(inc)
+    await space.reserve(inc, "r2", us=2000)
+    second = await space.load(inc)
+    assert (second.head_us, second.head_since_ms) == (5000, first.head_since_ms)
+    # 3 ms after it began, 2 ms of the head and all of the next are left.
+    assert second.queue_s(first.head_since_ms + 3) == pytest.approx(0.004)
+    assert second.queue_s(first.head_since_ms + 60) == pytest.approx(0.002)
+
+
+async def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", us=5000)
+    await space.prefill_complete("r1")
+    assert (await space.load(inc)).head_us == 0
+    await space.reserve(inc, "r2", us=2000)
+    assert (await space.load(inc)).head_us == 2000
+
+
+async def test_a_lapsed_worker_is_refused_with_fresh_loads(space: Namespace) -> None:
+    a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
+    await space.reserve(b, "r0", tokens=30)
+    await space.lease_lapses(a)
+    refused = await space.reserve(a, "r1")
+    assert refused is not None
+    assert refused.reason == "lapsed"
+    assert refused.fresh.loads == {b: await space.load(b)}
+    assert refused.fresh.loads[b].prefill_tokens == 30
+    assert await space.get("reservations", "r1") is None
+
+
+async def test_an_unknown_worker_is_refused(space: Namespace) -> None:
+    a = await space.worker("a")
+    refused = await space.reserve(Incarnation(99), "r1")
+    assert refused is not None
+    assert refused.reason == "lapsed"
+    assert refused.fresh.loads == {a: NO_LOAD}
+
+
+async def test_a_full_worker_is_refused_even_when_taken_as_it_is(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert await space.reserve(inc, "r1", max_requests=2) is None
+    assert await space.reserve(inc, "r2", max_requests=2) is None
+    refused = await space.reserve(inc, "r3", max_requests=2, seen_total=None)
+    assert refused is not None
+    assert refused.reason == "full"
+    assert refused.fresh.loads[inc].requests == 2
+
+
+async def test_a_worker_that_finished_a_request_is_no_longer_full(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", max_requests=1)
+    await space.release("r1")
+    assert await space.reserve(inc, "r2", max_requests=1) is None
+
+
+async def test_a_worker_that_got_another_request_meanwhile_is_refused(space: Namespace) -> None:
+    inc = await space.worker("a")
+    seen = (await space.load(inc)).total
+    assert await space.reserve(inc, "r1", tokens=100, seen_total=seen) is None
+    refused = await space.reserve(inc, "r2", seen_total=seen)
+    assert refused is not None
+    assert refused.reason == "changed"
+    fresh = refused.fresh.loads[inc]
+    assert (fresh.total, fresh.prefill_tokens) == (1, 100)
+    assert await space.reserve(inc, "r2", seen_total=fresh.total) is None
+
+
+async def test_a_worker_that_only_became_freer_is_not_refused(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1")
+    seen = (await space.load(inc)).total
+    await space.prefill_complete("r1")
+    await space.release("r1")
+    assert await space.reserve(inc, "r2", seen_total=seen) is None
+
+
+async def test_a_worker_is_taken_as_it_is_when_the_router_insists(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", seen_total=0)
+    assert await space.reserve(inc, "r2", seen_total=None) is None
+    assert (await space.load(inc)).requests == 2
+
+
+async def test_reserving_again_replaces_the_first_reservation(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
+    await space.reserve(inc, "r1", tokens=40, us=1000, blocks=5)
+    load = await space.load(inc)
+    assert (load.prefill_tokens, load.prefill_us, load.head_us, load.blocks) == (40, 1000, 1000, 5)
+    assert (load.requests, load.decoding, load.total) == (1, 0, 2)
+    assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r1"]
+
+
+async def test_reserving_again_takes_the_request_from_another_worker(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(a, "r1", blocks=7)
+    await space.prefill_complete("r1")
+    await space.reserve(b, "r1", blocks=5)
+    load = await space.load(a)
+    assert load == Load(head_since_ms=load.head_since_ms, total=1)
+    assert (await space.load(b)).blocks == 5
+    assert (await space.load(b)).decoding == 0
+    assert not await space.redis.exists(space.keys[f"requests:{a}"])
+    assert await space.get("reservations", "r1") == str(b)
+
+
+async def test_expired_reservations_are_given_back_first(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", ttl_ms=1, blocks=7)
+    await space.reservation_expires("r1")
+    assert await space.reserve(inc, "r2", blocks=5, max_requests=1) is None
+    load = await space.load(inc)
+    assert (load.requests, load.blocks, load.total) == (1, 5, 2)
+    assert not await space.release("r1")
+
+
+async def test_no_more_are_granted_than_a_worker_takes_however_many_ask_at_once(
+    redis_server: EmbeddedRedis, space: Namespace
+) -> None:
+    inc = await space.worker("a")
+    granted = await race(redis_server, space, inc, max_requests=20, seen_total=None)
+    assert granted == {"made": 20, "full": 180}
+    load = await space.load(inc)
+    assert load == Load(
+        prefill_tokens=20 * 100,
+        prefill_us=20 * 5000,
+        head_us=5000,
+        head_since_ms=load.head_since_ms,
+        blocks=20 * 7,
+        requests=20,
+        decoding=0,
+        total=20,
+    )
+    for key, count in {"reservations": 20, f"requests:{inc}": 20}.items():
+        assert await space.redis.hlen(space.keys[key]) == count
+    assert await space.redis.zcard(space.keys["expiry"]) == 20
+    assert await space.redis.llen(space.keys[f"prefills:{inc}"]) == 20
+
+
+async def test_of_many_who_saw_the_same_load_one_is_granted(
+    redis_server: EmbeddedRedis, space: Namespace
+) -> None:
+    inc = await space.worker("a")
+    granted = await race(redis_server, space, inc, max_requests=256, seen_total=0)
+    assert granted == {"made": 1, "changed": 199}
+    assert (await space.load(inc)).requests == 1
+
+
+async def race(
+    server: EmbeddedRedis,
+    space: Namespace,
+    inc: Incarnation,
+    *,
+    max_requests: int,
+    seen_total: int | None,
+) -> Counter[str]:
+    """How 200 requests at once, from eight clients, fared."""
+    clients = [connect(server.url) for _ in range(8)]
+    runners = [ScriptRunner(client, timeout_s=10) for client in clients]
+    try:
+        outcomes = await asyncio.gather(
+            *(
+                runners[i % 8].one(
+                    reservations.reserve(
+                        space.keys,
+                        inc,
+                        Reservation(f"r{i}", prefill_tokens=100, prefill_us=5000, blocks=7),
+                        ttl_ms=LONG_MS,
+                        max_requests=max_requests,
+                        seen_total=seen_total,
+                    )
+                )
+                for i in range(200)
+            )
+        )
+    finally:
+        for client in clients:
+            await client.aclose()
+    return Counter("made" if refused is None else refused.reason for refused in outcomes)

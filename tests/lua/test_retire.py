@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from tests.lua.conftest import A, Namespace
+
+
+async def test_a_retired_worker_is_gone_at_once(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.hold(a, [A])
+    assert await space.retire("a", a)
+    assert set((await space.loads()).loads) == {b}
+    assert await space.match([A]) == [{}]
+    assert await space.get("current", "a:0") is None
+    refused = await space.reserve(a, "r1")
+    assert refused is not None
+    assert refused.reason == "lapsed"
+
+
+async def test_its_reservations_are_dropped(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(a, "r1")
+    await space.reserve(a, "r2")
+    await space.reserve(b, "r3")
+    assert await space.retire("a", a)
+    assert await space.redis.hkeys(space.keys["reservations"]) == [b"r3"]
+    assert await space.redis.zrange(space.keys["expiry"], 0, -1) == [b"r3"]
+    assert not await space.redis.exists(space.keys[f"requests:{a}"], space.keys[f"prefills:{a}"])
+    assert not await space.prefill_complete("r1")
+    assert not await space.release("r2")
+
+
+async def test_its_blocks_are_left_to_the_sweep(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A])
+    assert await space.retire("a", inc)
+    assert await space.owners(A) == "1d"
+    assert await space.redis.smembers(space.keys["dead"]) == {b"1"}
+
+
+async def test_retiring_twice_does_nothing_the_second_time(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert await space.retire("a", inc)
+    assert not await space.retire("a", inc)
+
+
+async def test_another_process_cannot_retire_an_incarnation(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert not await space.retire("a", inc, nonce="stranger")
+    assert set((await space.loads()).loads) == {inc}
+
+
+async def test_retiring_an_incarnation_that_was_replaced_keeps_its_successor(
+    space: Namespace,
+) -> None:
+    old = await space.worker("a", nonce="first")
+    new = await space.worker("a", nonce="second")
+    assert not await space.retire("a", old)
+    assert await space.get("current", "a:0") == str(new)
+
+
+async def test_retiring_a_staged_incarnation_keeps_the_one_that_serves(space: Namespace) -> None:
+    old = await space.worker("a")
+    staged = await space.worker("a", resync=True)
+    assert await space.retire("a", staged)
+    assert await space.get("current", "a:0") == str(old)
+    assert set((await space.loads()).loads) == {old}

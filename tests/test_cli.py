@@ -1,0 +1,298 @@
+"""The `kvroute` command, as a person at a terminal or a process supervisor meets it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from redis import Redis
+
+from app.cli import main
+from app.core.embedded import EmbeddedRedis
+from app.core.keys import Keyspace
+from tests.e2e.conftest import listens
+from tests.redis_servers import newest_kind, require_binary, require_redis
+
+UP = ["up", "--workers=1", "--replicas=1", "--speedup=20"]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith("KVROUTE_") or name == "REDIS_URL":
+            monkeypatch.delenv(name)
+
+
+def kvroute(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "app.cli", *arguments], capture_output=True, text=True, timeout=30
+    )
+
+
+def help_of(command: str) -> str:
+    result = CliRunner().invoke(main, [command, "--help"], terminal_width=100)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        (
+            "router",
+            {
+                "port": "KVROUTE_PORT",
+                "policy": "KVROUTE_POLICY",
+                "redis-url": "REDIS_URL",
+                "reservation-ttl-s": "KVROUTE_RESERVATION_TTL_S",
+            },
+        ),
+        (
+            "worker",
+            {
+                "port": "KVROUTE_PORT",
+                "profile": "KVROUTE_PROFILE",
+                "redis-url": "REDIS_URL",
+                "lease-ttl-s": "KVROUTE_LEASE_TTL_S",
+            },
+        ),
+        (
+            "up",
+            {
+                "port": "KVROUTE_BALANCER_PORT",
+                "policy": "KVROUTE_POLICY",
+                "profile": "KVROUTE_PROFILE",
+                "redis": "REDIS_URL",
+            },
+        ),
+    ],
+)
+def test_the_help_of_a_service_shows_each_option_with_its_variable(
+    command: str, variables: dict[str, str]
+) -> None:
+    text = " ".join(help_of(command).split())
+    entries = [re.match(r"([a-z-]+).*?\[env var: ([A-Z_]+)", e) for e in text.split(" --")]
+    shown = {found[1]: found[2] for found in entries if found}
+    assert shown.items() >= variables.items()
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("replay", ["--trace", "--url", "--speedup", "--json"]), ("demo", ["--workers", "--out"])],
+)
+def test_the_help_of_a_tool_lists_its_options(command: str, options: list[str]) -> None:
+    text = help_of(command)
+    assert [option for option in options if option not in text] == []
+
+
+def test_the_help_lists_all_commands() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    assert re.findall(r"^  (\w+)  ", result.output, re.MULTILINE) == [
+        "demo",
+        "replay",
+        "router",
+        "up",
+        "worker",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "value"),
+    [
+        ("router", "KVROUTE_PORT", "eighty"),
+        ("router", "KVROUTE_PORT", "65536"),
+        ("router", "KVROUTE_POLICY", "best"),
+        ("router", "KVROUTE_REDIS_TIMEOUT_MS", "0"),
+        ("worker", "KVROUTE_SPEEDUP", "-1.0"),
+        ("worker", "KVROUTE_BLOCK_SIZE", "0"),
+        ("up", "KVROUTE_BALANCER_PORT", "eighty"),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_value(command: str, variable: str, value: str) -> None:
+    result = CliRunner().invoke(main, [command], env={variable: value})
+    assert result.exit_code == 2
+    assert variable in result.output
+    assert value in result.output
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["router"], ["worker"], [*UP, "--no-haproxy"], [*UP, "--haproxy"]],
+    ids=["router", "worker", "up, shared socket", "up, haproxy"],
+)
+def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
+    if "--haproxy" in command:
+        require_binary("haproxy")
+    with taken_port() as port:
+        ended = kvroute(*command, f"--port={port}")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        f"Error: cannot listen on 127.0.0.1:{port}: Address already in use"
+    )
+    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (
+            ["worker", "--port=0", "--profile=abacus"],
+            "Error: profile 'abacus': there is 70b-4xh100, 70b-4xh200, 8b-1xh100",
+        ),
+        (
+            ["worker", "--port=0", "--worker-id=a/b"],
+            "Error: worker id 'a/b': 1-63 letters, digits and . _ - are allowed",
+        ),
+        (
+            ["worker", "--port=0", "--redis-url=nonsense"],
+            "Error: REDIS_URL 'nonsense': Redis URL must specify one of the following schemes "
+            "(redis://, rediss://, unix://)",
+        ),
+        (
+            ["router", "--port=0", "--log-level=warning", "--redis-url=nonsense"],
+            "Error: REDIS_URL 'nonsense': Redis URL must specify one of the following schemes "
+            "(redis://, rediss://, unix://)",
+        ),
+        (
+            ["router", "--port=0", "--log-level=warning", "--namespace=a{b"],
+            "Error: namespace 'a{b': 1-128 letters, digits and . _ / - are allowed",
+        ),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(command: list[str], error: str) -> None:
+    ended = kvroute(*command)
+    assert ended.returncode == 1
+    assert ended.stderr == f"{error}\n"
+    assert ended.stdout == ""
+
+
+def test_a_worker_that_does_not_fit_its_namespace_is_one_clear_line() -> None:
+    require_redis(newest_kind())
+    with EmbeddedRedis() as redis:
+        common = ["worker", "--port=0", "--log-level=error", f"--redis-url={redis.url}"]
+        first = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", *common, "--worker-id=w0", "--block-size=16"]
+        )
+        try:
+            with Redis.from_url(redis.url) as client:
+                while not client.exists(Keyspace("default")["meta"]):
+                    assert first.poll() is None
+            second = kvroute(*common, "--worker-id=w1", "--block-size=32")
+        finally:
+            first.kill()
+            first.wait()
+    assert second.returncode == 1
+    assert second.stderr == ("Error: worker w1:0 has block_size 32, namespace default has 16\n")
+
+
+def test_a_cluster_that_cannot_start_ends_with_status_1() -> None:
+    require_redis(newest_kind())
+    ended = kvroute(*UP, "--port=0", "--no-haproxy", "--profile=abacus")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [
+        "Error: profile 'abacus': there is 70b-4xh100, 70b-4xh200, 8b-1xh100",
+        "Error: worker w0 exited with status 1",
+    ]
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that `pid` started, and those that they did."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The command's name stands in parentheses and may hold anything.
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found.update(children)
+        waiting += children
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize(
+    ("number", "balancer"), [(signal.SIGINT, "--no-haproxy"), (signal.SIGTERM, "--haproxy")]
+)
+def test_up_prints_its_addresses_and_a_signal_ends_all_of_it(
+    number: signal.Signals, balancer: str
+) -> None:
+    require_redis(newest_kind())
+    if balancer == "--haproxy":
+        require_binary("haproxy")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", *UP, balancer, "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line == "Ctrl-C stops it.\n":
+                break
+        text = "".join(lines)
+        urls = dict(re.findall(r"^(balancer|router r0|worker w0|redis) +(\S+)", text, re.MULTILINE))
+        assert set(urls) == {"balancer", "router r0", "worker w0", "redis"}, text
+        assert [name for name, url in urls.items() if not listens(url)] == []
+        children = descendants(process.pid)
+        assert len(children) == (4 if balancer == "--haproxy" else 3)
+        process.send_signal(number)
+        # Would not return while any child held the pipes open.
+        rest, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, rest) == (0, "stopped\n")
+    # haproxy has its own way of saying good-bye.
+    assert [line for line in errors.splitlines() if not re.match(r"\[\w+\] +\(\d+\) :", line)] == []
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+    assert [name for name, url in urls.items() if listens(url)] == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_up_that_is_stopped_while_it_starts_leaves_nothing() -> None:
+    require_redis(newest_kind())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", *UP, "--no-haproxy", "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        children: set[int] = set()
+        # redis-server and the worker, of which neither is ready yet.
+        while len(children) < 2:
+            assert process.poll() is None
+            children = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, output) == (0, "stopped\n")
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core import metrics
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import RedisUnavailable
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.core.redis import connect
+from app.core.reservations import Load, Reservation, Snapshot
+from app.core.types import Incarnation, TierOverlap
+from app.fleet import Fleet, Measured
+from tests.eventually import eventually
+from tests.lua.conftest import Namespace, info
+
+ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
+
+
+@pytest.fixture
+def space(redis: Redis) -> Namespace:
+    return Namespace(redis)
+
+
+def fleet_of(space: Namespace) -> Fleet:
+    return Fleet(space.redis, space.keys, timeout_s=2)
+
+
+async def publish(
+    space: Namespace,
+    inc: Incarnation,
+    measured: ForwardPassMetrics,
+    speed: Speed = DEFAULT_SPEED,
+    entry_id: str = "*",
+) -> None:
+    """As an agent does."""
+    entry = {"worker": "a:0", "incarnation": str(inc), **metrics.encode(measured, speed)}
+    await space.redis.xadd(space.keys["metrics"], entry, id=entry_id)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def following(fleet: Fleet) -> AsyncIterator[None]:
+    task = asyncio.create_task(fleet.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def learned(fleet: Fleet, inc: Incarnation, waiting: int) -> Measured:
+    """What the fleet knows of `inc` once that says that so many requests wait."""
+
+    async def look() -> Measured:
+        return fleet.measured(inc)
+
+    return await eventually(look, lambda m: m.metrics.num_requests_waiting == waiting)
+
+
+def waiting(requests: int) -> ForwardPassMetrics:
+    return ForwardPassMetrics(num_requests_waiting=requests)
+
+
+async def test_a_view_shows_who_is_live_and_what_is_reserved_on_them(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    assert fleet.block_size is None
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
+    view = await fleet.view(await space.loads())
+    assert dict(zip(view.incarnations, view.infos, strict=True)) == {a: info("a"), b: info("b")}
+    assert [load.requests for load in view.loads] == [0, 1]
+    assert fleet.block_size == 4
+    assert fleet.last_view is view
+
+
+async def test_redis_is_asked_only_about_newcomers(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    await space.redis.delete(space.keys["workers"])
+    b = await space.worker("b")
+    view = await fleet.view(await space.loads())
+    assert [str(known.key) for known in view.infos] == ["a:0", "b:0"]
+    assert view.incarnations == [ONE, b]
+
+
+async def test_one_of_whom_redis_knows_nothing_is_not_routed_to(space: Namespace) -> None:
+    await space.worker("a")
+    await space.worker("b")
+    await space.redis.hdel(space.keys["workers"], "1")
+    view = await fleet_of(space).view(await space.loads())
+    assert view.incarnations == [TWO]
+
+
+async def test_who_is_gone_is_forgotten(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    await fleet.view(await space.loads())
+    fleet.forget_except([b])
+    await space.redis.hdel(space.keys["workers"], str(a), str(b))
+    assert (await fleet.view(await space.loads())).incarnations == [b]
+
+
+async def test_a_namespace_made_anew_gives_old_numbers_to_other_workers(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await space.worker("b")
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["a:0", "b:0"]
+    created = await space.get("meta", "created_ms")
+    await space.redis.flushall()
+    await eventually(space.now_ms, lambda now: str(now) != created)
+    await space.worker("b")
+    await space.worker("a")
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["b:0", "a:0"]
+
+
+async def test_without_redis_newcomers_cannot_be_learned(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    async with connect(own_redis_server.url) as redis:
+        space = Namespace(redis)
+        await space.worker("a")
+        fleet = fleet_of(space)
+        own_redis_server.kill()
+        with pytest.raises(RedisUnavailable, match="ConnectionError"):
+            await fleet.view(Snapshot(now_ms=0, loads={ONE: Load()}))
+
+
+async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
+    await publish(
+        space,
+        a,
+        ForwardPassMetrics(
+            request_active_slots=3,
+            request_total_slots=64,
+            kv_active_blocks=250,
+            kv_total_blocks=900,
+            num_requests_waiting=2,
+            gpu_cache_usage_perc=0.25,
+        ),
+        Speed(prefill_s_per_token=1e-5, mean_output_tokens=50),
+    )
+    async with following(fleet):
+        await learned(fleet, a, waiting=2)
+    view = await fleet.view(await space.loads())
+    seen = view.candidates(
+        {a: TierOverlap(device=4, host=2, disk=1), Incarnation(99): TierOverlap(9)}
+    )
+    assert seen.overlap_device.tolist() == [4, 0]
+    assert seen.overlap_host.tolist() == [2, 0]
+    assert seen.overlap_disk.tolist() == [1, 0]
+    assert seen.prefill_tokens.tolist() == [0, 100]
+    assert 0 <= seen.prefill_s[1] <= 0.005
+    assert seen.active_blocks.tolist() == [0, 7]
+    assert seen.active_requests.tolist() == [0, 1]
+    assert seen.max_requests.tolist() == [256, 256]
+    assert seen.kv_active_blocks.tolist() == [250, 0]
+    assert seen.kv_total_blocks.tolist() == [900, 1000], "unmeasured: as registered"
+    assert view.candidates({}).overlap_device.tolist() == [0, 0]
+
+    view.add(0, Reservation("r2", prefill_tokens=40, prefill_us=2000, blocks=3))
+    after = view.candidates({})
+    assert after.prefill_tokens.tolist() == [40, 100]
+    assert after.prefill_s[0] == 0.002
+    assert after.active_blocks.tolist() == [3, 7]
+    assert seen.active_blocks.tolist() == [0, 7], "what was handed out stays as it was"
+
+
+async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    before = await space.now_ms()
+    await publish(space, ONE, waiting(1))
+    await publish(space, TWO, waiting(5))
+    await publish(space, ONE, waiting(2), Speed(mean_output_tokens=77))
+    async with following(fleet):
+        measured = await learned(fleet, ONE, waiting=2)
+        assert measured.speed == Speed(mean_output_tokens=77)
+        assert before <= measured.at_ms <= await space.now_ms()
+        assert fleet.measured(TWO).metrics == waiting(5)
+        await publish(space, TWO, waiting(6))
+        await learned(fleet, TWO, waiting=6)
+    assert fleet.measured(THREE).metrics == ForwardPassMetrics()
+    assert 0 <= fleet.metrics_age_s < 5
+
+
+async def test_an_entry_that_makes_no_sense_is_passed_over(
+    space: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = fleet_of(space)
+    key = space.keys["metrics"]
+    await space.redis.xadd(key, {"worker": "a:0", "incarnation": "None"})
+    await space.redis.xadd(key, {"worker": "b:0"})
+    await space.redis.xadd(key, {"worker": "c:0", "incarnation": "1", "kv_total_blocks": "lots"})
+    await publish(space, TWO, waiting(3))
+    async with following(fleet):
+        await learned(fleet, TWO, waiting=3)
+    assert fleet.measured(ONE).metrics == ForwardPassMetrics()
+    for worker in ("a:0", "b:0", "c:0"):
+        assert f"metrics entry of {worker} ignored" in caplog.text
+
+
+async def test_a_stream_that_begins_later_is_followed_too(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    async with following(fleet):
+        await publish(space, ONE, waiting(4))
+        await learned(fleet, ONE, waiting=4)
+
+
+async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_beginning(
+    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where its clock is behind, so that its entries are older than those seen before."""
+    caplog.set_level(logging.DEBUG, "app.fleet")
+    async with connect(own_redis_server.url) as redis:
+        space = Namespace(redis)
+        fleet = fleet_of(space)
+        await publish(space, ONE, waiting(1), entry_id="2000000000000-0")
+        async with following(fleet):
+            await learned(fleet, ONE, waiting=1)
+            own_redis_server.kill()
+
+            async def log() -> str:
+                return caplog.text
+
+            await eventually(log, lambda text: "metrics not read" in text)
+            own_redis_server.start()
+            await publish(space, ONE, waiting(2), entry_id="1500000000000-0")
+            measured = await learned(fleet, ONE, waiting=2)
+    assert measured.at_ms == 1_500_000_000_000
+
+
+def test_what_was_measured_a_second_ago_is_stale() -> None:
+    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, at_ms=10_000)
+    assert not measured.is_stale(11_000)
+    assert measured.is_stale(11_001)
+
+
+async def test_the_spread_of_load_is_a_sample_standard_deviation(space: Namespace) -> None:
+    """Three workers use 0.1, 0.2 and 0.6 of their blocks: mean 0.3, and the squares of the
+    deviations, 0.04 + 0.01 + 0.09, halved are 0.07."""
+    fleet = fleet_of(space)
+    for i, used in enumerate((100, 200, 600)):
+        inc = await space.worker(f"w{i}")
+        await publish(
+            space,
+            inc,
+            ForwardPassMetrics(kv_active_blocks=used, kv_total_blocks=1000, num_requests_waiting=1),
+        )
+    await space.worker("unmeasured")
+    async with following(fleet):
+        last = await learned(fleet, THREE, waiting=1)
+    await fleet.view(await space.loads())
+    mean, std = fleet.load_statistics(last.at_ms)
+    assert mean == pytest.approx(0.3)
+    assert std == pytest.approx(0.07**0.5)
+    assert fleet.load_statistics(last.at_ms + 2_000) == (0.0, 0.0), "all stale by then"
+
+
+async def test_one_worker_has_a_mean_load_but_no_spread(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    assert fleet.load_statistics(await space.now_ms()) == (0.0, 0.0)
+    inc = await space.worker("a")
+    full = ForwardPassMetrics(kv_active_blocks=250, kv_total_blocks=1000, num_requests_waiting=1)
+    await publish(space, inc, full)
+    async with following(fleet):
+        last = await learned(fleet, inc, waiting=1)
+    await fleet.view(await space.loads())
+    assert fleet.load_statistics(last.at_ms) == (0.25, 0.0)

@@ -1,0 +1,189 @@
+"""Every script's header is its contract: it declares what the body uses, no more and no less."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core import keys
+from app.core.scripts import load_script
+
+LUA = Path(__file__).parent.parent / "lua"
+SCRIPTS = sorted(path.stem for path in LUA.glob("*.lua"))
+README = LUA / "README.md"
+LIBS = sorted(path.stem for path in (LUA / "lib").glob("*.lua"))
+
+SLOT = re.compile(r"\b(KEYS|ARGV)\[(\d+)\]")
+DECLARED_SLOT = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\] +(\S+) +(\S+)", re.MULTILINE)
+DOCUMENTED_KEY = re.compile(r"^    (\w+:?)(?:<\w+>)? +(hash|zset|set|list|stream) ", re.MULTILINE)
+INCLUDE = re.compile(r"^-- @include (\w+)$", re.MULTILINE)
+COMMAND = re.compile(r"\bredis\.p?call\(\s*'(\w+)'\s*,?\s*(.)")
+
+GIVEN = set(
+    re.findall(
+        r"\w+",
+        """
+        and break do else elseif end false for function if in local nil not or repeat return then
+        true until while ipairs pairs tonumber tostring unpack math string table
+        ARGV KEYS cjson redis
+        """,
+    )
+)
+"""Words of Lua, and what it and Redis give to every script."""
+
+
+def raw(name: str) -> str:
+    return (LUA / f"{name}.lua").read_text()
+
+
+def header(text: str) -> str:
+    """The comment lines before the first line of code, but for the includes."""
+    lines = re.match(r"(?:--.*\n)*", text)
+    assert lines
+    return INCLUDE.sub("", lines[0])
+
+
+def code(text: str) -> str:
+    """`text` without comments."""
+    return re.sub(r"--.*", "", text)
+
+
+def declared(name: str, kind: str) -> list[tuple[int, bool]]:
+    """Number of each slot in the order of the header, and whether any number may follow."""
+    found = DECLARED_SLOT.findall(header(raw(name)))
+    return [(int(number), bool(more)) for slot, number, more, *_ in found if slot == kind]
+
+
+def used(name: str, kind: str) -> set[int]:
+    """Slots in the body, with the libs pasted in."""
+    body = code(load_script(name).text)
+    return {int(number) for slot, number in SLOT.findall(body) if slot == kind}
+
+
+def wants(lib: str) -> tuple[set[str], set[str]]:
+    """Locals and libs that a lib says it wants."""
+    head = header(raw(f"lib/{lib}")).replace("\n-- ", " ")
+    found = re.search(r"Wants locals: ([\w, ]+)(?:; and lib ([\w, ]+))?\.", head)
+    if not found:
+        return set(), set()
+    return set(found[1].split(", ")), set(found[2].split(", ")) if found[2] else set()
+
+
+def defined(text: str) -> set[str]:
+    """Names that `text` declares local, functions, parameters and loop variables included."""
+    body = code(text)
+    names = re.findall(r"\blocal (?!function)([\w, ]+?)\s*(?:=|\n|$)", body)
+    names += re.findall(r"\bfor ([\w, ]+?) (?:in|=)", body)
+    names += re.findall(r"\bfunction(?: \w+)?\(([\w, ]*)\)", body)
+    functions = set(re.findall(r"\bfunction (\w+)\(", body))
+    return functions | {name for group in names for name in re.split(r", *", group) if name}
+
+
+def free(text: str) -> set[str]:
+    """Names that `text` uses and neither declares nor finds in Lua or Redis."""
+    body = re.sub(r"'[^'\n]*'", "''", code(text))
+    fields = r"(?<![.\w])([A-Za-z_]\w*)\b(?!\s*=[^=])"  # neither x.name nor {name = ...}
+    return set(re.findall(fields, body)) - GIVEN - defined(text)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_header_says_what_the_script_does_what_it_returns_and_what_it_costs(name: str) -> None:
+    head = header(raw(name))
+    assert re.match(rf"-- {name}: \S.*", head)
+    assert re.search(r"^-- Returns  +\S", head, re.MULTILINE)
+    assert re.search(r"^-- Cost     +O\(.+\).*\. (Writes|Reads only)\.", head, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_header_declares_exactly_the_keys_that_the_body_uses(name: str) -> None:
+    slots = [number for number, _ in declared(name, "KEYS")]
+    assert slots == list(range(1, len(slots) + 1))
+    assert set(slots) == used(name, "KEYS")
+    assert len(load_script(name).key_names) == len(slots)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_header_declares_exactly_the_arguments_that_the_body_uses(name: str) -> None:
+    slots = declared(name, "ARGV")
+    assert [number for number, _ in slots] == list(range(1, len(slots) + 1))
+    fixed = {number for number, more in slots if not more}
+    assert fixed == used(name, "ARGV")
+    takes_any_number = re.search(r"\bARGV\b(?!\[)", code(load_script(name).text)) is not None
+    assert [more for _, more in slots] == [False] * len(fixed) + [True] * takes_any_number
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_key_in_a_header_is_documented_with_the_same_type(name: str) -> None:
+    documented = dict(DOCUMENTED_KEY.findall(keys.__doc__ or ""))
+    for slot, _, _, key, kind in DECLARED_SLOT.findall(header(raw(name))):
+        if slot == "KEYS":
+            family = key.endswith(":")
+            assert kind == (plural(documented[key]) if family else documented[key]), key
+
+
+def test_the_readme_documents_every_key_with_the_same_type() -> None:
+    rows = re.findall(r"^\| `(\w+:?)(?:<\w+>)?` \| (\w+) \|", README.read_text(), re.MULTILINE)
+    assert rows == DOCUMENTED_KEY.findall(keys.__doc__ or "")
+    assert len(rows) > 10
+
+
+def plural(kind: str) -> str:
+    return kind + "es" if kind.endswith("h") else kind + "s"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+async def test_a_script_writes_if_and_only_if_its_header_says_so(name: str, redis: Redis) -> None:
+    commands = {command for command, _ in COMMAND.findall(code(load_script(name).text))}
+    table: Any = await redis.execute_command("COMMAND", "INFO", *commands)  # type: ignore[no-untyped-call]
+    assert set(table) == {command.lower() for command in commands}
+    writing = {command for command, about in table.items() if "write" in about["flags"]}
+    assert bool(writing) == (" Writes." in header(raw(name))), writing
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *(f"lib/{lib}" for lib in LIBS)])
+def test_no_command_gets_a_key_that_is_spelt_in_the_script(name: str) -> None:
+    body = code(raw(name))
+    calls = COMMAND.findall(body)
+    assert len(calls) == len(re.findall(r"\bredis\.p?call\b", body))
+    assert [command for command, argument in calls if argument in "'\"["] == []
+    assert "kvroute" not in body
+
+
+@pytest.mark.parametrize("lib", LIBS)
+def test_a_lib_names_exactly_the_locals_and_libs_that_it_wants(lib: str) -> None:
+    wanted_locals, wanted_libs = wants(lib)
+    functions = set().union(*(defined_at_top(raw(f"lib/{other}")) for other in wanted_libs))
+    unexplained = free(raw(f"lib/{lib}"))
+    assert unexplained - functions == wanted_locals
+    assert all(unexplained & defined_at_top(raw(f"lib/{other}")) for other in wanted_libs)
+
+
+def defined_at_top(text: str) -> set[str]:
+    """Functions that a lib gives to the script it is pasted into."""
+    return set(re.findall(r"^local function (\w+)\(", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_defines_what_a_lib_wants_before_it_includes_it(name: str) -> None:
+    text = raw(name)
+    included: set[str] = set()
+    for found in INCLUDE.finditer(text):
+        wanted_locals, wanted_libs = wants(found[1])
+        assert wanted_locals <= defined(text[: found.start()])
+        assert wanted_libs <= included
+        included.add(found[1])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_uses_no_name_that_is_defined_nowhere(name: str) -> None:
+    assert free(load_script(name).text) == set()
+
+
+@pytest.mark.parametrize("lib", LIBS)
+def test_every_lib_is_included_somewhere_and_includes_none_itself(lib: str) -> None:
+    assert any(lib in INCLUDE.findall(raw(name)) for name in SCRIPTS)
+    assert INCLUDE.findall(raw(f"lib/{lib}")) == []

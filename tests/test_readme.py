@@ -1,0 +1,28 @@
+"""The README says what the code does."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from app.core.config import RouterSettings, WorkerSettings, variable
+from app.policy.cost import POLICIES
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("settings", [RouterSettings, WorkerSettings], ids=lambda s: s.__name__)
+def test_the_configuration_table_has_every_setting_with_its_default_and_help(settings):
+    rows = [line for line in README.splitlines() if line.startswith("| `--")]
+    for f in fields(settings):
+        flag = f"`--{f.name.replace('_', '-')}`"
+        default = "" if f.default in (None, "") else f"`{f.default}`"
+        start, end = f"| {flag} | `{variable(f)}` |", f"| {default} | {f.metadata['help']} |"
+        assert any(row.startswith(start) and row.endswith(end) for row in rows), flag
+
+
+def test_every_policy_is_explained():
+    explained = README.split("## Policies")[1].split("##")[0]
+    assert {name for name in POLICIES if f"`{name}`" in explained} == set(POLICIES)

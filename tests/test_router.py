@@ -1,0 +1,450 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.api.main import create_app
+from app.core.config import RouterSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import AllWorkersBusy, NoWorkers, RouterOverloaded
+from app.core.hashing import compute_hashes
+from app.core.redis import connect
+from app.core.scripts import Call, ScriptRunner
+from app.fleet import Fleet
+from app.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Decision, Router, RouteRequest
+from app.telemetry import Telemetry
+from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
+
+# Two full blocks of four, and a third begun.
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+TIMEOUT_S = 5.0
+HOUSEKEEPING = {"expire", "sweep"}
+
+Hook = Callable[[], Awaitable[object]]
+
+
+class ScriptedRunner(ScriptRunner):
+    """Records the round trips of decisions, and lets a test act between them.
+
+    round_trips: the scripts of each, in order. after_look_up, before_reserve: awaited each time.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, TIMEOUT_S)
+        self.round_trips: list[list[str]] = []
+        self.after_look_up: Hook | None = None
+        self.before_reserve: Hook | None = None
+
+    async def _send(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        names = [c.script.name for c in calls]
+        if names and names[0] not in HOUSEKEEPING:
+            self.round_trips.append(names)
+        if "reserve" in names and self.before_reserve:
+            await self.before_reserve()
+        replies = await super()._send(calls)
+        if "loads" in names and self.after_look_up:
+            await self.after_look_up()
+        return replies
+
+
+class Replica(Router):
+    """A router on a connection pool of its own, with its runner in reach."""
+
+    def __init__(self, redis: Redis, **settings: Any) -> None:
+        chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
+        self.runner = ScriptedRunner(redis)
+        super().__init__(
+            self.runner, KEYS, chosen, Fleet(redis, KEYS, TIMEOUT_S), telemetry=Telemetry()
+        )
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.telemetry.registry.get_sample_value(f"kvroute_{name}_total", labels) or 0.0
+
+    def conflicts(self) -> dict[str, float]:
+        """By reason; without those that never happened."""
+        reasons = ("changed", "full", "lapsed")
+        found = {r: self.counted("reserve_conflicts", reason=r) for r in reasons}
+        return {reason: count for reason, count in found.items() if count}
+
+
+@asynccontextmanager
+async def running(redis_url: str, **settings: Any) -> AsyncIterator[Replica]:
+    """A replica that decides."""
+    async with connect(redis_url) as redis, asyncio.TaskGroup() as tasks:
+        replica = Replica(redis, **settings)
+        task = tasks.create_task(replica.run())
+        try:
+            yield replica
+        finally:
+            task.cancel()
+
+
+def request(request_id: str, policy: str = "least_loaded", **options: Any) -> RouteRequest:
+    _, chain = compute_hashes(PROMPT, BLOCK_SIZE)
+    return RouteRequest(request_id, chain, len(PROMPT), policy, **options)
+
+
+async def route_all(replica: Router, *requests: RouteRequest) -> list[Decision | BaseException]:
+    return await asyncio.gather(*map(replica.route, requests), return_exceptions=True)
+
+
+def placed(answers: Sequence[Decision | BaseException]) -> Counter[str]:
+    """Decisions by worker id, the others by the name of the error."""
+    return Counter(
+        a.worker.key.worker_id if isinstance(a, Decision) else type(a).__name__ for a in answers
+    )
+
+
+@pytest.fixture
+async def workers(redis: Redis) -> FakeWorkers:
+    """A fleet, still without workers, on `one_redis_server`."""
+    return FakeWorkers(redis)
+
+
+@pytest.fixture
+async def router(one_redis_server: EmbeddedRedis) -> AsyncIterator[Replica]:
+    async with running(one_redis_server.url) as replica:
+        yield replica
+
+
+class TestRoundTrips:
+    async def test_a_decision_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
+        await workers.register("w1")
+        # Loads the scripts into Redis.
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        decision = await router.route(request("r1"))
+        assert router.runner.round_trips == [["loads", "match"], ["reserve"]]
+        assert decision.tries == 1
+
+    async def test_a_look_costs_one(self, router: Replica, workers: FakeWorkers) -> None:
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        await router.route(request("r1", reserve=False))
+        assert [trip for trip in router.runner.round_trips if trip] == [["loads", "match"]]
+
+    async def test_decisions_that_wait_together_share_them(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        await workers.redis.config_resetstat()
+        answers = await route_all(router, *(request(f"r{n}") for n in range(1, 65)))
+        assert placed(answers) == {"w1": 64}
+        assert MAX_BATCH == 64
+        assert router.runner.round_trips == [["loads", *["match"] * 64], ["reserve"] * 64]
+        # As Redis counts: 129 runs of scripts, and what housekeeping adds.
+        stats = await workers.redis.info("commandstats")
+        assert 129 <= stats["cmdstat_evalsha"]["calls"] < 140
+
+    async def test_one_more_than_a_batch_takes_another_two(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        await route_all(router, *(request(f"r{n}") for n in range(1, 66)))
+        assert [len(trip) for trip in router.runner.round_trips] == [65, 64, 2, 1]
+
+
+class TestOneReplica:
+    async def test_decisions_made_together_see_each_other(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2", "w3"):
+            await workers.register(name)
+        answers = await route_all(router, *(request(f"r{n}") for n in range(12)))
+        assert placed(answers) == {"w1": 4, "w2": 4, "w3": 4}
+        assert [(await workers.load(n)).requests for n in ("w1", "w2", "w3")] == [4, 4, 4]
+
+    async def test_it_is_never_in_conflict_with_itself(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=100)
+        await workers.register("w2", max_requests=100)
+        await workers.publish("w1", PROMPT)
+        policies = ("latency", "blocks", "logit", "least_loaded", "random")
+        for policy in policies:
+            await route_all(router, *(request(f"{policy}{n}", policy) for n in range(30)))
+        assert router.conflicts() == {}
+        assert router.counted("decision_retries") == 0
+        assert len(await workers.reserved()) == 150
+
+    async def test_a_batch_stops_exactly_where_the_fleet_is_full(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=2)
+        await workers.register("w2", max_requests=3)
+        answers = await route_all(router, *(request(f"r{n}") for n in range(8)))
+        assert placed(answers) == {"w1": 2, "w2": 3, "AllWorkersBusy": 3}
+        assert router.conflicts() == {}
+
+    async def test_one_that_gets_no_worker_leaves_the_rest_of_its_batch_alone(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        answers = await route_all(
+            router, request("a"), request("b", exclude=frozenset({"w1"})), request("c")
+        )
+        assert [type(a) for a in answers] == [Decision, NoWorkers, Decision]
+        assert set(await workers.reserved()) == {"a", "c"}
+
+    async def test_too_many_that_wait_are_turned_away(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=2000)
+        async with connect(one_redis_server.url) as redis:
+            replica = Replica(redis)
+            answers = asyncio.gather(
+                *(replica.route(request(f"r{n}")) for n in range(MAX_QUEUED + 1)),
+                return_exceptions=True,
+            )
+            # Nobody decides until all have asked.
+            await asyncio.sleep(0)
+            async with asyncio.TaskGroup() as tasks:
+                deciding = tasks.create_task(replica.run())
+                assert placed(await answers) == {"w1": MAX_QUEUED, "RouterOverloaded": 1}
+                deciding.cancel()
+            assert isinstance(answers.result()[MAX_QUEUED], RouterOverloaded)
+            policy = "least_loaded"
+            assert replica.counted("decisions", policy=policy, outcome="overloaded") == 1
+            assert replica.counted("decisions", policy=policy, outcome="routed") == MAX_QUEUED
+
+    async def test_nothing_is_reserved_for_a_caller_that_has_gone(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with connect(one_redis_server.url) as redis:
+            replica = Replica(redis)
+            async with asyncio.TaskGroup() as tasks:
+                gone = tasks.create_task(replica.route(request("gone")))
+                waits = tasks.create_task(replica.route(request("waits")))
+                await asyncio.sleep(0)
+                gone.cancel()
+                deciding = tasks.create_task(replica.run())
+                await waits
+                deciding.cancel()
+            assert await workers.reserved() == {"waits": "w1:0"}
+            policy = "least_loaded"
+            assert replica.counted("decisions", policy=policy, outcome="routed") == 1
+            assert replica.counted("decisions", policy=policy, outcome="failed") == 1
+
+
+class TestConflicts:
+    async def test_two_replicas_never_overfill_a_worker_and_place_as_one_would(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=8)
+        await workers.register("w2", max_requests=8)
+        async with (
+            running(one_redis_server.url) as first,
+            running(one_redis_server.url, seed=8) as second,
+        ):
+            # Both have looked at the empty fleet before either reserves.
+            both = asyncio.Barrier(2)
+            for replica in (first, second):
+                replica.runner.after_look_up = both.wait
+            answers = await asyncio.gather(
+                route_all(first, *(request(f"a{n}") for n in range(12))),
+                route_all(second, *(request(f"b{n}") for n in range(12))),
+            )
+            decisions = [a for some in answers for a in some if isinstance(a, Decision)]
+            assert placed([a for some in answers for a in some]) == {
+                "w1": 8,
+                "w2": 8,
+                "AllWorkersBusy": 8,
+            }
+            assert set(await workers.reserved()) == {d.request_id for d in decisions}
+            loads = [await workers.load(name) for name in ("w1", "w2")]
+            assert [load.requests for load in loads] == [8, 8]
+            # Refused, counted and decided again.
+            refused = sum(sum(replica.conflicts().values()) for replica in (first, second))
+            again = sum(replica.counted("decision_retries") for replica in (first, second))
+            tried = sum(
+                trip.count("reserve")
+                for replica in (first, second)
+                for trip in replica.runner.round_trips
+            )
+            assert refused == again >= 12
+            assert tried == 16 + refused
+
+    async def test_who_was_overtaken_decides_again_from_fresh_loads(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT)
+        await workers.occupy("w2", "z")
+
+        async def overtake() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x", "y")
+
+        router.runner.before_reserve = overtake
+        decision = await router.route(request("r1", explain=True))
+        assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
+        assert [c.load.requests for c in decision.candidates] == [2, 1]
+        assert router.conflicts() == {"changed": 1}
+        assert router.counted("decision_retries") == 1
+        assert router.runner.round_trips[-2:] == [["reserve"], ["reserve"]]
+
+    async def test_overlaps_found_before_still_count_in_the_next_try(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT)
+
+        async def overtake() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x")
+
+        router.runner.before_reserve = overtake
+        decision = await router.route(request("r1", "logit"))
+        assert (decision.worker.key.worker_id, decision.tries) == ("w1", 2)
+        assert decision.overlap.device == 2
+        # Ten tokens less the eight cached, and four of x.
+        assert (await workers.load("w1")).prefill_tokens == 6
+
+    async def test_a_worker_that_left_meanwhile_is_not_chosen_again(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT)
+
+        async def leave() -> None:
+            router.runner.before_reserve = None
+            await workers.retire("w1")
+
+        router.runner.before_reserve = leave
+        decision = await router.route(request("r1", "logit"))
+        assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
+        assert router.conflicts() == {"lapsed": 1}
+
+    async def test_a_worker_that_came_meanwhile_may_be_chosen(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+
+        async def come() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x")
+            await workers.register("w2")
+
+        router.runner.before_reserve = come
+        decision = await router.route(request("r1"))
+        assert decision.worker.address == "http://w2-0:80"
+
+    async def test_the_last_try_takes_the_worker_as_it_is_by_then(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=MAX_TRIES + 1)
+        rivals = (f"x{n}" for n in range(MAX_TRIES))
+
+        async def overtake() -> None:
+            await workers.occupy("w1", next(rivals))
+
+        router.runner.before_reserve = overtake
+        decision = await router.route(request("r1"))
+        assert decision.tries == MAX_TRIES
+        assert (await workers.load("w1")).requests == MAX_TRIES + 1
+        assert router.conflicts() == {"changed": MAX_TRIES - 1}
+        assert router.counted("decision_retries") == MAX_TRIES - 1
+
+    async def test_even_the_last_try_overfills_no_worker(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=MAX_TRIES)
+        rivals = (f"x{n}" for n in range(MAX_TRIES))
+
+        async def overtake() -> None:
+            await workers.occupy("w1", next(rivals))
+
+        router.runner.before_reserve = overtake
+        with pytest.raises(AllWorkersBusy, match=f"every choice of {MAX_TRIES} was full"):
+            await router.route(request("r1"))
+        assert (await workers.load("w1")).requests == MAX_TRIES
+        assert router.conflicts() == {"changed": MAX_TRIES - 1, "full": 1}
+        assert router.counted("decision_retries") == MAX_TRIES - 1
+        assert "r1" not in await workers.reserved()
+
+
+class TestWithoutRedis:
+    async def test_a_batch_is_spread_by_the_loads_last_seen(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.register("w2")
+            await workers.occupy("w1", "a", "b")
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            answers = await route_all(router, *(request(f"r{n}", "logit") for n in range(6)))
+            assert placed(answers) == {"w1": 2, "w2": 4}
+            assert all(isinstance(a, Decision) and a.degraded and not a.reserved for a in answers)
+            assert router.counted("degraded_decisions") == 6
+
+    async def test_what_is_decided_meanwhile_fills_the_workers_too(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            await FakeWorkers(redis).register("w1", max_requests=2)
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            answers = await route_all(router, *(request(f"r{n}") for n in range(3)))
+            assert placed(answers) == {"w1": 2, "AllWorkersBusy": 1}
+
+    async def test_redis_may_go_between_look_and_reservation(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.publish("w1", PROMPT)
+
+            async def go() -> None:
+                await asyncio.to_thread(own_redis_server.kill)
+
+            router.runner.before_reserve = go
+            decision = await router.route(request("r1"))
+            assert (decision.worker.key.worker_id, decision.degraded) == ("w1", True)
+            assert (decision.reserved, decision.overlap.total) == (False, 0)
+
+    async def test_without_a_worker_ever_seen_there_is_none(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with running(own_redis_server.url) as router:
+            await asyncio.to_thread(own_redis_server.kill)
+            with pytest.raises(NoWorkers, match="no worker was ever seen"):
+                await router.route(request("r1"))
+            assert router.counted("degraded_decisions") == 0
+
+
+@pytest.mark.parametrize("steps", range(0, 24, 2))
+async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
+    one_redis_server: EmbeddedRedis, steps: int
+) -> None:
+    # Its first connections open meanwhile; a cancellation that gets lost there is never repeated.
+    app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
+    async with asyncio.timeout(5.0), app.router.lifespan_context(app):
+        for _ in range(steps):
+            await asyncio.sleep(0)

@@ -1,0 +1,448 @@
+"""The agent against a real Redis; a test plays the engine and feeds it events."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core import leases, metrics, reservations
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import NamespaceMismatch, NamespaceMissing, RedisUnavailable, WorkerReplaced
+from app.core.events import Cleared, Removed, Stored
+from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
+from app.core.matching import match
+from app.core.metrics import ForwardPassMetrics, Speed
+from app.core.redis import connect
+from app.core.reservations import Reservation
+from app.core.scripts import Call, ScriptRunner
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
+from tests.eventually import eventually
+from workers.agent import BATCH_BLOCKS, Agent, AgentSettings
+
+KEYS = Keyspace("agents")
+CHAIN = [SequenceHash(0x1111_0000_0000_0000 + i) for i in range(8)]
+"""Eight blocks of one prompt."""
+MEASURED = ForwardPassMetrics(request_active_slots=3, kv_active_blocks=40, kv_total_blocks=100)
+LEARNED = Speed(prefill_s_per_token=1e-4, mean_output_tokens=250.0)
+
+
+def info(worker_id: str = "w0", block_size: int = 16) -> WorkerInfo:
+    return WorkerInfo(WorkerKey(worker_id), "http://10.0.0.1:8081", block_size, 100, 256)
+
+
+def new_agent(
+    redis: Redis, *, ttl_s: float = 0.3, runner: ScriptRunner | None = None, **told: Any
+) -> Agent:
+    return Agent(
+        runner or ScriptRunner(redis, timeout_s=0.2),
+        KEYS,
+        info(**told),
+        AgentSettings(lease_ttl_s=ttl_s, bucket_bits=4),
+        lambda: (MEASURED, LEARNED),
+    )
+
+
+@asynccontextmanager
+async def running(agent: Agent) -> AsyncIterator[Agent]:
+    """Started and run; not retired at the end."""
+    await agent.start()
+    task = asyncio.ensure_future(agent.run())
+    try:
+        yield agent
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+class Observer:
+    """What a router would see."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis: Any = redis
+        self.runner = ScriptRunner(redis, timeout_s=1.0)
+
+    async def live(self) -> dict[Incarnation, str]:
+        """Worker key of each incarnation that is routed to."""
+        try:
+            loads = (await self.runner.one(reservations.loads(KEYS))).loads
+        except (NamespaceMissing, RedisUnavailable):
+            return {}
+        texts = [await self.redis.hget(KEYS["workers"], str(inc)) for inc in loads]
+        return {
+            inc: str(leases.decode_info(text).key)
+            for inc, text in zip(loads, texts, strict=True)
+            if text is not None
+        }
+
+    async def overlaps(
+        self, chain: Sequence[SequenceHash] = CHAIN
+    ) -> dict[Incarnation, TierOverlap]:
+        """Of the incarnations that are routed to."""
+        live = await self.live()
+        if not live:
+            return {}
+        found, _ = await match(self.runner, KEYS, [chain])
+        return {inc: overlap for inc, overlap in found[0].items() if inc in live}
+
+    async def blocks(self) -> dict[bytes, bytes]:
+        """All there is in the index: sequence hash in hex -> owners."""
+        entries: dict[bytes, bytes] = {}
+        async for key in self.redis.scan_iter(match=KEYS["blocks:"].replace("{", r"\{") + "*"):
+            entries |= await self.redis.hgetall(key)
+        return entries
+
+    async def applied(self, incarnation: int) -> int | None:
+        """Number of the last batch that Redis has of it; None if it may not write."""
+        text = await self.redis.hget(KEYS["applied"], str(incarnation))
+        return int(text.split()[0]) if text else None
+
+    async def lose_batches(self, incarnation: int) -> None:
+        """As if Redis had failed over to a replica that never got any of them."""
+        _, nonce = (await self.redis.hget(KEYS["applied"], str(incarnation))).split()
+        await self.redis.hset(KEYS["applied"], str(incarnation), b"0 " + nonce)
+
+    async def lapse(self, incarnation: Incarnation) -> None:
+        """As if it had not been renewed in time."""
+        await self.redis.zadd(KEYS["leases"], {str(incarnation): 1})
+
+
+@pytest.fixture
+def observer(redis: Redis) -> Observer:
+    return Observer(redis)
+
+
+async def test_a_started_agent_is_routed_to(redis: Redis, observer: Observer) -> None:
+    agent = new_agent(redis)
+    assert await observer.live() == {}
+    await agent.start()
+    assert agent.incarnation == 1
+    assert await observer.live() == {1: "w0:0"}
+    assert leases.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
+
+
+async def test_a_stopped_agent_is_routed_to_no_more(redis: Redis, observer: Observer) -> None:
+    agent = new_agent(redis, ttl_s=60.0)
+    await agent.start()
+    await agent.stop()
+    assert await observer.live() == {}
+    assert await redis.exists(KEYS["current"], KEYS["leases"], KEYS["load"]) == 0
+
+
+async def test_an_agent_that_never_started_has_nothing_to_stop(redis: Redis) -> None:
+    await new_agent(redis).stop()
+    assert await redis.keys() == []
+
+
+async def test_another_block_size_than_the_namespaces_is_refused(redis: Redis) -> None:
+    await new_agent(redis, worker_id="w0", block_size=16).start()
+    with pytest.raises(NamespaceMismatch, match="w1:0 has block_size 32, namespace agents has 16"):
+        await new_agent(redis, worker_id="w1", block_size=32).start()
+
+
+async def test_what_is_published_is_what_the_engine_said(redis: Redis, observer: Observer) -> None:
+    async with running(new_agent(redis)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:6]), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
+        agent.notify(
+            [
+                Stored((CHAIN[4], CHAIN[5]), CHAIN[3], Tier.HOST),
+                Removed((CHAIN[4], CHAIN[5])),
+            ]
+        )
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4, host=2)})
+        agent.notify([Removed((CHAIN[2],))])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=2)})
+        agent.notify([Stored((CHAIN[2],), CHAIN[1])])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4, host=2)})
+        agent.notify([Cleared()])
+        await eventually(observer.blocks, lambda blocks: blocks == {})
+
+
+async def test_more_than_a_round_trip_holds_is_published_whole(
+    redis: Redis, observer: Observer
+) -> None:
+    # 8 batches of 256 go in one round trip; this takes 10, and so a second one.
+    chain = [SequenceHash(0x2222_0000_0000_0000 + i) for i in range(BATCH_BLOCKS * 9 + 1)]
+    async with running(new_agent(redis)) as agent:
+        agent.notify([Stored(tuple(chain), None)])
+
+        async def overlap() -> dict[Incarnation, TierOverlap]:
+            return await observer.overlaps(chain)
+
+        await eventually(overlap, lambda o: o == {1: TierOverlap(device=len(chain))})
+        assert await observer.applied(1) == 10
+
+
+async def test_the_lease_outlives_its_time_while_the_agent_runs(
+    redis: Redis, observer: Observer
+) -> None:
+    async with running(new_agent(redis, ttl_s=0.3)) as agent:
+        registered = await redis.zscore(KEYS["leases"], "1")
+        assert registered is not None
+
+        async def expiry_ms() -> float:
+            return await redis.zscore(KEYS["leases"], "1") or 0.0
+
+        # Three lives further on: without renewals it would have lapsed long ago.
+        await eventually(expiry_ms, lambda at: at >= registered + 900)
+        assert await observer.live() == {1: "w0:0"}
+        assert agent.resyncs == 0
+
+
+async def test_without_renewals_the_lease_lapses_by_itself(
+    redis: Redis, observer: Observer
+) -> None:
+    await new_agent(redis, ttl_s=0.05).start()
+    await eventually(observer.live, lambda live: live == {})
+
+
+async def test_after_a_lapsed_lease_everything_is_published_again(
+    redis: Redis, observer: Observer
+) -> None:
+    async with running(new_agent(redis)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:6]), None), Stored((CHAIN[6],), CHAIN[5], Tier.HOST)])
+        held = TierOverlap(device=6, host=1)
+        await eventually(observer.overlaps, lambda o: o == {1: held})
+        await observer.lapse(Incarnation(1))
+        await eventually(observer.overlaps, lambda o: o == {2: held})
+        assert await redis.hgetall(KEYS["current"]) == {b"w0:0": b"2"}
+        # What happens from now on is published under the new incarnation.
+        agent.notify([Stored((CHAIN[6],), CHAIN[5])])
+        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
+
+
+async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer: Observer) -> None:
+    async with running(new_agent(redis)):
+        made = await observer.runner.one(
+            reservations.reserve(
+                KEYS,
+                Incarnation(1),
+                Reservation("req-1", prefill_tokens=100, prefill_us=8500, blocks=7),
+                ttl_ms=60_000,
+                max_requests=256,
+                seen_total=0,
+            )
+        )
+        assert made is None
+        await observer.lapse(Incarnation(1))
+        await eventually(observer.live, lambda live: live == {2: "w0:0"})
+        loads = (await observer.runner.one(reservations.loads(KEYS))).loads
+        assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {2: (1, 7)}
+        assert await observer.runner.one(reservations.release(KEYS, "req-1"))
+
+
+async def test_an_emptied_redis_is_filled_again(redis: Redis, observer: Observer) -> None:
+    async with running(new_agent(redis)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        await redis.flushall()
+        # No event tells the agent; its next renewal does.
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        assert await observer.live() == {1: "w0:0"}
+
+
+async def test_an_emptied_redis_is_noticed_by_the_next_batch(
+    redis: Redis, observer: Observer
+) -> None:
+    async with running(new_agent(redis, ttl_s=600.0)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:6]), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
+        await redis.flushall()
+        agent.notify([Stored(tuple(CHAIN[6:]), CHAIN[5])])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        assert agent.resyncs == 1
+
+
+async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer: Observer) -> None:
+    async with running(new_agent(redis, ttl_s=600.0)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:4]), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+        await redis.delete(*[key async for key in redis.scan_iter(match="*blocks:*")])
+        await observer.lose_batches(1)
+        agent.notify([Stored((CHAIN[4],), CHAIN[3])])
+        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=5)})
+        assert agent.resyncs == 1
+
+
+class GatedRunner(ScriptRunner):
+    """Holds back every run of `script` until `gate` is set."""
+
+    def __init__(self, redis: Redis, script: str) -> None:
+        super().__init__(redis, timeout_s=1.0)
+        self.reached = asyncio.Event()
+        self.gate = asyncio.Event()
+        self._script = script
+
+    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        if any(c.script.name == self._script for c in calls):
+            self.reached.set()
+            await self.gate.wait()
+        return await super().run(calls)
+
+
+async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
+    redis: Redis, observer: Observer
+) -> None:
+    runner = GatedRunner(redis, "activate")
+    async with running(new_agent(redis, runner=runner)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        await observer.lose_batches(1)
+        agent.notify([Removed((CHAIN[7],))])
+        await runner.reached.wait()
+
+        # Published under 2 already, but 1 is what routers see, for longer than its lease.
+        assert (await observer.blocks())[b"%016x" % CHAIN[0]] == b"1d2d"
+        before = await redis.zscore(KEYS["leases"], "2")
+        assert before is not None
+
+        async def expiry_ms() -> float:
+            return await redis.zscore(KEYS["leases"], "2") or 0.0
+
+        await eventually(expiry_ms, lambda at: at > before + 300)
+        assert await observer.overlaps() == {1: TierOverlap(device=8)}
+
+        runner.gate.set()
+        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
+
+
+async def test_a_restarted_empty_redis_is_filled_again(own_redis_server: EmbeddedRedis) -> None:
+    async with connect(own_redis_server.url) as redis:
+        observer = Observer(redis)
+        async with running(new_agent(redis)) as agent:
+            agent.notify([Stored(tuple(CHAIN[:6]), None)])
+            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
+            own_redis_server.kill()
+            agent.notify([Stored(tuple(CHAIN[6:]), CHAIN[5]), Removed((CHAIN[7],))])
+            own_redis_server.start()
+            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=7)})
+            assert await observer.live() == {1: "w0:0"}
+
+
+async def test_an_agent_waits_for_a_redis_that_is_not_there_yet(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    own_redis_server.kill()
+    async with connect(own_redis_server.url) as redis:
+        agent = new_agent(redis)
+        starting = asyncio.ensure_future(agent.start())
+        done, _ = await asyncio.wait([starting], timeout=0.3)
+        assert not done
+        own_redis_server.start()
+        await starting
+        assert await Observer(redis).live() == {1: "w0:0"}
+
+
+async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRedis) -> None:
+    async with connect(own_redis_server.url) as redis:
+        agent = new_agent(redis)
+        await agent.start()
+        own_redis_server.kill()
+        await agent.stop()
+
+
+async def test_events_of_an_outage_are_coalesced_and_published_after_it(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    async with connect(own_redis_server.url) as redis:
+        observer = Observer(redis)
+        async with running(new_agent(redis, ttl_s=60.0)) as agent:
+            agent.notify([Stored(tuple(CHAIN[:4]), None)])
+            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+            assert own_redis_server.pid is not None
+            os.kill(own_redis_server.pid, signal.SIGSTOP)
+            try:
+                agent.notify([Removed((CHAIN[3],))])
+                # Taken on its way to Redis, so that what follows has to wait.
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.3):
+                        await redis.ping()
+                for _ in range(1000):
+                    agent.notify([Stored(tuple(CHAIN[3:]), CHAIN[2])])
+                    agent.notify([Removed(tuple(CHAIN[3:]))])
+                agent.notify([Stored(tuple(CHAIN[3:5]), CHAIN[2])])
+            finally:
+                os.kill(own_redis_server.pid, signal.SIGCONT)
+            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=5)})
+            # The first batch, the one that the outage met, and one for all 2,001 events in it.
+            assert await observer.applied(1) == 3
+            assert agent.resyncs == 0
+
+
+async def test_a_second_process_with_the_same_key_takes_over_at_once(
+    redis: Redis, observer: Observer
+) -> None:
+    old = new_agent(redis, ttl_s=60.0)
+    await old.start()
+    old.notify([Stored(tuple(CHAIN), None)])
+    await new_agent(redis, ttl_s=60.0).start()
+    assert await observer.live() == {2: "w0:0"}
+    assert await observer.overlaps() == {}
+
+
+async def test_a_process_that_was_replaced_ends(redis: Redis) -> None:
+    old = new_agent(redis, ttl_s=0.6)
+    await old.start()
+    running_old = asyncio.ensure_future(old.run())
+    new = new_agent(redis, ttl_s=60.0)
+    await new.start()
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(running_old, 10)
+    assert ended.group_contains(WorkerReplaced, match="w0:0")
+
+
+async def test_metrics_are_published_every_100_ms_with_all_fields(
+    redis: Redis, observer: Observer
+) -> None:
+    async with running(new_agent(redis)):
+
+        async def entries() -> list[tuple[bytes, dict[bytes, bytes]]]:
+            found: list[tuple[bytes, dict[bytes, bytes]]]
+            found = await observer.redis.xrange(KEYS["metrics"])
+            return found
+
+        found = await eventually(entries, lambda seen: len(seen) >= 6)
+    at_ms = [int(entry_id.split(b"-")[0]) for entry_id, _ in found[:6]]
+    assert 5 * METRICS_INTERVAL_S * 1000 - 10 <= at_ms[5] - at_ms[0] <= 1500
+    text = {name.decode(): value.decode() for name, value in found[0][1].items()}
+    assert text == {
+        "worker": "w0:0",
+        "incarnation": "1",
+        "request_active_slots": "3",
+        "request_total_slots": "0",
+        "kv_active_blocks": "40",
+        "kv_total_blocks": "100",
+        "num_requests_waiting": "0",
+        "gpu_cache_usage_perc": "0",
+        "gpu_prefix_cache_hit_rate": "0",
+        "prefill_s_per_token": "0.0001",
+        "prefill_s_per_token2": "1.1e-09",
+        "decode_s_per_kv_token": "3e-08",
+        "decode_s_per_seq": "8e-05",
+        "host_s_per_token": "2e-06",
+        "disk_s_per_token": "2e-05",
+        "mean_output_tokens": "250",
+    }
+    assert metrics.decode(text) == (MEASURED, LEARNED)
+
+
+async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:
+    async with redis.pipeline(transaction=False) as pipe:
+        for _ in range(METRICS_MAXLEN + 1000):
+            pipe.xadd(KEYS["metrics"], {"worker": "w9:0"})
+        await pipe.execute()
+    async with running(new_agent(redis)):
+
+        async def length() -> int:
+            return await redis.xlen(KEYS["metrics"])
+
+        # Trimmed by whole nodes of 100 entries.
+        await eventually(length, lambda seen: METRICS_MAXLEN <= seen <= METRICS_MAXLEN + 100)

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.index import Change
+from app.core.types import SequenceHash, Tier
+from workers.ownership import Ownership
+
+DEVICE, HOST, DISK = Tier
+A, B, C, D, E = (SequenceHash(0xA + i) for i in range(5))
+
+Published = dict[SequenceHash, Tier]
+Parents = Mapping[SequenceHash, SequenceHash | None]
+
+
+def stored(
+    *blocks: SequenceHash, parent: SequenceHash | None = None, tier: Tier = DEVICE
+) -> Stored:
+    return Stored(blocks, parent, tier)
+
+
+def removed(*blocks: SequenceHash, tier: Tier = DEVICE) -> Removed:
+    return Removed(blocks, tier)
+
+
+def told(ownership: Ownership, *events: CacheEvent) -> list[Change]:
+    """What Redis must be told after these events."""
+    ownership.apply(events)
+    ownership.check()
+    changes = ownership.drain()
+    ownership.check()
+    assert ownership.num_pending == 0
+    return changes
+
+
+@pytest.fixture
+def ownership() -> Ownership:
+    return Ownership()
+
+
+@pytest.fixture
+def abcd() -> Ownership:
+    """A to D are one chain on the device, and Redis knows."""
+    ownership = Ownership()
+    told(ownership, stored(A, B, C, D))
+    return ownership
+
+
+def test_a_chain_is_published_from_the_root_outward(ownership: Ownership) -> None:
+    assert told(ownership, stored(A, B, C)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE)]
+    assert ownership.num_published == 3
+
+
+def test_a_chain_goes_on_below_its_parent(ownership: Ownership) -> None:
+    told(ownership, stored(A, B))
+    assert told(ownership, stored(C, D, parent=B)) == [(C, DEVICE), (D, DEVICE)]
+
+
+def test_nothing_new_means_nothing_to_tell(abcd: Ownership) -> None:
+    assert told(abcd) == []
+    assert told(abcd, stored(A, B), stored(C, parent=B)) == []
+
+
+def test_a_hole_in_mid_chain_withdraws_what_hangs_on_it_from_the_leaves_inward(
+    abcd: Ownership,
+) -> None:
+    assert told(abcd, removed(B)) == [(D, None), (C, None), (B, None)]
+    assert abcd.num_published == 1
+
+
+def test_what_hung_on_a_hole_is_published_again_when_it_is_filled(abcd: Ownership) -> None:
+    told(abcd, removed(B))
+    assert told(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_two_holes_must_both_be_filled(abcd: Ownership) -> None:
+    assert told(abcd, removed(A, C)) == [(D, None), (C, None), (B, None), (A, None)]
+    assert told(abcd, stored(C, parent=B)) == []
+    assert told(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_what_hung_on_a_hole_may_go_while_it_is_open(abcd: Ownership) -> None:
+    told(abcd, removed(B))
+    assert told(abcd, removed(D)) == []
+    assert told(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE)]
+
+
+def test_a_root_takes_all_its_branches_along(ownership: Ownership) -> None:
+    told(ownership, stored(A, B), stored(C, parent=A), stored(D))
+    changes = told(ownership, removed(A))
+    assert set(changes[:2]) == {(B, None), (C, None)}
+    assert changes[2:] == [(A, None)]
+    assert ownership.num_published == 1
+
+
+def test_a_block_is_published_in_the_slowest_tier_on_its_path(ownership: Ownership) -> None:
+    events = [stored(A), stored(B, parent=A, tier=HOST), stored(C, parent=B), stored(D, parent=C)]
+    assert told(ownership, *events) == [(A, DEVICE), (B, HOST), (C, HOST), (D, HOST)]
+    assert told(ownership, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_of_several_tiers_that_hold_a_block_the_fastest_counts(abcd: Ownership) -> None:
+    assert told(abcd, stored(B, parent=A, tier=HOST), stored(B, parent=A, tier=DISK)) == []
+    assert told(abcd, removed(B)) == [(D, HOST), (C, HOST), (B, HOST)]
+    assert told(abcd, removed(B, tier=HOST)) == [(D, DISK), (C, DISK), (B, DISK)]
+    assert told(abcd, removed(B, tier=DISK)) == [(D, None), (C, None), (B, None)]
+
+
+def test_removal_from_a_tier_that_does_not_hold_the_block_is_ignored(abcd: Ownership) -> None:
+    assert told(abcd, removed(B, tier=HOST), removed(E)) == []
+
+
+def test_an_offload_moves_a_tail_without_withdrawing_it(abcd: Ownership) -> None:
+    assert told(abcd, stored(C, D, parent=B, tier=HOST), removed(C, D)) == [(D, HOST), (C, HOST)]
+
+
+def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd: Ownership) -> None:
+    abcd.apply([stored(E, parent=D)])
+    assert abcd.num_pending == 1
+    abcd.apply([removed(E)])
+    assert abcd.num_pending == 0
+    assert told(abcd) == []
+
+
+def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd: Ownership) -> None:
+    abcd.apply([removed(B)])
+    assert abcd.num_pending == 3
+    abcd.apply([stored(B, parent=A)])
+    assert abcd.num_pending == 0
+    assert told(abcd) == []
+
+
+def test_removals_come_before_stores(abcd: Ownership) -> None:
+    assert told(abcd, stored(E, parent=A), removed(D)) == [(D, None), (E, DEVICE)]
+
+
+def test_a_slower_root_is_told_after_its_leaves_and_a_faster_one_before_them(
+    abcd: Ownership,
+) -> None:
+    assert told(abcd, stored(A, tier=HOST), removed(A)) == [
+        (D, HOST),
+        (C, HOST),
+        (B, HOST),
+        (A, HOST),
+    ]
+    assert told(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_a_chain_whose_parent_is_unknown_waits_for_it(ownership: Ownership) -> None:
+    assert told(ownership, stored(C, D, parent=B)) == []
+    assert told(ownership, stored(B, parent=A)) == []
+    changes = told(ownership, stored(A))
+    assert changes == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_a_chain_whose_parent_never_comes_leaves_nothing_behind(ownership: Ownership) -> None:
+    assert told(ownership, stored(C, D, parent=B), removed(C, D)) == []
+    assert told(ownership, stored(B)) == [(B, DEVICE)]
+
+
+def test_clearing_withdraws_everything_from_the_leaves_inward(abcd: Ownership) -> None:
+    told(abcd, stored(E, tier=HOST))
+    changes = told(abcd, Cleared())
+    assert [block for block, _ in changes if block != E] == [D, C, B, A]
+    assert {tier for _, tier in changes} == {None}
+    assert len(changes) == 5
+    assert abcd.num_published == 0
+
+
+def test_what_is_stored_again_after_clearing_need_not_be_told(abcd: Ownership) -> None:
+    assert told(abcd, Cleared(), stored(A, B)) == [(D, None), (C, None)]
+
+
+def test_clearing_an_empty_cache_tells_nothing(ownership: Ownership) -> None:
+    assert told(ownership, Cleared()) == []
+    assert told(ownership, stored(A), Cleared()) == []
+
+
+def test_after_forgetting_everything_published_is_told_again(abcd: Ownership) -> None:
+    told(abcd, stored(C, parent=B, tier=HOST), removed(C))
+    abcd.forget()
+    assert abcd.num_pending == 4
+    assert abcd.num_published == 0
+    assert told(abcd) == [(A, DEVICE), (B, DEVICE), (C, HOST), (D, HOST)]
+
+
+def test_after_forgetting_what_is_gone_need_not_be_withdrawn(abcd: Ownership) -> None:
+    abcd.apply([removed(B)])
+    abcd.forget()
+    assert told(abcd) == [(A, DEVICE)]
+
+
+def test_what_waited_to_be_told_is_told_once_after_forgetting(abcd: Ownership) -> None:
+    abcd.apply([stored(E, parent=D)])
+    abcd.forget()
+    assert [block for block, _ in told(abcd)] == [A, B, C, D, E]
+
+
+def test_bookkeeping_that_contradicts_itself_is_found(abcd: Ownership) -> None:
+    abcd._nodes[B].published = HOST
+    with pytest.raises(AssertionError, match="000000000000000b is out of date"):
+        abcd.check()
+
+
+def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) -> Published:
+    """Each block whose ancestors are all held, in the slowest of the fastest tiers on its path."""
+    published: Published = {}
+    for block, parent in parents.items():  # parents come before their children
+        if held[block] and (parent is None or parent in published):
+            fastest = min(held[block])
+            published[block] = fastest if parent is None else max(fastest, published[parent])
+    return published
+
+
+def tell(redis: Published, changes: list[Change], parents: Parents) -> None:
+    """Apply changes one by one; wherever they are cut into batches, the invariant must hold."""
+    for block, tier in changes:
+        if tier is None:
+            del redis[block]
+        else:
+            redis[block] = tier
+        for child, its_tier in redis.items():
+            parent = parents[child]
+            assert parent is None or (parent in redis and redis[parent] <= its_tier)
+
+
+@dataclass(frozen=True)
+class Drain:
+    pass
+
+
+@dataclass(frozen=True)
+class Forget:
+    pass
+
+
+NUM_BLOCKS = 10
+BLOCKS = [SequenceHash(i) for i in range(NUM_BLOCKS)]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Parents:
+    """A random forest, its blocks in an order in which parents come first."""
+    return {
+        block: draw(st.sampled_from([None, *BLOCKS[max(0, i - 3) : i]]))
+        for i, block in enumerate(BLOCKS)
+    }
+
+
+@st.composite
+def stores(draw: st.DrawFn, parents: Parents) -> Stored:
+    """A block and up to three of its ancestors as one event, in prompt order."""
+    blocks = [draw(st.sampled_from(BLOCKS))]
+    for _ in range(draw(st.integers(0, 3))):
+        parent = parents[blocks[0]]
+        if parent is not None:
+            blocks.insert(0, parent)
+    return Stored(tuple(blocks), parents[blocks[0]], draw(st.sampled_from(Tier)))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forget]]:
+    parents = draw(trees())
+    store = stores(parents)
+    remove = st.builds(
+        Removed, st.lists(st.sampled_from(BLOCKS), max_size=3).map(tuple), st.sampled_from(Tier)
+    )
+    rare = st.sampled_from([Cleared(), Forget()])
+    events = st.one_of(store, store, store, remove, remove, st.just(Drain()), rare)
+    return parents, draw(st.lists(events, max_size=60))
+
+
+@settings(max_examples=200, deadline=None)
+@given(histories())
+def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
+    history: tuple[Parents, list[CacheEvent | Drain | Forget]],
+) -> None:
+    parents, events = history
+    ownership = Ownership()
+    held: dict[SequenceHash, set[Tier]] = {block: set() for block in BLOCKS}
+    redis: Published = {}
+    for event in events:
+        match event:
+            case Drain():
+                tell(redis, ownership.drain(), parents)
+                assert redis == plain_published(held, parents)
+            case Forget():
+                ownership.forget()
+                redis.clear()
+            case Stored():
+                ownership.apply([event])
+                for block in event.blocks:
+                    held[block].add(event.tier)
+            case Removed():
+                ownership.apply([event])
+                for block in event.blocks:
+                    held[block].discard(event.tier)
+            case Cleared():
+                ownership.apply([event])
+                held = {block: set() for block in BLOCKS}
+        ownership.check()
+        published = plain_published(held, parents)
+        assert ownership.num_published == len(redis)
+        differing = [b for b in BLOCKS if published.get(b) != redis.get(b)]
+        assert ownership.num_pending == len(differing)
+    tell(redis, ownership.drain(), parents)
+    assert redis == plain_published(held, parents)
