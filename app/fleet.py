@@ -151,8 +151,12 @@ class Fleet:
                 self._keyspace["workers"], [str(inc) for inc in incarnations]
             )
         for inc, text in zip(incarnations, texts, strict=True):
-            if text is not None:
+            if text is None:
+                continue
+            try:
                 self._infos[inc] = leases.decode_info(text)
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("worker of incarnation %d ignored: %r", inc, error)
 
     def _forget_if_made_anew(self, created_ms: int) -> None:
         """After Redis was emptied, the old numbers are given to other workers."""

@@ -226,7 +226,7 @@ class Router:
                     return
                 view = await self.fleet.view(refusal.fresh)
             except RedisUnavailable as error:
-                self._decide_degraded([plan.pending for plan in plans], error)
+                self._decide_degraded([p for p in waiting if not p.answer.done()], error)
                 return
         for pending in waiting:
             _fail(pending, AllWorkersBusy(f"every choice of {MAX_TRIES} was full by then"))

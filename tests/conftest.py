@@ -11,6 +11,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from app.core.embedded import EmbeddedRedis
+from app.core.redis import connect
 from tests.redis_servers import KINDS, newest_kind, require_redis
 
 StartedServer = Callable[[str], EmbeddedRedis]
@@ -43,7 +44,7 @@ def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) 
 @pytest.fixture
 async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
     """A client of `redis_server`; replies are bytes."""
-    async with AsyncRedis.from_url(redis_server.url) as client:
+    async with connect(redis_server.url) as client:
         yield client
 
 
@@ -56,7 +57,7 @@ def one_redis_server(started_server: StartedServer) -> EmbeddedRedis:
 @pytest.fixture
 async def redis(one_redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
     """A client of `one_redis_server`; replies are bytes."""
-    async with AsyncRedis.from_url(one_redis_server.url) as client:
+    async with connect(one_redis_server.url) as client:
         yield client
 
 

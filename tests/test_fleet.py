@@ -97,6 +97,17 @@ async def test_one_of_whom_redis_knows_nothing_is_not_routed_to(space: Namespace
     assert view.incarnations == [TWO]
 
 
+async def test_one_whose_entry_is_spoilt_is_not_routed_to(
+    space: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    await space.worker("a")
+    await space.worker("b")
+    await space.redis.hset(space.keys["workers"], "1", "spoilt")
+    view = await fleet_of(space).view(await space.loads())
+    assert view.incarnations == [TWO]
+    assert "worker of incarnation 1 ignored" in caplog.text
+
+
 async def test_who_is_gone_is_forgotten(space: Namespace) -> None:
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")

@@ -49,8 +49,3 @@ async def deadline(timeout_s: float) -> AsyncIterator[None]:
         raise RedisUnavailable(f"no answer within {timeout_s * 1000:.0f} ms") from None
     except (RedisError, OSError) as error:
         raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
-    # redis-py looks for stale data under a timeout of 0, which takes a cancellation that arrives
-    # at that moment for its own and drops it: the task would then never end.
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

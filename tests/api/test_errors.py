@@ -259,9 +259,9 @@ async def test_a_wrong_method_is_answered_in_the_one_shape(client: httpx.AsyncCl
 async def test_a_fault_of_the_router_itself_is_answered_in_the_one_shape(
     client: httpx.AsyncClient, one: FakeWorkers, redis: Redis, path: str
 ) -> None:
-    # A second worker, whose entry someone has spoilt by hand.
+    # A second worker, whose load someone has spoilt by hand.
     incarnation = await one.register("w2")
-    await redis.hset(KEYS["workers"], str(incarnation), "spoilt")
+    await redis.hset(KEYS["load"], str(incarnation), "spoilt")
     method = "POST" if path == "/v1/route" else "GET"
     response = await client.request(method, path, json=TOKENS)
     assert response.status_code == 500
