@@ -28,6 +28,7 @@ LENGTHS = (16, 64, 512, 2048, 4096, 8192)
 CHAIN = 8192
 SYSTEM_PROMPT = 64
 BATCH = 64
+QUERIES = ("matched, one owner", "matched, three owners", "half of that matched")
 
 
 class Fleet:
@@ -51,17 +52,20 @@ class Fleet:
             self._seqs[made.incarnation] = 0
 
     async def fill(self, blocks: int) -> None:
-        """Each private chain lies on one worker, its first half on a second, its first quarter
-        on a third in the host tier; all of them start with the system prompt."""
+        """All chains start with the system prompt and lie on a worker of their own. Of every
+        second one, half lies on another worker as well, and a quarter on a third, in host memory:
+        its owners change at four depths instead of two."""
         system = self._hashes(SYSTEM_PROMPT)
         owners = list(self._seqs)
         for inc in owners:
             await self._store(inc, system, Tier.DEVICE)
-        for n in range(max(1, blocks // CHAIN)):
+        for n in range(max(2, blocks // CHAIN)):
             own = self._hashes(CHAIN - SYSTEM_PROMPT)
-            for k, (part, tier) in enumerate(((1, Tier.DEVICE), (2, Tier.DEVICE), (4, Tier.HOST))):
-                inc = owners[(n + k) % len(owners)]
-                await self._store(inc, own[: len(own) // part], tier)
+            await self._store(owners[n % len(owners)], own, Tier.DEVICE)
+            if n % 2:
+                half, quarter = own[: len(own) // 2], own[: len(own) // 4]
+                await self._store(owners[(n + 1) % len(owners)], half, Tier.DEVICE)
+                await self._store(owners[(n + 2) % len(owners)], quarter, Tier.HOST)
             self.chains.append(system + own)
 
     async def _store(self, inc: Incarnation, blocks: list[SequenceHash], tier: Tier) -> None:
@@ -105,24 +109,24 @@ async def measure(
         await fleet.fill(blocks)
         applied = (await redis.info("commandstats"))["cmdstat_evalsha"]
         memory = (await redis.info("memory"))["used_memory"] - before
+        unique = len(fleet.chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT
         rng = np.random.default_rng(2)
         unknown = [SequenceHash(int(h)) for h in rng.integers(0, 2**64, CHAIN, np.uint64)]
-        matched: dict[str, float] = {}
-        half: dict[str, float] = {}
+        us: dict[str, dict[str, float]] = {name: {} for name in QUERIES}
         for length in LENGTHS:
-            picks = rng.integers(0, len(fleet.chains), queries)
-            full = [fleet.chains[i][:length] for i in picks]
-            matched[str(length)] = await server_us(runner, keyspace, full, repeats)
-            cut = [chain[: length // 2] + unknown[: length - length // 2] for chain in full]
-            half[str(length)] = await server_us(runner, keyspace, cut, repeats)
+            picks = rng.integers(0, len(fleet.chains) // 2, queries)
+            single = [fleet.chains[2 * i][:length] for i in picks]
+            nested = [fleet.chains[2 * i + 1][:length] for i in picks]
+            half = [c[: length // 2] + unknown[: length - length // 2] for c in nested]
+            for name, chains in zip(QUERIES, (single, nested, half), strict=True):
+                us[name][str(length)] = await server_us(runner, keyspace, chains, repeats)
         return {
             "redis": (await redis.info("server"))["redis_version"],
             "workers": workers,
-            "unique_blocks": len(fleet.chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT,
+            "unique_blocks": unique,
             "apply_us_per_block": applied["usec"] / applied["calls"] / BATCH,
-            "bytes_per_block": memory / (len(fleet.chains) * CHAIN),
-            "match_us_all_matched": matched,
-            "match_us_half_matched": half,
+            "bytes_per_block": memory / unique,
+            "match_us": us,
         }
     finally:
         await _delete(runner, keyspace)
@@ -149,12 +153,11 @@ def main(url: str, blocks: int, workers: int, queries: int, repeats: int, out: P
         f"{result['bytes_per_block']:.0f} bytes per block, "
         f"{result['apply_us_per_block']:.1f} µs per applied block"
     )
-    click.echo("\nserver time per query, µs\n  blocks   all matched   half matched")
+    click.echo("\nserver time per query, µs")
+    click.echo("  blocks" + "".join(f"{name:>22}" for name in QUERIES))
     for length in map(str, LENGTHS):
-        click.echo(
-            f"{length:>8}{result['match_us_all_matched'][length]:>14.1f}"
-            f"{result['match_us_half_matched'][length]:>15.1f}"
-        )
+        figures = (result["match_us"][name][length] for name in QUERIES)
+        click.echo(f"{length:>8}" + "".join(f"{figure:>22.1f}" for figure in figures))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))

@@ -8,7 +8,9 @@
 -- KEYS[1] meta     hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still lie about
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
--- ARGV[1...] chain str     sequence hashes from the root on, 16 hex digits each; one ARGV a chain
+-- ARGV[1...]       str     three a chain: its sequence hashes, 16 hex digits each; the owners of
+--                          its first and of its last block, where they are known: '-' nobody,
+--                          '' not known
 -- Returns  {{end_1, owners_1, end_2, owners_2, ...}, ...}   for each chain: owners_k hold the
 --                          positions after end_(k-1) up to end_k, counted from 1; nobody holds
 --                          what follows
@@ -63,12 +65,19 @@ local function split(chain, runs, from, from_owners, to, to_owners)
   end
 end
 
-local function runs_of(chain)
+local function owners_of(known, chain, position)
+  if known == '' then
+    return owners_at(chain, position)
+  end
+  return known ~= '-' and known
+end
+
+local function runs_of(chain, known_first, known_last)
   local runs = {}
   local length = #chain / 16
-  local first = length > 0 and owners_at(chain, 1)
+  local first = length > 0 and owners_of(known_first, chain, 1)
   if first then
-    local last = owners_at(chain, length)
+    local last = owners_of(known_last, chain, length)
     if last ~= first then
       split(chain, runs, 1, first, length, last)
     end
@@ -81,7 +90,7 @@ local function runs_of(chain)
 end
 
 local answer = {}
-for i, chain in ipairs(ARGV) do
-  answer[i] = runs_of(chain)
+for i = 1, #ARGV, 3 do
+  answer[#answer + 1] = runs_of(ARGV[i], ARGV[i + 1], ARGV[i + 2])
 end
 return answer

@@ -10,8 +10,8 @@ from app.core.keys import Keyspace
 from app.core.scripts import Call, call
 from app.core.types import Incarnation, SequenceHash, Tier
 
-BLOCKS_PER_BUCKET = 48
-"""So many keep a bucket a listpack that is read fast; measured against larger and smaller."""
+BLOCKS_PER_BUCKET = 32
+"""So many keep a bucket a listpack that is read fast, and its key a small part of its size."""
 
 TIER_LETTER = {Tier.DEVICE: "d", Tier.HOST: "h", Tier.DISK: "k"}
 TIER_OF_LETTER = {letter.encode(): tier for tier, letter in TIER_LETTER.items()}

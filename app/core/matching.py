@@ -23,6 +23,7 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 WHOLE_CHAIN = 512
 """Chains up to this length are sent whole: the hashes cost Redis less than a round trip more."""
 
+NOBODY = b"-"
 _OWNER = re.compile(rb"(\d+)([dhk])")
 
 Overlaps = dict[Incarnation, TierOverlap]
@@ -34,6 +35,15 @@ class Run(NamedTuple):
     start: int
     end: int
     owners: bytes
+
+
+class Gap(NamedTuple):
+    """Neighbouring samples whose owners differ. Somewhere between them the owners change."""
+
+    before: int
+    after: int
+    owners_before: bytes
+    owners_after: bytes
 
 
 async def match(
@@ -51,21 +61,20 @@ async def match(
     """
     samples = [_sample(len(chain)) for chain in chains]
     coarse_calls: list[Call[Any]] = [
-        _runs(keyspace, [_text(chain, at)]) for chain, at in zip(chains, samples, strict=True)
+        _query(keyspace, [_text(chain, at), b"", b""])
+        for chain, at in zip(chains, samples, strict=True)
     ]
     replies = await runner.run([first, *coarse_calls] if first else coarse_calls)
     answer = replies.pop(0) if first else None
-    coarse = [_placed(reply[0], at) for reply, at in zip(replies, samples, strict=True)]
-    gaps = [_gaps(runs, at) for runs, at in zip(coarse, samples, strict=True)]
-    open_ = [i for i, g in enumerate(gaps) if g]
+    found = [_placed(reply[0], at) for reply, at in zip(replies, samples, strict=True)]
+    gaps = [_gaps(runs, at) for runs, at in zip(found, samples, strict=True)]
+    open_ = [i for i, of_chain in enumerate(gaps) if of_chain]
     if open_:
-        fine = await runner.run(
-            [_runs(keyspace, [_text(chains[i], gap) for gap in gaps[i]]) for i in open_]
-        )
+        fine = await runner.run([_fill(keyspace, chains[i], gaps[i]) for i in open_])
         for i, reply in zip(open_, fine, strict=True):
             for gap, runs in zip(gaps[i], reply, strict=True):
-                coarse[i] += _placed(runs, gap)
-    return [_overlaps(sorted(runs)) for runs in coarse], answer
+                found[i] += _between(gap, _placed(runs, range(gap.before, gap.after + 1)))
+    return [_overlaps(sorted(runs)) for runs in found], answer
 
 
 def _sample(length: int) -> range | list[int]:
@@ -80,13 +89,23 @@ def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
     return b"".join([b"%016x" % chain[i] for i in positions])
 
 
-def _runs(keyspace: Keyspace, chains: Sequence[bytes]) -> Call[list[list[Any]]]:
+def _query(keyspace: Keyspace, args: Sequence[bytes]) -> Call[list[list[Any]]]:
     def parse(reply: list[list[Any]] | None) -> list[list[Any]]:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
         return reply
 
-    return call("match", keyspace, *chains, parse=parse)
+    return call("match", keyspace, *args, parse=parse)
+
+
+def _fill(
+    keyspace: Keyspace, chain: Sequence[SequenceHash], gaps: Sequence[Gap]
+) -> Call[list[list[Any]]]:
+    args = []
+    for gap in gaps:
+        stretch = _text(chain, range(gap.before, gap.after + 1))
+        args += [stretch, gap.owners_before, gap.owners_after]
+    return _query(keyspace, args)
 
 
 def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
@@ -98,16 +117,26 @@ def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
     return placed
 
 
-def _gaps(runs: list[Run], positions: Sequence[int]) -> list[range]:
-    """The stretches between sampled positions in which the owners change."""
+def _gaps(runs: list[Run], samples: Sequence[int]) -> list[Gap]:
+    """The stretches of more than one step between samples in which the owners change."""
     if not runs:
         return []
-    starts = [run.start for run in runs[1:]]
-    if runs[-1].end <= positions[-1]:
-        starts.append(next(i for i in positions if i >= runs[-1].end))
+    following = [(run.start, run.owners) for run in runs[1:]]
+    if runs[-1].end <= samples[-1]:
+        following.append((next(i for i in samples if i >= runs[-1].end), NOBODY))
     return [
-        range(run.end, start) for run, start in zip(runs, starts, strict=False) if run.end < start
+        Gap(run.end - 1, start, run.owners, owners)
+        for run, (start, owners) in zip(runs, following, strict=False)
+        if run.end < start
     ]
+
+
+def _between(gap: Gap, runs: list[Run]) -> list[Run]:
+    """`runs` of a gap without its two ends, which the samples cover."""
+    inner = [
+        Run(max(run.start, gap.before + 1), min(run.end, gap.after), run.owners) for run in runs
+    ]
+    return [run for run in inner if run.start < run.end]
 
 
 def _overlaps(runs: list[Run]) -> Overlaps:

@@ -1,6 +1,16 @@
 from __future__ import annotations
 
-from app.core.matching import WHOLE_CHAIN, Run, _gaps, _overlaps, _placed, _sample, parse_owners
+from app.core.matching import (
+    WHOLE_CHAIN,
+    Gap,
+    Run,
+    _between,
+    _gaps,
+    _overlaps,
+    _placed,
+    _sample,
+    parse_owners,
+)
 from app.core.types import Incarnation, Tier, TierOverlap
 
 ONE, TWO, ELEVEN = Incarnation(1), Incarnation(2), Incarnation(11)
@@ -35,12 +45,22 @@ def test_runs_over_a_gap_are_placed_where_the_gap_lies() -> None:
 
 def test_owners_that_change_between_samples_leave_a_gap_to_look_into() -> None:
     runs = [Run(0, 11, b"1d2d"), Run(20, 31, b"1d")]
-    assert _gaps(runs, [0, 10, 20, 30]) == [range(11, 20)]
+    assert _gaps(runs, [0, 10, 20, 30]) == [Gap(10, 20, b"1d2d", b"1d")]
 
 
 def test_owners_that_end_between_samples_leave_a_gap_as_well() -> None:
     runs = [Run(0, 11, b"1d2d"), Run(20, 21, b"1d")]
-    assert _gaps(runs, [0, 10, 20, 30]) == [range(11, 20), range(21, 30)]
+    assert _gaps(runs, [0, 10, 20, 30]) == [
+        Gap(10, 20, b"1d2d", b"1d"),
+        Gap(20, 30, b"1d", b"-"),
+    ]
+
+
+def test_of_a_gap_only_what_the_samples_do_not_cover_is_added() -> None:
+    gap = Gap(10, 20, b"1d2d", b"1d")
+    runs = [Run(10, 13, b"1d2d"), Run(13, 21, b"1d")]
+    assert _between(gap, runs) == [Run(11, 13, b"1d2d"), Run(13, 20, b"1d")]
+    assert _between(gap, [Run(10, 11, b"1d2d"), Run(11, 21, b"1d")]) == [Run(11, 20, b"1d")]
 
 
 def test_samples_side_by_side_leave_no_gap() -> None:

@@ -18,9 +18,27 @@ def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
 
 async def runs(space: Namespace, *chains: list[SequenceHash]) -> list[list[int | bytes]] | None:
     """What lua/match.lua itself answers."""
-    texts = ["".join(f"{block:016x}" for block in chain) for chain in chains]
-    one: Call[list[list[int | bytes]] | None] = call("match", space.keys, *texts, parse=lambda r: r)
+    args = [arg for chain in chains for arg in (text_of(chain), "", "")]
+    return await run_script(space, *args)
+
+
+def text_of(chain: list[SequenceHash]) -> str:
+    return "".join(f"{block:016x}" for block in chain)
+
+
+async def run_script(space: Namespace, *args: str) -> list[list[int | bytes]] | None:
+    one: Call[list[list[int | bytes]] | None] = call("match", space.keys, *args, parse=lambda r: r)
     return await space.do(one)
+
+
+async def test_known_owners_of_the_ends_are_not_looked_up(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A, B, C])
+    # Of these ends Redis knows nothing: only B and C are looked at.
+    stretch = text_of([D, B, C, E])
+    assert await run_script(space, stretch, "1d2d", "-") == [[1, b"1d2d", 3, b"1d"]]
+    assert await run_script(space, stretch, "1d", "1d") == [[4, b"1d"]]
+    assert await run_script(space, stretch, "-", "") == [[]]
 
 
 async def test_owners_come_as_runs_with_the_position_each_one_ends_at(space: Namespace) -> None:
