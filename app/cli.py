@@ -134,7 +134,9 @@ def up(**values: Any) -> None:
     from app.cluster import Cluster
 
     _log_at(values["log_level"])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGINT too: a shell that starts it in the background has it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with (
         suppress(KeyboardInterrupt),
         Cluster(
