@@ -112,6 +112,14 @@ def worker(**values: Any) -> None:
     help="A Redis to use; none: an embedded one.",
 )
 @click.option(
+    "--balancer-host",
+    default="127.0.0.1",
+    envvar="KVROUTE_BALANCER_HOST",
+    show_envvar=True,
+    show_default=True,
+    help="Address that the balancer listens on.",
+)
+@click.option(
     "--port",
     default=8080,
     type=config.PORT,
@@ -143,6 +151,7 @@ def up(**values: Any) -> None:
             num_workers=values["num_workers"],
             num_replicas=values["num_replicas"],
             redis_url=values["redis_url"],
+            host=values["balancer_host"],
             port=values["port"],
             haproxy=values["haproxy"],
             router=config.pick(RouterSettings, values, without=("redis_url", "port")),

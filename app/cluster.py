@@ -18,7 +18,13 @@ from pathlib import Path
 from types import TracebackType
 
 from app.core.config import RouterSettings, WorkerSettings, flags
-from app.core.embedded import EmbeddedRedis, free_port, interrupts_held, system_binary
+from app.core.embedded import (
+    LOOPBACK,
+    EmbeddedRedis,
+    free_port,
+    interrupts_held,
+    system_binary,
+)
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.core.serving import listen
@@ -28,6 +34,7 @@ log = logging.getLogger(__name__)
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.05
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - only where the user asks for it
 
 
 class ClusterError(KvrouteError):
@@ -48,7 +55,7 @@ class Cluster:
 
     router, worker: what all replicas and workers share; ports and names are filled in here.
     redis_url: a Redis that is there; None starts an embedded one.
-    port: the balancer's; 0 takes a free one.
+    host, port: where the balancer listens; port 0 takes a free one.
     haproxy: None uses it where it is installed; else the replicas share one listening socket.
     """
 
@@ -60,13 +67,16 @@ class Cluster:
         router: RouterSettings,
         worker: WorkerSettings,
         redis_url: str | None = None,
+        host: str = LOOPBACK,
         port: int = 0,
         haproxy: bool | None = None,
     ) -> None:
         self.keyspace = Keyspace(router.namespace)
         self.redis = EmbeddedRedis() if redis_url is None else None
         self.redis_url = redis_url or ""
-        self.balancer_url = f"http://{router.host}:{port or free_port()}"
+        self._front = (host, port or free_port())
+        reachable = LOOPBACK if host == EVERYWHERE else host
+        self.balancer_url = f"http://{reachable}:{self._front[1]}"
         self.balancer: Member | None = None
         self.routers: list[Member] = []
         self.workers: list[Member] = []
@@ -114,7 +124,7 @@ class Cluster:
 
     def _start(self) -> None:
         # First, so that a port in use is told at once and in our own words.
-        front_socket = self._exit.enter_context(_listen(self.balancer_url))
+        front_socket = self._exit.enter_context(listen(*self._front))
         shared = None if self._haproxy else front_socket
         if self._haproxy:
             front_socket.close()
@@ -159,11 +169,11 @@ class Cluster:
         )
         config = Path(folder) / "haproxy.cfg"
         config.write_text((files("deploy") / "haproxy.cfg").read_text() + servers)
-        host, _, port = self.balancer_url.removeprefix("http://").rpartition(":")
+        host, port = self._front
         environment = {
             **os.environ,
             "KVROUTE_BALANCER_HOST": host,
-            "KVROUTE_BALANCER_PORT": port,
+            "KVROUTE_BALANCER_PORT": str(port),
         }
         command = [str(binary), "-db", "-f", str(config)]
         process = subprocess.Popen(
@@ -196,11 +206,6 @@ class Cluster:
                 log.warning("%s does not stop; killing it", member.name)
                 member.process.kill()
                 member.process.wait()
-
-
-def _listen(url: str) -> socket.socket:
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    return listen(host, int(port))
 
 
 def _wait_for(member: Member, url: str, deadline: float) -> None:
