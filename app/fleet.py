@@ -223,7 +223,9 @@ class Fleet:
         return position
 
     def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> None:
-        text = {name.decode(): value.decode() for name, value in fields.items()}
+        text = {
+            name.decode(errors="replace"): v.decode(errors="replace") for name, v in fields.items()
+        }
         try:
             incarnation = Incarnation(int(text["incarnation"]))
             self._measured[incarnation] = Measured(*metrics.decode(text), at_ms)

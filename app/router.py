@@ -117,7 +117,7 @@ class _Plan:
 
 
 class Router:
-    """start, run, stop. Decides the requests that wait together, one after another.
+    """Decides the requests that wait together, one after another, while `run` runs.
 
     They share their round trips to Redis, and each sees what the ones before it reserve: so the
     reservation that Redis refuses as `changed` was always overtaken by another replica.
@@ -268,6 +268,9 @@ class Router:
         policy = "least_loaded" if degraded else request.policy
         size = RequestSize(request.isl_tokens, view.infos[0].block_size)
         candidates = view.candidates(pending.overlaps)
+        if degraded:
+            # Nobody tells of requests that end meanwhile: all would look full before long.
+            candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
         eligible = np.array([not _excluded(info, request.exclude) for info in view.infos])
         choice = choose(
             policy,

@@ -210,11 +210,13 @@ async def test_an_entry_that_makes_no_sense_is_passed_over(
     await space.redis.xadd(key, {"worker": "a:0", "incarnation": "None"})
     await space.redis.xadd(key, {"worker": "b:0"})
     await space.redis.xadd(key, {"worker": "c:0", "incarnation": "1", "kv_total_blocks": "lots"})
+    await space.redis.xadd(key, {"worker": "d:0", "incarnation": "1", "kv_total_blocks": "inf"})
+    await space.redis.xadd(key, {b"worker": b"e:0", b"incarnation": b"\xff"})
     await publish(space, TWO, waiting(3))
     async with following(fleet):
         await learned(fleet, TWO, waiting=3)
     assert fleet.measured(ONE).metrics == ForwardPassMetrics()
-    for worker in ("a:0", "b:0", "c:0"):
+    for worker in ("a:0", "b:0", "c:0", "d:0", "e:0"):
         assert f"metrics entry of {worker} ignored" in caplog.text
 
 

@@ -397,18 +397,20 @@ class TestWithoutRedis:
             assert all(isinstance(a, Decision) and a.degraded and not a.reserved for a in answers)
             assert router.counted("degraded_decisions") == 6
 
-    async def test_what_is_decided_meanwhile_fills_the_workers_too(
+    async def test_nobody_is_refused_for_what_was_decided_meanwhile(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         async with (
             connect(own_redis_server.url) as redis,
             running(own_redis_server.url) as router,
         ):
-            await FakeWorkers(redis).register("w1", max_requests=2)
+            workers = FakeWorkers(redis)
+            await workers.register("w1", max_requests=2)
+            await workers.register("w2", max_requests=2)
             await router.refresh()
             await asyncio.to_thread(own_redis_server.kill)
-            answers = await route_all(router, *(request(f"r{n}") for n in range(3)))
-            assert placed(answers) == {"w1": 2, "AllWorkersBusy": 1}
+            answers = await route_all(router, *(request(f"r{n}") for n in range(10)))
+            assert placed(answers) == {"w1": 5, "w2": 5}
 
     async def test_redis_may_go_between_look_and_reservation(
         self, own_redis_server: EmbeddedRedis

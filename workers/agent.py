@@ -129,9 +129,16 @@ class Agent:
         raise AssertionError("stamina retries without end")
 
     async def _keep_lease(self) -> None:
-        """Renew three times per lease, for the staged incarnation as for the current one."""
+        """Renew three times per lease, for the staged incarnation as for the current one.
+
+        At once after an attempt that took as long as that: pausing as well, an agent that missed
+        one answer would lose the lease of a Redis that is back in time.
+        """
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         while True:
-            await asyncio.sleep(self._ttl_ms / 3000)
+            due = max(due + self._ttl_ms / 3000, loop.time())
+            await asyncio.sleep(due - loop.time())
             held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
             try:
                 renewed = await self._runner.run(

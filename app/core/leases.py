@@ -35,15 +35,15 @@ def encode_info(info: WorkerInfo) -> bytes:
 
 
 def decode_info(text: bytes | str) -> WorkerInfo:
-    """Inverse of `encode_info`. Raises ValueError or KeyError for anything else."""
+    """Inverse of `encode_info`. Raises ValueError, KeyError or TypeError for anything else."""
     fields = orjson.loads(text)
     return WorkerInfo(
         key=WorkerKey.parse(fields["worker"]),
-        address=fields["address"],
-        block_size=fields["block_size"],
-        kv_total_blocks=fields["kv_total_blocks"],
-        max_requests=fields["max_requests"],
-        accelerator=fields["accelerator"],
+        address=str(fields["address"]),
+        block_size=int(fields["block_size"]),
+        kv_total_blocks=int(fields["kv_total_blocks"]),
+        max_requests=int(fields["max_requests"]),
+        accelerator=str(fields["accelerator"]),
     )
 
 

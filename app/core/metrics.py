@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,18 @@ def encode(metrics: ForwardPassMetrics, speed: Speed) -> dict[str, str]:
 def decode(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed]:
     """Inverse of `encode`; a missing field takes its default, an unknown one is ignored.
 
-    Raises ValueError if a field is not a number.
+    Raises ValueError if a field is not a finite number of at least 0.
     """
 
     def numbers(cls: type) -> dict[str, float]:
         kinds = {f.name: int if f.type == "int" else float for f in fields(cls)}
-        return {k: kind(float(entry[k])) for k, kind in kinds.items() if k in entry}
+        return {k: kind(_checked(k, entry[k])) for k, kind in kinds.items() if k in entry}
 
     return ForwardPassMetrics(**numbers(ForwardPassMetrics)), Speed(**numbers(Speed))  # type: ignore[arg-type]
+
+
+def _checked(name: str, text: str) -> float:
+    value = float(text)
+    if not 0 <= value < inf:
+        raise ValueError(f"{name} is {text}")
+    return value

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
+from uvicorn.lifespan.on import LifespanOn
 
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, KvrouteError
 
 T = TypeVar("T")
 
@@ -37,9 +38,23 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
+class _Server(uvicorn.Server):
+    """Stops when the application's lifespan fails; uvicorn alone would serve on without it."""
+
+    @property
+    def failed(self) -> bool:
+        return isinstance(self.lifespan, LifespanOn) and self.lifespan.shutdown_failed
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.failed
+
+
 async def serve(app: Any, *sockets: socket.socket) -> None:
-    """Until SIGINT, SIGTERM or cancellation; returns when the responses under way have ended."""
-    server = uvicorn.Server(
+    """Until SIGINT, SIGTERM or cancellation; returns when the responses under way have ended.
+
+    Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
+    """
+    server = _Server(
         uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
     )
     # uvicorn raises the signal again when it is done, which would end the process before its
@@ -57,3 +72,5 @@ async def serve(app: Any, *sockets: socket.socket) -> None:
         raise
     if not server.started:
         raise ConfigError("the application did not start")
+    if server.failed:
+        raise KvrouteError("the application failed, as logged above")

@@ -14,7 +14,8 @@ SequenceHash = NewType("SequenceHash", int)
 """u64 over the whole prefix up to and including one block."""
 
 Incarnation = NewType("Incarnation", int)
-"""Number of one life of a worker key, from registration to lease loss; never reused."""
+"""Number of one life of a worker key, from registration to lease loss. Given again only after Redis
+lost its data or its last writes."""
 
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 

@@ -55,3 +55,10 @@ def test_an_info_of_a_nameless_worker_is_refused() -> None:
     fields = orjson.loads(encode_info(INFO)) | {"worker": ":0"}
     with pytest.raises(ValueError, match="not a worker key: ':0'"):
         decode_info(orjson.dumps(fields))
+
+
+@pytest.mark.parametrize("field", ["block_size", "kv_total_blocks", "max_requests"])
+def test_an_info_without_a_number_where_one_belongs_is_refused(field: str) -> None:
+    fields = orjson.loads(encode_info(INFO)) | {field: None}
+    with pytest.raises(TypeError, match="NoneType"):
+        decode_info(orjson.dumps(fields))

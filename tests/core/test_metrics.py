@@ -44,6 +44,13 @@ def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> No
     assert speed == DEFAULT_SPEED
 
 
+@pytest.mark.parametrize("field", ["kv_active_blocks", "prefill_s_per_token"])
+@pytest.mark.parametrize("text", ["inf", "nan", "-1"])
+def test_a_number_that_nothing_measures_is_refused(field: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {text}"):
+        decode({field: text})
+
+
 @pytest.mark.parametrize("field", ["kv_active_blocks", "mean_output_tokens"])
 def test_a_field_that_is_no_number_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match="many"):

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from app.core.embedded import LOOPBACK, free_port
+from tests.eventually import eventually
 from tests.redis_servers import require_binary
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
@@ -32,6 +33,8 @@ class Replica:
         self.reached = asyncio.Event()
         self.go = asyncio.Event()
         self.client_gone = asyncio.Event()
+        self.held = 0
+        """Requests to /hold so far."""
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
@@ -68,6 +71,7 @@ class Replica:
             finally:
                 self.client_gone.set()
         if path == "/hold":
+            self.held += 1
             await self.go.wait()
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         if path == "/stream":
@@ -155,8 +159,12 @@ async def test_requests_held_by_a_replica_that_is_killed_are_answered_by_another
         requests = [
             group.create_task(client.post("/hold", content=bytes(body_bytes))) for _ in range(6)
         ]
-        await first.reached.wait()
-        await second.reached.wait()
+
+        async def held() -> tuple[int, int]:
+            return first.held, second.held
+
+        # All of them: one still on its way in is not among the connections that `die` breaks.
+        await eventually(held, lambda seen: sum(seen) == 6 and min(seen) > 0)
         await first.die()
         second.go.set()
     assert [(r.result().status_code, r.result().text) for r in requests] == [

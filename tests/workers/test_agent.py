@@ -197,6 +197,40 @@ async def test_the_lease_outlives_its_time_while_the_agent_runs(
         assert agent.resyncs == 0
 
 
+class DeafRunner(ScriptRunner):
+    """Gets no answer to the first renewal, and knows so only after `timeout_s`."""
+
+    def __init__(self, redis: Redis, timeout_s: float) -> None:
+        super().__init__(redis, timeout_s)
+        self.renewed_at: list[float] = []
+        self._patience_s = timeout_s
+
+    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        if calls[0].script.name == "lease_renew":
+            self.renewed_at.append(asyncio.get_running_loop().time())
+            if len(self.renewed_at) == 1:
+                await asyncio.sleep(self._patience_s)
+                raise RedisUnavailable("no answer")
+        return await super().run(calls)
+
+
+async def test_a_renewal_without_an_answer_is_made_up_for_in_time(
+    redis: Redis, observer: Observer
+) -> None:
+    # Tried after 0.2 s, and given up after 0.45 s; one more pause, and 0.6 s would be over.
+    runner = DeafRunner(redis, timeout_s=0.25)
+    async with running(new_agent(redis, ttl_s=0.6, runner=runner)) as agent:
+
+        async def renewals() -> list[float]:
+            return runner.renewed_at
+
+        first, second = (await eventually(renewals, lambda seen: len(seen) >= 2))[:2]
+        assert 0.25 <= second - first < 0.35
+        await eventually(renewals, lambda seen: len(seen) >= 4)
+        assert agent.resyncs == 0
+        assert await observer.live() == {1: "w0:0"}
+
+
 async def test_without_renewals_the_lease_lapses_by_itself(
     redis: Redis, observer: Observer
 ) -> None:
