@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -40,6 +42,9 @@ MAX_TRIES = 16
 about so many can race before one reserves on loads known to be out of date. With 4 tries, eight
 replicas that look at the same moment put 23 of a burst of 32 where one puts 15."""
 MAINTENANCE_INTERVAL_S = 0.25
+RETIRE_GRACE_MS = 5000
+"""A worker that Redis did not hear for so long beyond its lease is gone for good: its requests and
+blocks are forgotten. Until then it is only not routed to."""
 SWEEP_BUCKETS = 8
 """A step of the sweep then takes Redis about a millisecond."""
 SWEEP_PAUSE_S = 0.005
@@ -140,6 +145,9 @@ class Router:
         self._rng = np.random.default_rng(settings.seed)
         self._turn = 0
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
+        # Ids of requests that nobody will end, though Redis may hold a reservation for them. Past
+        # the limit the oldest are left to expire.
+        self._orphans: deque[str] = deque(maxlen=4 * MAX_QUEUED)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -184,6 +192,10 @@ class Router:
         self.telemetry.reservations.labels("prefill_complete" if known else "unknown").inc()
         return known
 
+    def abandon(self, request_id: str) -> None:
+        """Release a request whose caller is gone, soon."""
+        self._orphans.append(request_id)
+
     async def release(self, request_id: str) -> bool:
         """False if there is no such reservation (any more). Raises RedisUnavailable."""
         known = await self._runner.one(reservations.release(self._keyspace, request_id))
@@ -209,6 +221,9 @@ class Router:
         try:
             view = await self._look_up(batch)
         except (RedisUnavailable, NamespaceMissing) as error:
+            # Who came meanwhile shall not wait for a deadline each.
+            while not self._queue.empty():
+                batch.append(self._queue.get_nowait())
             self._decide_degraded(batch, error)
             return
         waiting = batch
@@ -226,9 +241,13 @@ class Router:
                     return
                 view = await self.fleet.view(refusal.fresh)
             except RedisUnavailable as error:
-                self._decide_degraded([p for p in waiting if not p.answer.done()], error)
+                undecided = [p for p in waiting if not p.answer.done()]
+                # Redis may still run what it has been sent.
+                self._orphans.extend(p.request.request_id for p in undecided)
+                self._decide_degraded(undecided, error)
                 return
         for pending in waiting:
+            self._orphans.append(pending.request.request_id)
             _fail(pending, AllWorkersBusy(f"every choice of {MAX_TRIES} was full by then"))
 
     async def _look_up(self, batch: list[_Pending]) -> View:
@@ -323,20 +342,30 @@ class Router:
     def _settle(
         self, plans: list[_Plan], replies: list[Refused | None]
     ) -> tuple[list[_Pending], Refused | None]:
-        """Answer what was reserved; who is left, and the last refusal with its fresh loads."""
-        refused = []
+        """Answer what was reserved; who is left, and the last refusal with its fresh loads.
+
+        What was reserved behind a refusal on the same worker is decided again as well, which moves
+        it: it passed only because another replica's reservation took the refused one's place.
+        """
+        left: list[_Pending] = []
+        overtaken: set[Incarnation] = set()
         last: Refused | None = None
         for plan, reply in zip(plans, replies, strict=True):
-            if reply is None:
+            if reply is not None:
+                self.telemetry.conflicts.labels(reply.reason).inc()
+                overtaken.add(plan.incarnation)
+                left.append(plan.pending)
+                last = reply
+                continue
+            if last is not None and plan.incarnation in last.fresh.loads:
+                last.fresh.loads[plan.incarnation].add(plan.reservation, last.fresh.now_ms)
+            if plan.incarnation in overtaken:
+                self.telemetry.conflicts.labels("changed").inc()
+                left.append(plan.pending)
+            else:
                 self.telemetry.reservations.labels("made").inc()
                 _answer(plan.pending, plan.decision)
-                if last is not None and plan.incarnation in last.fresh.loads:
-                    last.fresh.loads[plan.incarnation].add(plan.reservation, last.fresh.now_ms)
-            else:
-                self.telemetry.conflicts.labels(reply.reason).inc()
-                refused.append(plan.pending)
-                last = reply
-        return refused, last
+        return left, last
 
     def _decide_degraded(self, batch: list[_Pending], reason: Exception) -> None:
         """Spread by the loads last seen, counting on what is decided meanwhile."""
@@ -361,12 +390,16 @@ class Router:
         little, so that it does not matter which of them live."""
         calls = (
             reservations.expire(self._keyspace, EXPIRE_LIMIT),
-            index.sweep(self._keyspace, SWEEP_BUCKETS),
+            index.sweep(self._keyspace, SWEEP_BUCKETS, RETIRE_GRACE_MS),
         )
         while True:
             pause = MAINTENANCE_INTERVAL_S
+            orphans = list(islice(self._orphans, EXPIRE_LIMIT))
+            releases = [reservations.release(self._keyspace, orphan) for orphan in orphans]
             try:
-                expired, step = await self._runner.run(calls)
+                expired, step, *_ = await self._runner.run([*calls, *releases])
+                for _ in orphans:
+                    self._orphans.popleft()
                 self.telemetry.reservations.labels("expired").inc(expired)
                 if step.buckets_left:
                     pause = SWEEP_PAUSE_S

@@ -1,4 +1,4 @@
--- sweep: retire incarnations whose lease lapsed, and take one bounded step in removing what dead
+-- sweep: retire incarnations whose lease lapsed some time ago, and take one bounded step in removing what dead
 -- ones left in the index. Any number of callers may take steps; each goes on where the last ended.
 --
 -- KEYS[1] meta          hash   bucket_bits
@@ -15,18 +15,21 @@
 -- KEYS[12] prefills:    lists  inc -> its requests still prefilling
 -- KEYS[13] blocks:      hashes bucket -> sequence hash -> owners
 -- ARGV[1] max_buckets   int    looked through in this step
+-- ARGV[2] grace_ms      int    a lease that lapsed less long ago may still be renewed: nobody is
+--                              routed there meanwhile, but its requests and blocks are kept
 -- Returns  {retired, removed, buckets_left}   leases retired and entries removed in this step;
 --                       0 left: nothing to sweep
 -- Cost     O(max_buckets * blocks per bucket), and at most 16 retirements. Writes. Safe to retry.
 local meta, workers, current, leases, applied = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, dead, sweep, reservations, expiry = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local requests_prefix, prefills_prefix, blocks_prefix = KEYS[11], KEYS[12], KEYS[13]
-local max_buckets = tonumber(ARGV[1])
+local max_buckets, grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include bucket
 -- @include retire
 
-local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', now_ms(), 'LIMIT', 0, 16)
+local too_late = string.format('%d', now_ms() - grace_ms)
+local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)
 for _, inc in ipairs(lapsed) do
   retire(inc)
   local info = redis.call('HGET', workers, inc)

@@ -19,6 +19,7 @@ from app.core.scripts import Call, ScriptRunner
 from app.fleet import Fleet
 from app.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Decision, Router, RouteRequest
 from app.telemetry import Telemetry
+from tests.eventually import eventually
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 
 # Two full blocks of four, and a third begun.
@@ -33,6 +34,7 @@ class ScriptedRunner(ScriptRunner):
     """Records the round trips of decisions, and lets a test act between them.
 
     round_trips: the scripts of each, in order. after_look_up, before_reserve: awaited each time.
+    answer_is_lost: Redis reserves, but does not say so in time.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -40,6 +42,7 @@ class ScriptedRunner(ScriptRunner):
         self.round_trips: list[list[str]] = []
         self.after_look_up: Hook | None = None
         self.before_reserve: Hook | None = None
+        self.answer_is_lost = False
 
     async def _send(self, calls: Sequence[Call[Any]]) -> list[Any]:
         names = [c.script.name for c in calls]
@@ -48,6 +51,8 @@ class ScriptedRunner(ScriptRunner):
         if "reserve" in names and self.before_reserve:
             await self.before_reserve()
         replies = await super()._send(calls)
+        if "reserve" in names and self.answer_is_lost:
+            raise TimeoutError
         if "loads" in names and self.after_look_up:
             await self.after_look_up()
         return replies
@@ -296,6 +301,25 @@ class TestConflicts:
         assert router.counted("decision_retries") == 1
         assert router.runner.round_trips[-2:] == [["reserve"], ["reserve"]]
 
+    async def test_who_passes_only_in_the_place_of_a_refused_one_decides_again_as_well(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2", max_requests=0)
+
+        async def overtake() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x")
+
+        # r1 saw no reservation on w1 and is refused; r2, planned behind it, saw one, and there is
+        # one by then: not r1's.
+        router.runner.before_reserve = overtake
+        answers = await route_all(router, request("r1"), request("r2"))
+        assert [a.tries for a in answers if isinstance(a, Decision)] == [2, 2]
+        assert router.conflicts() == {"changed": 2}
+        assert await workers.reserved() == dict.fromkeys(("r1", "r2", "x"), "w1:0")
+        assert (await workers.load("w1")).requests == 3
+
     async def test_overlaps_found_before_still_count_in_the_next_try(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
@@ -430,6 +454,31 @@ class TestWithoutRedis:
             decision = await router.route(request("r1"))
             assert (decision.worker.key.worker_id, decision.degraded) == ("w1", True)
             assert (decision.reserved, decision.overlap.total) == (False, 0)
+
+    async def test_what_redis_reserved_without_saying_so_is_given_back(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        router.runner.answer_is_lost = True
+        decision = await router.route(request("r1"))
+        assert (decision.degraded, decision.reserved) == (True, False)
+        await eventually(workers.reserved, lambda reserved: reserved == {})
+        assert (await workers.load("w1")).requests == 0
+
+    async def test_who_waits_meanwhile_does_not_wait_for_redis_again(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            await FakeWorkers(redis).register("w1")
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            router.runner.round_trips.clear()
+            answers = await route_all(router, *(request(f"r{n}") for n in range(3 * MAX_BATCH)))
+            assert placed(answers) == {"w1": 3 * MAX_BATCH}
+            assert len(router.runner.round_trips) == 1
 
     async def test_without_a_worker_ever_seen_there_is_none(
         self, own_redis_server: EmbeddedRedis

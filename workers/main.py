@@ -51,20 +51,26 @@ async def serve(settings: WorkerSettings) -> None:
     runner.on_step = lambda: agent.notify(runner.take_events())
     try:
         async with asyncio.TaskGroup() as tasks:
-            background = tasks.create_task(_work(agent, runner))
-            await serve_http(create_app(runner, model=settings.profile), listening)
-            background.cancel()
-        await agent.stop()
+            stepping = tasks.create_task(runner.run())
+            announcing = tasks.create_task(_announce(agent))
+
+            async def leave() -> None:
+                # In this order: a running agent would take its retirement for a loss, and resync.
+                announcing.cancel()
+                await asyncio.wait([announcing])
+                await agent.stop()
+
+            app = create_app(runner, model=settings.profile)
+            await serve_http(app, listening, on_stop=leave)
+            stepping.cancel()
     finally:
         await redis.aclose()
 
 
-async def _work(agent: Agent, runner: EngineRunner) -> None:
-    """The engine runs from the start; the worker is routed to once it is registered."""
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(runner.run())
-        await agent.start()
-        tasks.create_task(agent.run())
+async def _announce(agent: Agent) -> None:
+    """The worker is routed to once it is registered."""
+    await agent.start()
+    await agent.run()
 
 
 async def _agent(settings: WorkerSettings, runner: EngineRunner, scripts: ScriptRunner) -> Agent:

@@ -118,6 +118,9 @@ async def route(request: Request) -> Response:
             exclude=frozenset(options.exclude),
         )
     )
+    if decision.reserved and await request.is_disconnected():
+        # Nobody would ever end what was reserved for a caller that hung up.
+        router.abandon(decision.request_id)
     return json_response(_routed(decision))
 
 

@@ -53,6 +53,6 @@ def apply(
     return call("apply", keyspace, incarnation, nonce, seq, text, parse=bool)
 
 
-def sweep(keyspace: Keyspace, max_buckets: int) -> Call[SweepStep]:
-    """One bounded step: retire lapsed leases, remove what dead incarnations left."""
-    return call("sweep", keyspace, max_buckets, parse=lambda reply: SweepStep(*reply))
+def sweep(keyspace: Keyspace, max_buckets: int, grace_ms: int) -> Call[SweepStep]:
+    """One bounded step: retire leases that lapsed `grace_ms` ago, remove what the dead left."""
+    return call("sweep", keyspace, max_buckets, grace_ms, parse=lambda reply: SweepStep(*reply))

@@ -14,8 +14,9 @@ is its version. Fields and values are text. `<inc>` is the number of an incarnat
                                 until retired
     applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by apply; until retired
     load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks
-                                requests decoding total", integers; by the reservation scripts;
-                                until retired. An incarnation without it is not routed to.
+                                requests decoding total", integers; by register, activate and the
+                                reservation scripts; until retired. An incarnation without it is
+                                not routed to.
     dead                set     <inc> whose blocks are not swept yet; by retire, sweep
     sweep               hash    cursor (next bucket), targets (<inc>, space-separated); by sweep;
                                 for one pass

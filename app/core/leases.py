@@ -94,7 +94,7 @@ def activate(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -
 
 
 def renew(keyspace: Keyspace, inc: Incarnation, nonce: str, ttl_ms: int) -> Call[bool]:
-    """Extend a lease. False: it lapsed, or is unknown; register again."""
+    """Extend a lease, or revive a lapsed one. False: it is retired or unknown; register again."""
     return call("lease_renew", keyspace, inc, nonce, ttl_ms, parse=bool)
 
 

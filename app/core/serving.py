@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvicorn
@@ -39,7 +39,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Stops when the application's lifespan fails; uvicorn alone would serve on without it."""
+    """Stops when the application's lifespan fails; uvicorn alone would serve on without it.
+
+    on_stop: awaited before open responses are waited for.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
 
     @property
     def failed(self) -> bool:
@@ -48,14 +55,28 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self.failed
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._on_stop()
+        await super().shutdown(sockets)
 
-async def serve(app: Any, *sockets: socket.socket) -> None:
+
+async def _nothing() -> None:
+    pass
+
+
+async def serve(
+    app: Any, *sockets: socket.socket, on_stop: Callable[[], Awaitable[None]] = _nothing
+) -> None:
     """Until SIGINT, SIGTERM or cancellation; returns when the responses under way have ended.
 
+    on_stop: awaited first, while requests are still accepted: to take oneself out of rotation.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
     server = _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
+        uvicorn.Config(
+            app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S
+        ),
+        on_stop,
     )
     # uvicorn raises the signal again when it is done, which would end the process before its
     # owner has cleaned up; these handlers take it.

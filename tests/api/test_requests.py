@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 
+from app.api.main import create_app
+from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
 from tests.api.conftest import StartReplica
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.eventually import eventually
+from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -125,3 +129,29 @@ async def test_without_redis_the_caller_is_told_to_come_again(
         ):
             assert (response.status_code, response.headers["retry-after"]) == (503, "1")
             assert response.json()["error"]["code"] == "redis_unavailable"
+
+
+async def test_what_was_reserved_for_a_caller_that_hung_up_is_given_back(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
+    events = iter([{"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}])
+
+    async def receive() -> Any:
+        return next(events, {"type": "http.disconnect"})
+
+    async def send(_: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/route",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    async with app.router.lifespan_context(app):
+        await app(scope, receive, send)
+        assert (await workers.load("w1")).total == 1
+        await eventually(workers.reserved, lambda reserved: reserved == {})

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -29,3 +32,25 @@ async def test_an_application_whose_tasks_fail_is_served_no_longer(
             with pytest.raises(KvrouteError, match="the application failed"):
                 await serve(FastAPI(lifespan=lifespan), socket)
     assert "nobody foresaw this" in caplog.text
+
+
+async def test_who_stops_leaves_the_rotation_while_still_accepting_requests() -> None:
+    seen: list[int] = []
+    app = FastAPI()
+
+    @app.get("/stop")
+    async def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with listen("127.0.0.1", 0) as socket:
+        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+
+        async def leave() -> None:
+            async with httpx.AsyncClient() as client:
+                seen.append((await client.get(f"{url}/openapi.json")).status_code)
+
+        async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve(app, socket, on_stop=leave))
+            async with httpx.AsyncClient() as client:
+                await client.get(f"{url}/stop")
+    assert seen == [200]

@@ -10,6 +10,7 @@ from operator import eq
 
 import pytest
 
+from app.router import RETIRE_GRACE_MS
 from loadtest.client import ClusterClient, FailureKind, Outcome
 from tests.e2e.conftest import (
     BLOCK_SIZE,
@@ -118,7 +119,11 @@ async def test_a_killed_worker_is_chosen_no_more_and_its_blocks_are_swept(watch:
                 eyes.workers, lambda seen: set(seen) == {"w1", "w2"}, within_s=LEASE_TTL_S + 2
             )
             at_lapse = len(load.outcomes)
-            await eventually(eyes.owners, lambda seen: dead not in seen, within_s=5.0)
+            await eventually(
+                eyes.owners,
+                lambda seen: dead not in seen,
+                within_s=RETIRE_GRACE_MS / 1000 + 5.0,
+            )
             # Those under way at the lapse have all ended by then.
             await load.grown_by(60)
         assert {o.worker for o in load.outcomes[at_lapse + CALLERS :]} == {"w1:0", "w2:0"}

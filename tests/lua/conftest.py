@@ -97,8 +97,8 @@ class Namespace:
         overlaps, _ = await matching.match(self.runner, self.keys, chains)
         return overlaps
 
-    async def sweep(self, max_buckets: int = 256) -> SweepStep:
-        return await self.do(index.sweep(self.keys, max_buckets))
+    async def sweep(self, max_buckets: int = 256, grace_ms: int = 0) -> SweepStep:
+        return await self.do(index.sweep(self.keys, max_buckets, grace_ms))
 
     async def reserve(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.core import leases, metrics, reservations
+from app.core import index, leases, metrics, reservations
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import NamespaceMismatch, NamespaceMissing, RedisUnavailable, WorkerReplaced
 from app.core.events import Cleared, Removed, Stored
@@ -111,7 +111,9 @@ class Observer:
 
     async def lapse(self, incarnation: Incarnation) -> None:
         """As if it had not been renewed in time."""
-        await self.redis.zadd(KEYS["leases"], {str(incarnation): 1})
+        seconds, micros = await self.redis.time()
+        just_now_ms = seconds * 1000 + micros // 1000 - 1
+        await self.redis.zadd(KEYS["leases"], {str(incarnation): just_now_ms})
 
 
 @pytest.fixture
@@ -238,7 +240,7 @@ async def test_without_renewals_the_lease_lapses_by_itself(
     await eventually(observer.live, lambda live: live == {})
 
 
-async def test_after_a_lapsed_lease_everything_is_published_again(
+async def test_after_its_incarnation_is_retired_everything_is_published_again(
     redis: Redis, observer: Observer
 ) -> None:
     async with running(new_agent(redis)) as agent:
@@ -246,6 +248,7 @@ async def test_after_a_lapsed_lease_everything_is_published_again(
         held = TierOverlap(device=6, host=1)
         await eventually(observer.overlaps, lambda o: o == {1: held})
         await observer.lapse(Incarnation(1))
+        await observer.runner.one(index.sweep(KEYS, max_buckets=256, grace_ms=0))
         await eventually(observer.overlaps, lambda o: o == {2: held})
         assert await redis.hgetall(KEYS["current"]) == {b"w0:0": b"2"}
         # What happens from now on is published under the new incarnation.
@@ -267,9 +270,11 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         )
         assert made is None
         await observer.lapse(Incarnation(1))
-        await eventually(observer.live, lambda live: live == {2: "w0:0"})
+        # Routers sweep all the time.
+        assert (await observer.runner.one(index.sweep(KEYS, 256, grace_ms=5000))).retired == 0
+        await eventually(observer.live, lambda live: live == {1: "w0:0"})
         loads = (await observer.runner.one(reservations.loads(KEYS))).loads
-        assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {2: (1, 7)}
+        assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {1: (1, 7)}
         assert await observer.runner.one(reservations.release(KEYS, "req-1"))
 
 

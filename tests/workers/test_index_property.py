@@ -227,7 +227,7 @@ async def step(world: World, name: str, *args: object) -> None:
         case ("resync",):
             await world.resync(worker)
         case ("sweep",):
-            await world.runner.one(index.sweep(KEYSPACE, args[0]))  # type: ignore[arg-type]
+            await world.runner.one(index.sweep(KEYSPACE, args[0], 0))  # type: ignore[arg-type]
         case ("check",):
             await world.check_exact()
 
@@ -242,7 +242,7 @@ async def play(url: str, steps: list[tuple[object, ...]]) -> None:
             await step(world, *one)  # type: ignore[arg-type]
         await world.check_exact()
         for _ in range(20):
-            await world.runner.one(index.sweep(KEYSPACE, 4))
+            await world.runner.one(index.sweep(KEYSPACE, 4, 0))
         await world.check_exact()
         live = {worker.incarnation for worker in world.workers}
         assert await owners_left(redis) <= live
