@@ -329,6 +329,8 @@ def _routed(decision: Decision) -> dict[str, Any]:
         "reserved": decision.reserved,
     }
     if decision.candidates:
+        answer["tied"] = decision.tied
+        answer["tries"] = decision.tries
         answer["candidates"] = [_candidate(c) for c in decision.candidates]
     return answer
 

@@ -114,6 +114,12 @@ class Routed(BaseModel):
     policy: str
     degraded: bool = Field(description="decided without Redis, by the last loads seen")
     reserved: bool
+    tied: bool | None = Field(
+        default=None, description="with explain: several shared the lowest cost, one was drawn"
+    )
+    tries: int | None = Field(
+        default=None, description="with explain: more than one, if another replica was first"
+    )
     candidates: list[CandidateModel] | None = None
 
 

@@ -257,6 +257,7 @@ async def test_explain_shows_what_the_decision_saw_before_it_reserved(
 ) -> None:
     await two.occupy("w2", "a", blocks=5)
     answer = await routed(client, policy="blocks", explain=True)
+    assert (answer["tied"], answer["tries"]) == (False, 1)
     w1, w2 = answer["candidates"]
     # 10 / 4 - 2 cached blocks to prefill, and 3 blocks in use: 0.5 + 3.
     assert (w1["active_requests"], w1["active_blocks"], w1["prefill_tokens"]) == (0, 0, 0)
