@@ -354,7 +354,8 @@ class Router:
         for plan, reply in zip(plans, replies, strict=True):
             if reply is not None:
                 self.telemetry.conflicts.labels(reply.reason).inc()
-                overtaken.add(plan.incarnation)
+                if reply.reason == "changed":
+                    overtaken.add(plan.incarnation)
                 left.append(plan.pending)
                 last = reply
                 continue
