@@ -120,6 +120,8 @@ class Fleet:
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._measured: dict[Incarnation, Measured] = {}
         self._created_ms: int | None = None
+        self.shards: int | None = None
+        """Of the namespace's index; None: not seen yet."""
 
     @property
     def block_size(self) -> int | None:
@@ -134,6 +136,7 @@ class Fleet:
         """
         if snapshot.created_ms is not None:
             self._forget_if_made_anew(snapshot.created_ms)
+            self.shards = snapshot.shards
         missing = [inc for inc in snapshot.loads if inc not in self._infos]
         if missing:
             await self._learn(missing)

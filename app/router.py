@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from app.core import index, matching, reservations
+from app.core import index, leases, matching, reservations
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
@@ -49,6 +49,8 @@ blocks are forgotten. Until then it is only not routed to."""
 SWEEP_BUCKETS = 8
 """A step of the sweep then takes Redis about a millisecond."""
 SWEEP_PAUSE_S = 0.005
+SCRUB_INTERVAL_MS = 300_000
+"""What nobody's death explains is looked for so often: about 20 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
 
 
@@ -142,6 +144,7 @@ class Router:
         self._runner = runner
         self._keyspace = keyspace
         self._settings = settings
+        self._loads = reservations.loads(keyspace)
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._rng = np.random.default_rng(settings.seed)
         self._turn = 0
@@ -184,7 +187,7 @@ class Router:
     async def refresh(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
         with self._timed("look_up"):
-            snapshot = await self._runner.one(reservations.loads(self._keyspace))
+            snapshot = await self._runner.one(self._loads)
         return await self.fleet.view(snapshot)
 
     async def prefill_complete(self, request_id: str) -> bool:
@@ -253,16 +256,23 @@ class Router:
 
     async def _look_up(self, batch: list[_Pending]) -> View:
         """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each."""
-        with self._timed("look_up"):
-            overlaps, snapshot = await matching.match(
-                self._runner,
-                self._keyspace,
-                [pending.request.chain for pending in batch],
-                first=reservations.loads(self._keyspace),
-            )
+        while True:
+            shards = self.fleet.shards or (await self._runner.one(self._loads)).shards or 1
+            with self._timed("look_up"):
+                overlaps, snapshot = await matching.match(
+                    self._runner,
+                    self._keyspace,
+                    [pending.request.chain for pending in batch],
+                    shards,
+                    first=self._loads,
+                )
+            view = await self.fleet.view(snapshot)
+            # Otherwise the namespace was made anew, and the blocks lie elsewhere.
+            if snapshot.shards == shards:
+                break
         for pending, found in zip(batch, overlaps, strict=True):
             pending.overlaps = found
-        return await self.fleet.view(snapshot)
+        return view
 
     def _plan_all(self, waiting: list[_Pending], view: View) -> list[_Plan]:
         """Decide one after another; answer those who get no worker or want no reservation."""
@@ -390,25 +400,58 @@ class Router:
     async def _maintain(self) -> None:
         """Expire reservations, retire lapsed leases, sweep what the dead left: every replica a
         little, so that it does not matter which of them live."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._maintain_workers())
+            tasks.create_task(self._maintain_index())
+
+    async def _maintain_workers(self) -> None:
         calls = (
             reservations.expire(self._keyspace, EXPIRE_LIMIT),
-            index.sweep(self._keyspace, SWEEP_BUCKETS, RETIRE_GRACE_MS),
+            self._loads,
+            leases.lapse(self._keyspace, RETIRE_GRACE_MS),
         )
         while True:
-            pause = MAINTENANCE_INTERVAL_S
             orphans = list(islice(self._orphans, EXPIRE_LIMIT))
             releases = [reservations.release(self._keyspace, orphan) for orphan in orphans]
             try:
-                expired, step, *_ = await self._runner.run([*calls, *releases])
+                expired, snapshot, *_ = await self._runner.run([*calls, *releases])
                 for _ in orphans:
                     self._orphans.popleft()
                 self.telemetry.reservations.labels("expired").inc(expired)
-                if step.buckets_left:
-                    pause = SWEEP_PAUSE_S
-            except RedisUnavailable as error:
+                await self.fleet.view(snapshot)
+            except (RedisUnavailable, NamespaceMissing) as error:
                 log.debug("maintenance: %s", error)
             if self.fleet.last_view is not None:
                 self.fleet.forget_except(self.fleet.last_view.incarnations)
+            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+
+    async def _maintain_index(self) -> None:
+        """Sweep all shards in steps.
+
+        Which incarnations are over is asked after a shard has named those that may write to it:
+        they registered before, so one that is then unknown is gone for good.
+        """
+        lost: list[Incarnation] = []
+        while True:
+            pause = MAINTENANCE_INTERVAL_S
+            try:
+                steps = await self._runner.run(
+                    [
+                        index.sweep(
+                            self._keyspace.of_shard(shard),
+                            lost,
+                            max_buckets=SWEEP_BUCKETS,
+                            scrub_ms=SCRUB_INTERVAL_MS,
+                        )
+                        for shard in range(self.fleet.shards or 0)
+                    ]
+                )
+                writers = {inc for step in steps for inc in step.writers}
+                lost = await self._runner.one(leases.absent(self._keyspace, writers))
+                if any(step.buckets_left for step in steps):
+                    pause = SWEEP_PAUSE_S
+            except RedisUnavailable as error:
+                log.debug("sweep: %s", error)
             await asyncio.sleep(pause)
 
     def _count(self, decision: Decision) -> None:

@@ -38,6 +38,7 @@ PREFIX_BLOCKS = 100
 SUFFIX_BLOCKS = 20
 BLOCK_SIZE = 16
 KEYS = Keyspace("bench-burst")
+SHARD = KEYS.of_shard(0)
 NONCE = "bench"
 LEASE_TTL_MS = 3_600_000
 
@@ -55,8 +56,9 @@ class Owners:
             runner = ScriptRunner(redis, timeout_s=5.0)
             for i in range(NUM_WORKERS):
                 info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", BLOCK_SIZE, 25_000, 256)
-                made = await runner.one(
-                    leases.register(KEYS, info, NONCE, ttl_ms=LEASE_TTL_MS, bucket_bits=8)
+                made = await runner.one(leases.register(KEYS, info, NONCE, ttl_ms=LEASE_TTL_MS))
+                assert await runner.one(
+                    index.open_shard(SHARD, made.incarnation, NONCE, bucket_bits=8)
                 )
                 self._incarnations.append(made.incarnation)
 
@@ -67,7 +69,7 @@ class Owners:
         changes = [(block, Tier.DEVICE) for block in chain]
         async with connect(self._redis_url) as redis:
             applied = await ScriptRunner(redis, timeout_s=5.0).one(
-                index.apply(KEYS, self._incarnations[worker], NONCE, self._seqs[worker], changes)
+                index.apply(SHARD, self._incarnations[worker], NONCE, self._seqs[worker], changes)
             )
         assert applied
 

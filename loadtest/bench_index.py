@@ -47,8 +47,10 @@ class Fleet:
             info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, blocks, 256)
             bits = index.bucket_bits_for(blocks)
             made = await self._runner.one(
-                leases.register(self._keyspace, info, "bench", ttl_ms=3_600_000, bucket_bits=bits)
+                leases.register(self._keyspace, info, "bench", ttl_ms=3_600_000)
             )
+            shard = self._keyspace.of_shard(0)
+            assert await self._runner.one(index.open_shard(shard, made.incarnation, "bench", bits))
             self._seqs[made.incarnation] = 0
 
     async def fill(self, blocks: int) -> None:
@@ -73,7 +75,9 @@ class Fleet:
         for at in range(0, len(blocks), BATCH):
             self._seqs[inc] += 1
             changes = [(block, tier) for block in blocks[at : at + BATCH]]
-            calls.append(index.apply(self._keyspace, inc, "bench", self._seqs[inc], changes))
+            calls.append(
+                index.apply(self._keyspace.of_shard(0), inc, "bench", self._seqs[inc], changes)
+            )
         assert all(await self._runner.run(calls))
 
     def _hashes(self, count: int) -> list[SequenceHash]:

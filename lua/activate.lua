@@ -1,10 +1,10 @@
 -- activate: switch a worker over to its staged incarnation, in one step.
 --
--- KEYS[1] current       hash   worker -> inc
--- KEYS[2] leases        zset   inc -> expiry, ms
--- KEYS[3] applied       hash   inc -> "<seq> <nonce>"
--- KEYS[4] load          hash   inc -> load
--- KEYS[5] dead          set    inc
+-- KEYS[1] workers       hash   inc -> info
+-- KEYS[2] current       hash   worker -> inc
+-- KEYS[3] leases        zset   inc -> expiry, ms
+-- KEYS[4] writers       hash   inc -> nonce
+-- KEYS[5] load          hash   inc -> load
 -- KEYS[6] reservations  hash   request_id -> inc
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
@@ -16,18 +16,23 @@
 --          0            the incarnation is lost, or another process has taken the worker over:
 --                       register again
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
-local current, leases, applied, load, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
+-- @include clock
 -- @include writer
+-- @include load
+-- @include request
 -- @include retire
+-- @include recount
 -- @include activate
 
 local old = redis.call('HGET', current, worker)
-if writer_of(inc) ~= nonce or (old and writer_of(old) ~= nonce) then
+local old_writer = old and writer_of(old)
+if writer_of(inc) ~= nonce or (old_writer and old_writer ~= nonce) then
   return 0
 end
 if old ~= inc then
-  activate(worker, inc, true)
+  activate(worker, inc, true, now_ms())
 end
 return 1

@@ -5,7 +5,7 @@
 -- bisecting for the changes misses nothing, and a chain may be any selection of a prompt's blocks
 -- in order. Lua hashes an argument byte by byte, 1.2 ns each, used or not: send few hashes.
 --
--- KEYS[1] meta     hash    bucket_bits
+-- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still lie about
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
 -- ARGV[1...]       str     three a chain: its sequence hashes, 16 hex digits each; the owners of
@@ -14,15 +14,12 @@
 -- Returns  {{end_1, owners_1, end_2, owners_2, ...}, ...}   for each chain: owners_k hold the
 --                          positions after end_(k-1) up to end_k, counted from 1; nobody holds
 --                          what follows
---          nil             there is no such namespace
 -- Cost     O(chains * runs * log blocks). Reads only.
-local meta, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
+local shard, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 -- @include bucket
 
-local bits = redis.call('HGET', meta, 'bucket_bits')
-if not bits then
-  return false
-end
+-- Without it the shard is empty: nobody has published, or Redis lost it.
+local bits = redis.call('HGET', shard, 'bucket_bits') or '1'
 local bucket_name = bucket_namer(tonumber(bits))
 local gone = redis.call('SMEMBERS', dead)
 
@@ -33,6 +30,10 @@ for _, inc in ipairs(gone) do
   is_gone[inc] = true
 end
 local function living(owners)
+  if owners.err then
+    -- Somebody made the bucket into another type of key.
+    return false
+  end
   owners = string.gsub(owners, '(%d+)%a', function(inc)
     return is_gone[inc] and '' or nil
   end)
@@ -41,8 +42,8 @@ end
 
 local function owners_at(chain, position)
   local hash = string.sub(chain, position * 16 - 15, position * 16)
-  local owners = redis.call('HGET', blocks_prefix .. bucket_name(hash), hash)
-  if owners and #gone > 0 then
+  local owners = redis.pcall('HGET', blocks_prefix .. bucket_name(hash), hash)
+  if owners and #gone > 0 or type(owners) == 'table' then
     return living(owners)
   end
   return owners

@@ -21,8 +21,8 @@ if not inc then
   return 0
 end
 local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
-if request.state == 'p' then
-  local l = parse_load(redis.call('HGET', load, inc))
+local l = parse_load(redis.call('HGET', load, inc))
+if request and l and request.state == 'p' then
   end_prefill(l, inc, request_id, request, now_ms())
   l.decoding = l.decoding + 1
   redis.call('HSET', load, inc, format_load(l))

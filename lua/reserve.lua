@@ -39,11 +39,10 @@ local function refuse(reason)
 end
 
 local lease = redis.call('ZSCORE', leases, inc)
-local text = redis.call('HGET', load, inc)
-if not text or not lease or tonumber(lease) <= now then
+local l = parse_load(redis.call('HGET', load, inc))
+if not l or not lease or tonumber(lease) <= now then
   return refuse('lapsed')
 end
-local l = parse_load(text)
 if l.requests >= max_requests then
   return refuse('full')
 end

@@ -1,10 +1,10 @@
 -- retire: end an incarnation now, as its agent does when it stops.
 --
--- KEYS[1] current       hash   worker -> inc
--- KEYS[2] leases        zset   inc -> expiry, ms
--- KEYS[3] applied       hash   inc -> "<seq> <nonce>"
--- KEYS[4] load          hash   inc -> load
--- KEYS[5] dead          set    inc
+-- KEYS[1] workers       hash   inc -> info
+-- KEYS[2] current       hash   worker -> inc
+-- KEYS[3] leases        zset   inc -> expiry, ms
+-- KEYS[4] writers       hash   inc -> nonce
+-- KEYS[5] load          hash   inc -> load
 -- KEYS[6] reservations  hash   request_id -> inc
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
@@ -15,7 +15,7 @@
 -- Returns  1
 --          0            it was over already
 -- Cost     O(log workers + its requests). Writes. Safe to retry.
-local current, leases, applied, load, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
 -- @include writer

@@ -1,61 +1,57 @@
--- sweep: retire incarnations whose lease lapsed some time ago, and take one bounded step in removing what dead
--- ones left in the index. Any number of callers may take steps; each goes on where the last ended.
+-- sweep: one bounded step in removing what dead incarnations left in a shard. Any number of
+-- callers may take steps; each goes on where the last ended.
 --
--- KEYS[1] meta          hash   bucket_bits
--- KEYS[2] workers       hash   inc -> info
--- KEYS[3] current       hash   worker -> inc
--- KEYS[4] leases        zset   inc -> expiry, ms
--- KEYS[5] applied       hash   inc -> "<seq> <nonce>"
--- KEYS[6] load          hash   inc -> load
--- KEYS[7] dead          set    inc
--- KEYS[8] sweep         hash   cursor, targets of the pass under way
--- KEYS[9] reservations  hash   request_id -> inc
--- KEYS[10] expiry       zset   request_id -> expiry, ms
--- KEYS[11] requests:    hashes inc -> its requests
--- KEYS[12] prefills:    lists  inc -> its requests still prefilling
--- KEYS[13] blocks:      hashes bucket -> sequence hash -> owners
+-- An entry may stay only while `applied` names its incarnation, as nobody publishes here without.
+-- So a pass also removes what Redis kept by mistake; one runs every scrub_ms, dead or none.
+--
+-- KEYS[1] shard         hash   bucket_bits, swept_ms
+-- KEYS[2] applied       hash   inc -> "<seq> <nonce>"
+-- KEYS[3] dead          set    inc
+-- KEYS[4] sweep         hash   cursor, targets of the pass under way
+-- KEYS[5] blocks:       hashes bucket -> sequence hash -> owners
 -- ARGV[1] max_buckets   int    looked through in this step
--- ARGV[2] grace_ms      int    a lease that lapsed less long ago may still be renewed: nobody is
---                              routed there meanwhile, but its requests and blocks are kept
--- Returns  {retired, removed, buckets_left}   leases retired and entries removed in this step;
---                       0 left: nothing to sweep
--- Cost     O(max_buckets * blocks per bucket), and at most 16 retirements. Writes. Safe to retry.
-local meta, workers, current, leases, applied = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local load, dead, sweep, reservations, expiry = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local requests_prefix, prefills_prefix, blocks_prefix = KEYS[11], KEYS[12], KEYS[13]
-local max_buckets, grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+-- ARGV[2] scrub_ms      int    > 0
+-- ARGV[3...] lost       int    inc that may write no more
+-- Returns  {removed, buckets_left, {inc, ...}}   entries removed; 0 left: no pass is under way;
+--                              the incarnations that may write
+-- Cost     O(max_buckets * blocks per bucket + incarnations). Writes. Safe to retry.
+local shard, applied, dead, sweep, blocks_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local max_buckets, scrub_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include bucket
--- @include retire
 
-local too_late = string.format('%d', now_ms() - grace_ms)
-local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)
-for _, inc in ipairs(lapsed) do
-  retire(inc)
-  local info = redis.call('HGET', workers, inc)
-  local worker = info and cjson.decode(info).worker
-  if worker and redis.call('HGET', current, worker) == inc then
-    redis.call('HDEL', current, worker)
+for i = 3, #ARGV do
+  if redis.call('HDEL', applied, ARGV[i]) == 1 then
+    redis.call('SADD', dead, ARGV[i])
   end
 end
+local writers = redis.call('HKEYS', applied)
+local bits, swept_ms = unpack(redis.call('HMGET', shard, 'bucket_bits', 'swept_ms'))
+if not bits then
+  return {0, 0, writers}
+end
 
-local bits = redis.call('HGET', meta, 'bucket_bits')
+local now = now_ms()
 local cursor, targets = unpack(redis.call('HMGET', sweep, 'cursor', 'targets'))
-if not targets then
+if not cursor then
+  if redis.call('EXISTS', dead) == 0 and swept_ms and now - swept_ms < scrub_ms then
+    return {0, 0, writers}
+  end
   cursor, targets = 0, table.concat(redis.call('SMEMBERS', dead), ' ')
 end
-if not bits or targets == '' then
-  return {#lapsed, 0, 0}
-end
 
-local is_target = {}
-for inc in string.gmatch(targets, '%d+') do
-  is_target[inc] = true
+local is_writer = {}
+for _, inc in ipairs(writers) do
+  is_writer[inc] = true
 end
-local function without_targets(owners)
-  return (string.gsub(owners, '(%d+)%a', function(inc)
-    return is_target[inc] and '' or nil
-  end))
+local function of_writers(owners)
+  local kept = {}
+  for inc, tier in string.gmatch(owners, '(%d+)([dhk])') do
+    if is_writer[inc] then
+      kept[#kept + 1] = inc .. tier
+    end
+  end
+  return table.concat(kept)
 end
 
 local count = 2 ^ bits
@@ -63,9 +59,12 @@ local stop = math.min(cursor + max_buckets, count)
 local removed = 0
 for bucket = cursor, stop - 1 do
   local key = blocks_prefix .. bucket_at(bits, bucket)
-  local entries = redis.call('HGETALL', key)
+  local entries = redis.pcall('HGETALL', key)
+  if entries.err then
+    redis.call('DEL', key)
+  end
   for i = 1, #entries, 2 do
-    local owners = without_targets(entries[i + 1])
+    local owners = of_writers(entries[i + 1])
     if owners ~= entries[i + 1] then
       removed = removed + 1
       if owners == '' then
@@ -82,13 +81,11 @@ if left > 0 then
   redis.call('HSET', sweep, 'cursor', string.format('%d', stop), 'targets', targets)
 else
   redis.call('DEL', sweep)
-  for inc in pairs(is_target) do
+  for inc in string.gmatch(targets, '%d+') do
     redis.call('SREM', dead, inc)
-    redis.call('HDEL', workers, inc)
   end
-  if redis.call('EXISTS', dead) == 1 then
-    -- Who died during this pass is left to the next one.
-    left = count
-  end
+  redis.call('HSET', shard, 'swept_ms', string.format('%d', now))
+  -- Who died during this pass is left to the next one.
+  left = redis.call('EXISTS', dead) * count
 end
-return {#lapsed, removed, left}
+return {removed, left, writers}

@@ -18,6 +18,7 @@ from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
 
 NAMESPACE = "test"
 KEYS = Keyspace(NAMESPACE)
+SHARD = KEYS.of_shard(0)
 BLOCK_SIZE = 4
 TTL_MS = 60_000
 
@@ -51,8 +52,10 @@ class FakeWorkers:
             kv_total_blocks=kv_total_blocks,
             max_requests=max_requests,
         )
-        call = leases.register(KEYS, info, f"nonce-{name}", ttl_ms=TTL_MS, bucket_bits=4)
+        nonce = f"nonce-{name}"
+        call = leases.register(KEYS, info, nonce, ttl_ms=TTL_MS)
         incarnation = (await self._runner.one(call)).incarnation
+        assert await self._runner.one(index.open_shard(SHARD, incarnation, nonce, 4))
         self._workers[key] = FakeWorker(info, incarnation)
         return incarnation
 
@@ -69,7 +72,7 @@ class FakeWorkers:
         _, chain = compute_hashes(tokens, BLOCK_SIZE, seed=seed_for(lora_name))
         worker.batches += 1
         changes = [(block, tier) for block in chain]
-        call = index.apply(KEYS, worker.incarnation, f"nonce-{name}", worker.batches, changes)
+        call = index.apply(SHARD, worker.incarnation, f"nonce-{name}", worker.batches, changes)
         assert await self._runner.one(call)
 
     async def report(

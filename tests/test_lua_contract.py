@@ -28,7 +28,7 @@ GIVEN = set(
         r"\w+",
         """
         and break do else elseif end false for function if in local nil not or repeat return then
-        true until while ipairs pairs tonumber tostring unpack math string table
+        true until while error ipairs pairs pcall tonumber tostring type unpack math string table
         ARGV KEYS cjson redis
         """,
     )
@@ -67,7 +67,7 @@ def used(name: str, kind: str) -> set[int]:
 def wants(lib: str) -> tuple[set[str], set[str]]:
     """Locals and libs that a lib says it wants."""
     head = header(raw(f"lib/{lib}")).replace("\n-- ", " ")
-    found = re.search(r"Wants locals: ([\w, ]+)(?:; and lib ([\w, ]+))?\.", head)
+    found = re.search(r"Wants locals: ([\w, ]+)(?:; and libs? ([\w, ]+))?\.", head)
     if not found:
         return set(), set()
     return set(found[1].split(", ")), set(found[2].split(", ")) if found[2] else set()

@@ -36,14 +36,23 @@ BATCH_BLOCKS = 256
 """Changes per script run: under a millisecond of Redis's time."""
 BATCHES_IN_FLIGHT = 8
 METRICS_TIMEOUT_S = 1.0
+AUDIT_INTERVAL_S = 2.0
+AUDIT_BLOCKS = 256
+"""Looked at every AUDIT_INTERVAL_S, half a millisecond of Redis's time: a pool of 25,000 blocks
+every 200 s, so that what somebody spoilt in Redis does not stay so."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """lease_ttl_s: the worker is routed to for so long after its last sign of life."""
+    """lease_ttl_s: the worker is routed to for so long after its last sign of life.
+
+    index_blocks: unique blocks that the namespace is laid out for, and shards of its index: both
+    count only where the namespace is new.
+    """
 
     lease_ttl_s: float
-    bucket_bits: int
+    index_blocks: int
+    shards: int = 1
 
 
 class Agent:
@@ -63,13 +72,16 @@ class Agent:
         self._runner = runner
         self._keyspace = keyspace
         self._ttl_ms = round(settings.lease_ttl_s * 1000)
-        self._bucket_bits = settings.bucket_bits
+        self._index_blocks = settings.index_blocks
+        self._shards = settings.shards
         self._measure = measure
         self._nonce = secrets.token_hex(4)
         self._ownership = Ownership()
-        self._seq = 0
+        self._seqs: list[int] = []
+        """Number of the last batch sent to each shard."""
         self._staged: Incarnation | None = None
         self._lost = False
+        self._audit_due = False
         self._wake = asyncio.Event()
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
@@ -83,8 +95,7 @@ class Agent:
 
         Waits for Redis as long as it takes. Raises NamespaceMismatch.
         """
-        registration = await self._insist(self._register(resync=False))
-        self.incarnation = registration.incarnation
+        self.incarnation = (await self._register(resync=False)).incarnation
         log.info("%s registered as incarnation %d", self.info.key, self.incarnation)
 
     async def run(self) -> None:
@@ -92,6 +103,7 @@ class Agent:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_lease())
             tasks.create_task(self._publish())
+            tasks.create_task(self._audit())
             tasks.create_task(self._publish_metrics())
 
     async def stop(self) -> None:
@@ -105,15 +117,37 @@ class Agent:
         except RedisUnavailable as error:
             log.warning("%s could not retire (its lease will lapse): %s", self.info.key, error)
 
-    def _register(self, *, resync: bool) -> Call[leases.Registration]:
-        return leases.register(
+    async def _register(self, *, resync: bool) -> leases.Registration:
+        """A new incarnation, which may publish in every shard, with nothing published."""
+        call = leases.register(
             self._keyspace,
             self.info,
             self._nonce,
             ttl_ms=self._ttl_ms,
-            bucket_bits=self._bucket_bits,
+            shards=self._shards,
             resync=resync,
         )
+        while True:
+            registration = await self._insist(call)
+            shards = registration.shards
+            bits = index.bucket_bits_for(self._index_blocks // shards)
+            opened = await self._insist_all(
+                [
+                    index.open_shard(
+                        self._keyspace.of_shard(n), registration.incarnation, self._nonce, bits
+                    )
+                    for n in range(shards)
+                ]
+            )
+            if all(opened):
+                self._seqs = [0] * shards
+                self._ownership.forget(shards)
+                return registration
+            log.warning(
+                "%s: %d is another's number; registering again",
+                self.info.key,
+                registration.incarnation,
+            )
 
     async def _insist(self, call: Call[T]) -> T:
         """The answer to a call that may safely run twice, however long Redis takes."""
@@ -141,9 +175,7 @@ class Agent:
             await asyncio.sleep(due - loop.time())
             held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
             try:
-                renewed = await self._runner.run(
-                    [leases.renew(self._keyspace, i, self._nonce, self._ttl_ms) for i in held]
-                )
+                renewed = await self._runner.run([self._renew(inc) for inc in held])
             except RedisUnavailable as error:
                 log.warning("%s: lease not renewed: %s", self.info.key, error)
                 continue
@@ -151,6 +183,23 @@ class Agent:
                 log.warning("%s: incarnation %d lapsed", self.info.key, held[0])
                 self._lost = True
                 self._wake.set()
+
+    def _renew(self, inc: Incarnation) -> Call[bool]:
+        return leases.renew(
+            self._keyspace,
+            self.info,
+            inc,
+            self._nonce,
+            ttl_ms=self._ttl_ms,
+            staged=inc == self._staged,
+        )
+
+    async def _audit(self) -> None:
+        """Have `_publish`, which alone knows what Redis should show, look every so often."""
+        while True:
+            await asyncio.sleep(AUDIT_INTERVAL_S)
+            self._audit_due = True
+            self._wake.set()
 
     async def _publish(self) -> None:
         while True:
@@ -161,6 +210,9 @@ class Agent:
                     await self._resync()
                 elif self.incarnation is not None:
                     await self._send(self.incarnation, self._ownership.drain())
+                    if self._audit_due:
+                        self._audit_due = False
+                        await self._compare(self.incarnation)
             except IncarnationLost as error:
                 log.warning("%s: %s; resyncing", self.info.key, error)
                 self._lost = True
@@ -169,10 +221,8 @@ class Agent:
     async def _resync(self) -> None:
         """A new incarnation, everything under it, one switch. See lua/register.lua."""
         self.resyncs += 1
-        registration = await self._insist(self._register(resync=True))
+        registration = await self._register(resync=True)
         new = registration.incarnation
-        self._seq = 0
-        self._ownership.forget()
         if not registration.staged:
             self.incarnation = new
             await self._send(new, self._ownership.drain())
@@ -189,23 +239,49 @@ class Agent:
         self._lost = False
         log.info("%s resynced as incarnation %d", self.info.key, new)
 
-    async def _send(self, incarnation: Incarnation, changes: list[Change]) -> None:
-        """Apply `changes` in numbered batches, a few per round trip.
+    async def _send(self, incarnation: Incarnation, changes: dict[int, list[Change]]) -> None:
+        """Apply `changes` in numbered batches, a few per round trip, to all shards at once.
 
         A round trip that failed half-way is sent again whole: what was applied is recognised by
         its number. Raises IncarnationLost when a batch is refused.
         """
+        async with asyncio.TaskGroup() as tasks:
+            sent = [
+                tasks.create_task(self._send_to(shard, incarnation, of_shard))
+                for shard, of_shard in changes.items()
+            ]
+        if not all(task.result() for task in sent):
+            raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
+
+    async def _send_to(self, shard: int, incarnation: Incarnation, changes: list[Change]) -> bool:
+        """False: a batch was refused, and the rest not sent."""
+        keyspace = self._keyspace.of_shard(shard)
         for group in _batched(_batched(changes, BATCH_BLOCKS), BATCHES_IN_FLIGHT):
-            first = self._seq + 1
             calls = [
-                index.apply(self._keyspace, incarnation, self._nonce, seq, batch)
-                for seq, batch in enumerate(group, first)
+                index.apply(keyspace, incarnation, self._nonce, seq, batch)
+                for seq, batch in enumerate(group, self._seqs[shard] + 1)
             ]
             if not all(await self._insist_all(calls)):
-                raise IncarnationLost(
-                    f"incarnation {incarnation}: a batch from {first} was refused"
-                )
-            self._seq += len(calls)
+                return False
+            self._seqs[shard] += len(calls)
+        return True
+
+    async def _compare(self, incarnation: Incarnation) -> None:
+        """Look whether Redis shows what was published. Raises IncarnationLost if it does not."""
+        entries = self._ownership.next_to_audit(AUDIT_BLOCKS)
+        calls = [
+            index.audit(
+                self._keyspace.of_shard(shard),
+                incarnation,
+                self._nonce,
+                seq,
+                entries.get(shard, ()),
+            )
+            for shard, seq in enumerate(self._seqs)
+        ]
+        missing = await self._insist_all(calls)
+        if any(missing):
+            raise IncarnationLost(f"incarnation {incarnation}: missing in Redis: {missing}")
 
     async def _publish_metrics(self) -> None:
         """The latest value only: a tick that Redis does not take is not made up for."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
-from app.core.index import bucket_bits_for
 from app.core.keys import Keyspace
 from app.core.metrics import ForwardPassMetrics, Speed
 from app.core.redis import connect
@@ -89,5 +88,5 @@ async def _agent(settings: WorkerSettings, runner: EngineRunner, scripts: Script
         return runner.metrics(), runner.speed()
 
     capacity = settings.index_blocks or CAPACITY_WORKERS * (device_blocks + host_blocks)
-    agent_settings = AgentSettings(settings.lease_ttl_s, bucket_bits_for(capacity))
+    agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)
     return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import itemgetter
+from typing import NamedTuple
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
-from app.core.index import Change
+from app.core.index import Change, shard_of
 from app.core.types import SequenceHash, Tier
 
 
 class _Node:
     """A block that is held, or a hole: the missing ancestor of one that is."""
 
-    __slots__ = ("children", "depth", "held", "linked", "parent", "published")
+    __slots__ = ("children", "depth", "held", "linked", "parent", "published", "root")
 
     def __init__(self) -> None:
         self.parent: SequenceHash | None = None
@@ -29,10 +30,18 @@ class _Node:
         self.published: Tier | None = None
         self.depth = 0
         """Blocks before it in its chain; right whenever the block is published."""
+        self.root: SequenceHash | None = None
+        """First block of its chain; right whenever the block is published."""
+
+
+class _Told(NamedTuple):
+    tier: Tier
+    depth: int
+    shard: int
 
 
 class Ownership:
-    """Turns cache events into the changes that Redis must be told, coalesced.
+    """Turns cache events into the changes that the shards of the index must be told, coalesced.
 
     What waits is bounded by twice the blocks of the engine, however long Redis is away: a block
     stored and removed while waiting costs nothing.
@@ -40,8 +49,10 @@ class Ownership:
 
     def __init__(self) -> None:
         self._nodes: dict[SequenceHash, _Node] = {}
-        self._told: dict[SequenceHash, tuple[Tier, int]] = {}
+        self._shards = 1
+        self._told: dict[SequenceHash, _Told] = {}
         self._pending: dict[SequenceHash, int] = {}
+        self._audit: list[SequenceHash] = []
 
     @property
     def num_pending(self) -> int:
@@ -65,33 +76,56 @@ class Ownership:
                 case Cleared():
                     self._clear()
 
-    def drain(self) -> list[Change]:
-        """All changes since the last drain, in an order that may be cut into batches anywhere.
+    def next_to_audit(self, count: int) -> dict[int, list[Change]]:
+        """The next `count` blocks, in turn, as Redis should show them, by shard."""
+        if not self._audit:
+            self._audit = list(self._told)
+        blocks, self._audit = self._audit[-count:], self._audit[:-count]
+        entries: dict[int, list[Change]] = {}
+        for block in blocks:
+            told = self._told.get(block)
+            if told:
+                entries.setdefault(told.shard, []).append((block, told.tier))
+        return entries
+
+    def drain(self) -> dict[int, list[Change]]:
+        """All changes since the last drain by shard, in an order that may be cut into batches
+        anywhere.
 
         Removals and moves to a slower tier come first, from the leaves inward; stores and moves
         to a faster tier follow, from the root outward. So the invariant holds after each change.
         """
-        slower: list[tuple[int, Change]] = []
-        faster: list[tuple[int, Change]] = []
+        slower: list[tuple[int, int, Change]] = []
+        faster: list[tuple[int, int, Change]] = []
         for block, depth in self._pending.items():
             node = self._nodes.get(block)
             tier = node.published if node else None
             told = self._told.get(block)
-            if tier is None or (told and tier > told[0]):
-                slower.append((depth, (block, tier)))
-            else:
-                faster.append((depth, (block, tier)))
             if tier is None:
+                assert told is not None
+                slower.append((depth, told.shard, (block, None)))
                 del self._told[block]
-            else:
-                self._told[block] = (tier, depth)
+                continue
+            assert node is not None
+            assert node.root is not None
+            shard = told.shard if told else shard_of(node.root, self._shards)
+            turns = slower if told and tier > told.tier else faster
+            turns.append((depth, shard, (block, tier)))
+            self._told[block] = _Told(tier, depth, shard)
         self._pending.clear()
         slower.sort(key=itemgetter(0), reverse=True)
         faster.sort(key=itemgetter(0))
-        return [change for _, change in slower + faster]
+        changes: dict[int, list[Change]] = {}
+        for _, shard, change in slower + faster:
+            changes.setdefault(shard, []).append(change)
+        return changes
 
-    def forget(self) -> None:
-        """Redis knows nothing of this worker (any more): the next drain tells it everything."""
+    def forget(self, shards: int = 1) -> None:
+        """Redis knows nothing of this worker (any more): the next drain tells it everything.
+
+        shards: of the index, from now on.
+        """
+        self._shards = shards
         self._told.clear()
         self._pending = {
             block: node.depth for block, node in self._nodes.items() if node.published is not None
@@ -108,7 +142,7 @@ class Ownership:
             assert node.published is None or node.depth == (parent.depth + 1 if parent else 0)
             told = self._told.get(block)
             if block not in self._pending:
-                assert node.published == (told and told[0]), f"{block:016x} was never told"
+                assert node.published == (told and told.tier), f"{block:016x} was never told"
         assert all(b in self._nodes or b in self._pending for b in self._told)
 
     def _store(self, event: Stored) -> None:
@@ -150,7 +184,7 @@ class Ownership:
 
     def _clear(self) -> None:
         self._nodes.clear()
-        self._pending = {block: depth for block, (_, depth) in self._told.items()}
+        self._pending = {block: told.depth for block, told in self._told.items()}
 
     def _tier(self, node: _Node) -> Tier | None:
         if not node.held:
@@ -171,10 +205,11 @@ class Ownership:
             if tier == node.published:
                 continue
             node.published = tier
-            if tier is not None and node.parent is not None:
-                node.depth = self._nodes[node.parent].depth + 1
+            if tier is not None:
+                above = None if node.parent is None else self._nodes[node.parent]
+                node.depth, node.root = (above.depth + 1, above.root) if above else (0, block)
             told = self._told.get(block)
-            if tier == (told and told[0]):
+            if tier == (told and told.tier):
                 self._pending.pop(block, None)
             else:
                 self._pending[block] = node.depth

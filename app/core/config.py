@@ -151,6 +151,11 @@ class WorkerSettings(CommonSettings):
         "none: 16 times this worker's pool.",
         POSITIVE,
     )
+    index_shards: int = setting(
+        1,
+        "Shards of the namespace's index; counts when its first worker registers.",
+        click.IntRange(1, 1024),
+    )
 
     def resolved_id(self) -> str:
         return self.worker_id or socket.gethostname()

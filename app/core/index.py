@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from app.core.keys import Keyspace
 from app.core.scripts import Call, call
@@ -14,6 +15,7 @@ BLOCKS_PER_BUCKET = 32
 """So many keep a bucket a listpack that is read fast, and its key a small part of its size."""
 
 TIER_LETTER = {Tier.DEVICE: "d", Tier.HOST: "h", Tier.DISK: "k"}
+_LETTER_OR_DASH = {tier: TIER_LETTER[tier] if tier is not None else "-" for tier in (None, *Tier)}
 TIER_OF_LETTER = {letter.encode(): tier for tier, letter in TIER_LETTER.items()}
 
 Change = tuple[SequenceHash, Tier | None]
@@ -22,11 +24,12 @@ Change = tuple[SequenceHash, Tier | None]
 
 @dataclass(frozen=True, slots=True)
 class SweepStep:
-    """What one step of the sweep did. buckets_left: 0 when nothing is left to sweep."""
+    """What one step of the sweep did. buckets_left: 0 when nothing is left to sweep.
+    writers: the incarnations that may publish in the shard."""
 
-    retired: int
     removed: int
     buckets_left: int
+    writers: list[Incarnation]
 
 
 def bucket_bits_for(capacity_blocks: int) -> int:
@@ -35,8 +38,23 @@ def bucket_bits_for(capacity_blocks: int) -> int:
     return min(24, max(1, bits))
 
 
+def shard_of(root: SequenceHash, shards: int) -> int:
+    """The shard of all chains that begin with the block `root`."""
+    return root % shards
+
+
+def open_shard(
+    shard: Keyspace, incarnation: Incarnation, nonce: str, bucket_bits: int
+) -> Call[bool]:
+    """Let an incarnation publish in a shard. False: its number is not free there; register again.
+
+    bucket_bits counts only where the shard is new.
+    """
+    return call("open", shard, incarnation, nonce, bucket_bits, parse=bool)
+
+
 def apply(
-    keyspace: Keyspace,
+    shard: Keyspace,
     incarnation: Incarnation,
     nonce: str,
     seq: int,
@@ -47,12 +65,30 @@ def apply(
     seq: 1 for an incarnation's first batch, then one more each time; the same batch may be sent
     again with the same seq.
     """
-    text = "".join(
-        f"{'-' if tier is None else TIER_LETTER[tier]}{block:016x}" for block, tier in changes
-    )
-    return call("apply", keyspace, incarnation, nonce, seq, text, parse=bool)
+    return call("apply", shard, incarnation, nonce, seq, _text(changes), parse=bool)
 
 
-def sweep(keyspace: Keyspace, max_buckets: int, grace_ms: int) -> Call[SweepStep]:
-    """One bounded step: retire leases that lapsed `grace_ms` ago, remove what the dead left."""
-    return call("sweep", keyspace, max_buckets, grace_ms, parse=lambda reply: SweepStep(*reply))
+def audit(
+    shard: Keyspace, incarnation: Incarnation, nonce: str, seq: int, entries: Iterable[Change]
+) -> Call[int]:
+    """How many of `entries` the index does not show, after batch `seq`; -1: lost altogether."""
+    return call("audit", shard, incarnation, nonce, seq, _text(entries), parse=int)
+
+
+def _text(changes: Iterable[Change]) -> str:
+    return "".join([f"{_LETTER_OR_DASH[tier]}{block:016x}" for block, tier in changes])
+
+
+def sweep(
+    shard: Keyspace, lost: Iterable[Incarnation], *, max_buckets: int, scrub_ms: int
+) -> Call[SweepStep]:
+    """One bounded step in removing the entries of incarnations that may not publish.
+
+    lost: they may not, from now on. A pass begins where one of those is new, and every scrub_ms.
+    """
+
+    def parse(reply: list[Any]) -> SweepStep:
+        removed, buckets_left, writers = reply
+        return SweepStep(removed, buckets_left, [Incarnation(int(inc)) for inc in writers])
+
+    return call("sweep", shard, max_buckets, scrub_ms, *lost, parse=parse)

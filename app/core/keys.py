@@ -1,29 +1,24 @@
 """Every Redis key: its name, type, members, writer and lifetime. Nothing else spells a key.
 
-All keys of a namespace (one model, block size and hash settings) share a hash tag, so that a
-script may touch them together on Redis Cluster. The names are a public contract; the `1` in them
-is its version. Fields and values are text. `<inc>` is the number of an incarnation.
+A namespace is one model, block size and hash settings. Its keys share a hash tag, but for those of
+the index: these lie in shards, each with a tag of its own. A script touches the keys of one tag, so
+a namespace may be spread over a Redis Cluster. The names are a public contract; the `1` in them is
+its version. Fields and values are text. `<inc>` is the number of an incarnation.
 
     kvroute:1:{<namespace>}:...
-    meta                hash    block_size, bucket_bits, incarnations (last number given),
-                                created_ms; written by the first registration; for good
-    workers             hash    <inc> -> JSON of WorkerInfo; by register; until swept
+    meta                hash    block_size, shards, incarnations (last number given), created_ms;
+                                written by the first registration; for good
+    workers             hash    <inc> -> JSON of WorkerInfo; by register; until retired
     current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by register,
                                 activate; until retired
     leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew;
                                 until retired
-    applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by apply; until retired
+    writers             hash    <inc> -> nonce of the process that acts as it; by register; until
+                                retired
     load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks
                                 requests decoding total", integers; by register, activate and the
                                 reservation scripts; until retired. An incarnation without it is
                                 not routed to.
-    dead                set     <inc> whose blocks are not swept yet; by retire, sweep
-    sweep               hash    cursor (next bucket), targets (<inc>, space-separated); by sweep;
-                                for one pass
-    blocks:<bucket>     hash    sequence hash, 16 hex digits -> owners, "<inc><tier>..." by
-                                ascending inc, tier one of d(evice) h(ost) k (disk); bucket: the
-                                hash's top bucket_bits, in the hex digits that hold them, the
-                                rest of the last digit 0; by apply, sweep; until removed
     reservations        hash    request_id -> <inc>; by reserve; until released or expired
     expiry              zset    request_id scored by expiry, ms, Redis clock; as reservations
     requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state", state one
@@ -32,6 +27,18 @@ is its version. Fields and values are text. `<inc>` is the number of an incarnat
     metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics and
                                 Speed; by agents every METRICS_INTERVAL_S; trimmed to about
                                 METRICS_MAXLEN entries
+
+    kvroute:1:{<namespace>#<shard>}:...
+    shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass
+    applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by open, apply; until
+                                swept. Who is not in it cannot publish.
+    dead                set     <inc> whose entries are not swept yet; by sweep
+    sweep               hash    cursor (next bucket), targets (<inc>, space-separated); by sweep;
+                                for one pass
+    blocks:<bucket>     hash    sequence hash, 16 hex digits -> owners, "<inc><tier>..." by
+                                ascending inc, tier one of d(evice) h(ost) k (disk); bucket: the
+                                hash's top bucket_bits, in the hex digits that hold them, the
+                                rest of the last digit 0; by apply, sweep; until removed
 """
 
 from __future__ import annotations
@@ -48,9 +55,13 @@ METRICS_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Keyspace:
-    """The keys of one namespace. Raises ConfigError for a name that cannot be a hash tag."""
+    """The keys of one namespace, or, with `shard`, of one shard of its index.
+
+    Raises ConfigError for a name that cannot be a hash tag.
+    """
 
     namespace: str
+    shard: int | None = None
 
     def __post_init__(self) -> None:
         if not NAMESPACE.fullmatch(self.namespace):
@@ -60,4 +71,11 @@ class Keyspace:
 
     def __getitem__(self, name: str) -> str:
         """The key `name`, or for a family like `blocks:` the prefix its members share."""
-        return f"kvroute:1:{{{self.namespace}}}:{name}"
+        return f"kvroute:1:{{{self.tag}}}:{name}"
+
+    @property
+    def tag(self) -> str:
+        return self.namespace if self.shard is None else f"{self.namespace}#{self.shard}"
+
+    def of_shard(self, shard: int) -> Keyspace:
+        return Keyspace(self.namespace, shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ from app.core.types import Incarnation, WorkerInfo, WorkerKey
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """staged: not routed to until `activate`, because its predecessor still serves."""
+    """staged: not routed to until `activate`, because its predecessor still serves.
+    shards: of the namespace's index."""
 
     incarnation: Incarnation
     staged: bool
+    shards: int
 
 
 def encode_info(info: WorkerInfo) -> bytes:
@@ -53,13 +56,13 @@ def register(
     nonce: str,
     *,
     ttl_ms: int,
-    bucket_bits: int,
+    shards: int = 1,
     resync: bool = False,
 ) -> Call[Registration]:
     """Begin an incarnation. It replaces the worker's last one at once, or, with `resync` while
     that one lives, when it is activated.
 
-    nonce: tells this process from any other. bucket_bits counts only in a new namespace.
+    nonce: tells this process from any other. shards counts only in a new namespace.
     The reply's parser raises NamespaceMismatch if the namespace has another block size, and, with
     `resync`, WorkerReplaced if another process has taken `info.key` over and lives.
     """
@@ -72,7 +75,7 @@ def register(
             )
         if reply[0] == -1:
             raise WorkerReplaced(f"another process has registered as worker {info.key}")
-        return Registration(Incarnation(int(reply[1])), bool(reply[2]))
+        return Registration(Incarnation(int(reply[1])), bool(reply[2]), int(reply[3]))
 
     return call(
         "register",
@@ -82,7 +85,7 @@ def register(
         ttl_ms,
         encode_info(info),
         info.block_size,
-        bucket_bits,
+        shards,
         int(resync),
         parse=parse,
     )
@@ -93,11 +96,44 @@ def activate(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -
     return call("activate", keyspace, str(key), inc, nonce, parse=bool)
 
 
-def renew(keyspace: Keyspace, inc: Incarnation, nonce: str, ttl_ms: int) -> Call[bool]:
-    """Extend a lease, or revive a lapsed one. False: it is retired or unknown; register again."""
-    return call("lease_renew", keyspace, inc, nonce, ttl_ms, parse=bool)
+def renew(
+    keyspace: Keyspace,
+    info: WorkerInfo,
+    inc: Incarnation,
+    nonce: str,
+    *,
+    ttl_ms: int,
+    staged: bool = False,
+) -> Call[bool]:
+    """Extend a lease, or revive a lapsed one.
+
+    False: it is retired, or what Redis keeps of it is not whole; register again.
+    """
+    return call(
+        "lease_renew",
+        keyspace,
+        str(info.key),
+        inc,
+        nonce,
+        ttl_ms,
+        encode_info(info),
+        int(staged),
+        parse=bool,
+    )
 
 
 def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> Call[bool]:
     """End an incarnation now. False: it was over already."""
     return call("retire", keyspace, str(key), inc, nonce, parse=bool)
+
+
+def lapse(keyspace: Keyspace, grace_ms: int) -> Call[int]:
+    """Retire incarnations whose lease lapsed `grace_ms` ago; how many were, a few at most."""
+    return call("lapse", keyspace, grace_ms, parse=int)
+
+
+def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
+    """Those of `incarnations` that are over."""
+    return call(
+        "absent", keyspace, *incarnations, parse=lambda reply: [Incarnation(int(i)) for i in reply]
+    )

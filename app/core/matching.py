@@ -12,10 +12,10 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
+from struct import pack
 from typing import Any, NamedTuple
 
-from app.core.errors import NamespaceMissing
-from app.core.index import TIER_OF_LETTER
+from app.core.index import TIER_OF_LETTER, shard_of
 from app.core.keys import Keyspace
 from app.core.scripts import Call, ScriptRunner, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
@@ -50,19 +50,22 @@ async def match(
     runner: ScriptRunner,
     keyspace: Keyspace,
     chains: Sequence[Sequence[SequenceHash]],
+    shards: int = 1,
     first: Call[Any] | None = None,
 ) -> tuple[list[Overlaps], Any]:
     """Leading blocks of each chain that each incarnation holds, and the answer of `first`.
 
     chains: sequence hashes of the full blocks of one prompt each, in prompt order.
+    shards: of the namespace's index.
     first: a call to send along with the first round trip.
     Incarnations without overlap are absent; those that are not live may be present.
-    Raises NamespaceMissing where Redis has no such namespace, RedisUnavailable.
+    Raises RedisUnavailable.
     """
     samples = [_sample(len(chain)) for chain in chains]
+    places = [keyspace.of_shard(shard_of(c[0], shards) if c else 0) for c in chains]
     coarse_calls: list[Call[Any]] = [
-        _query(keyspace, [_text(chain, at), b"", b""])
-        for chain, at in zip(chains, samples, strict=True)
+        call("match", place, _text(chain, at), b"", b"", parse=list)
+        for place, chain, at in zip(places, chains, samples, strict=True)
     ]
     replies = await runner.run([first, *coarse_calls] if first else coarse_calls)
     answer = replies.pop(0) if first else None
@@ -70,7 +73,7 @@ async def match(
     gaps = [_gaps(runs, at) for runs, at in zip(found, samples, strict=True)]
     open_ = [i for i, of_chain in enumerate(gaps) if of_chain]
     if open_:
-        fine = await runner.run([_fill(keyspace, chains[i], gaps[i]) for i in open_])
+        fine = await runner.run([_fill(places[i], chains[i], gaps[i]) for i in open_])
         for i, reply in zip(open_, fine, strict=True):
             for gap, runs in zip(gaps[i], reply, strict=True):
                 found[i] += _between(gap, _placed(runs, range(gap.before, gap.after + 1)))
@@ -86,26 +89,18 @@ def _sample(length: int) -> range | list[int]:
 
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
-    return b"".join([b"%016x" % chain[i] for i in positions])
-
-
-def _query(keyspace: Keyspace, args: Sequence[bytes]) -> Call[list[list[Any]]]:
-    def parse(reply: list[list[Any]] | None) -> list[list[Any]]:
-        if reply is None:
-            raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        return reply
-
-    return call("match", keyspace, *args, parse=parse)
+    picked = [chain[i] for i in positions]
+    return pack(f">{len(picked)}Q", *picked).hex().encode()
 
 
 def _fill(
-    keyspace: Keyspace, chain: Sequence[SequenceHash], gaps: Sequence[Gap]
+    shard: Keyspace, chain: Sequence[SequenceHash], gaps: Sequence[Gap]
 ) -> Call[list[list[Any]]]:
-    args = []
+    args: list[bytes] = []
     for gap in gaps:
         stretch = _text(chain, range(gap.before, gap.after + 1))
         args += [stretch, gap.owners_before, gap.owners_after]
-    return _query(keyspace, args)
+    return call("match", shard, *args, parse=list)
 
 
 def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:

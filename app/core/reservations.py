@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,8 @@ class Snapshot:
     loads: dict[Incarnation, Load]
     created_ms: int | None = None
     """When the namespace was made; None: not asked. Made anew, it numbers incarnations anew."""
+    shards: int | None = None
+    """Of the namespace's index; None: not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        return _snapshot(reply[:3], created_ms=int(reply[3]))
+        return _snapshot(reply[:3], created_ms=int(reply[3]), shards=int(reply[4]))
 
     return call("loads", keyspace, parse=parse)
 
@@ -133,9 +136,14 @@ def expire(keyspace: Keyspace, limit: int) -> Call[int]:
     return call("expire", keyspace, limit, parse=int)
 
 
-def _snapshot(reply: list[Any], created_ms: int | None = None) -> Snapshot:
+def _snapshot(
+    reply: list[Any], created_ms: int | None = None, shards: int | None = None
+) -> Snapshot:
     now_ms, live, pairs = reply
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    found = {Incarnation(int(inc)): by_inc[inc] for inc in live if inc in by_inc}
-    load_of = {inc: Load(*map(int, text.split())) for inc, text in found.items()}
-    return Snapshot(now_ms, load_of, created_ms)
+    load_of = {}
+    for inc in live:
+        # One that somebody spoilt is not routed to, until its worker has noticed.
+        with suppress(KeyError, ValueError, TypeError):
+            load_of[Incarnation(int(inc))] = Load(*map(int, by_inc[inc].split()))
+    return Snapshot(now_ms, load_of, created_ms, shards)

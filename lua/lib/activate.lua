@@ -1,10 +1,10 @@
--- activate(worker, inc, heir): routes `worker` to `inc` and retires the incarnation before it.
+-- activate(worker, inc, heir, now): routes `worker` to `inc` and retires the one before it.
 -- heir: `inc` is the same process under a new number, and takes over the requests in flight.
--- Wants locals: current, load, reservations, requests_prefix, prefills_prefix; and lib retire.
-local function activate(worker, inc, heir)
+-- Wants locals: current, load, reservations, requests_prefix, prefills_prefix; and libs retire,
+-- recount.
+local function activate(worker, inc, heir, now)
   local old = redis.call('HGET', current, worker)
-  local old_load = old and redis.call('HGET', load, old)
-  if heir and old_load then
+  if heir and old then
     for _, request_id in ipairs(redis.call('HKEYS', requests_prefix .. old)) do
       redis.call('HSET', reservations, request_id, inc)
     end
@@ -13,10 +13,9 @@ local function activate(worker, inc, heir)
         redis.call('RENAME', prefix .. old, prefix .. inc)
       end
     end
-    redis.call('HSET', load, inc, old_load)
-  else
-    redis.call('HSET', load, inc, '0 0 0 0 0 0 0 0')
+    redis.call('HSET', load, inc, redis.call('HGET', load, old) or '')
   end
+  recount(inc, now)
   if old then
     retire(old)
   end

@@ -1,8 +1,8 @@
--- A worker's load as the text kept in the load hash, and back.
+-- A worker's load as the text kept in the load hash, and back. nil: there is none to be read.
 local function parse_load(text)
   local tokens, us, head_us, head_since_ms, blocks, requests, decoding, total = string.match(
-    text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
-  return {
+    text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+  return tokens and {
     tokens = tonumber(tokens), us = tonumber(us),
     head_us = tonumber(head_us), head_since_ms = tonumber(head_since_ms),
     blocks = tonumber(blocks), requests = tonumber(requests),

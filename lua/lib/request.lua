@@ -1,8 +1,11 @@
--- A reservation's record, and taking one back.
+-- A reservation's record, and taking one back. What somebody spoilt counts for nothing: the
+-- heartbeat of the worker finds out, and its load is counted anew.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and lib load.
 local function parse_request(text)
-  local tokens, us, blocks, state = string.match(text, '^(%d+) (%d+) (%d+) (%a)$')
-  return {tokens = tonumber(tokens), us = tonumber(us), blocks = tonumber(blocks), state = state}
+  local tokens, us, blocks, state = string.match(text or '', '^(%d+) (%d+) (%d+) ([pd])$')
+  return tokens and {
+    tokens = tonumber(tokens), us = tonumber(us), blocks = tonumber(blocks), state = state,
+  }
 end
 
 -- Takes a request's prefill out of `l`, its worker's load; the next one in line becomes the head.
@@ -15,8 +18,9 @@ local function end_prefill(l, inc, request_id, request, now)
   if was_head then
     local head = redis.call('LINDEX', prefills, 0)
     l.head_us = 0
-    if head then
-      l.head_us = parse_request(redis.call('HGET', requests_prefix .. inc, head)).us
+    local next_request = head and parse_request(redis.call('HGET', requests_prefix .. inc, head))
+    if next_request then
+      l.head_us = next_request.us
     end
     l.head_since_ms = now
   end
@@ -31,13 +35,16 @@ local function unreserve(request_id, now)
   redis.call('HDEL', reservations, request_id)
   redis.call('ZREM', expiry, request_id)
   local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
+  redis.call('HDEL', requests_prefix .. inc, request_id)
   local l = parse_load(redis.call('HGET', load, inc))
+  if not request or not l then
+    return true
+  end
   if request.state == 'p' then
     end_prefill(l, inc, request_id, request, now)
   else
     l.decoding = l.decoding - 1
   end
-  redis.call('HDEL', requests_prefix .. inc, request_id)
   l.blocks = l.blocks - request.blocks
   l.requests = l.requests - 1
   redis.call('HSET', load, inc, format_load(l))
@@ -49,6 +56,7 @@ local function unreserve_expired(now, limit)
   local expired = redis.call('ZRANGEBYSCORE', expiry, '-inf', now, 'LIMIT', 0, limit)
   for _, request_id in ipairs(expired) do
     unreserve(request_id, now)
+    redis.call('ZREM', expiry, request_id)
   end
   return #expired
 end

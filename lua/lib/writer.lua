@@ -1,6 +1,5 @@
--- writer_of(inc): the nonce of the process that may write as `inc`; nil once it is retired.
--- Wants locals: applied.
+-- writer_of(inc): the nonce of the process that may act as `inc`; false once it is retired.
+-- Wants locals: writers.
 local function writer_of(inc)
-  local mark = redis.call('HGET', applied, inc)
-  return mark and string.match(mark, ' (.*)$')
+  return redis.call('HGET', writers, inc)
 end

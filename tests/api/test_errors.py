@@ -7,11 +7,12 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from redis.asyncio import Redis
 
 from app.core.embedded import EmbeddedRedis
+from app.core.reservations import Snapshot
+from app.fleet import Fleet, View
 from tests.api.conftest import StartReplica
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_workers import FakeWorkers
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 LOCAL = [14643705804678351452, 16777012769546811212]
@@ -257,11 +258,12 @@ async def test_a_wrong_method_is_answered_in_the_one_shape(client: httpx.AsyncCl
 
 @pytest.mark.parametrize("path", ["/v1/route", "/v1/workers"])
 async def test_a_fault_of_the_router_itself_is_answered_in_the_one_shape(
-    client: httpx.AsyncClient, one: FakeWorkers, redis: Redis, path: str
+    client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    # A second worker, whose load someone has spoilt by hand.
-    incarnation = await one.register("w2")
-    await redis.hset(KEYS["load"], str(incarnation), "spoilt")
+    def fault(self: Fleet, snapshot: Snapshot) -> View:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Fleet, "view", fault)
     method = "POST" if path == "/v1/route" else "GET"
     response = await client.request(method, path, json=TOKENS)
     assert response.status_code == 500

@@ -22,7 +22,6 @@ REGISTER = leases.register(
     WorkerInfo(WorkerKey("a"), "http://a", 4, 1000, 256),
     "nonce",
     ttl_ms=60_000,
-    bucket_bits=4,
 )
 LOADS = reservations.loads(KEYS)
 RESERVE = reservations.reserve(
@@ -50,11 +49,11 @@ def test_includes_are_pasted_into_a_script() -> None:
 
 
 def test_a_call_s_keys_are_those_of_the_header_in_its_order() -> None:
-    one = call("apply", KEYS, 7, "nonce", 1, "", parse=bool)
+    one = call("apply", KEYS.of_shard(3), 7, "nonce", 1, "", parse=bool)
     assert one.keys == (
-        "kvroute:1:{test}:meta",
-        "kvroute:1:{test}:applied",
-        "kvroute:1:{test}:blocks:",
+        "kvroute:1:{test#3}:shard",
+        "kvroute:1:{test#3}:applied",
+        "kvroute:1:{test#3}:blocks:",
     )
     assert one.args == (7, "nonce", 1, "")
 
@@ -62,7 +61,12 @@ def test_a_call_s_keys_are_those_of_the_header_in_its_order() -> None:
 async def test_replies_come_in_the_order_of_the_calls(redis: Redis) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     replies = await runner.run([REGISTER, RESERVE, RELEASE, RELEASE])
-    assert replies == [leases.Registration(Incarnation(1), staged=False), None, True, False]
+    assert replies == [
+        leases.Registration(Incarnation(1), staged=False, shards=1),
+        None,
+        True,
+        False,
+    ]
     assert await runner.run([]) == []
 
 
@@ -138,4 +142,5 @@ async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(
     with pytest.raises(RedisUnavailable):
         await runner.one(LOADS)
     own_redis_server.start()
-    assert await runner.one(REGISTER) == leases.Registration(Incarnation(1), staged=False)
+    registered = leases.Registration(Incarnation(1), staged=False, shards=1)
+    assert await runner.one(REGISTER) == registered

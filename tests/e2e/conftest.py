@@ -134,7 +134,7 @@ class Eyes:
     async def owners(self) -> dict[int, int]:
         """Incarnation -> entries of it in the index, those of the dead included."""
         counts: dict[int, int] = {}
-        pattern = self.cluster.keyspace["blocks:"].replace("{", r"\{") + "*"
+        pattern = self.cluster.keyspace.of_shard(0)["blocks:"].replace("{", r"\{") + "*"
         async for key in self.redis.scan_iter(match=pattern, count=1000):
             for owners in await self.redis.hvals(key):
                 for incarnation, _ in parse_owners(owners):

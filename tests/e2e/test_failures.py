@@ -131,7 +131,7 @@ async def test_a_killed_worker_is_chosen_no_more_and_its_blocks_are_swept(watch:
         failures = {o.failure for o in load.outcomes} - {None}
         assert failures <= {FailureKind.BROKEN_STREAM}
         await eyes.all_idle(2, within_s=RESERVATION_TTL_S + 3)
-        for key in ("leases", "applied", "load", "workers"):
+        for key in ("leases", "writers", "load", "workers"):
             left = await eyes.redis.execute_command(
                 "ZSCORE" if key == "leases" else "HGET", cluster.keyspace[key], dead
             )

@@ -34,8 +34,11 @@ class Namespace:
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.keys = Keyspace("test")
+        self.shard = self.keys.of_shard(0)
         self.runner = ScriptRunner(redis, timeout_s=10)
         self._nonces: dict[Incarnation, str] = {}
+        self._infos: dict[Incarnation, WorkerInfo] = {}
+        self._staged: set[Incarnation] = set()
 
     async def do(self, call: Call[T]) -> T:
         return await self.runner.one(call)
@@ -49,6 +52,7 @@ class Namespace:
         resync: bool = False,
         block_size: int = 4,
         bucket_bits: int = 8,
+        shards: int = 1,
     ) -> Registration:
         nonce = nonce or f"nonce-{worker}"
         registration = await self.do(
@@ -57,11 +61,16 @@ class Namespace:
                 info(worker, block_size=block_size),
                 nonce,
                 ttl_ms=ttl_ms,
-                bucket_bits=bucket_bits,
+                shards=shards,
                 resync=resync,
             )
         )
-        self._nonces[registration.incarnation] = nonce
+        inc = registration.incarnation
+        assert await self.do(index.open_shard(self.shard, inc, nonce, bucket_bits))
+        self._nonces[inc] = nonce
+        self._infos[inc] = info(worker, block_size=block_size)
+        if registration.staged:
+            self._staged.add(inc)
         return registration
 
     async def worker(self, worker: str, **options: Any) -> Incarnation:
@@ -70,12 +79,18 @@ class Namespace:
 
     async def activate(self, worker: str, inc: Incarnation, nonce: str | None = None) -> bool:
         nonce = nonce or self._nonces[inc]
+        self._staged.discard(inc)
         return await self.do(leases.activate(self.keys, WorkerKey(worker), inc, nonce))
 
     async def renew(
         self, inc: Incarnation, ttl_ms: int = LONG_MS, nonce: str | None = None
     ) -> bool:
-        return await self.do(leases.renew(self.keys, inc, nonce or self._nonces[inc], ttl_ms))
+        worker = self._infos.get(inc, info("a"))
+        nonce = nonce or self._nonces[inc]
+        staged = inc in self._staged
+        return await self.do(
+            leases.renew(self.keys, worker, inc, nonce, ttl_ms=ttl_ms, staged=staged)
+        )
 
     async def retire(self, worker: str, inc: Incarnation, nonce: str | None = None) -> bool:
         nonce = nonce or self._nonces[inc]
@@ -85,7 +100,7 @@ class Namespace:
         self, inc: Incarnation, seq: int, changes: Iterable[Change], nonce: str | None = None
     ) -> bool:
         nonce = nonce or self._nonces[inc]
-        return await self.do(index.apply(self.keys, inc, nonce, seq, changes))
+        return await self.do(index.apply(self.shard, inc, nonce, seq, changes))
 
     async def hold(
         self, inc: Incarnation, blocks: Sequence[SequenceHash], tier: Tier = DEVICE
@@ -94,11 +109,25 @@ class Namespace:
         assert await self.apply(inc, 1, [(block, tier) for block in blocks])
 
     async def match(self, *chains: Sequence[SequenceHash]) -> list[Overlaps]:
+        """Overlaps of those that are not over; of others a router knows nothing."""
         overlaps, _ = await matching.match(self.runner, self.keys, chains)
-        return overlaps
+        over = set(await self.lost())
+        return [{inc: o for inc, o in found.items() if inc not in over} for found in overlaps]
 
-    async def sweep(self, max_buckets: int = 256, grace_ms: int = 0) -> SweepStep:
-        return await self.do(index.sweep(self.keys, max_buckets, grace_ms))
+    async def lapse(self, grace_ms: int = 0) -> int:
+        return await self.do(leases.lapse(self.keys, grace_ms))
+
+    async def lost(self) -> list[Incarnation]:
+        """Those that may publish in the shard, though they are over."""
+        writers = await self.redis.hkeys(self.shard["applied"])
+        return await self.do(leases.absent(self.keys, [Incarnation(int(w)) for w in writers]))
+
+    async def sweep(self, max_buckets: int = 256, scrub_ms: int = LONG_MS) -> SweepStep:
+        """A step, once the shard has been told who is lost."""
+        lost = await self.lost()
+        return await self.do(
+            index.sweep(self.shard, lost, max_buckets=max_buckets, scrub_ms=scrub_ms)
+        )
 
     async def reserve(
         self,
@@ -144,8 +173,13 @@ class Namespace:
 
     async def get(self, key: str, field: object) -> str | None:
         """A field of a hash of the namespace."""
-        text: Any = await self.redis.hget(self.keys[key], str(field))
+        text: Any = await self.redis.hget(self.key(key), str(field))
         return None if text is None else str(text.decode())
+
+    def key(self, name: str) -> str:
+        """Spelt in full; of the shard, if it is one of its keys."""
+        of_shard = name in ("shard", "applied", "dead", "sweep") or name.startswith("blocks:")
+        return (self.shard if of_shard else self.keys)[name]
 
     async def expires_ms(self, key: str, member: object) -> float:
         """The score of a member of `leases` or `expiry`."""

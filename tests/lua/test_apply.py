@@ -9,13 +9,13 @@ from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
 async def test_a_batch_writes_owners_into_the_blocks_buckets(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=8)
     assert await space.apply(inc, 1, [(A, DEVICE), (B, HOST), (C, DISK)])
-    keys = await space.redis.keys(space.keys["blocks:"] + "*")
+    keys = await space.redis.keys(space.key("blocks:") + "*")
     assert sorted(keys) == [
-        f"kvroute:1:{{test}}:blocks:{bucket}".encode() for bucket in ("aa", "bb", "cc")
+        f"kvroute:1:{{test#0}}:blocks:{bucket}".encode() for bucket in ("aa", "bb", "cc")
     ]
-    assert await space.redis.hgetall(space.keys["blocks:aa"]) == {b"a" * 16: b"1d"}
-    assert await space.redis.hgetall(space.keys["blocks:bb"]) == {b"b" * 16: b"1h"}
-    assert await space.redis.hgetall(space.keys["blocks:cc"]) == {b"c" * 16: b"1k"}
+    assert await space.redis.hgetall(space.key("blocks:aa")) == {b"a" * 16: b"1d"}
+    assert await space.redis.hgetall(space.key("blocks:bb")) == {b"b" * 16: b"1h"}
+    assert await space.redis.hgetall(space.key("blocks:cc")) == {b"c" * 16: b"1k"}
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ async def test_a_bucket_is_the_hash_s_top_bits_the_rest_of_its_last_digit_zero(
     inc = await space.worker("a", bucket_bits=bits)
     block = SequenceHash(0xF7F7_0123_4567_89AB)
     await space.apply(inc, 1, [(block, DEVICE)])
-    assert await space.redis.exists(space.keys[f"blocks:{bucket}"])
+    assert await space.redis.exists(space.key(f"blocks:{bucket}"))
     assert await space.owners(block, bits) == "1d"
 
 
 async def test_small_hashes_keep_their_leading_zeros(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=8)
     await space.apply(inc, 1, [(SequenceHash(0x2A), DEVICE)])
-    assert await space.redis.hgetall(space.keys["blocks:00"]) == {b"000000000000002a": b"1d"}
+    assert await space.redis.hgetall(space.key("blocks:00")) == {b"000000000000002a": b"1d"}
 
 
 async def test_batches_are_applied_in_order(space: Namespace) -> None:
@@ -143,7 +143,7 @@ async def test_removal_by_the_last_owner_leaves_no_empty_field(space: Namespace)
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     assert await space.apply(inc, 2, [(A, None)])
-    assert not await space.redis.exists(space.keys["blocks:aa"])
+    assert not await space.redis.exists(space.key("blocks:aa"))
     assert await space.owners(B) == "1d"
 
 

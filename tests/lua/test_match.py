@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from app.core import matching, reservations
-from app.core.errors import NamespaceMissing
+from app.core import index, matching, reservations
 from app.core.matching import WHOLE_CHAIN, Overlaps
 from app.core.scripts import Call, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
@@ -27,7 +26,7 @@ def text_of(chain: list[SequenceHash]) -> str:
 
 
 async def run_script(space: Namespace, *args: str) -> list[list[int | bytes]] | None:
-    one: Call[list[list[int | bytes]] | None] = call("match", space.keys, *args, parse=lambda r: r)
+    one: Call[list[list[int | bytes]] | None] = call("match", space.shard, *args, parse=lambda r: r)
     return await space.do(one)
 
 
@@ -108,6 +107,7 @@ async def test_entries_of_the_dead_are_invisible(space: Namespace) -> None:
     await space.apply(a, 2, [(A, None), (C, None)])
     await space.hold(b, [A, B, C])
     await space.retire("a", a)
+    await space.sweep(max_buckets=0)
     assert await space.owners(B) == "1d2d"
     assert await space.match([A, B, C, D, E]) == [{b: TierOverlap(device=3)}]
     assert await runs(space, [A, B, C, D, E]) == [[3, b"2d"]]
@@ -121,10 +121,29 @@ async def test_only_whole_incarnation_numbers_are_taken_for_dead(space: Namespac
     assert await space.match([A]) == [{workers[10]: TierOverlap(device=1)}]
 
 
-async def test_a_missing_namespace_is_told_from_a_miss(space: Namespace) -> None:
-    with pytest.raises(NamespaceMissing):
-        await space.match([A])
-    assert await runs(space, [A]) is None
+async def test_in_a_missing_shard_nobody_holds_anything(space: Namespace) -> None:
+    assert await space.match([A], []) == [{}, {}]
+    assert await runs(space, [A]) == [[]]
+
+
+async def test_a_bucket_that_somebody_spoilt_holds_nothing(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A, B])
+    await space.redis.set(space.key("blocks:bb"), "spoilt")
+    assert await space.match([A, B]) == [{inc: TierOverlap(device=1)}]
+
+
+async def test_each_shard_is_asked_for_the_chains_that_begin_with_its_blocks(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    other = space.keys.of_shard(1)
+    assert await space.do(index.open_shard(other, inc, "nonce-a", 8))
+    assert [index.shard_of(block, 2) for block in (A, B)] == [0, 1]
+    await space.hold(inc, [A, C])
+    await space.do(index.apply(other, inc, "nonce-a", 1, [(B, DEVICE), (C, HOST)]))
+    overlaps, _ = await matching.match(space.runner, space.keys, [[A, C], [B, C]], 2)
+    assert overlaps == [{inc: TierOverlap(device=2)}, {inc: TierOverlap(device=1, host=1)}]
 
 
 async def test_a_call_sent_along_is_answered_with_the_first_round_trip(space: Namespace) -> None:
@@ -166,6 +185,7 @@ async def test_overlaps_are_what_a_plain_walk_finds(space: Namespace) -> None:
     dead = await space.worker("dead")
     await space.hold(dead, rng.sample([block for chain in chains for block in chain], 2000))
     await space.retire("dead", dead)
+    await space.sweep(max_buckets=0)
 
     prompts = [*chains, *(chain[: rng.randint(1, len(chain))] for chain in chains)]
     assert await space.match(*prompts) == [plain_walk(held, chain) for chain in prompts]

@@ -10,20 +10,25 @@ from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, Namespace, info
 
 async def test_the_first_registration_makes_the_namespace(space: Namespace) -> None:
     before = await space.now_ms()
-    assert await space.register("a", block_size=4, bucket_bits=6) == Registration(
-        Incarnation(1), staged=False
-    )
+    registration = await space.register("a", block_size=4, shards=3)
+    assert registration == Registration(Incarnation(1), staged=False, shards=3)
     assert await space.get("meta", "block_size") == "4"
-    assert await space.get("meta", "bucket_bits") == "6"
+    assert await space.get("meta", "shards") == "3"
     assert await space.get("meta", "incarnations") == "1"
     created_ms = int(await space.get("meta", "created_ms") or 0)
     assert before <= created_ms <= await space.now_ms()
 
 
-async def test_bucket_bits_count_only_where_the_namespace_is_new(space: Namespace) -> None:
-    await space.worker("a", bucket_bits=6)
-    await space.worker("b", bucket_bits=9)
-    assert await space.get("meta", "bucket_bits") == "6"
+async def test_shards_count_only_where_the_namespace_is_new(space: Namespace) -> None:
+    assert (await space.register("a", shards=3)).shards == 3
+    assert (await space.register("b", shards=5)).shards == 3
+
+
+async def test_a_number_in_use_is_not_given_again(space: Namespace) -> None:
+    assert await space.worker("a") == 1
+    assert await space.worker("b") == 2
+    await space.redis.delete(space.key("meta"))
+    assert await space.worker("c") == 3
 
 
 async def test_incarnations_are_counted_up_and_never_reused(space: Namespace) -> None:
@@ -38,7 +43,7 @@ async def test_a_registered_worker_is_live_and_empty(space: Namespace) -> None:
     inc = await space.worker("a", ttl_ms=LONG_MS)
     assert await space.get("current", "a:0") == "1"
     assert decode_info(await space.get("workers", inc) or "") == info("a")
-    assert await space.get("applied", inc) == "0 nonce-a"
+    assert await space.get("writers", inc) == "nonce-a"
     assert (await space.loads()).loads == {inc: NO_LOAD}
     expires_ms = await space.expires_ms("leases", inc)
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
@@ -67,7 +72,7 @@ async def test_a_registration_replaces_the_last_life_at_once(space: Namespace) -
     assert await space.get("current", "a:0") == str(new)
     assert not await space.release("r1")
     assert not await space.renew(old)
-    assert not await space.apply(old, 2, [(A, None)])
+    assert await space.lost() == [old]
 
 
 async def test_a_registration_replaces_only_its_own_worker(space: Namespace) -> None:
@@ -83,7 +88,7 @@ async def test_a_resync_is_staged_while_the_old_incarnation_lives(space: Namespa
     old = await space.worker("a")
     await space.hold(old, [A])
     staged = await space.register("a", resync=True)
-    assert staged == Registration(Incarnation(2), staged=True)
+    assert staged == Registration(Incarnation(2), staged=True, shards=1)
     assert await space.get("current", "a:0") == str(old)
     assert set((await space.loads()).loads) == {old}
     assert await space.match([A]) == [{old: TierOverlap(device=1)}]

@@ -21,8 +21,8 @@ async def test_its_reservations_are_dropped(space: Namespace) -> None:
     await space.reserve(a, "r2")
     await space.reserve(b, "r3")
     assert await space.retire("a", a)
-    assert await space.redis.hkeys(space.keys["reservations"]) == [b"r3"]
-    assert await space.redis.zrange(space.keys["expiry"], 0, -1) == [b"r3"]
+    assert await space.redis.hkeys(space.key("reservations")) == [b"r3"]
+    assert await space.redis.zrange(space.key("expiry"), 0, -1) == [b"r3"]
     assert not await space.redis.exists(space.keys[f"requests:{a}"], space.keys[f"prefills:{a}"])
     assert not await space.prefill_complete("r1")
     assert not await space.release("r2")
@@ -33,7 +33,7 @@ async def test_its_blocks_are_left_to_the_sweep(space: Namespace) -> None:
     await space.hold(inc, [A])
     assert await space.retire("a", inc)
     assert await space.owners(A) == "1d"
-    assert await space.redis.smembers(space.keys["dead"]) == {b"1"}
+    assert await space.lost() == [inc]
 
 
 async def test_retiring_twice_does_nothing_the_second_time(space: Namespace) -> None:

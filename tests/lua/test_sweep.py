@@ -2,24 +2,29 @@ from __future__ import annotations
 
 import asyncio
 
-from app.core.index import SweepStep
 from app.core.types import SequenceHash, TierOverlap
-from tests.lua.conftest import HOST, NO_LOAD, A, B, C, Namespace
+from tests.lua.conftest import HOST, A, B, C, Namespace
 
 SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
 """One block for each of the 16 buckets of 4 bits."""
+
+
+async def swept(space: Namespace, max_buckets: int = 256) -> tuple[int, int]:
+    """Entries removed in a step, and buckets left."""
+    step = await space.sweep(max_buckets)
+    return step.removed, step.buckets_left
 
 
 async def test_without_dead_there_is_nothing_to_sweep(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     before = await space.contents()
-    assert await space.sweep() == SweepStep(retired=0, removed=0, buckets_left=0)
+    assert await swept(space) == (0, 0)
     assert await space.contents() == before
 
 
 async def test_a_missing_namespace_has_nothing_to_sweep(space: Namespace) -> None:
-    assert await space.sweep() == SweepStep(retired=0, removed=0, buckets_left=0)
+    assert await swept(space) == (0, 0)
     assert await space.redis.dbsize() == 0
 
 
@@ -27,15 +32,15 @@ async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
-    assert await space.sweep(5) == SweepStep(0, removed=5, buckets_left=11)
+    assert await swept(space, 5) == (5, 11)
     assert await space.owners(SPREAD[4], 4) is None
     assert await space.owners(SPREAD[5], 4) == "1d"
-    assert await space.sweep(5) == SweepStep(0, removed=5, buckets_left=6)
-    assert await space.sweep(5) == SweepStep(0, removed=5, buckets_left=1)
-    assert await space.redis.smembers(space.keys["dead"]) == {b"1"}
-    assert await space.sweep(5) == SweepStep(0, removed=1, buckets_left=0)
-    assert not await space.redis.exists(space.keys["dead"], space.keys["sweep"])
-    assert await space.sweep(5) == SweepStep(0, removed=0, buckets_left=0)
+    assert await swept(space, 5) == (5, 6)
+    assert await swept(space, 5) == (5, 1)
+    assert await space.redis.smembers(space.key("dead")) == {b"1"}
+    assert await swept(space, 5) == (1, 0)
+    assert not await space.redis.exists(space.key("dead"), space.key("sweep"))
+    assert await swept(space, 5) == (0, 0)
 
 
 async def test_live_owners_stay_as_they_are(space: Namespace) -> None:
@@ -49,7 +54,7 @@ async def test_live_owners_stay_as_they_are(space: Namespace) -> None:
     assert await space.owners(A) == "2h11d"
     assert await space.owners(B) is None
     assert await space.owners(C) == "2h"
-    assert not await space.redis.exists(space.keys["blocks:bb"])
+    assert not await space.redis.exists(space.key("blocks:bb"))
 
 
 async def test_several_dead_are_swept_in_one_pass(space: Namespace) -> None:
@@ -58,9 +63,9 @@ async def test_several_dead_are_swept_in_one_pass(space: Namespace) -> None:
         await space.hold(inc, [A, B])
     for i in (0, 2, 3):
         await space.retire(f"w{i}", workers[i])
-    assert await space.sweep() == SweepStep(0, removed=2, buckets_left=0)
+    assert await swept(space) == (2, 0)
     assert await space.owners(A) == await space.owners(B) == "2d"
-    assert await space.redis.hkeys(space.keys["workers"]) == [b"2"]
+    assert await space.redis.hkeys(space.key("applied")) == [b"2"]
 
 
 async def test_one_who_dies_during_a_pass_is_swept_by_the_next(space: Namespace) -> None:
@@ -72,13 +77,11 @@ async def test_one_who_dies_during_a_pass_is_swept_by_the_next(space: Namespace)
     await space.sweep(8)
     await space.retire("b", b)
     assert await space.match([SPREAD[15]]) == [{}]
-    step = await space.sweep(8)
-    assert step.removed == 8
-    assert step.buckets_left > 0, "b is still to be swept"
-    assert [await space.owners(block, 4) for block in SPREAD] == ["2d"] * 16
-    assert await space.redis.smembers(space.keys["dead"]) == {b"2"}
-    assert await space.sweep(16) == SweepStep(0, removed=16, buckets_left=0)
-    assert not await space.redis.exists(space.keys["dead"])
+    assert await swept(space, 8) == (8, 16), "half of b is still to be swept"
+    assert [await space.owners(block, 4) for block in SPREAD] == ["2d"] * 8 + [None] * 8
+    assert await space.redis.smembers(space.key("dead")) == {b"2"}
+    assert await swept(space, 16) == (8, 0)
+    assert not await space.redis.exists(space.key("dead"))
 
 
 async def test_several_callers_share_a_pass(space: Namespace) -> None:
@@ -87,52 +90,7 @@ async def test_several_callers_share_a_pass(space: Namespace) -> None:
     await space.retire("a", inc)
     steps = await asyncio.gather(*(space.sweep(3) for _ in range(8)))
     assert sorted(step.removed for step in steps) == [0, 0, 1, 3, 3, 3, 3, 3]
-    assert await space.redis.keys(space.keys["blocks:"] + "*") == []
-
-
-async def test_a_lapsed_lease_is_retired(space: Namespace) -> None:
-    a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
-    await space.hold(a, [A])
-    await space.hold(b, [A])
-    await space.lease_lapses(a)
-    assert await space.sweep() == SweepStep(retired=1, removed=1, buckets_left=0)
-    assert await space.get("current", "a:0") is None
-    assert await space.get("current", "b:0") == str(b)
-    assert await space.owners(A) == "2d"
-    assert not await space.apply(a, 2, [(B, HOST)])
-    assert (await space.loads()).loads == {b: NO_LOAD}
-    assert (await space.sweep()).retired == 0
-
-
-async def test_reservations_on_a_lapsed_worker_are_dropped(space: Namespace) -> None:
-    inc = await space.worker("a")
-    await space.reserve(inc, "r1")
-    await space.renew(inc, ttl_ms=1)
-    await space.lease_lapses(inc)
-    assert (await space.sweep()).retired == 1
-    assert not await space.release("r1")
-    keys = [f"requests:{inc}", f"prefills:{inc}", "reservations", "expiry", "load"]
-    assert not await space.redis.exists(*(space.keys[key] for key in keys))
-
-
-async def test_a_lapsed_incarnation_that_was_staged_does_not_take_the_worker_along(
-    space: Namespace,
-) -> None:
-    serving = await space.worker("a")
-    staged = await space.worker("a", resync=True, ttl_ms=1)
-    await space.lease_lapses(staged)
-    assert (await space.sweep()).retired == 1
-    assert await space.get("current", "a:0") == str(serving)
-    assert set((await space.loads()).loads) == {serving}
-
-
-async def test_a_step_retires_no_more_than_sixteen(space: Namespace) -> None:
-    for i in range(20):
-        last = await space.worker(f"w{i}", ttl_ms=1)
-    await space.lease_lapses(last)
-    assert (await space.sweep()).retired == 16
-    assert (await space.sweep()).retired == 4
-    assert (await space.sweep()).retired == 0
+    assert await space.redis.keys(space.key("blocks:") + "*") == []
 
 
 async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space: Namespace) -> None:
@@ -150,7 +108,7 @@ async def test_in_the_end_nothing_is_left_of_the_dead(space: Namespace) -> None:
     keeper = await space.worker("keeper", nonce="nonce-k")
     await space.hold(keeper, [A])
     # Numbers and names that occur nowhere else by chance.
-    await space.redis.hset(space.keys["meta"], "incarnations", "7777770")
+    await space.redis.hset(space.key("meta"), "incarnations", "7777770")
     lapsed = await space.worker("ghost1", nonce="ghost1")
     await space.hold(lapsed, [A, B])
     await space.reserve(lapsed, "ghost-r1")
@@ -170,12 +128,34 @@ async def test_in_the_end_nothing_is_left_of_the_dead(space: Namespace) -> None:
     assert before.count("ghost") > 5
     assert before.count("777777") > 5
 
-    assert (await space.sweep(100)).retired == 2
+    assert await space.lapse() == 2
     while (await space.sweep(100)).buckets_left:
         pass
 
-    await space.redis.hdel(space.keys["meta"], "incarnations")
+    await space.redis.hdel(space.key("meta"), "incarnations")
     after = await space.contents()
     assert "ghost" not in after
     assert "777777" not in after
     assert await space.match([A]) == [{keeper: TierOverlap(device=1)}]
+
+
+async def test_a_pass_removes_what_nobody_s_death_explains(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A, B])
+    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "spoilt")
+    await space.redis.hset(space.key("blocks:bb"), f"{B:016x}", "1d77h")
+    await space.redis.set(space.key("blocks:cc"), "spoilt")
+    assert await swept(space) == (0, 0), "it is not time yet"
+    await space.redis.hset(space.key("shard"), "swept_ms", "1")
+    assert await swept(space) == (2, 0)
+    assert await space.owners(A) is None
+    assert await space.owners(B) == "1d"
+    assert not await space.redis.exists(space.key("blocks:cc"))
+    assert await swept(space) == (0, 0)
+
+
+async def test_who_has_opened_the_shard_is_named(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    assert sorted((await space.sweep()).writers) == [a, b]
+    await space.retire("a", a)
+    assert (await space.sweep()).writers == [b]

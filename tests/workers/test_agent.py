@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.core import index, leases, metrics, reservations
+from app.core import leases, metrics, reservations
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import NamespaceMismatch, NamespaceMissing, RedisUnavailable, WorkerReplaced
 from app.core.events import Cleared, Removed, Stored
@@ -27,6 +27,7 @@ from tests.eventually import eventually
 from workers.agent import BATCH_BLOCKS, Agent, AgentSettings
 
 KEYS = Keyspace("agents")
+SHARD = KEYS.of_shard(0)
 CHAIN = [SequenceHash(0x1111_0000_0000_0000 + i) for i in range(8)]
 """Eight blocks of one prompt."""
 MEASURED = ForwardPassMetrics(request_active_slots=3, kv_active_blocks=40, kv_total_blocks=100)
@@ -44,7 +45,7 @@ def new_agent(
         runner or ScriptRunner(redis, timeout_s=0.2),
         KEYS,
         info(**told),
-        AgentSettings(lease_ttl_s=ttl_s, bucket_bits=4),
+        AgentSettings(lease_ttl_s=ttl_s, index_blocks=512),
         lambda: (MEASURED, LEARNED),
     )
 
@@ -95,19 +96,19 @@ class Observer:
     async def blocks(self) -> dict[bytes, bytes]:
         """All there is in the index: sequence hash in hex -> owners."""
         entries: dict[bytes, bytes] = {}
-        async for key in self.redis.scan_iter(match=KEYS["blocks:"].replace("{", r"\{") + "*"):
+        async for key in self.redis.scan_iter(match=SHARD["blocks:"].replace("{", r"\{") + "*"):
             entries |= await self.redis.hgetall(key)
         return entries
 
     async def applied(self, incarnation: int) -> int | None:
         """Number of the last batch that Redis has of it; None if it may not write."""
-        text = await self.redis.hget(KEYS["applied"], str(incarnation))
+        text = await self.redis.hget(SHARD["applied"], str(incarnation))
         return int(text.split()[0]) if text else None
 
     async def lose_batches(self, incarnation: int) -> None:
         """As if Redis had failed over to a replica that never got any of them."""
-        _, nonce = (await self.redis.hget(KEYS["applied"], str(incarnation))).split()
-        await self.redis.hset(KEYS["applied"], str(incarnation), b"0 " + nonce)
+        _, nonce = (await self.redis.hget(SHARD["applied"], str(incarnation))).split()
+        await self.redis.hset(SHARD["applied"], str(incarnation), b"0 " + nonce)
 
     async def lapse(self, incarnation: Incarnation) -> None:
         """As if it had not been renewed in time."""
@@ -248,7 +249,7 @@ async def test_after_its_incarnation_is_retired_everything_is_published_again(
         held = TierOverlap(device=6, host=1)
         await eventually(observer.overlaps, lambda o: o == {1: held})
         await observer.lapse(Incarnation(1))
-        await observer.runner.one(index.sweep(KEYS, max_buckets=256, grace_ms=0))
+        await observer.runner.one(leases.lapse(KEYS, grace_ms=0))
         await eventually(observer.overlaps, lambda o: o == {2: held})
         assert await redis.hgetall(KEYS["current"]) == {b"w0:0": b"2"}
         # What happens from now on is published under the new incarnation.
@@ -271,7 +272,7 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         assert made is None
         await observer.lapse(Incarnation(1))
         # Routers sweep all the time.
-        assert (await observer.runner.one(index.sweep(KEYS, 256, grace_ms=5000))).retired == 0
+        assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000)) == 0
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
         loads = (await observer.runner.one(reservations.loads(KEYS))).loads
         assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {1: (1, 7)}

@@ -25,6 +25,7 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerI
 from workers.ownership import Ownership
 
 KEYSPACE = Keyspace("property")
+SHARD = KEYSPACE.of_shard(0)
 NUM_WORKERS = 3
 # A tree of prompts: one of 12 blocks, branches behind its 6th and its first, and a second root.
 PARENT = {n: n - 1 for n in (*range(1, 12), 13, 14, 16, 18, 19)} | {12: 5, 15: 0}
@@ -87,9 +88,11 @@ class World:
     async def register(self, worker: Worker, *, resync: bool) -> leases.Registration:
         info = WorkerInfo(worker.key, "http://127.0.0.1:1", 16, 100, 8)
         registration = await self.runner.one(
-            leases.register(
-                KEYSPACE, info, str(worker.key), ttl_ms=60_000, bucket_bits=2, resync=resync
-            )
+            leases.register(KEYSPACE, info, str(worker.key), ttl_ms=60_000, resync=resync)
+        )
+        nonce = str(worker.key)
+        assert await self.runner.one(
+            index.open_shard(SHARD, registration.incarnation, nonce, bucket_bits=2)
         )
         worker.seq = 0
         worker.sent = []
@@ -106,7 +109,7 @@ class World:
         registration = await self.register(worker, resync=True)
         assert registration.staged
         worker.ownership.forget()
-        worker.undelivered = worker.ownership.drain()
+        worker.undelivered = worker.ownership.drain().get(0, [])
         old, worker.incarnation = worker.incarnation, registration.incarnation
         while worker.undelivered:
             await self.deliver(worker, 2)
@@ -115,10 +118,17 @@ class World:
             leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key))
         )
 
+    async def sweep(self, max_buckets: int) -> None:
+        """A step, in which the shard is told who is over."""
+        call = index.sweep(SHARD, (), max_buckets=0, scrub_ms=60_000)
+        writers = (await self.runner.one(call)).writers
+        lost = await self.runner.one(leases.absent(KEYSPACE, writers))
+        await self.runner.one(index.sweep(SHARD, lost, max_buckets=max_buckets, scrub_ms=60_000))
+
     async def deliver(self, worker: Worker, size: int) -> None:
         """Publish the next `size` changes as one batch."""
         if not worker.undelivered:
-            worker.undelivered = worker.ownership.drain()
+            worker.undelivered = worker.ownership.drain().get(0, [])
         batch, worker.undelivered = worker.undelivered[:size], worker.undelivered[size:]
         worker.seq += 1
         worker.sent.append(batch)
@@ -127,7 +137,7 @@ class World:
     async def apply(self, worker: Worker, seq: int, batch: list[Change]) -> bool:
         assert worker.incarnation is not None
         return await self.runner.one(
-            index.apply(KEYSPACE, worker.incarnation, str(worker.key), seq, batch)
+            index.apply(SHARD, worker.incarnation, str(worker.key), seq, batch)
         )
 
     async def match_both_ways(self) -> list[matching.Overlaps]:
@@ -227,7 +237,7 @@ async def step(world: World, name: str, *args: object) -> None:
         case ("resync",):
             await world.resync(worker)
         case ("sweep",):
-            await world.runner.one(index.sweep(KEYSPACE, args[0], 0))  # type: ignore[arg-type]
+            await world.sweep(args[0])  # type: ignore[arg-type]
         case ("check",):
             await world.check_exact()
 
@@ -242,7 +252,7 @@ async def play(url: str, steps: list[tuple[object, ...]]) -> None:
             await step(world, *one)  # type: ignore[arg-type]
         await world.check_exact()
         for _ in range(20):
-            await world.runner.one(index.sweep(KEYSPACE, 4, 0))
+            await world.sweep(4)
         await world.check_exact()
         live = {worker.incarnation for worker in world.workers}
         assert await owners_left(redis) <= live
