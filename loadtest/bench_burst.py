@@ -66,7 +66,7 @@ class Owners:
         """The full blocks of `tokens` now lie on `w<worker>`."""
         _, chain = compute_hashes(tokens, BLOCK_SIZE)
         self._seqs[worker] += 1
-        changes = [(block, Tier.DEVICE) for block in chain]
+        changes = index.chain_changes(chain, Tier.DEVICE)
         async with connect(self._redis_url) as redis:
             applied = await ScriptRunner(redis, timeout_s=5.0).one(
                 index.apply(SHARD, self._incarnations[worker], NONCE, self._seqs[worker], changes)

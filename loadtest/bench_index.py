@@ -60,21 +60,30 @@ class Fleet:
         system = self._hashes(SYSTEM_PROMPT)
         owners = list(self._seqs)
         for inc in owners:
-            await self._store(inc, system, Tier.DEVICE)
+            await self._store(inc, index.chain_changes(system, Tier.DEVICE))
         for n in range(max(2, blocks // CHAIN)):
             own = self._hashes(CHAIN - SYSTEM_PROMPT)
-            await self._store(owners[n % len(owners)], own, Tier.DEVICE)
+            chain = system + own
+            await self._store(
+                owners[n % len(owners)], index.chain_changes(chain, Tier.DEVICE, SYSTEM_PROMPT)
+            )
             if n % 2:
-                half, quarter = own[: len(own) // 2], own[: len(own) // 4]
-                await self._store(owners[(n + 1) % len(owners)], half, Tier.DEVICE)
-                await self._store(owners[(n + 2) % len(owners)], quarter, Tier.HOST)
-            self.chains.append(system + own)
+                half, quarter = chain[: CHAIN // 2], chain[: CHAIN // 4]
+                await self._store(
+                    owners[(n + 1) % len(owners)],
+                    index.chain_changes(half, Tier.DEVICE, SYSTEM_PROMPT),
+                )
+                await self._store(
+                    owners[(n + 2) % len(owners)],
+                    index.chain_changes(quarter, Tier.HOST, SYSTEM_PROMPT),
+                )
+            self.chains.append(chain)
 
-    async def _store(self, inc: Incarnation, blocks: list[SequenceHash], tier: Tier) -> None:
+    async def _store(self, inc: Incarnation, every: list[index.Change]) -> None:
         calls: list[Call[bool]] = []
-        for at in range(0, len(blocks), BATCH):
+        for at in range(0, len(every), BATCH):
             self._seqs[inc] += 1
-            changes = [(block, tier) for block in blocks[at : at + BATCH]]
+            changes = every[at : at + BATCH]
             calls.append(
                 index.apply(self._keyspace.of_shard(0), inc, "bench", self._seqs[inc], changes)
             )

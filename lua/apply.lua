@@ -6,13 +6,14 @@
 -- ARGV[1] inc      int
 -- ARGV[2] nonce    str     as registered
 -- ARGV[3] seq      int     one more than the last batch's; the first is 1
--- ARGV[4] changes  str     17 characters each: tier now held (d h k) or - for none, then the
---                          sequence hash as 16 hex digits
+-- ARGV[4...] group str     the first block of a group, 16 hex digits; then, 17 characters each, for
+--                          changed blocks of the group, each once: tier now held (d h k) or - for
+--                          none, then the sequence hash
 -- Returns  1               applied, now or before
 --          0               the incarnation is lost, or a batch is missing: resync
 -- Cost     O(changes). Writes. Safe to retry.
 local shard, applied, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
-local inc, nonce, seq, changes = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local inc, nonce, seq = ARGV[1], ARGV[2], tonumber(ARGV[3])
 -- @include bucket
 
 local mark = redis.call('HGET', applied, inc)
@@ -31,11 +32,11 @@ local number = tonumber(inc)
 
 -- Owners stay in ascending order, so that equal sets are equal values.
 local function insert(owners, entry)
-  local last = string.match(owners, '(%d+)%a$')
-  if not last then
+  local highest = string.match(owners, '(%d+)%a$')
+  if not highest then
     return entry
   end
-  if tonumber(last) < number then
+  if tonumber(highest) < number then
     return owners .. entry
   end
   for at, other in string.gmatch(owners, '()(%d+)%a') do
@@ -46,38 +47,54 @@ local function insert(owners, entry)
 end
 
 local function change(owners, tier)
-  local from, to = string.find(owners, own_entry)
   local entry = tier == '-' and '' or inc .. tier
+  if not owners then
+    return entry
+  end
+  local from, to = string.find(owners, own_entry)
   if from then
     return string.sub(owners, 1, from - 1) .. entry .. string.sub(owners, to + 1)
   end
   return entry == '' and owners or insert(owners, entry)
 end
 
--- Whether the block had no owner, and has this one now.
-local function set_first(key, hash, entry)
-  local answer = redis.pcall('HSETNX', key, hash, entry)
-  if type(answer) == 'table' then
-    if not string.find(answer.err, 'WRONGTYPE', 1, true) then
-      error(answer.err)
-    end
+-- The owners of blocks of one bucket, which somebody may have made into another type of key.
+local function owners_of(key, hashes)
+  local owners = redis.pcall('HMGET', key, unpack(hashes))
+  if owners.err then
     redis.call('DEL', key)
-    answer = redis.call('HSETNX', key, hash, entry)
+    return {}
   end
-  return answer == 1
+  return owners
 end
 
-for at = 1, #changes, 17 do
-  local tier, hash = string.sub(changes, at, at), string.sub(changes, at + 1, at + 16)
-  local key = blocks_prefix .. bucket_name(hash)
-  if tier == '-' or not set_first(key, hash, inc .. tier) then
-    local owners = redis.call('HGET', key, hash)
-    local changed = owners and change(owners, tier)
-    if changed == '' then
-      redis.call('HDEL', key, hash)
-    elseif changed ~= owners then
-      redis.call('HSET', key, hash, changed)
+for i = 4, #ARGV do
+  local group = ARGV[i]
+  local key = blocks_prefix .. bucket_name(group)
+  local tiers, hashes = {}, {}
+  for at = 17, #group, 17 do
+    tiers[#tiers + 1] = string.sub(group, at, at)
+    hashes[#hashes + 1] = string.sub(group, at + 1, at + 16)
+  end
+  local all_owners = owners_of(key, hashes)
+  local held, gone = {}, {}
+  for n, hash in ipairs(hashes) do
+    local owners = all_owners[n]
+    local changed = change(owners, tiers[n])
+    if changed ~= '' then
+      if changed ~= owners then
+        held[#held + 1] = hash
+        held[#held + 1] = changed
+      end
+    elseif owners then
+      gone[#gone + 1] = hash
     end
+  end
+  if #held > 0 then
+    redis.call('HSET', key, unpack(held))
+  end
+  if #gone > 0 then
+    redis.call('HDEL', key, unpack(gone))
   end
 end
 redis.call('HSET', applied, inc, string.format('%d %s', seq, nonce))

@@ -6,12 +6,12 @@
 -- ARGV[1] inc      int
 -- ARGV[2] nonce    str     as registered
 -- ARGV[3] seq      int     of the last batch sent
--- ARGV[4] entries  str     17 characters each: tier published (d h k), then the sequence hash
--- Returns  how many of the entries are missing or in another tier
+-- ARGV[4...] group str     as for apply; each tier the one published
+-- Returns  how many of the blocks are missing or in another tier
 --          -1              the incarnation is lost
--- Cost     O(entries). Reads only.
+-- Cost     O(blocks). Reads only.
 local shard, applied, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
-local inc, nonce, seq, entries = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local inc, nonce, seq = ARGV[1], ARGV[2], ARGV[3]
 -- @include bucket
 
 local bits = redis.call('HGET', shard, 'bucket_bits')
@@ -20,11 +20,15 @@ if not bits or redis.call('HGET', applied, inc) ~= seq .. ' ' .. nonce then
 end
 local bucket_name = bucket_namer(tonumber(bits))
 local missing = 0
-for at = 1, #entries, 17 do
-  local tier, hash = string.sub(entries, at, at), string.sub(entries, at + 1, at + 16)
-  local owners = redis.pcall('HGET', blocks_prefix .. bucket_name(hash), hash)
-  if type(owners) ~= 'string' or not string.find(owners, '%f[%d]' .. inc .. tier) then
-    missing = missing + 1
+for i = 4, #ARGV do
+  local group = ARGV[i]
+  local key = blocks_prefix .. bucket_name(group)
+  for at = 17, #group, 17 do
+    local tier, hash = string.sub(group, at, at), string.sub(group, at + 1, at + 16)
+    local owners = redis.pcall('HGET', key, hash)
+    if type(owners) ~= 'string' or not string.find(owners, '%f[%d]' .. inc .. tier) then
+      missing = missing + 1
+    end
   end
 end
 return missing

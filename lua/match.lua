@@ -8,8 +8,9 @@
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still lie about
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
--- ARGV[1...]       str     three a chain: its sequence hashes, 16 hex digits each; the owners of
---                          its first and of its last block, where they are known: '-' nobody,
+-- ARGV[1...]       str     four a chain: its sequence hashes, 16 hex digits each, the first one's
+--                          block the first of its group; how many of them make a group; the owners
+--                          of its first and of its last block, where they are known: '-' nobody,
 --                          '' not known
 -- Returns  {{end_1, owners_1, end_2, owners_2, ...}, ...}   for each chain: owners_k hold the
 --                          positions after end_(k-1) up to end_k, counted from 1; nobody holds
@@ -40,9 +41,12 @@ local function living(owners)
   return owners ~= '' and owners
 end
 
+local group_size
 local function owners_at(chain, position)
   local hash = string.sub(chain, position * 16 - 15, position * 16)
-  local owners = redis.pcall('HGET', blocks_prefix .. bucket_name(hash), hash)
+  local first = position - (position - 1) % group_size
+  local bucket = bucket_name(string.sub(chain, first * 16 - 15, first * 16))
+  local owners = redis.pcall('HGET', blocks_prefix .. bucket, hash)
   if owners and #gone > 0 or type(owners) == 'table' then
     return living(owners)
   end
@@ -91,7 +95,8 @@ local function runs_of(chain, known_first, known_last)
 end
 
 local answer = {}
-for i = 1, #ARGV, 3 do
-  answer[#answer + 1] = runs_of(ARGV[i], ARGV[i + 1], ARGV[i + 2])
+for i = 1, #ARGV, 4 do
+  group_size = tonumber(ARGV[i + 1])
+  answer[#answer + 1] = runs_of(ARGV[i], ARGV[i + 2], ARGV[i + 3])
 end
 return answer

@@ -71,7 +71,7 @@ class FakeWorkers:
         worker = self._workers[_key(name)]
         _, chain = compute_hashes(tokens, BLOCK_SIZE, seed=seed_for(lora_name))
         worker.batches += 1
-        changes = [(block, tier) for block in chain]
+        changes = index.chain_changes(chain, tier)
         call = index.apply(SHARD, worker.incarnation, f"nonce-{name}", worker.batches, changes)
         assert await self._runner.one(call)
 

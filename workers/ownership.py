@@ -8,18 +8,17 @@ it alone has the whole picture in memory at no cost.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import itemgetter
 from typing import NamedTuple
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
-from app.core.index import Change, shard_of
+from app.core.index import GROUP_BLOCKS, Change, shard_of
 from app.core.types import SequenceHash, Tier
 
 
 class _Node:
     """A block that is held, or a hole: the missing ancestor of one that is."""
 
-    __slots__ = ("children", "depth", "held", "linked", "parent", "published", "root")
+    __slots__ = ("children", "depth", "held", "leader", "linked", "parent", "published", "root")
 
     def __init__(self) -> None:
         self.parent: SequenceHash | None = None
@@ -31,13 +30,19 @@ class _Node:
         self.depth = 0
         """Blocks before it in its chain; right whenever the block is published."""
         self.root: SequenceHash | None = None
-        """First block of its chain; right whenever the block is published."""
+        self.leader: SequenceHash | None = None
+        """First blocks of its chain and of its group; right whenever the block is published."""
 
 
 class _Told(NamedTuple):
     tier: Tier
     depth: int
     shard: int
+    leader: SequenceHash
+
+    def place(self) -> tuple[int, SequenceHash, int]:
+        """Sorts parents before their children, and the blocks of a group together."""
+        return self.depth // GROUP_BLOCKS, self.leader, self.depth
 
 
 class Ownership:
@@ -51,7 +56,7 @@ class Ownership:
         self._nodes: dict[SequenceHash, _Node] = {}
         self._shards = 1
         self._told: dict[SequenceHash, _Told] = {}
-        self._pending: dict[SequenceHash, int] = {}
+        self._pending: set[SequenceHash] = set()
         self._audit: list[SequenceHash] = []
 
     @property
@@ -85,7 +90,7 @@ class Ownership:
         for block in blocks:
             told = self._told.get(block)
             if told:
-                entries.setdefault(told.shard, []).append((block, told.tier))
+                entries.setdefault(told.shard, []).append(Change(block, told.tier, told.leader))
         return entries
 
     def drain(self) -> dict[int, list[Change]]:
@@ -95,30 +100,32 @@ class Ownership:
         Removals and moves to a slower tier come first, from the leaves inward; stores and moves
         to a faster tier follow, from the root outward. So the invariant holds after each change.
         """
-        slower: list[tuple[int, int, Change]] = []
-        faster: list[tuple[int, int, Change]] = []
-        for block, depth in self._pending.items():
+        slower: list[tuple[_Told, Change]] = []
+        faster: list[tuple[_Told, Change]] = []
+        for block in self._pending:
+            told = self._told.pop(block, None)
             node = self._nodes.get(block)
-            tier = node.published if node else None
-            told = self._told.get(block)
-            if tier is None:
+            if node is None or node.published is None:
                 assert told is not None
-                slower.append((depth, told.shard, (block, None)))
-                del self._told[block]
+                slower.append((told, Change(block, None, told.leader)))
                 continue
-            assert node is not None
-            assert node.root is not None
-            shard = told.shard if told else shard_of(node.root, self._shards)
-            turns = slower if told and tier > told.tier else faster
-            turns.append((depth, shard, (block, tier)))
-            self._told[block] = _Told(tier, depth, shard)
+            now = told._replace(tier=node.published) if told else self._place(node)
+            self._told[block] = now
+            turns = slower if told and now.tier > told.tier else faster
+            turns.append((now, Change(block, now.tier, now.leader)))
         self._pending.clear()
-        slower.sort(key=itemgetter(0), reverse=True)
-        faster.sort(key=itemgetter(0))
+        slower.sort(key=lambda turn: turn[0].place(), reverse=True)
+        faster.sort(key=lambda turn: turn[0].place())
         changes: dict[int, list[Change]] = {}
-        for _, shard, change in slower + faster:
-            changes.setdefault(shard, []).append(change)
+        for told, change in slower + faster:
+            changes.setdefault(told.shard, []).append(change)
         return changes
+
+    def _place(self, node: _Node) -> _Told:
+        assert node.published is not None
+        assert node.root is not None
+        assert node.leader is not None
+        return _Told(node.published, node.depth, shard_of(node.root, self._shards), node.leader)
 
     def forget(self, shards: int = 1) -> None:
         """Redis knows nothing of this worker (any more): the next drain tells it everything.
@@ -127,9 +134,7 @@ class Ownership:
         """
         self._shards = shards
         self._told.clear()
-        self._pending = {
-            block: node.depth for block, node in self._nodes.items() if node.published is not None
-        }
+        self._pending = {block for block, node in self._nodes.items() if node.published is not None}
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
@@ -184,7 +189,7 @@ class Ownership:
 
     def _clear(self) -> None:
         self._nodes.clear()
-        self._pending = {block: told.depth for block, told in self._told.items()}
+        self._pending = set(self._told)
 
     def _tier(self, node: _Node) -> Tier | None:
         if not node.held:
@@ -208,9 +213,13 @@ class Ownership:
             if tier is not None:
                 above = None if node.parent is None else self._nodes[node.parent]
                 node.depth, node.root = (above.depth + 1, above.root) if above else (0, block)
+                if above and node.depth % GROUP_BLOCKS:
+                    node.leader = above.leader
+                else:
+                    node.leader = block
             told = self._told.get(block)
             if tier == (told and told.tier):
-                self._pending.pop(block, None)
+                self._pending.discard(block)
             else:
-                self._pending[block] = node.depth
+                self._pending.add(block)
             stack.extend(node.children)

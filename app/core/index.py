@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from app.core.keys import Keyspace
 from app.core.scripts import Call, call
@@ -13,13 +15,25 @@ from app.core.types import Incarnation, SequenceHash, Tier
 
 BLOCKS_PER_BUCKET = 32
 """So many keep a bucket a listpack that is read fast, and its key a small part of its size."""
+GROUP_BLOCKS = 16
+"""So many successive blocks of a chain, from its root, are a group and lie in one bucket: they are
+stored and looked up together, and a bucket that is not in the processor's caches costs more than
+what is done with it."""
 
 TIER_LETTER = {Tier.DEVICE: "d", Tier.HOST: "h", Tier.DISK: "k"}
 _LETTER_OR_DASH = {tier: TIER_LETTER[tier] if tier is not None else "-" for tier in (None, *Tier)}
 TIER_OF_LETTER = {letter.encode(): tier for tier, letter in TIER_LETTER.items()}
 
-Change = tuple[SequenceHash, Tier | None]
-"""A block and the tier that it is published in from now on; None: in none."""
+
+class Change(NamedTuple):
+    """A block and the tier that it is published in from now on; None: in none.
+
+    leader: the first block of its group.
+    """
+
+    block: SequenceHash
+    tier: Tier | None
+    leader: SequenceHash
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,11 @@ def bucket_bits_for(capacity_blocks: int) -> int:
     """The number of buckets, as a power of two, for an index of so many unique blocks."""
     bits = round(math.log2(max(1, capacity_blocks) / BLOCKS_PER_BUCKET))
     return min(24, max(1, bits))
+
+
+def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
+    """The blocks of a whole chain from position `start` on, all in `tier`."""
+    return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]
 
 
 def shard_of(root: SequenceHash, shards: int) -> int:
@@ -65,18 +84,23 @@ def apply(
     seq: 1 for an incarnation's first batch, then one more each time; the same batch may be sent
     again with the same seq.
     """
-    return call("apply", shard, incarnation, nonce, seq, _text(changes), parse=bool)
+    return call("apply", shard, incarnation, nonce, seq, *_groups(changes), parse=bool)
 
 
 def audit(
     shard: Keyspace, incarnation: Incarnation, nonce: str, seq: int, entries: Iterable[Change]
 ) -> Call[int]:
     """How many of `entries` the index does not show, after batch `seq`; -1: lost altogether."""
-    return call("audit", shard, incarnation, nonce, seq, _text(entries), parse=int)
+    return call("audit", shard, incarnation, nonce, seq, *_groups(entries), parse=int)
 
 
-def _text(changes: Iterable[Change]) -> str:
-    return "".join([f"{_LETTER_OR_DASH[tier]}{block:016x}" for block, tier in changes])
+def _groups(changes: Iterable[Change]) -> list[str]:
+    """One text for each stretch of changes in the same group."""
+    return [
+        f"{leader:016x}"
+        + "".join([f"{_LETTER_OR_DASH[tier]}{block:016x}" for block, tier, _ in members])
+        for leader, members in groupby(changes, key=attrgetter("leader"))
+    ]
 
 
 def sweep(

@@ -36,9 +36,11 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     sweep               hash    cursor (next bucket), targets (<inc>, space-separated); by sweep;
                                 for one pass
     blocks:<bucket>     hash    sequence hash, 16 hex digits -> owners, "<inc><tier>..." by
-                                ascending inc, tier one of d(evice) h(ost) k (disk); bucket: the
-                                hash's top bucket_bits, in the hex digits that hold them, the
-                                rest of the last digit 0; by apply, sweep; until removed
+                                ascending inc, tier one of d(evice) h(ost) k (disk); 16
+                                successive blocks of a chain are a group and lie in one bucket:
+                                the top bucket_bits of the first one's hash, in the hex digits
+                                that hold them, the rest of the last digit 0; by apply, sweep;
+                                until removed
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from math import isqrt
 from struct import pack
 from typing import Any, NamedTuple
 
-from app.core.index import TIER_OF_LETTER, shard_of
+from app.core.index import GROUP_BLOCKS, TIER_OF_LETTER, shard_of
 from app.core.keys import Keyspace
 from app.core.scripts import Call, ScriptRunner, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
@@ -24,6 +24,7 @@ WHOLE_CHAIN = 512
 """Chains up to this length are sent whole: the hashes cost Redis less than a round trip more."""
 
 NOBODY = b"-"
+UNKNOWN = b""
 _OWNER = re.compile(rb"(\d+)([dhk])")
 
 Overlaps = dict[Incarnation, TierOverlap]
@@ -38,12 +39,15 @@ class Run(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Neighbouring samples whose owners differ. Somewhere between them the owners change."""
+    """The positions between `before` and `end`, both excluded, somewhere in which owners change.
+
+    owners_end: UNKNOWN where `end` is the end of the chain.
+    """
 
     before: int
-    after: int
+    end: int
     owners_before: bytes
-    owners_after: bytes
+    owners_end: bytes
 
 
 async def match(
@@ -64,28 +68,35 @@ async def match(
     samples = [_sample(len(chain)) for chain in chains]
     places = [keyspace.of_shard(shard_of(c[0], shards) if c else 0) for c in chains]
     coarse_calls: list[Call[Any]] = [
-        call("match", place, _text(chain, at), b"", b"", parse=list)
+        call("match", place, _text(chain, at), _group_size(at), UNKNOWN, UNKNOWN, parse=list)
         for place, chain, at in zip(places, chains, samples, strict=True)
     ]
     replies = await runner.run([first, *coarse_calls] if first else coarse_calls)
     answer = replies.pop(0) if first else None
     found = [_placed(reply[0], at) for reply, at in zip(replies, samples, strict=True)]
-    gaps = [_gaps(runs, at) for runs, at in zip(found, samples, strict=True)]
+    gaps = [
+        _gaps(runs, at, len(chain)) for runs, at, chain in zip(found, samples, chains, strict=True)
+    ]
     open_ = [i for i, of_chain in enumerate(gaps) if of_chain]
     if open_:
         fine = await runner.run([_fill(places[i], chains[i], gaps[i]) for i in open_])
         for i, reply in zip(open_, fine, strict=True):
             for gap, runs in zip(gaps[i], reply, strict=True):
-                found[i] += _between(gap, _placed(runs, range(gap.before, gap.after + 1)))
+                found[i] += _between(gap, _placed(runs, _stretch(gap, len(chains[i]))))
     return [_overlaps(sorted(runs)) for runs in found], answer
 
 
-def _sample(length: int) -> range | list[int]:
-    """Positions to look at first: all, or the first, the last and every k-th between them."""
+def _sample(length: int) -> range:
+    """Positions to look at first: all, or the first ones of every so many groups."""
     if length <= WHOLE_CHAIN:
         return range(length)
-    stride = isqrt(length // 2)
-    return [*range(0, length - 1, stride), length - 1]
+    step = max(1, round(isqrt(length // 2) / GROUP_BLOCKS)) * GROUP_BLOCKS
+    return range(0, length, step)
+
+
+def _group_size(samples: range) -> int:
+    """How many successive samples lie in one group."""
+    return GROUP_BLOCKS if samples.step == 1 else 1
 
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
@@ -98,8 +109,8 @@ def _fill(
 ) -> Call[list[list[Any]]]:
     args: list[bytes] = []
     for gap in gaps:
-        stretch = _text(chain, range(gap.before, gap.after + 1))
-        args += [stretch, gap.owners_before, gap.owners_after]
+        stretch = _text(chain, _stretch(gap, len(chain)))
+        args += [stretch, b"%d" % GROUP_BLOCKS, gap.owners_before, gap.owners_end]
     return call("match", shard, *args, parse=list)
 
 
@@ -112,25 +123,31 @@ def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
     return placed
 
 
-def _gaps(runs: list[Run], samples: Sequence[int]) -> list[Gap]:
-    """The stretches of more than one step between samples in which the owners change."""
+def _gaps(runs: list[Run], samples: range, length: int) -> list[Gap]:
+    """The stretches between samples, and behind the last one, in which the owners may change."""
     if not runs:
         return []
     following = [(run.start, run.owners) for run in runs[1:]]
-    if runs[-1].end <= samples[-1]:
-        following.append((next(i for i in samples if i >= runs[-1].end), NOBODY))
+    last_owned = runs[-1].end - 1
+    if last_owned < samples[-1]:
+        following.append((last_owned + samples.step, NOBODY))
+    else:
+        following.append((length, UNKNOWN))
     return [
-        Gap(run.end - 1, start, run.owners, owners)
-        for run, (start, owners) in zip(runs, following, strict=False)
-        if run.end < start
+        Gap(run.end - 1, end, run.owners, owners)
+        for run, (end, owners) in zip(runs, following, strict=True)
+        if run.end < end
     ]
+
+
+def _stretch(gap: Gap, length: int) -> range:
+    """A gap with the samples beside it."""
+    return range(gap.before, min(gap.end + 1, length))
 
 
 def _between(gap: Gap, runs: list[Run]) -> list[Run]:
-    """`runs` of a gap without its two ends, which the samples cover."""
-    inner = [
-        Run(max(run.start, gap.before + 1), min(run.end, gap.after), run.owners) for run in runs
-    ]
+    """`runs` of a stretch without the samples."""
+    inner = [Run(max(run.start, gap.before + 1), min(run.end, gap.end), run.owners) for run in runs]
     return [run for run in inner if run.start < run.end]
 
 

@@ -1,6 +1,6 @@
--- bucket_namer(bits): a function from a sequence hash in hex to the name of its bucket: the digits
--- that hold the hash's top `bits` bits, the rest of the last one taken as 0. And bucket_at(bits, n),
--- the name of the n-th bucket, counted from 0.
+-- bucket_namer(bits): a function from the hash of a group's first block, in hex, to the name of its
+-- bucket: the digits that hold the hash's top `bits` bits, the rest of the last one taken as 0. And
+-- bucket_at(bits, n), the name of the n-th bucket, counted from 0.
 local function bucket_namer(bits)
   local digits = math.ceil(bits / 4)
   local rounded = ({[3] = '0022446688aaccee', [2] = '000044448888cccc', [1] = '0000000088888888'})

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core import index, leases, matching, reservations
-from app.core.index import Change, SweepStep
+from app.core.index import GROUP_BLOCKS, Change, SweepStep
 from app.core.keys import Keyspace
 from app.core.leases import Registration
 from app.core.matching import Overlaps
@@ -37,6 +37,7 @@ class Namespace:
         self.shard = self.keys.of_shard(0)
         self.runner = ScriptRunner(redis, timeout_s=10)
         self._nonces: dict[Incarnation, str] = {}
+        self._leaders: dict[SequenceHash, SequenceHash] = {}
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._staged: set[Incarnation] = set()
 
@@ -97,10 +98,23 @@ class Namespace:
         return await self.do(leases.retire(self.keys, WorkerKey(worker), inc, nonce))
 
     async def apply(
-        self, inc: Incarnation, seq: int, changes: Iterable[Change], nonce: str | None = None
+        self,
+        inc: Incarnation,
+        seq: int,
+        changes: Iterable[tuple[SequenceHash, Tier | None]],
+        nonce: str | None = None,
     ) -> bool:
+        """Blocks that were in no chain before are one now."""
         nonce = nonce or self._nonces[inc]
-        return await self.do(index.apply(self.shard, inc, nonce, seq, changes))
+        changes = list(changes)
+        self.know([block for block, _ in changes if block not in self._leaders])
+        placed = [Change(block, tier, self._leaders[block]) for block, tier in changes]
+        return await self.do(index.apply(self.shard, inc, nonce, seq, placed))
+
+    def know(self, chain: Sequence[SequenceHash]) -> None:
+        """From now on these blocks are a chain, from its root."""
+        for i, block in enumerate(chain):
+            self._leaders[block] = chain[i - i % GROUP_BLOCKS]
 
     async def hold(
         self, inc: Incarnation, blocks: Sequence[SequenceHash], tier: Tier = DEVICE
@@ -169,7 +183,8 @@ class Namespace:
 
     async def owners(self, block: SequenceHash, bucket_bits: int = 8) -> str | None:
         """As they stand in Redis, dead ones included."""
-        return await self.get(f"blocks:{bucket_name(block, bucket_bits)}", f"{block:016x}")
+        bucket = bucket_name(self._leaders.get(block, block), bucket_bits)
+        return await self.get(f"blocks:{bucket}", f"{block:016x}")
 
     async def get(self, key: str, field: object) -> str | None:
         """A field of a hash of the namespace."""

@@ -2,20 +2,31 @@ from __future__ import annotations
 
 import pytest
 
+from app.core import index
+from app.core.index import Change
 from app.core.types import Incarnation, SequenceHash
 from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
 
 
-async def test_a_batch_writes_owners_into_the_blocks_buckets(space: Namespace) -> None:
+async def test_a_batch_writes_owners_into_the_buckets_of_the_blocks_groups(
+    space: Namespace,
+) -> None:
     inc = await space.worker("a", bucket_bits=8)
-    assert await space.apply(inc, 1, [(A, DEVICE), (B, HOST), (C, DISK)])
+    changes = [Change(A, DEVICE, A), Change(B, HOST, A), Change(C, DISK, C)]
+    assert await space.do(index.apply(space.shard, inc, "nonce-a", 1, changes))
     keys = await space.redis.keys(space.key("blocks:") + "*")
     assert sorted(keys) == [
-        f"kvroute:1:{{test#0}}:blocks:{bucket}".encode() for bucket in ("aa", "bb", "cc")
+        f"kvroute:1:{{test#0}}:blocks:{bucket}".encode() for bucket in ("aa", "cc")
     ]
-    assert await space.redis.hgetall(space.key("blocks:aa")) == {b"a" * 16: b"1d"}
-    assert await space.redis.hgetall(space.key("blocks:bb")) == {b"b" * 16: b"1h"}
+    assert await space.redis.hgetall(space.key("blocks:aa")) == {b"a" * 16: b"1d", b"b" * 16: b"1h"}
     assert await space.redis.hgetall(space.key("blocks:cc")) == {b"c" * 16: b"1k"}
+
+
+def test_sixteen_blocks_of_a_chain_are_a_group() -> None:
+    chain = [SequenceHash(i) for i in range(100, 140)]
+    changes = index.chain_changes(chain, DEVICE, start=14)
+    assert [change.leader for change in changes] == [100] * 2 + [116] * 16 + [132] * 8
+    assert changes[0] == Change(SequenceHash(114), DEVICE, SequenceHash(100))
 
 
 @pytest.mark.parametrize(
@@ -143,22 +154,17 @@ async def test_removal_by_the_last_owner_leaves_no_empty_field(space: Namespace)
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     assert await space.apply(inc, 2, [(A, None)])
+    assert await space.redis.hgetall(space.key("blocks:aa")) == {b"b" * 16: b"1d"}
+    assert await space.apply(inc, 3, [(B, None)])
     assert not await space.redis.exists(space.key("blocks:aa"))
-    assert await space.owners(B) == "1d"
 
 
 async def test_removing_what_was_never_published_is_harmless(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A])
+    space.know([A, B])
     assert await space.apply(b, 1, [(A, None), (B, None)])
     assert await space.owners(A) == "1d"
-    assert await space.owners(B) is None
-
-
-async def test_changes_of_one_batch_follow_each_other(space: Namespace) -> None:
-    inc = await space.worker("a")
-    assert await space.apply(inc, 1, [(A, DEVICE), (A, HOST), (B, DEVICE), (B, None)])
-    assert await space.owners(A) == "1h"
     assert await space.owners(B) is None
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from app.core import index, matching, reservations
+from app.core.index import Change
 from app.core.matching import WHOLE_CHAIN, Overlaps
 from app.core.scripts import Call, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
@@ -17,7 +18,7 @@ def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
 
 async def runs(space: Namespace, *chains: list[SequenceHash]) -> list[list[int | bytes]] | None:
     """What lua/match.lua itself answers."""
-    args = [arg for chain in chains for arg in (text_of(chain), "", "")]
+    args = [arg for chain in chains for arg in (text_of(chain), "16", "", "")]
     return await run_script(space, *args)
 
 
@@ -32,12 +33,13 @@ async def run_script(space: Namespace, *args: str) -> list[list[int | bytes]] | 
 
 async def test_known_owners_of_the_ends_are_not_looked_up(space: Namespace) -> None:
     inc = await space.worker("a")
-    await space.hold(inc, [A, B, C])
+    space.know([D, B, C])
+    await space.hold(inc, [B, C])
     # Of these ends Redis knows nothing: only B and C are looked at.
     stretch = text_of([D, B, C, E])
-    assert await run_script(space, stretch, "1d2d", "-") == [[1, b"1d2d", 3, b"1d"]]
-    assert await run_script(space, stretch, "1d", "1d") == [[4, b"1d"]]
-    assert await run_script(space, stretch, "-", "") == [[]]
+    assert await run_script(space, stretch, "16", "1d2d", "-") == [[1, b"1d2d", 3, b"1d"]]
+    assert await run_script(space, stretch, "16", "1d", "1d") == [[4, b"1d"]]
+    assert await run_script(space, stretch, "16", "-", "") == [[]]
 
 
 async def test_owners_come_as_runs_with_the_position_each_one_ends_at(space: Namespace) -> None:
@@ -128,9 +130,11 @@ async def test_in_a_missing_shard_nobody_holds_anything(space: Namespace) -> Non
 
 async def test_a_bucket_that_somebody_spoilt_holds_nothing(space: Namespace) -> None:
     inc = await space.worker("a")
-    await space.hold(inc, [A, B])
+    chain = chain_of(random.Random(1), 17)
+    space.know([A, *chain[1:16], B])
+    await space.hold(inc, [A, *chain[1:16], B])
     await space.redis.set(space.key("blocks:bb"), "spoilt")
-    assert await space.match([A, B]) == [{inc: TierOverlap(device=1)}]
+    assert await space.match([A, *chain[1:16], B]) == [{inc: TierOverlap(device=16)}]
 
 
 async def test_each_shard_is_asked_for_the_chains_that_begin_with_its_blocks(
@@ -141,7 +145,9 @@ async def test_each_shard_is_asked_for_the_chains_that_begin_with_its_blocks(
     assert await space.do(index.open_shard(other, inc, "nonce-a", 8))
     assert [index.shard_of(block, 2) for block in (A, B)] == [0, 1]
     await space.hold(inc, [A, C])
-    await space.do(index.apply(other, inc, "nonce-a", 1, [(B, DEVICE), (C, HOST)]))
+    await space.do(
+        index.apply(other, inc, "nonce-a", 1, [Change(B, DEVICE, B), Change(C, HOST, B)])
+    )
     overlaps, _ = await matching.match(space.runner, space.keys, [[A, C], [B, C]], 2)
     assert overlaps == [{inc: TierOverlap(device=2)}, {inc: TierOverlap(device=1, host=1)}]
 
@@ -177,6 +183,8 @@ async def test_overlaps_are_what_a_plain_walk_finds(space: Namespace) -> None:
     chains = [chain_of(rng, length) for length in (1, 2, 13, 100, 512, 513, 700, 3000)]
     chains[5][:300] = chains[4][:300]
     chains[7][:600] = chains[6][:600]
+    for chain in chains:
+        space.know(chain)
     held: dict[Incarnation, dict[SequenceHash, Tier]] = {}
     for i in range(6):
         inc = await space.worker(f"w{i}")

@@ -2,11 +2,20 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from app.core.types import SequenceHash, TierOverlap
 from tests.lua.conftest import HOST, A, B, C, Namespace
 
 SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
 """One block for each of the 16 buckets of 4 bits."""
+
+
+@pytest.fixture(autouse=True)
+def roots(space: Namespace) -> None:
+    """Each of them begins a chain of its own."""
+    for block in (A, B, C, *SPREAD):
+        space.know([block])
 
 
 async def swept(space: Namespace, max_buckets: int = 256) -> tuple[int, int]:
@@ -96,12 +105,15 @@ async def test_several_callers_share_a_pass(space: Namespace) -> None:
 async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space: Namespace) -> None:
     a = await space.worker("a", bucket_bits=4)
     b = await space.worker("b")
-    await space.hold(a, SPREAD)
-    await space.hold(b, SPREAD[:9])
+    # Sixteen groups, each in a bucket of its own.
+    chain = [SequenceHash(leader + i) for leader in SPREAD for i in range(16)]
+    space.know(chain)
+    await space.hold(a, chain)
+    await space.hold(b, chain[:150])
     await space.retire("a", a)
     for _ in range(16):
         await space.sweep(1)
-        assert await space.match(SPREAD) == [{b: TierOverlap(device=9)}]
+        assert await space.match(chain) == [{b: TierOverlap(device=150)}]
 
 
 async def test_in_the_end_nothing_is_left_of_the_dead(space: Namespace) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
@@ -29,14 +30,14 @@ def removed(*blocks: SequenceHash, tier: Tier = DEVICE) -> Removed:
     return Removed(blocks, tier)
 
 
-def told(ownership: Ownership, *events: CacheEvent) -> list[Change]:
+def told(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHash, Tier | None]]:
     """What Redis must be told after these events."""
     ownership.apply(events)
     ownership.check()
     changes = ownership.drain()
     ownership.check()
     assert ownership.num_pending == 0
-    return changes.get(0, [])
+    return [(block, tier) for block, tier, _ in changes.get(0, [])]
 
 
 @pytest.fixture
@@ -55,6 +56,38 @@ def abcd() -> Ownership:
 def test_a_chain_is_published_from_the_root_outward(ownership: Ownership) -> None:
     assert told(ownership, stored(A, B, C)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE)]
     assert ownership.num_published == 3
+
+
+def test_the_blocks_of_a_group_are_told_together(ownership: Ownership) -> None:
+    """Two chains of 40 blocks, which differ from the 20th on, stored in turns."""
+    left = [SequenceHash(1000 + i) for i in range(40)]
+    right = left[:20] + [SequenceHash(2000 + i) for i in range(20, 40)]
+    for at in range(0, 40, 4):
+        parent = left[at - 1] if at else None
+        ownership.apply([Stored(tuple(left[at : at + 4]), parent)])
+        ownership.apply([Stored(tuple(right[at : at + 4]), right[at - 1] if at else None)])
+    changes = ownership.drain()[0]
+    leaders = [change.leader for change in changes]
+    assert [leader for leader, _ in groupby(leaders)] == [1000, 1016, 1032, 2032]
+    assert {c.block for c in changes if c.leader == 1016} == {*left[16:32], *right[20:32]}
+    assert [c.tier for c in changes] == [DEVICE] * 60
+
+
+def test_chains_go_to_the_shard_of_their_first_block(ownership: Ownership) -> None:
+    ownership.forget(shards=2)
+    ownership.apply([stored(A, D), stored(B, C)])
+    assert ownership.drain() == {
+        0: [Change(A, DEVICE, A), Change(D, DEVICE, A)],
+        1: [Change(B, DEVICE, B), Change(C, DEVICE, B)],
+    }
+
+
+def test_audits_take_turns_and_skip_what_is_gone(abcd: Ownership) -> None:
+    assert abcd.next_to_audit(3) == {0: [Change(b, DEVICE, A) for b in (B, C, D)]}
+    told(abcd, removed(A), stored(A))
+    assert [c.block for c in abcd.next_to_audit(3)[0]] == [A]
+    told(abcd, removed(B))
+    assert abcd.next_to_audit(9) == {0: [Change(A, DEVICE, A)]}
 
 
 def test_a_chain_goes_on_below_its_parent(ownership: Ownership) -> None:
@@ -218,9 +251,19 @@ def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) ->
     return published
 
 
+def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
+    """First block of the group of 16 that `block` lies in."""
+    chain = [block]
+    while (parent := parents[chain[-1]]) is not None:
+        chain.append(parent)
+    chain.reverse()
+    return chain[(len(chain) - 1) // 16 * 16]
+
+
 def tell(redis: Published, changes: list[Change], parents: Parents) -> None:
     """Apply changes one by one; wherever they are cut into batches, the invariant must hold."""
-    for block, tier in changes:
+    for block, tier, leader in changes:
+        assert leader == leader_of(block, parents)
         if tier is None:
             del redis[block]
         else:
