@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
 
 import numpy as np
 
-from app.core import index, leases, matching, reservations
+from app.core import index, leases, matching, predictions, reservations
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
@@ -49,6 +49,8 @@ blocks are forgotten. Until then it is only not routed to."""
 SWEEP_BUCKETS = 8
 """A step of the sweep then takes Redis about a millisecond."""
 SWEEP_PAUSE_S = 0.005
+PRUNE_BUCKETS = 64
+"""All of 8,192 are then looked through every 32 s."""
 SCRUB_INTERVAL_MS = 300_000
 """What nobody's death explains is looked for so often: about 20 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
@@ -148,6 +150,14 @@ class Router:
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._rng = np.random.default_rng(settings.seed)
         self._turn = 0
+        self._predictions = (
+            predictions.PredictionSettings(settings.prediction_ttl_s, settings.prediction_entries)
+            if settings.count_in_flight or not settings.kv_events
+            else None
+        )
+        # Past the limit the oldest are lost, which costs a little overlap.
+        self._routed: deque[Call[int]] = deque(maxlen=MAX_QUEUED)
+        self._has_routed = asyncio.Event()
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
         # Ids of requests that nobody will end, though Redis may hold a reservation for them. Past
         # the limit the oldest are left to expire.
@@ -158,6 +168,7 @@ class Router:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._decide_forever())
             tasks.create_task(self._maintain())
+            tasks.create_task(self._record())
             tasks.create_task(self.fleet.follow())
 
     async def route(self, request: RouteRequest) -> Decision:
@@ -258,21 +269,54 @@ class Router:
         """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each."""
         while True:
             shards = self.fleet.shards or (await self._runner.one(self._loads)).shards or 1
+            chains = [pending.request.chain for pending in batch]
             with self._timed("look_up"):
-                overlaps, snapshot = await matching.match(
+                overlaps, (snapshot, *foreseen) = await matching.match(
                     self._runner,
                     self._keyspace,
-                    [pending.request.chain for pending in batch],
+                    chains if self._settings.kv_events else [],
                     shards,
-                    first=self._loads,
+                    along=[self._loads, *self._foresee(chains, shards)],
                 )
             view = await self.fleet.view(snapshot)
             # Otherwise the namespace was made anew, and the blocks lie elsewhere.
             if snapshot.shards == shards:
                 break
-        for pending, found in zip(batch, overlaps, strict=True):
-            pending.overlaps = found
+        for pending, found, ahead in zip_longest(batch, overlaps, foreseen):
+            pending.overlaps = with_predicted(found or {}, ahead or {})
         return view
+
+    def _foresee(
+        self, chains: list[list[SequenceHash]], shards: int
+    ) -> list[Call[dict[Incarnation, int]]]:
+        if self._predictions is None:
+            return []
+        return [
+            predictions.foresee(_shard(self._keyspace, chain, shards), chain, self._predictions)
+            for chain in chains
+        ]
+
+    def _predict(self, plan: _Plan) -> None:
+        """Record, soon, where the request's blocks will be."""
+        chain = plan.pending.request.chain
+        if self._predictions is not None and chain:
+            shard = _shard(self._keyspace, chain, self.fleet.shards or 1)
+            self._routed.append(
+                predictions.predict(shard, plan.incarnation, chain, self._predictions)
+            )
+            self._has_routed.set()
+
+    async def _record(self) -> None:
+        """Write predictions, those that wait together in one round trip."""
+        while True:
+            await self._has_routed.wait()
+            self._has_routed.clear()
+            calls = list(self._routed)
+            self._routed.clear()
+            try:
+                await self._runner.run(calls)
+            except RedisUnavailable as error:
+                log.debug("%d predictions are lost: %s", len(calls), error)
 
     def _plan_all(self, waiting: list[_Pending], view: View) -> list[_Plan]:
         """Decide one after another; answer those who get no worker or want no reservation."""
@@ -376,6 +420,7 @@ class Router:
                 left.append(plan.pending)
             else:
                 self.telemetry.reservations.labels("made").inc()
+                self._predict(plan)
                 _answer(plan.pending, plan.decision)
         return left, last
 
@@ -419,11 +464,18 @@ class Router:
                     self._orphans.popleft()
                 self.telemetry.reservations.labels("expired").inc(expired)
                 await self.fleet.view(snapshot)
+                await self._runner.run(self._prune())
             except (RedisUnavailable, NamespaceMissing) as error:
                 log.debug("maintenance: %s", error)
             if self.fleet.last_view is not None:
                 self.fleet.forget_except(self.fleet.last_view.incarnations)
             await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+
+    def _prune(self) -> list[Call[int]]:
+        if self._predictions is None:
+            return []
+        shards = [self._keyspace.of_shard(shard) for shard in range(self.fleet.shards or 0)]
+        return [predictions.prune(shard, self._predictions, PRUNE_BUCKETS) for shard in shards]
 
     async def _maintain_index(self) -> None:
         """Sweep all shards in steps.
@@ -467,6 +519,20 @@ class Router:
     def _timed(self, step: str) -> Iterator[None]:
         with self.telemetry.redis_seconds.labels(step).time():
             yield
+
+
+def _shard(keyspace: Keyspace, chain: list[SequenceHash], shards: int) -> Keyspace:
+    return keyspace.of_shard(index.shard_of(chain[0], shards) if chain else 0)
+
+
+def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Overlaps:
+    """`overlaps`, longer on the device where more blocks are foreseen than are published."""
+    merged = dict(overlaps)
+    for inc, blocks in foreseen.items():
+        known = overlaps.get(inc, NO_OVERLAP)
+        if blocks > known.total:
+            merged[inc] = replace(known, device=known.device + blocks - known.total)
+    return merged
 
 
 def _excluded(info: WorkerInfo, exclude: frozenset[str]) -> bool:

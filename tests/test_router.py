@@ -16,6 +16,7 @@ from app.core.errors import AllWorkersBusy, NoWorkers, RouterOverloaded
 from app.core.hashing import compute_hashes
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
+from app.core.types import TierOverlap
 from app.fleet import Fleet
 from app.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Decision, Router, RouteRequest
 from app.telemetry import Telemetry
@@ -500,3 +501,50 @@ async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
     async with asyncio.timeout(5.0), app.router.lifespan_context(app):
         for _ in range(steps):
             await asyncio.sleep(0)
+
+
+class TestPredictions:
+    async def test_without_kv_events_what_was_routed_there_counts_on_every_replica(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name)
+            # Were events believed, both would hold the prompt.
+            await workers.publish(name, PROMPT)
+        settings = {"kv_events": False, "prediction_ttl_s": 3600.0}
+        async with (
+            running(one_redis_server.url, **settings) as first,
+            running(one_redis_server.url, **settings) as second,
+        ):
+            cold = await first.route(request("r1", "latency"))
+            assert cold.overlap == TierOverlap()
+
+            async def looked() -> Decision:
+                return await second.route(request("look", "latency", reserve=False))
+
+            warm = await eventually(looked, lambda seen: seen.overlap.total > 0)
+            assert warm.overlap == TierOverlap(device=2)
+            assert warm.worker == cold.worker
+
+    async def test_in_flight_requests_count_where_events_are_still_to_come(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT[:4])
+        async with running(one_redis_server.url, count_in_flight=True) as replica:
+            first = await replica.route(request("r1", "latency"))
+            assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=1))
+
+            async def looked() -> Decision:
+                return await replica.route(request("look", "latency", reserve=False))
+
+            await eventually(looked, lambda seen: seen.overlap == TierOverlap(device=2))
+
+    async def test_by_default_only_what_is_published_counts(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r1"))
+        assert (await router.route(request("r2"))).overlap == TierOverlap()
+        assert not [name for trip in router.runner.round_trips for name in trip if "pre" in name]

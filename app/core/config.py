@@ -51,7 +51,7 @@ def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
         for f in reversed(fields(cls)):
             if f.name not in without:
                 command = click.option(
-                    f"--{f.name.replace('_', '-')}",
+                    _spelt(f),
                     f.name,
                     default=None if f.default is MISSING else f.default,
                     type=f.metadata["kind"],
@@ -73,8 +73,19 @@ def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...] = ())
 
 def flags(settings: Any) -> list[str]:
     """The command line that `options` would read as `settings`."""
-    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
-    return [f"--{n.replace('_', '-')}={v}" for n, v in values.items() if v is not None]
+    values = {f.name.replace("_", "-"): getattr(settings, f.name) for f in fields(settings)}
+    return [_flag(name, value) for name, value in values.items() if value is not None]
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
+
+
+def _spelt(f: Field[Any]) -> str:
+    name = f.name.replace("_", "-")
+    return f"--{name}/--no-{name}" if f.metadata["kind"] is bool else f"--{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,26 @@ class RouterSettings(CommonSettings):
     seed: int | None = setting(None, "Seed of the random choices; none: a random one.", int)
     redis_timeout_ms: int = setting(
         250, "Without an answer by then, requests are routed by the last loads seen.", POSITIVE
+    )
+    kv_events: bool = setting(
+        True,
+        "Whether workers publish what they cache. If not, what was routed to them counts, for "
+        "--prediction-ttl-s after its last use.",
+        bool,
+    )
+    count_in_flight: bool = setting(
+        False,
+        "Also with KV events, take what was routed to a worker in the last --prediction-ttl-s for "
+        "cached there.",
+        bool,
+    )
+    prediction_ttl_s: float = setting(
+        120.0, "What was routed to a worker counts as cached for so long.", POSITIVE_SECONDS
+    )
+    prediction_entries: int = setting(
+        262_144,
+        "So many blocks are recorded as routed, in each shard; then the oldest fifth is given up.",
+        POSITIVE,
     )
     reservation_ttl_s: float = setting(
         600.0,

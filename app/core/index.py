@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from struct import pack
 from typing import Any, NamedTuple
 
 from app.core.keys import Keyspace
@@ -55,6 +56,11 @@ def bucket_bits_for(capacity_blocks: int) -> int:
 def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
     """The blocks of a whole chain from position `start` on, all in `tier`."""
     return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]
+
+
+def hex_text(blocks: Sequence[SequenceHash]) -> bytes:
+    """16 hex digits for each block, as scripts want them."""
+    return pack(f">{len(blocks)}Q", *blocks).hex().encode()
 
 
 def shard_of(root: SequenceHash, shards: int) -> int:

@@ -41,6 +41,10 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 the top bucket_bits of the first one's hash, in the hex digits
                                 that hold them, the rest of the last digit 0; by apply, sweep;
                                 until removed
+    predictions         hash    slice letter -> entries of it; cutoff, the oldest slice that counts;
+                                bucket_bits; cursor of prune; by predict, prune; for good
+    predicted:<bucket>  hash    sequence hash -> "<inc><slice letter>...", of some blocks that were
+                                routed; by predict; until pruned
 """
 
 from __future__ import annotations

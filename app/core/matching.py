@@ -12,10 +12,9 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
-from struct import pack
 from typing import Any, NamedTuple
 
-from app.core.index import GROUP_BLOCKS, TIER_OF_LETTER, shard_of
+from app.core.index import GROUP_BLOCKS, TIER_OF_LETTER, hex_text, shard_of
 from app.core.keys import Keyspace
 from app.core.scripts import Call, ScriptRunner, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
@@ -55,13 +54,13 @@ async def match(
     keyspace: Keyspace,
     chains: Sequence[Sequence[SequenceHash]],
     shards: int = 1,
-    first: Call[Any] | None = None,
-) -> tuple[list[Overlaps], Any]:
-    """Leading blocks of each chain that each incarnation holds, and the answer of `first`.
+    along: Sequence[Call[Any]] = (),
+) -> tuple[list[Overlaps], list[Any]]:
+    """Leading blocks of each chain that each incarnation holds, and the answers of `along`.
 
     chains: sequence hashes of the full blocks of one prompt each, in prompt order.
     shards: of the namespace's index.
-    first: a call to send along with the first round trip.
+    along: calls to send along with the first round trip.
     Incarnations without overlap are absent; those that are not live may be present.
     Raises RedisUnavailable.
     """
@@ -71,8 +70,8 @@ async def match(
         call("match", place, _text(chain, at), _group_size(at), UNKNOWN, UNKNOWN, parse=list)
         for place, chain, at in zip(places, chains, samples, strict=True)
     ]
-    replies = await runner.run([first, *coarse_calls] if first else coarse_calls)
-    answer = replies.pop(0) if first else None
+    replies = await runner.run([*along, *coarse_calls])
+    answers, replies = replies[: len(along)], replies[len(along) :]
     found = [_placed(reply[0], at) for reply, at in zip(replies, samples, strict=True)]
     gaps = [
         _gaps(runs, at, len(chain)) for runs, at, chain in zip(found, samples, chains, strict=True)
@@ -83,7 +82,7 @@ async def match(
         for i, reply in zip(open_, fine, strict=True):
             for gap, runs in zip(gaps[i], reply, strict=True):
                 found[i] += _between(gap, _placed(runs, _stretch(gap, len(chains[i]))))
-    return [_overlaps(sorted(runs)) for runs in found], answer
+    return [_overlaps(sorted(runs)) for runs in found], answers
 
 
 def _sample(length: int) -> range:
@@ -100,8 +99,7 @@ def _group_size(samples: range) -> int:
 
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
-    picked = [chain[i] for i in positions]
-    return pack(f">{len(picked)}Q", *picked).hex().encode()
+    return hex_text([chain[i] for i in positions])
 
 
 def _fill(

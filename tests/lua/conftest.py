@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 from redis.asyncio import Redis
 
-from app.core import index, leases, matching, reservations
+from app.core import index, leases, matching, predictions, reservations
 from app.core.index import GROUP_BLOCKS, Change, SweepStep
 from app.core.keys import Keyspace
 from app.core.leases import Registration
 from app.core.matching import Overlaps
+from app.core.predictions import PredictionSettings
 from app.core.reservations import Load, Refused, Reservation, Snapshot
 from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
@@ -186,6 +188,46 @@ class Namespace:
         bucket = bucket_name(self._leaders.get(block, block), bucket_bits)
         return await self.get(f"blocks:{bucket}", f"{block:016x}")
 
+    async def predict(
+        self, inc: Incarnation, chain: Sequence[SequenceHash], settings: PredictionSettings
+    ) -> int:
+        return await self.do(predictions.predict(self.shard, inc, chain, settings))
+
+    async def foresee(
+        self, chain: Sequence[SequenceHash], settings: PredictionSettings
+    ) -> dict[Incarnation, int]:
+        return await self.do(predictions.foresee(self.shard, chain, settings))
+
+    async def prune(self, settings: PredictionSettings, max_buckets: int = 4) -> int:
+        return await self.do(predictions.prune(self.shard, settings, max_buckets))
+
+    async def predictions(self) -> int:
+        """How many there are, by the counters and by the entries."""
+        counters = await self.redis.hgetall(self.key("predictions"))
+        counted = sum(int(n) for name, n in counters.items() if len(name) == 1)
+        there = 0
+        async for key in self.redis.scan_iter(match=self.key("predicted:") + "*"):
+            there += sum(len(re.findall(rb"\d+[a-z]", v)) for v in await self.redis.hvals(key))
+        assert counted == there
+        return there
+
+    async def grow_older(self, slices: int) -> None:
+        """As if so many slices of time had passed since all that was predicted."""
+
+        def older(letter: str) -> str:
+            return chr(97 + (ord(letter) - 97 - slices) % 26)
+
+        counters = await self.redis.hgetall(self.key("predictions"))
+        letters = {name.decode(): n for name, n in counters.items() if len(name) == 1}
+        if letters:
+            await self.redis.hdel(self.key("predictions"), *letters)
+            moved = {older(name): n for name, n in letters.items()}
+            await self.redis.hset(self.key("predictions"), mapping=moved)
+        async for key in self.redis.scan_iter(match=self.key("predicted:") + "*"):
+            for block, owners in (await self.redis.hgetall(key)).items():
+                text = re.sub(r"[a-z]", lambda m: older(m[0]), owners.decode())
+                await self.redis.hset(key, block, text)
+
     async def get(self, key: str, field: object) -> str | None:
         """A field of a hash of the namespace."""
         text: Any = await self.redis.hget(self.key(key), str(field))
@@ -193,7 +235,8 @@ class Namespace:
 
     def key(self, name: str) -> str:
         """Spelt in full; of the shard, if it is one of its keys."""
-        of_shard = name in ("shard", "applied", "dead", "sweep") or name.startswith("blocks:")
+        of_shard = name in ("shard", "applied", "dead", "sweep", "predictions")
+        of_shard = of_shard or name.startswith(("blocks:", "predicted:"))
         return (self.shard if of_shard else self.keys)[name]
 
     async def expires_ms(self, key: str, member: object) -> float:

@@ -155,8 +155,8 @@ async def test_each_shard_is_asked_for_the_chains_that_begin_with_its_blocks(
 async def test_a_call_sent_along_is_answered_with_the_first_round_trip(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A])
-    overlaps, snapshot = await matching.match(
-        space.runner, space.keys, [[A, B]], first=reservations.loads(space.keys)
+    overlaps, [snapshot] = await matching.match(
+        space.runner, space.keys, [[A, B]], along=[reservations.loads(space.keys)]
     )
     assert overlaps == [{inc: TierOverlap(device=1)}]
     assert snapshot.loads == {inc: NO_LOAD}

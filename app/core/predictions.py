@@ -1,0 +1,96 @@
+"""Blocks that a worker will hold, because a request with them was routed there.
+
+For engines that do not say what they cache, this is all that is known of them; for others it
+counts what requests in flight will have cached by the time the next one gets its turn. The record
+lies in Redis beside the index, so that all replicas score alike.
+
+Of a chain only the blocks at POSITIONS are recorded: every one of the first eight, then eight for
+each doubling of the length. So a chain of 8,192 blocks costs 88 entries and not 8,192, and what is
+foreseen is short of the truth by a ninth at most.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.index import bucket_bits_for, hex_text
+from app.core.keys import Keyspace
+from app.core.scripts import Call, call
+from app.core.types import Incarnation, SequenceHash
+
+SLICES_PER_LIFETIME = 4
+TARGET_FRACTION = 0.8
+"""Of the entries allowed, so many are kept when there are too many."""
+
+
+DOUBLINGS = 24
+POSITIONS = [
+    *range(1, 9),
+    *(n << doubling for doubling in range(DOUBLINGS) for n in range(9, 17)),
+]
+"""Counted from 1: 1 to 16, then 18, 20, ... 32, 36, 40, ... 64, 72, ..."""
+
+
+def positions(length: int) -> Sequence[int]:
+    """Those that a chain of so many blocks reaches, counted from 1."""
+    return POSITIONS[: bisect_right(POSITIONS, length)]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionSettings:
+    """lifetime_s: of a prediction after its last use. max_entries: in each shard; past it the
+    oldest are given up."""
+
+    lifetime_s: float
+    max_entries: int
+
+    @property
+    def slice_ms(self) -> int:
+        return max(1, round(self.lifetime_s * 1000 / SLICES_PER_LIFETIME))
+
+
+def predict(
+    shard: Keyspace,
+    incarnation: Incarnation,
+    chain: Sequence[SequenceHash],
+    settings: PredictionSettings,
+) -> Call[int]:
+    """Record that a request with `chain` goes to `incarnation`; how many entries it took."""
+    return call(
+        "predict",
+        shard,
+        incarnation,
+        _text(chain),
+        settings.slice_ms,
+        bucket_bits_for(settings.max_entries),
+        settings.max_entries,
+        round(settings.max_entries * TARGET_FRACTION),
+        parse=int,
+    )
+
+
+def foresee(
+    shard: Keyspace, chain: Sequence[SequenceHash], settings: PredictionSettings
+) -> Call[dict[Incarnation, int]]:
+    """Leading blocks of `chain` that each incarnation will hold, by what was predicted."""
+    reached = positions(len(chain))
+
+    def parse(reply: list[Any]) -> dict[Incarnation, int]:
+        return {
+            Incarnation(int(inc)): reached[n - 1]
+            for inc, n in zip(reply[::2], reply[1::2], strict=True)
+        }
+
+    return call("foresee", shard, _text(chain), settings.slice_ms, parse=parse)
+
+
+def prune(shard: Keyspace, settings: PredictionSettings, max_buckets: int) -> Call[int]:
+    """One bounded step in removing what is over; how many entries were."""
+    return call("prune", shard, settings.slice_ms, max_buckets, parse=int)
+
+
+def _text(chain: Sequence[SequenceHash]) -> bytes:
+    return hex_text([chain[n - 1] for n in positions(len(chain))])

@@ -1,0 +1,55 @@
+-- foresee: how much of a chain each worker will hold, by what was routed to it.
+--
+-- KEYS[1] dead         set     inc whose entries may still lie about
+-- KEYS[2] predictions  hash    cutoff, bucket_bits
+-- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
+-- ARGV[1] blocks       str     sequence hashes from the root outward, 16 hex digits each, at the
+--                              positions that predict is given
+-- ARGV[2] slice_ms     int     > 0, a quarter of an entry's lifetime
+-- Returns  {inc, n, ...}   of the first n blocks
+-- Cost     O(workers that lead * log blocks). Reads only.
+local dead, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
+local blocks, slice_ms = ARGV[1], tonumber(ARGV[2])
+-- @include clock
+-- @include bucket
+-- @include slices
+
+local bits = tonumber(redis.call('HGET', predictions, 'bucket_bits') or '')
+if not bits or blocks == '' then
+  return {}
+end
+local bucket_name = bucket_namer(bits)
+local _, is_over = slice_reader(predictions, slice_ms, now_ms())
+
+local seen = {}
+local function holders(position)
+  if not seen[position] then
+    local hash = string.sub(blocks, position * 16 - 15, position * 16)
+    local owners = redis.call('HGET', predicted_prefix .. bucket_name(hash), hash) or ''
+    local found = {}
+    for inc, slice in string.gmatch(owners, '(%d+)(%l)') do
+      found[inc] = not is_over(slice) or nil
+    end
+    seen[position] = found
+  end
+  return seen[position]
+end
+
+local answer = {}
+for inc in pairs(holders(1)) do
+  if redis.call('SISMEMBER', dead, inc) == 0 then
+    -- Held up to `low`; not at `high`.
+    local low, high = 1, #blocks / 16 + 1
+    while high - low > 1 do
+      local middle = math.floor((low + high) / 2)
+      if holders(middle)[inc] then
+        low = middle
+      else
+        high = middle
+      end
+    end
+    answer[#answer + 1] = inc
+    answer[#answer + 1] = low
+  end
+end
+return answer

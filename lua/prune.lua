@@ -1,0 +1,57 @@
+-- prune: one bounded step in removing predictions that are over. Steps go round without end.
+--
+-- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; who is not in it is over
+-- KEYS[2] predictions  hash    slice letter -> entries; cutoff; bucket_bits; cursor
+-- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
+-- ARGV[1] slice_ms     int     > 0, a quarter of an entry's lifetime
+-- ARGV[2] max_buckets  int     looked through in this step
+-- Returns  how many entries were removed
+-- Cost     O(max_buckets * entries per bucket). Writes. Safe to retry.
+local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
+local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
+-- @include clock
+-- @include bucket
+-- @include slices
+
+local bits, cursor = unpack(redis.call('HMGET', predictions, 'bucket_bits', 'cursor'))
+if not bits then
+  return 0
+end
+local _, is_over = slice_reader(predictions, slice_ms, now_ms())
+local is_writer = {}
+for _, inc in ipairs(redis.call('HKEYS', applied)) do
+  is_writer[inc] = true
+end
+
+local removed, total = {}, 0
+local function living(owners)
+  return (string.gsub(owners, '(%d+)(%l)', function(inc, slice)
+    if is_writer[inc] and not is_over(slice) then
+      return nil
+    end
+    removed[slice] = (removed[slice] or 0) + 1
+    total = total + 1
+    return ''
+  end))
+end
+
+local count = 2 ^ bits
+local first = (tonumber(cursor) or 0) % count
+local stop = math.min(first + max_buckets, count)
+for bucket = first, stop - 1 do
+  local key = predicted_prefix .. bucket_at(bits, bucket)
+  local entries = redis.call('HGETALL', key)
+  for i = 1, #entries, 2 do
+    local owners = living(entries[i + 1])
+    if owners == '' then
+      redis.call('HDEL', key, entries[i])
+    elseif owners ~= entries[i + 1] then
+      redis.call('HSET', key, entries[i], owners)
+    end
+  end
+end
+for slice, entries in pairs(removed) do
+  redis.call('HINCRBY', predictions, slice, -entries)
+end
+redis.call('HSET', predictions, 'cursor', string.format('%d', stop))
+return total

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from app.core.predictions import POSITIONS, positions
+from app.core.types import Incarnation, TierOverlap
+from app.router import with_predicted
+
+
+def test_eight_positions_stand_for_each_doubling_of_the_length() -> None:
+    assert list(positions(40)) == [*range(1, 17), *range(18, 33, 2), 36, 40]
+    assert list(positions(3)) == [1, 2, 3]
+    assert list(positions(0)) == []
+    assert len(positions(8192)) == 88
+
+
+def test_what_is_foreseen_is_short_of_the_truth_by_a_ninth_at_most() -> None:
+    for length in range(1, 10_000):
+        assert length - positions(length)[-1] <= length / 9
+
+
+def test_a_prompt_of_any_length_that_is_let_in_reaches_few_positions() -> None:
+    assert sorted(set(POSITIONS)) == POSITIONS
+    assert len(positions(1_048_576)) == 144
+
+
+def test_foreseen_blocks_lengthen_the_overlap_on_the_device() -> None:
+    a, b, c = Incarnation(1), Incarnation(2), Incarnation(3)
+    published = {a: TierOverlap(device=4, host=2), b: TierOverlap(device=9)}
+    assert with_predicted(published, {a: 8, b: 8, c: 5}) == {
+        a: TierOverlap(device=6, host=2),
+        b: TierOverlap(device=9),
+        c: TierOverlap(device=5),
+    }

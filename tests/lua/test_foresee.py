@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import random
+
+from app.core.predictions import PredictionSettings, positions
+from app.core.types import Incarnation, SequenceHash
+from tests.lua.conftest import Namespace
+
+HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=100_000)
+
+
+async def test_it_agrees_with_a_plain_model_of_what_was_routed(space: Namespace) -> None:
+    """Prompts that branch off each other at random, routed to three workers."""
+    rng = random.Random(5)
+    workers = [await space.worker(f"w{i}") for i in range(3)]
+    prompts: list[list[SequenceHash]] = [[]]
+    recorded: dict[Incarnation, set[SequenceHash]] = {inc: set() for inc in workers}
+    for _ in range(60):
+        base = rng.choice(prompts)
+        stem = base[: rng.randint(0, len(base))]
+        new = [SequenceHash(rng.getrandbits(64)) for _ in range(rng.randint(1, 90))]
+        prompt = stem + new
+        prompts.append(prompt)
+        inc = rng.choice(workers)
+        await space.predict(inc, prompt, HOURS)
+        recorded[inc] |= {prompt[n - 1] for n in positions(len(prompt))}
+
+        asked = rng.choice(prompts)
+        expected = {}
+        for inc, blocks in recorded.items():
+            reached = [n for n in positions(len(asked)) if asked[n - 1] in blocks]
+            if reached:
+                expected[inc] = reached[-1]
+        assert await space.foresee(asked, HOURS) == expected

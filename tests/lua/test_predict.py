@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from app.core.predictions import PredictionSettings
+from app.core.types import SequenceHash
+from tests.lua.conftest import Namespace
+
+CHAIN = [SequenceHash((i + 1) << 52) for i in range(64)]
+OTHER = [*CHAIN[:10], *(SequenceHash((i + 1) << 32) for i in range(20))]
+HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
+
+
+async def test_what_was_routed_to_a_worker_is_foreseen_there(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert await space.predict(inc, CHAIN, HOURS) == 32
+    assert await space.foresee(CHAIN, HOURS) == {inc: 64}
+    assert await space.foresee(CHAIN[:20], HOURS) == {inc: 20}
+    assert await space.foresee(OTHER, HOURS) == {inc: 10}
+
+
+async def test_workers_are_told_apart(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.predict(a, CHAIN, HOURS)
+    await space.predict(b, CHAIN[:12], HOURS)
+    await space.predict(b, OTHER, HOURS)
+    assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
+    assert await space.foresee(OTHER, HOURS) == {a: 10, b: 30}
+
+
+async def test_what_is_recorded_in_this_slice_already_costs_nothing_more(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN[:40], HOURS)
+    assert await space.predict(inc, CHAIN[:40], HOURS) == 0
+    assert await space.predict(inc, CHAIN, HOURS) == len([44, 48, 52, 56, 60, 64])
+    counted = await space.redis.hgetall(space.key("predictions"))
+    assert sum(int(n) for name, n in counted.items() if len(name) == 1) == 32
+
+
+async def test_a_chain_shorter_than_a_block_is_no_prediction(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert await space.predict(inc, [], HOURS) == 0
+    assert await space.foresee([], HOURS) == {}
+    assert await space.foresee(CHAIN, HOURS) == {}
+
+
+async def test_who_is_over_gets_no_predictions(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    await space.retire("a", inc)
+    await space.sweep(max_buckets=0)
+    assert await space.foresee(CHAIN, HOURS) == {}
+    assert await space.predict(inc, OTHER, HOURS) == 0
+
+
+async def test_use_keeps_a_prediction_alive_and_without_it_it_ends(space: Namespace) -> None:
+    """Ages are set by moving the slices of the entries back."""
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    await space.grow_older(4)
+    assert await space.foresee(CHAIN, HOURS) == {inc: 64}
+    assert await space.predict(inc, CHAIN[:20], HOURS) == 18
+    await space.grow_older(1)
+    assert await space.foresee(CHAIN, HOURS) == {inc: 20}
+    await space.grow_older(4)
+    assert await space.foresee(CHAIN, HOURS) == {}
+
+
+async def test_at_the_bound_the_oldest_are_given_up(space: Namespace) -> None:
+    inc = await space.worker("a")
+    few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
+    chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
+    for chain in chains[:3]:
+        await space.predict(inc, chain, few)
+        await space.grow_older(1)
+    assert [await space.foresee(chain, few) for chain in chains[:3]] == [{inc: 64}] * 3
+    await space.predict(inc, chains[3], few)  # 128 entries are too many; 80 are to be left
+    foreseen = [await space.foresee(chain, few) for chain in chains]
+    assert foreseen == [{}, {}, {inc: 64}, {inc: 64}]
