@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 from redis.asyncio import Redis
@@ -113,7 +115,7 @@ class Fleet:
     def __init__(self, redis: Redis, keyspace: Keyspace, timeout_s: float) -> None:
         self.last_view: View | None = None
         self.metrics_age_s = 0.0
-        """Age of the newest metrics entry when the stream was last read."""
+        """Age of the newest metrics entry when the stream was last read; 0 before any `view`."""
         self._redis = redis
         self._keyspace = keyspace
         self._timeout_s = timeout_s
@@ -122,6 +124,8 @@ class Fleet:
         self._created_ms: int | None = None
         self.shards: int | None = None
         """Of the namespace's index; None: not seen yet."""
+        self._redis_ahead_ms: float | None = None
+        """The Redis clock less our monotonic one."""
 
     @property
     def block_size(self) -> int | None:
@@ -134,6 +138,7 @@ class Fleet:
 
         Raises RedisUnavailable.
         """
+        self._redis_ahead_ms = snapshot.now_ms - time.monotonic() * 1000
         if snapshot.created_ms is not None:
             self._forget_if_made_anew(snapshot.created_ms)
             self.shards = snapshot.shards
@@ -204,16 +209,12 @@ class Fleet:
     async def _poll(self, position: bytes | None) -> bytes | None:
         """Take the entries after `position`, or the last ones there are; the new position."""
         key = self._keyspace["metrics"]
-        async with (
-            deadline(self._timeout_s),
-            self._redis.pipeline(transaction=False) as pipe,
-        ):
-            pipe.time()
+        reply: Any
+        async with deadline(self._timeout_s):
             if position is None:
-                pipe.xrevrange(key, count=METRICS_MAXLEN)
+                reply = await self._redis.xrevrange(key, count=METRICS_MAXLEN)
             else:
-                pipe.xread({key: position}, count=METRICS_MAXLEN)
-            (seconds, micros), reply = await pipe.execute()
+                reply = await self._redis.xread({key: position}, count=METRICS_MAXLEN)
         if position is None:
             entries = reply[::-1]
         else:
@@ -221,8 +222,9 @@ class Fleet:
         for entry_id, fields in entries:
             position = entry_id
             self._take(_id_ms(entry_id), fields)
-        if position is not None:
-            self.metrics_age_s = seconds + micros / 1e6 - _id_ms(position) / 1000
+        if position is not None and self._redis_ahead_ms is not None:
+            now_ms = time.monotonic() * 1000 + self._redis_ahead_ms
+            self.metrics_age_s = max(0.0, now_ms - _id_ms(position)) / 1000
         return position
 
     def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> None:

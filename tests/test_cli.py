@@ -163,13 +163,13 @@ def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
         ),
         (
             ["worker", "--port=0", "--redis-url=nonsense"],
-            "Error: REDIS_URL 'nonsense': Redis URL must specify one of the following schemes "
-            "(redis://, rediss://, unix://)",
+            "Error: REDIS_URL 'nonsense': must begin with one of redis://, rediss://, unix://, "
+            "redis+sentinel://, rediss+sentinel://, redis+cluster://, rediss+cluster://",
         ),
         (
             ["router", "--port=0", "--log-level=warning", "--redis-url=nonsense"],
-            "Error: REDIS_URL 'nonsense': Redis URL must specify one of the following schemes "
-            "(redis://, rediss://, unix://)",
+            "Error: REDIS_URL 'nonsense': must begin with one of redis://, rediss://, unix://, "
+            "redis+sentinel://, rediss+sentinel://, redis+cluster://, rediss+cluster://",
         ),
         (
             ["router", "--port=0", "--log-level=warning", "--namespace=a{b"],
