@@ -30,6 +30,8 @@ from app.policy.cost import Candidates
 log = logging.getLogger(__name__)
 
 STALE_AFTER_MS = 10 * round(METRICS_INTERVAL_S * 1000)
+MAX_AHEAD_S = 60.0
+"""Of the Redis clock, an entry of the metrics stream."""
 NO_OVERLAP = TierOverlap()
 
 
@@ -121,7 +123,8 @@ class Fleet:
         self._timeout_s = timeout_s
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._measured: dict[Incarnation, Measured] = {}
-        self._created_ms: int | None = None
+        self._workers_ms: int | None = None
+        """How old is what is known of the incarnations: see Snapshot."""
         self.shards: int | None = None
         """Of the namespace's index; None: not seen yet."""
         self._redis_ahead_ms: float | None = None
@@ -139,9 +142,11 @@ class Fleet:
         Raises RedisUnavailable.
         """
         self._redis_ahead_ms = snapshot.now_ms - time.monotonic() * 1000
-        if snapshot.created_ms is not None:
-            self._forget_if_made_anew(snapshot.created_ms)
-            self.shards = snapshot.shards
+        if snapshot.workers_ms not in (None, self._workers_ms):
+            await self._learn(list(snapshot.loads))
+            self.forget_except(snapshot.loads)
+            self._workers_ms = snapshot.workers_ms
+        self.shards = snapshot.shards or self.shards
         missing = [inc for inc in snapshot.loads if inc not in self._infos]
         if missing:
             await self._learn(missing)
@@ -154,6 +159,8 @@ class Fleet:
         return self.last_view
 
     async def _learn(self, incarnations: list[Incarnation]) -> None:
+        if not incarnations:
+            return
         async with deadline(self._timeout_s):
             texts = await self._redis.hmget(
                 self._keyspace["workers"], [str(inc) for inc in incarnations]
@@ -162,15 +169,14 @@ class Fleet:
             if text is None:
                 continue
             try:
-                self._infos[inc] = leases.decode_info(text)
+                info = leases.decode_info(text)
             except (ValueError, KeyError, TypeError) as error:
                 log.warning("worker of incarnation %d ignored: %r", inc, error)
-
-    def _forget_if_made_anew(self, created_ms: int) -> None:
-        """After Redis was emptied, the old numbers are given to other workers."""
-        if self._created_ms not in (None, created_ms):
-            self.forget_except(())
-        self._created_ms = created_ms
+                continue
+            if self._infos.get(inc, info) != info:
+                # The number is another worker's now, as Redis lost what it was told.
+                self._measured.pop(inc, None)
+            self._infos[inc] = info
 
     def forget_except(self, live: Iterable[Incarnation]) -> None:
         """Drop what is known of incarnations that are gone."""
@@ -222,9 +228,14 @@ class Fleet:
         for entry_id, fields in entries:
             position = entry_id
             self._take(_id_ms(entry_id), fields)
-        if position is not None and self._redis_ahead_ms is not None:
-            now_ms = time.monotonic() * 1000 + self._redis_ahead_ms
-            self.metrics_age_s = max(0.0, now_ms - _id_ms(position)) / 1000
+        if position is None or self._redis_ahead_ms is None:
+            return position
+        now_ms = time.monotonic() * 1000 + self._redis_ahead_ms
+        age_s = (now_ms - _id_ms(position)) / 1000
+        self.metrics_age_s = max(0.0, age_s)
+        if age_s < -MAX_AHEAD_S:
+            # Somebody's entry: what follows it may be measured from now, and so come before it.
+            return None
         return position
 
     def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> None:

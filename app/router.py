@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from app.core.keys import Keyspace
 from app.core.matching import Overlaps
 from app.core.reservations import Load, Refused, Reservation
 from app.core.scripts import Call, ScriptRunner
+from app.core.strays import drop_strays
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
 from app.policy.cost import RequestSize, predicted_prefill_s
@@ -100,6 +102,8 @@ class Decision:
     tries: int
     degraded: bool
     reserved: bool
+    attempt: str
+    """Tells the reservation from others of the same request."""
     candidates: list[Candidate]
     """Filled where the request asked to explain."""
 
@@ -109,6 +113,7 @@ class _Pending:
     """A request on its way to a decision."""
 
     request: RouteRequest
+    attempt: str
     answer: asyncio.Future[Decision]
     overlaps: Overlaps = field(default_factory=dict)
     tries: int = 0
@@ -159,9 +164,11 @@ class Router:
         self._routed: deque[Call[int]] = deque(maxlen=MAX_QUEUED)
         self._has_routed = asyncio.Event()
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
-        # Ids of requests that nobody will end, though Redis may hold a reservation for them. Past
-        # the limit the oldest are left to expire.
-        self._orphans: deque[str] = deque(maxlen=4 * MAX_QUEUED)
+        self._nonce = secrets.token_hex(4)
+        self._attempts = 0
+        # Ids of requests, and attempts, that nobody will end, though Redis may hold a reservation
+        # for them. Past the limit the oldest are left to expire.
+        self._orphans: deque[tuple[str, str]] = deque(maxlen=4 * MAX_QUEUED)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -180,8 +187,10 @@ class Router:
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         try:
+            self._attempts += 1
+            pending = _Pending(request, f"{self._nonce}-{self._attempts}", answer)
             try:
-                self._queue.put_nowait(_Pending(request, answer))
+                self._queue.put_nowait(pending)
             except asyncio.QueueFull:
                 raise RouterOverloaded(f"{MAX_QUEUED} requests wait for a decision") from None
             decision = await answer
@@ -207,9 +216,9 @@ class Router:
         self.telemetry.reservations.labels("prefill_complete" if known else "unknown").inc()
         return known
 
-    def abandon(self, request_id: str) -> None:
-        """Release a request whose caller is gone, soon."""
-        self._orphans.append(request_id)
+    def abandon(self, decision: Decision) -> None:
+        """Release what was reserved for a caller that is gone, soon."""
+        self._orphans.append((decision.request_id, decision.attempt))
 
     async def release(self, request_id: str) -> bool:
         """False if there is no such reservation (any more). Raises RedisUnavailable."""
@@ -258,11 +267,11 @@ class Router:
             except RedisUnavailable as error:
                 undecided = [p for p in waiting if not p.answer.done()]
                 # Redis may still run what it has been sent.
-                self._orphans.extend(p.request.request_id for p in undecided)
+                self._orphans.extend((p.request.request_id, p.attempt) for p in undecided)
                 self._decide_degraded(undecided, error)
                 return
         for pending in waiting:
-            self._orphans.append(pending.request.request_id)
+            self._orphans.append((pending.request.request_id, pending.attempt))
             _fail(pending, AllWorkersBusy(f"every choice of {MAX_TRIES} was full by then"))
 
     async def _look_up(self, batch: list[_Pending]) -> View:
@@ -365,6 +374,7 @@ class Router:
             prefill_tokens=max(1, request.isl_tokens - cached),
             prefill_us=round(1e6 * float(predicted_prefill_s(candidates, size)[position])),
             blocks=size.isl_blocks,
+            attempt=pending.attempt,
         )
         decision = Decision(
             request_id=request.request_id,
@@ -377,6 +387,7 @@ class Router:
             tries=pending.tries,
             degraded=degraded,
             reserved=request.reserve and not degraded,
+            attempt=pending.attempt,
             candidates=(
                 _seen(view, pending.overlaps, eligible.tolist(), choice) if request.explain else []
             ),
@@ -443,21 +454,22 @@ class Router:
             _answer(pending, plan.decision)
 
     async def _maintain(self) -> None:
-        """Expire reservations, retire lapsed leases, sweep what the dead left: every replica a
-        little, so that it does not matter which of them live."""
+        """Expire reservations, retire lapsed leases, sweep what the dead left, drop what belongs to
+        nobody: every replica a little, so that it does not matter which of them live."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._maintain_workers())
             tasks.create_task(self._maintain_index())
+            tasks.create_task(self._maintain_keys())
 
     async def _maintain_workers(self) -> None:
         calls = (
-            reservations.expire(self._keyspace, EXPIRE_LIMIT),
+            reservations.expire(self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms),
             self._loads,
             leases.lapse(self._keyspace, RETIRE_GRACE_MS),
         )
         while True:
             orphans = list(islice(self._orphans, EXPIRE_LIMIT))
-            releases = [reservations.release(self._keyspace, orphan) for orphan in orphans]
+            releases = [reservations.release(self._keyspace, *orphan) for orphan in orphans]
             try:
                 expired, snapshot, *_ = await self._runner.run([*calls, *releases])
                 for _ in orphans:
@@ -505,6 +517,24 @@ class Router:
             except RedisUnavailable as error:
                 log.debug("sweep: %s", error)
             await asyncio.sleep(pause)
+
+    async def _maintain_keys(self) -> None:
+        """Go through all keys of the namespace, a few at a time and without end, for members of
+        families that belong to nothing: no script would ever look for them."""
+        cursor = 0
+        while True:
+            try:
+                if self.fleet.shards is not None:
+                    cursor = await drop_strays(
+                        self._runner,
+                        self._keyspace,
+                        self.fleet.shards,
+                        cursor,
+                        self._settings.redis_timeout_ms / 1000,
+                    )
+            except RedisUnavailable as error:
+                log.debug("strays: %s", error)
+            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
 
     def _count(self, decision: Decision) -> None:
         if decision.reserved:

@@ -60,6 +60,7 @@ class Owners:
                 assert await runner.one(
                     index.open_shard(SHARD, made.incarnation, NONCE, bucket_bits=8)
                 )
+                assert await runner.one(leases.activate(KEYS, info.key, made.incarnation, NONCE))
                 self._incarnations.append(made.incarnation)
 
     async def store(self, worker: int, tokens: bytes) -> None:

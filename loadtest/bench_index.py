@@ -51,6 +51,9 @@ class Fleet:
             )
             shard = self._keyspace.of_shard(0)
             assert await self._runner.one(index.open_shard(shard, made.incarnation, "bench", bits))
+            assert await self._runner.one(
+                leases.activate(self._keyspace, info.key, made.incarnation, "bench")
+            )
             self._seqs[made.incarnation] = 0
 
     async def fill(self, blocks: int) -> None:

@@ -1,4 +1,5 @@
--- activate: switch a worker over to its staged incarnation, in one step.
+-- activate: switch a worker over to an incarnation that may publish, in one step: from here on it is
+-- routed to, and the one before it is retired.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc
@@ -12,27 +13,56 @@
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
+-- ARGV[4] held          str    inc that the same process acted as, whose requests in flight it takes
+--                              along; '': a new process, which knows of none
 -- Returns  1
 --          0            the incarnation is lost, or another process has taken the worker over:
 --                       register again
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
+local worker, inc, nonce, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
+-- @include kinds
 -- @include writer
+-- @include serving
+-- @include number
 -- @include load
 -- @include request
 -- @include retire
 -- @include recount
--- @include activate
 
-local old = redis.call('HGET', current, worker)
-local old_writer = old and writer_of(old)
-if writer_of(inc) ~= nonce or (old_writer and old_writer ~= nonce) then
+local function take_over(old)
+  keep_kind(requests_prefix .. old, 'hash')
+  keep_kind(prefills_prefix .. old, 'list')
+  for _, request_id in ipairs(redis.call('HKEYS', requests_prefix .. old)) do
+    if redis.call('HGET', reservations, request_id) == old then
+      redis.call('HSET', reservations, request_id, inc)
+    end
+  end
+  for _, prefix in ipairs({requests_prefix, prefills_prefix}) do
+    if redis.call('EXISTS', prefix .. old) == 1 then
+      redis.call('RENAME', prefix .. old, prefix .. inc)
+    end
+  end
+  redis.call('HSET', load, inc, redis.call('HGET', load, old) or '')
+end
+
+local now = now_ms()
+if writer_of(inc) ~= nonce or (held ~= '' and is_replaced(worker, held, nonce, now)) then
   return 0
 end
-if old ~= inc then
-  activate(worker, inc, true, now_ms())
+if redis.call('HGET', current, worker) == inc then
+  return 1
 end
+-- Where Redis lost everything, the number may be the one held before.
+local old = predecessor(worker, held ~= inc and held or '')
+if old and held ~= '' then
+  take_over(old)
+end
+recount(inc, now)
+if old then
+  retire(old)
+end
+redis.call('HSET', current, worker, inc)
 return 1

@@ -14,11 +14,12 @@
 -- Cost     O(changes). Writes. Safe to retry.
 local shard, applied, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 local inc, nonce, seq = ARGV[1], ARGV[2], tonumber(ARGV[3])
+-- @include number
 -- @include bucket
 
 local mark = redis.call('HGET', applied, inc)
 local last, writer = string.match(mark or '', '^(%d+) (.*)$')
-local bits = redis.call('HGET', shard, 'bucket_bits')
+local bits = bits_of(shard)
 if writer ~= nonce or not bits or seq > last + 1 then
   return 0
 end
@@ -26,7 +27,7 @@ if seq <= tonumber(last) then
   return 1
 end
 
-local bucket_name = bucket_namer(tonumber(bits))
+local bucket_name = bucket_namer(bits)
 local own_entry = '%f[%d]' .. inc .. '%a'
 local number = tonumber(inc)
 

@@ -12,13 +12,14 @@
 -- Cost     O(blocks). Reads only.
 local shard, applied, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 local inc, nonce, seq = ARGV[1], ARGV[2], ARGV[3]
+-- @include number
 -- @include bucket
 
-local bits = redis.call('HGET', shard, 'bucket_bits')
+local bits = bits_of(shard)
 if not bits or redis.call('HGET', applied, inc) ~= seq .. ' ' .. nonce then
   return -1
 end
-local bucket_name = bucket_namer(tonumber(bits))
+local bucket_name = bucket_namer(bits)
 local missing = 0
 for i = 4, #ARGV do
   local group = ARGV[i]

@@ -1,18 +1,37 @@
 -- expire: forget reservations whose time is up.
 --
+-- An expiry later than any router asks for is brought down to that. A reservation that has neither an
+-- expiry nor a record is dropped. Either is somebody's doing, and is looked for among 16 a step.
+--
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] limit          int    at most so many
+-- ARGV[2] ttl_ms         int    > 0, of reservations; where routers differ, the shortest holds
 -- Returns  how many were forgotten
--- Cost     O(limit * prefills on a worker). Writes. Safe to retry.
+-- Cost     O(limit * prefills on a worker + log reservations). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
-local limit = tonumber(ARGV[1])
+local limit, ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
+-- @include number
 -- @include load
 -- @include request
 
-return unreserve_expired(now_ms(), limit)
+local now = now_ms()
+local latest = string.format('%d', now + ttl_ms)
+for _, request_id in ipairs(
+  redis.call('ZRANGEBYSCORE', expiry, '(' .. latest, '+inf', 'LIMIT', 0, 16)) do
+  redis.call('ZADD', expiry, latest, request_id)
+end
+local picked = redis.call('HRANDFIELD', reservations, 16, 'WITHVALUES')
+for i = 1, #picked, 2 do
+  local request_id, inc = picked[i], picked[i + 1]
+  if not redis.call('ZSCORE', expiry, request_id)
+    and redis.call('HEXISTS', requests_prefix .. inc, request_id) == 0 then
+    redis.call('HDEL', reservations, request_id)
+  end
+end
+return unreserve_expired(now, limit)

@@ -11,10 +11,11 @@
 local dead, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local blocks, slice_ms = ARGV[1], tonumber(ARGV[2])
 -- @include clock
+-- @include number
 -- @include bucket
 -- @include slices
 
-local bits = tonumber(redis.call('HGET', predictions, 'bucket_bits') or '')
+local bits = bits_of(predictions)
 if not bits or blocks == '' then
   return {}
 end
@@ -25,9 +26,9 @@ local seen = {}
 local function holders(position)
   if not seen[position] then
     local hash = string.sub(blocks, position * 16 - 15, position * 16)
-    local owners = redis.call('HGET', predicted_prefix .. bucket_name(hash), hash) or ''
+    local owners = redis.pcall('HGET', predicted_prefix .. bucket_name(hash), hash)
     local found = {}
-    for inc, slice in string.gmatch(owners, '(%d+)(%l)') do
+    for inc, slice in string.gmatch(type(owners) == 'string' and owners or '', '(%d+)(%l)') do
       found[inc] = not is_over(slice) or nil
     end
     seen[position] = found

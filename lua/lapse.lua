@@ -1,5 +1,8 @@
 -- lapse: retire incarnations whose lease lapsed some time ago.
 --
+-- A lease that ends later than its worker ever asks for is brought down to that. Who has none at all
+-- gets one that lapses now. Either is somebody's doing, and is looked for among 16 a step.
+--
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc
 -- KEYS[3] leases        zset   inc -> expiry, ms
@@ -17,16 +20,34 @@ local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local grace_ms = tonumber(ARGV[1])
 -- @include clock
+-- @include kinds
 -- @include retire
 
-local too_late = string.format('%d', now_ms() - grace_ms)
+local now = now_ms()
+local too_late = string.format('%d', now - grace_ms)
 local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)
 for _, inc in ipairs(lapsed) do
-  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
-  local worker = readable and info.worker
   retire(inc)
-  if worker and redis.call('HGET', current, worker) == inc then
-    redis.call('HDEL', current, worker)
+end
+
+for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 16)) do
+  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
+  local ttl_ms = readable and type(info) == 'table' and tonumber(info.lease_ttl_ms) or 0
+  if tonumber(redis.call('ZSCORE', leases, inc)) > now + ttl_ms then
+    redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
+  end
+end
+for _, key in ipairs({workers, writers, load}) do
+  for _, inc in ipairs(redis.call('HRANDFIELD', key, 16)) do
+    if not redis.call('ZSCORE', leases, inc) then
+      redis.call('ZADD', leases, string.format('%d', now), inc)
+    end
+  end
+end
+local serving = redis.call('HRANDFIELD', current, 16, 'WITHVALUES')
+for i = 1, #serving, 2 do
+  if redis.call('HEXISTS', writers, serving[i + 1]) == 0 then
+    redis.call('HDEL', current, serving[i])
   end
 end
 return #lapsed

@@ -1,10 +1,10 @@
 -- lease_renew: extend an incarnation's lease. One that lapsed is revived, unless it was retired
 -- since: its worker is there, and has only missed a renewal.
 --
--- The heartbeat also looks whether what is kept of the worker is whole, as anybody may write to
--- Redis: keys of another type are dropped, and whoever misses something registers again.
+-- The heartbeat also sets right what is kept of the worker, as anybody may write to Redis. Only who
+-- is no writer any more has to register again.
 --
--- KEYS[1] meta          hash   block_size, shards, created_ms
+-- KEYS[1] meta          hash   block_size, shards, incarnations, workers_ms
 -- KEYS[2] workers       hash   inc -> info
 -- KEYS[3] current       hash   worker -> inc
 -- KEYS[4] leases        zset   inc -> expiry, ms, Redis clock
@@ -19,57 +19,71 @@
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
 -- ARGV[4] ttl_ms        int    > 0
--- ARGV[5] info          JSON   WorkerInfo
--- ARGV[6] staged        0|1    1: `inc` is not switched to yet
+-- ARGV[5] info          JSON   WorkerInfo and lease_ttl_ms
+-- ARGV[6] block_size    int    tokens
+-- ARGV[7] shards        int    that `inc` publishes in
+-- ARGV[8] staged        0|1    1: `inc` is not switched to yet
 -- Returns  1
---          0                   retired, unknown or damaged: the worker must register again
--- Cost     O(log workers). Writes. Safe to retry.
+--          0                   retired, unknown or replaced, or the index has other shards: the
+--                              worker must register again
+-- Cost     O(log workers + requests of the worker). Writes. Safe to retry.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry, requests_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local prefills_prefix, metrics = KEYS[10], KEYS[11]
 local worker, inc, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local info, staged = ARGV[5], ARGV[6] == '1'
+local info, block_size, shards, staged = ARGV[5], ARGV[6], ARGV[7], ARGV[8] == '1'
 -- @include clock
+-- @include kinds
+-- @include number
+-- @include meta
 -- @include writer
+-- @include serving
 -- @include load
 -- @include request
--- @include kinds
--- @include meta
+-- @include recount
 
-local requests, prefills = requests_prefix .. inc, prefills_prefix .. inc
-for _, key in ipairs({meta, workers, current, writers, load, reservations, requests}) do
+for _, key in ipairs({meta, workers, current, writers, load, reservations,
+  requests_prefix .. inc}) do
   keep_kind(key, 'hash')
 end
 keep_kind(leases, 'zset')
 keep_kind(expiry, 'zset')
-keep_kind(prefills, 'list')
+keep_kind(prefills_prefix .. inc, 'list')
 keep_kind(metrics, 'stream')
 
--- Whether the load is that of the requests; of those, a few picked at random are looked at.
-local function load_is_whole()
-  local l = parse_load(redis.call('HGET', load, inc))
-  if not l or l.requests ~= redis.call('HLEN', requests)
-    or l.requests - l.decoding ~= redis.call('LLEN', prefills)
-    or (l.requests == 0 and l.tokens + l.us + l.blocks > 0) then
-    return false
-  end
-  local picked = redis.call('HRANDFIELD', requests, 4, 'WITHVALUES')
-  for i = 1, #picked, 2 do
-    if not parse_request(picked[i + 1]) or redis.call('HGET', reservations, picked[i]) ~= inc
-      or not redis.call('ZSCORE', expiry, picked[i]) then
-      return false
-    end
-  end
-  return true
+local now = now_ms()
+-- Entries get later and later ids; behind one from the far future there is no room for more.
+local newest = redis.call('XREVRANGE', metrics, '+', '-', 'COUNT', 1)[1]
+if newest and tonumber(string.match(newest[1], '^%d+')) > now + 60000 then
+  redis.call('DEL', metrics)
 end
 
-if not is_readable(meta) or writer_of(inc) ~= nonce
-  or not redis.call('ZSCORE', leases, inc) then
+if writer_of(inc) ~= nonce then
   return 0
 end
-if not staged and (redis.call('HGET', current, worker) ~= inc or not load_is_whole()) then
+local known_block_size, known_shards = read_meta(meta)
+if known_shards and known_shards ~= tonumber(shards) then
   return 0
 end
-redis.call('ZADD', leases, string.format('%d', now_ms() + ttl_ms), inc)
-redis.call('HSET', workers, inc, info)
+if known_block_size ~= tonumber(block_size) then
+  redis.call('HSET', meta, 'block_size', block_size, 'shards', shards,
+    'workers_ms', string.format('%d', now))
+end
+if (whole(redis.call('HGET', meta, 'incarnations'), 1e9) or 0) < tonumber(inc) then
+  redis.call('HSET', meta, 'incarnations', inc)
+end
+if not staged then
+  if redis.call('HGET', current, worker) ~= inc then
+    if serving(worker) then
+      return 0
+    end
+    redis.call('HSET', current, worker, inc)
+  end
+  recount(inc, now)
+end
+if redis.call('HGET', workers, inc) ~= info then
+  redis.call('HSET', workers, inc, info)
+  redis.call('HSET', meta, 'workers_ms', string.format('%d', now))
+end
+redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
 return 1

@@ -18,11 +18,11 @@
 --                          what follows
 -- Cost     O(chains * runs * log blocks). Reads only.
 local shard, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
+-- @include number
 -- @include bucket
 
 -- Without it the shard is empty: nobody has published, or Redis lost it.
-local bits = redis.call('HGET', shard, 'bucket_bits') or '1'
-local bucket_name = bucket_namer(tonumber(bits))
+local bucket_name = bucket_namer(bits_of(shard) or 1)
 local gone = redis.call('SMEMBERS', dead)
 
 -- The sweep takes a dead incarnation's entries in any order; left in, they would make the owners

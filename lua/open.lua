@@ -1,6 +1,6 @@
 -- open: let an incarnation publish in a shard of the index.
 --
--- KEYS[1] shard        hash   bucket_bits, swept_ms; made here if there is none
+-- KEYS[1] shard        hash   bucket_bits, swept_ms; made here if there is none that can be read
 -- KEYS[2] applied      hash   inc -> "<seq> <nonce>" of its last batch
 -- KEYS[3] dead         set    inc whose entries may still lie about
 -- ARGV[1] inc          int
@@ -8,21 +8,28 @@
 -- ARGV[3] bucket_bits  int    1-24; counts only where the shard is new
 -- Returns  1
 --          0                  the number is not free here, as another incarnation had it before
---                             Redis lost its last writes: register again
+--                             Redis lost what it was told: register again
 -- Cost     O(1). Writes. Safe to retry.
 local shard, applied, dead = KEYS[1], KEYS[2], KEYS[3]
 local inc, nonce, bucket_bits = ARGV[1], ARGV[2], ARGV[3]
 -- @include clock
+-- @include kinds
+-- @include number
+-- @include bucket
 
+keep_kind(shard, 'hash')
+keep_kind(applied, 'hash')
+keep_kind(dead, 'set')
 local mark = redis.call('HGET', applied, inc)
 if mark then
-  return string.match(mark, ' (.*)$') == nonce and 1 or 0
+  -- The same process may have had the number before: then it has published under it.
+  return mark == '0 ' .. nonce and 1 or 0
 end
 if redis.call('SISMEMBER', dead, inc) == 1 then
   return 0
 end
-if redis.call('HSETNX', shard, 'bucket_bits', bucket_bits) == 1 then
-  redis.call('HSET', shard, 'swept_ms', string.format('%d', now_ms()))
+if not bits_of(shard) then
+  redis.call('HSET', shard, 'bucket_bits', bucket_bits, 'swept_ms', string.format('%d', now_ms()))
 end
 redis.call('HSET', applied, inc, '0 ' .. nonce)
 return 1

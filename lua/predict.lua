@@ -18,15 +18,17 @@ local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local inc, blocks, slice_ms, bucket_bits = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local max_entries, target = tonumber(ARGV[5]), tonumber(ARGV[6])
 -- @include clock
+-- @include number
 -- @include bucket
 -- @include slices
 
 if redis.call('HEXISTS', applied, inc) == 0 then
   return 0
 end
-redis.call('HSETNX', predictions, 'bucket_bits', bucket_bits)
-local bits = tonumber(redis.call('HGET', predictions, 'bucket_bits'))
-local bucket_name = bucket_namer(bits)
+if not bits_of(predictions) then
+  redis.call('HSET', predictions, 'bucket_bits', bucket_bits)
+end
+local bucket_name = bucket_namer(bits_of(predictions))
 local present, is_over = slice_reader(predictions, slice_ms, now_ms())
 local own_entry = '%f[%d]' .. inc .. '(%l)'
 

@@ -13,6 +13,7 @@ local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 local request_id = ARGV[1]
 -- @include clock
+-- @include number
 -- @include load
 -- @include request
 
@@ -26,7 +27,7 @@ if request and l and request.state == 'p' then
   end_prefill(l, inc, request_id, request, now_ms())
   l.decoding = l.decoding + 1
   redis.call('HSET', load, inc, format_load(l))
-  redis.call('HSET', requests_prefix .. inc, request_id,
-    string.format('%d %d %d d', request.tokens, request.us, request.blocks))
+  request.state = 'd'
+  redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))
 end
 return 1

@@ -10,10 +10,21 @@
 local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
+-- @include kinds
+-- @include number
 -- @include bucket
 -- @include slices
 
-local bits, cursor = unpack(redis.call('HMGET', predictions, 'bucket_bits', 'cursor'))
+-- Anybody may write to Redis: what makes no sense is dropped, and made anew.
+local present = math.floor(now_ms() / slice_ms)
+keep_kind(predictions, 'hash')
+local fields = redis.call('HGETALL', predictions)
+for i = 1, #fields, 2 do
+  if not whole(fields[i + 1], fields[i] == 'cutoff' and present or 1e12) then
+    redis.call('HDEL', predictions, fields[i])
+  end
+end
+local bits = bits_of(predictions)
 if not bits then
   return 0
 end
@@ -36,11 +47,14 @@ local function living(owners)
 end
 
 local count = 2 ^ bits
-local first = (tonumber(cursor) or 0) % count
+local first = (whole(redis.call('HGET', predictions, 'cursor'), count) or 0) % count
 local stop = math.min(first + max_buckets, count)
 for bucket = first, stop - 1 do
   local key = predicted_prefix .. bucket_at(bits, bucket)
-  local entries = redis.call('HGETALL', key)
+  local entries = redis.pcall('HGETALL', key)
+  if entries.err then
+    redis.call('DEL', key)
+  end
   for i = 1, #entries, 2 do
     local owners = living(entries[i + 1])
     if owners == '' then

@@ -6,14 +6,23 @@
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] request_id     str
+-- ARGV[2] attempt        str    only the reservation that was made as this one; '': whichever
 -- Returns  1                    released
 --          0                    there is no such reservation (any more)
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
-local request_id = ARGV[1]
+local request_id, attempt = ARGV[1], ARGV[2]
 -- @include clock
+-- @include number
 -- @include load
 -- @include request
 
+if attempt ~= '' then
+  local inc = redis.call('HGET', reservations, request_id) or ''
+  local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
+  if request and request.attempt ~= attempt then
+    return 0
+  end
+end
 return unreserve(request_id, now_ms()) and 1 or 0

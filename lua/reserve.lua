@@ -11,9 +11,10 @@
 -- ARGV[3] prefill_tokens int    tokens to compute
 -- ARGV[4] prefill_us     int    predicted time to compute them
 -- ARGV[5] blocks         int    KV blocks that the request keeps in use
--- ARGV[6] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
--- ARGV[7] max_requests   int    the worker is full at that many
--- ARGV[8] seen_total     int    reservations ever made on it when the router looked: one more by
+-- ARGV[6] attempt        str    without spaces; tells this reservation from others of the request
+-- ARGV[7] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
+-- ARGV[8] max_requests   int    the worker is full at that many
+-- ARGV[9] seen_total     int    reservations ever made on it when the router looked: one more by
 --                               now and the choice is off. -1: take it all the same.
 -- Returns  {1, total}           made; total includes it
 --          {0, reason, now_ms, {inc, ...}, {inc, load, ...}}   "lapsed", "full" or "changed", and
@@ -22,9 +23,10 @@
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
 local inc, request_id, prefill_tokens, prefill_us = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local blocks, ttl_ms = ARGV[5], tonumber(ARGV[6])
-local max_requests, seen_total = tonumber(ARGV[7]), tonumber(ARGV[8])
+local blocks, attempt, ttl_ms = ARGV[5], ARGV[6], tonumber(ARGV[7])
+local max_requests, seen_total = tonumber(ARGV[8]), tonumber(ARGV[9])
 -- @include clock
+-- @include number
 -- @include load
 -- @include request
 -- @include snapshot
@@ -61,7 +63,8 @@ l.total = l.total + 1
 redis.call('HSET', load, inc, format_load(l))
 redis.call('HSET', reservations, request_id, inc)
 redis.call('ZADD', expiry, string.format('%d', now + ttl_ms), request_id)
-redis.call('HSET', requests_prefix .. inc, request_id,
-  string.format('%d %d %d p', prefill_tokens, prefill_us, blocks))
+redis.call('HSET', requests_prefix .. inc, request_id, format_request({
+  tokens = prefill_tokens, us = prefill_us, blocks = blocks, state = 'p', attempt = attempt,
+}))
 redis.call('RPUSH', prefills_prefix .. inc, request_id)
 return {1, l.total}

@@ -2,7 +2,8 @@
 -- callers may take steps; each goes on where the last ended.
 --
 -- An entry may stay only while `applied` names its incarnation, as nobody publishes here without.
--- So a pass also removes what Redis kept by mistake; one runs every scrub_ms, dead or none.
+-- So a pass also removes what Redis kept by mistake; one runs every scrub_ms, dead or none. And
+-- whatever else in these keys is none of what belongs there goes at once.
 --
 -- KEYS[1] shard         hash   bucket_bits, swept_ms
 -- KEYS[2] applied       hash   inc -> "<seq> <nonce>"
@@ -18,32 +19,53 @@
 local shard, applied, dead, sweep, blocks_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local max_buckets, scrub_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
+-- @include kinds
+-- @include number
 -- @include bucket
 
+local function is_number(inc)
+  return string.find(inc, '^[1-9]%d*$') ~= nil
+end
+
+keep_kind(shard, 'hash')
+keep_kind(applied, 'hash')
+keep_kind(dead, 'set')
+keep_kind(sweep, 'hash')
 for i = 3, #ARGV do
   if redis.call('HDEL', applied, ARGV[i]) == 1 then
     redis.call('SADD', dead, ARGV[i])
   end
 end
-local writers = redis.call('HKEYS', applied)
-local bits, swept_ms = unpack(redis.call('HMGET', shard, 'bucket_bits', 'swept_ms'))
+for _, inc in ipairs(redis.call('SMEMBERS', dead)) do
+  if not is_number(inc) then
+    redis.call('SREM', dead, inc)
+  end
+end
+local writers, is_writer = {}, {}
+for _, inc in ipairs(redis.call('HKEYS', applied)) do
+  if is_number(inc) then
+    writers[#writers + 1] = inc
+    is_writer[inc] = true
+  else
+    redis.call('HDEL', applied, inc)
+  end
+end
+local bits = bits_of(shard)
 if not bits then
   return {0, 0, writers}
 end
 
-local now = now_ms()
-local cursor, targets = unpack(redis.call('HMGET', sweep, 'cursor', 'targets'))
+local now, count = now_ms(), 2 ^ bits
+local cursor = whole(redis.call('HGET', sweep, 'cursor'), count - 1)
+local targets = redis.call('HGET', sweep, 'targets') or ''
 if not cursor then
+  local swept_ms = whole(redis.call('HGET', shard, 'swept_ms'), now)
   if redis.call('EXISTS', dead) == 0 and swept_ms and now - swept_ms < scrub_ms then
     return {0, 0, writers}
   end
   cursor, targets = 0, table.concat(redis.call('SMEMBERS', dead), ' ')
 end
 
-local is_writer = {}
-for _, inc in ipairs(writers) do
-  is_writer[inc] = true
-end
 local function of_writers(owners)
   local kept = {}
   for inc, tier in string.gmatch(owners, '(%d+)([dhk])') do
@@ -54,7 +76,6 @@ local function of_writers(owners)
   return table.concat(kept)
 end
 
-local count = 2 ^ bits
 local stop = math.min(cursor + max_buckets, count)
 local removed = 0
 for bucket = cursor, stop - 1 do
@@ -65,13 +86,12 @@ for bucket = cursor, stop - 1 do
   end
   for i = 1, #entries, 2 do
     local owners = of_writers(entries[i + 1])
-    if owners ~= entries[i + 1] then
+    if owners == '' then
+      redis.call('HDEL', key, entries[i])
       removed = removed + 1
-      if owners == '' then
-        redis.call('HDEL', key, entries[i])
-      else
-        redis.call('HSET', key, entries[i], owners)
-      end
+    elseif owners ~= entries[i + 1] then
+      redis.call('HSET', key, entries[i], owners)
+      removed = removed + 1
     end
   end
 end

@@ -56,6 +56,7 @@ class FakeWorkers:
         call = leases.register(KEYS, info, nonce, ttl_ms=TTL_MS)
         incarnation = (await self._runner.one(call)).incarnation
         assert await self._runner.one(index.open_shard(SHARD, incarnation, nonce, 4))
+        assert await self._runner.one(leases.activate(KEYS, key, incarnation, nonce))
         self._workers[key] = FakeWorker(info, incarnation)
         return incarnation
 

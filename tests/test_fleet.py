@@ -122,9 +122,9 @@ async def test_a_namespace_made_anew_gives_old_numbers_to_other_workers(space: N
     await space.worker("a")
     await space.worker("b")
     assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["a:0", "b:0"]
-    created = await space.get("meta", "created_ms")
+    before = await space.get("meta", "workers_ms")
     await space.redis.flushall()
-    await eventually(space.now_ms, lambda now: str(now) != created)
+    await eventually(space.now_ms, lambda now: str(now) != before)
     await space.worker("b")
     await space.worker("a")
     assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["b:0", "a:0"]

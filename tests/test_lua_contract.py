@@ -67,10 +67,12 @@ def used(name: str, kind: str) -> set[int]:
 def wants(lib: str) -> tuple[set[str], set[str]]:
     """Locals and libs that a lib says it wants."""
     head = header(raw(f"lib/{lib}")).replace("\n-- ", " ")
-    found = re.search(r"Wants locals: ([\w, ]+)(?:; and libs? ([\w, ]+))?\.", head)
-    if not found:
-        return set(), set()
-    return set(found[1].split(", ")), set(found[2].split(", ")) if found[2] else set()
+    found_locals = re.search(r"\bWants locals: ([\w, ]+)", head)
+    found_libs = re.search(r"\b(?:Wants|and) libs?:? ([\w, ]+)\.", head)
+    return (
+        set(found_locals[1].split(", ")) if found_locals else set(),
+        set(found_libs[1].split(", ")) if found_libs else set(),
+    )
 
 
 def defined(text: str) -> set[str]:

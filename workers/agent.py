@@ -40,6 +40,9 @@ AUDIT_INTERVAL_S = 2.0
 AUDIT_BLOCKS = 256
 """Looked at every AUDIT_INTERVAL_S, half a millisecond of Redis's time: a pool of 25,000 blocks
 every 200 s, so that what somebody spoilt in Redis does not stay so."""
+AUDIT_BUCKETS = 32
+"""As often, so many buckets of each shard are searched for blocks that the worker does not hold:
+32,768 of them, a million blocks, every 34 minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class Agent:
         self._ownership = Ownership()
         self._seqs: list[int] = []
         """Number of the last batch sent to each shard."""
+        self._next_bucket: list[int] = []
+        """Of each shard, where the search for what it shows by mistake goes on."""
         self._staged: Incarnation | None = None
         self._lost = False
         self._audit_due = False
@@ -95,7 +100,10 @@ class Agent:
 
         Waits for Redis as long as it takes. Raises NamespaceMismatch.
         """
-        self.incarnation = (await self._register(resync=False)).incarnation
+        activated = False
+        while not activated:
+            self.incarnation = (await self._register()).incarnation
+            activated = await self._insist(self._activate(self.incarnation))
         log.info("%s registered as incarnation %d", self.info.key, self.incarnation)
 
     async def run(self) -> None:
@@ -111,21 +119,22 @@ class Agent:
         if self.incarnation is None:
             return
         try:
-            await self._runner.one(
-                leases.retire(self._keyspace, self.info.key, self.incarnation, self._nonce)
-            )
+            await self._runner.one(self._retire(self.incarnation))
         except RedisUnavailable as error:
             log.warning("%s could not retire (its lease will lapse): %s", self.info.key, error)
 
-    async def _register(self, *, resync: bool) -> leases.Registration:
-        """A new incarnation, which may publish in every shard, with nothing published."""
+    async def _register(self, held: Incarnation | None = None) -> leases.Registration:
+        """A new incarnation, which may publish in every shard, with nothing published.
+
+        held: the one before it, of this process.
+        """
         call = leases.register(
             self._keyspace,
             self.info,
             self._nonce,
             ttl_ms=self._ttl_ms,
             shards=self._shards,
-            resync=resync,
+            held=held,
         )
         while True:
             registration = await self._insist(call)
@@ -141,6 +150,7 @@ class Agent:
             )
             if all(opened):
                 self._seqs = [0] * shards
+                self._next_bucket = [0] * shards
                 self._ownership.forget(shards)
                 return registration
             log.warning(
@@ -148,6 +158,7 @@ class Agent:
                 self.info.key,
                 registration.incarnation,
             )
+            await self._insist(self._retire(registration.incarnation))
 
     async def _insist(self, call: Call[T]) -> T:
         """The answer to a call that may safely run twice, however long Redis takes."""
@@ -191,8 +202,15 @@ class Agent:
             inc,
             self._nonce,
             ttl_ms=self._ttl_ms,
+            shards=len(self._seqs),
             staged=inc == self._staged,
         )
+
+    def _retire(self, inc: Incarnation) -> Call[bool]:
+        return leases.retire(self._keyspace, self.info.key, inc, self._nonce)
+
+    def _activate(self, inc: Incarnation, held: Incarnation | None = None) -> Call[bool]:
+        return leases.activate(self._keyspace, self.info.key, inc, self._nonce, held=held)
 
     async def _audit(self) -> None:
         """Have `_publish`, which alone knows what Redis should show, look every so often."""
@@ -221,21 +239,18 @@ class Agent:
     async def _resync(self) -> None:
         """A new incarnation, everything under it, one switch. See lua/register.lua."""
         self.resyncs += 1
-        registration = await self._register(resync=True)
+        registration = await self._register(self.incarnation)
         new = registration.incarnation
-        if not registration.staged:
-            self.incarnation = new
-            await self._send(new, self._ownership.drain())
-        else:
-            self._staged = new
-            try:
+        self._staged = new
+        try:
+            if registration.predecessor_lives:
                 await self._send(new, self._ownership.drain())
-                call = leases.activate(self._keyspace, self.info.key, new, self._nonce)
-                if not await self._insist(call):
-                    raise IncarnationLost(f"staged incarnation {new} is lost")
-            finally:
-                self._staged = None
-            self.incarnation = new
+            if not await self._insist(self._activate(new, self.incarnation)):
+                raise IncarnationLost(f"staged incarnation {new} is lost")
+        finally:
+            self._staged = None
+        self.incarnation = new
+        await self._send(new, self._ownership.drain())
         self._lost = False
         log.info("%s resynced as incarnation %d", self.info.key, new)
 
@@ -282,6 +297,16 @@ class Agent:
         missing = await self._insist_all(calls)
         if any(missing):
             raise IncarnationLost(f"incarnation {incarnation}: missing in Redis: {missing}")
+        claims: list[index.Claims | None] = await self._insist_all(
+            [
+                index.claims(self._keyspace.of_shard(shard), incarnation, at, AUDIT_BUCKETS)
+                for shard, at in enumerate(self._next_bucket)
+            ]
+        )
+        for shard, found in enumerate(claims):
+            if found is None or not self._ownership.shows(shard, found):
+                raise IncarnationLost(f"incarnation {incarnation}: shard {shard} is wrong of it")
+            self._next_bucket[shard] = found.next_bucket
 
     async def _publish_metrics(self) -> None:
         """The latest value only: a tick that Redis does not take is not made up for."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
-from app.core.index import GROUP_BLOCKS, Change, shard_of
+from app.core.index import GROUP_BLOCKS, Change, Claims, shard_of
 from app.core.types import SequenceHash, Tier
 
 
@@ -92,6 +92,21 @@ class Ownership:
             if told:
                 entries.setdefault(told.shard, []).append(Change(block, told.tier, told.leader))
         return entries
+
+    def shows(self, shard: int, claims: Claims) -> bool:
+        """Whether that shard shows nothing in `claims` but what it was told, where it belongs."""
+        seen = set()
+        for bucket, tier, block in claims.entries:
+            told = self._told.get(block) if block is not None else None
+            if (
+                told is None
+                or (told.shard, told.tier) != (shard, tier)
+                or told.leader >> (64 - claims.bucket_bits) != bucket
+                or block in seen
+            ):
+                return False
+            seen.add(block)
+        return True
 
     def drain(self) -> dict[int, list[Change]]:
         """All changes since the last drain by shard, in an order that may be cut into batches

@@ -120,7 +120,7 @@ async def route(request: Request) -> Response:
     )
     if decision.reserved and await request.is_disconnected():
         # Nobody would ever end what was reserved for a caller that hung up.
-        router.abandon(decision.request_id)
+        router.abandon(decision)
     return json_response(_routed(decision))
 
 

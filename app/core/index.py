@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,6 +24,7 @@ what is done with it."""
 
 TIER_LETTER = {Tier.DEVICE: "d", Tier.HOST: "h", Tier.DISK: "k"}
 _LETTER_OR_DASH = {tier: TIER_LETTER[tier] if tier is not None else "-" for tier in (None, *Tier)}
+_HASH = re.compile(rb"[0-9a-f]{16}")
 TIER_OF_LETTER = {letter.encode(): tier for tier, letter in TIER_LETTER.items()}
 
 
@@ -91,6 +93,49 @@ def apply(
     again with the same seq.
     """
     return call("apply", shard, incarnation, nonce, seq, *_groups(changes), parse=bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What the index shows of an incarnation in some buckets.
+
+    next_bucket: where to go on. entries: the number of each one's bucket, its tier, and its field,
+    which is a sequence hash unless somebody spoilt it.
+    """
+
+    bucket_bits: int
+    next_bucket: int
+    entries: list[tuple[int, Tier | None, SequenceHash | None]]
+
+
+def claims(
+    shard: Keyspace, incarnation: Incarnation, first_bucket: int, max_buckets: int
+) -> Call[Claims | None]:
+    """Every entry of an incarnation in the buckets from `first_bucket` on; None: no shard there."""
+
+    def parse(reply: list[Any] | None) -> Claims | None:
+        if reply is None:
+            return None
+        bits, next_bucket, found = reply
+        return Claims(
+            bits,
+            next_bucket,
+            [
+                (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
+                for bucket, entry in zip(found[::2], found[1::2], strict=True)
+            ],
+        )
+
+    return call("claims", shard, incarnation, first_bucket, max_buckets, parse=parse)
+
+
+def _hash_of(field: bytes) -> SequenceHash | None:
+    return SequenceHash(int(field, 16)) if _HASH.fullmatch(field) else None
+
+
+def drop_buckets(shard: Keyspace, names: Iterable[str]) -> Call[int]:
+    """Remove those of the buckets found, `<family>:<bucket>`, that no reader will look for."""
+    return call("drop_buckets", shard, *names, parse=int)
 
 
 def audit(

@@ -6,23 +6,26 @@ a namespace may be spread over a Redis Cluster. The names are a public contract;
 its version. Fields and values are text. `<inc>` is the number of an incarnation.
 
     kvroute:1:{<namespace>}:...
-    meta                hash    block_size, shards, incarnations (last number given), created_ms;
-                                written by the first registration; for good
-    workers             hash    <inc> -> JSON of WorkerInfo; by register; until retired
-    current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by register,
-                                activate; until retired
+    meta                hash    block_size, shards, incarnations (last number given), workers_ms
+                                (when one was last registered or set right); by register,
+                                lease_renew; for good
+    workers             hash    <inc> -> JSON of WorkerInfo, and lease_ttl_ms; by register,
+                                lease_renew; until retired
+    current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by activate,
+                                lease_renew; until retired
     leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew;
                                 until retired
     writers             hash    <inc> -> nonce of the process that acts as it; by register; until
                                 retired
     load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks
-                                requests decoding total", integers; by register, activate and the
-                                reservation scripts; until retired. An incarnation without it is
-                                not routed to.
+                                requests decoding total", integers; by activate, lease_renew and
+                                the reservation scripts; until retired. An incarnation without it
+                                is not routed to.
     reservations        hash    request_id -> <inc>; by reserve; until released or expired
     expiry              zset    request_id scored by expiry, ms, Redis clock; as reservations
-    requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state", state one
-                                of p(refilling) d(ecoding); as reservations
+    requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state attempt",
+                                state one of p(refilling) d(ecoding), attempt a word that tells
+                                reservations of the same request apart; as reservations
     prefills:<inc>      list    request_ids still prefilling, oldest first; as reservations
     metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics and
                                 Speed; by agents every METRICS_INTERVAL_S; trimmed to about
@@ -55,6 +58,9 @@ from dataclasses import dataclass
 from app.core.errors import ConfigError
 
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_KEY = re.compile(
+    r"kvroute:1:\{(?P<namespace>[^#}]+)(?:#(?P<shard>\d{1,9}))?\}:(?P<name>.*)", re.DOTALL
+)
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 
@@ -85,3 +91,15 @@ class Keyspace:
 
     def of_shard(self, shard: int) -> Keyspace:
         return Keyspace(self.namespace, shard)
+
+    @property
+    def pattern(self) -> str:
+        """What SCAN finds all keys of the namespace by, and some of others."""
+        return f"kvroute:1:{{{self.namespace}[#}}]*"
+
+    def parse(self, key: bytes) -> tuple[int | None, str] | None:
+        """Shard (None: the namespace's own tag) and name of a key; None: of another namespace."""
+        found = _KEY.fullmatch(key.decode(errors="replace"))
+        if not found or found["namespace"] != self.namespace:
+            return None
+        return (int(found["shard"]) if found["shard"] else None), found["name"]

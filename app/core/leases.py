@@ -16,15 +16,18 @@ from app.core.types import Incarnation, WorkerInfo, WorkerKey
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """staged: not routed to until `activate`, because its predecessor still serves.
-    shards: of the namespace's index."""
+    """An incarnation that is not routed to until `activate`.
+
+    predecessor_lives: another one of the same process is, so publish everything first.
+    shards: of the namespace's index.
+    """
 
     incarnation: Incarnation
-    staged: bool
+    predecessor_lives: bool
     shards: int
 
 
-def encode_info(info: WorkerInfo) -> bytes:
+def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
     return orjson.dumps(
         {
             "worker": str(info.key),
@@ -33,17 +36,22 @@ def encode_info(info: WorkerInfo) -> bytes:
             "kv_total_blocks": info.kv_total_blocks,
             "max_requests": info.max_requests,
             "accelerator": info.accelerator,
+            "lease_ttl_ms": lease_ttl_ms,
         }
     )
 
 
 def decode_info(text: bytes | str) -> WorkerInfo:
-    """Inverse of `encode_info`. Raises ValueError, KeyError or TypeError for anything else."""
+    """The WorkerInfo in what `encode_info` wrote. Raises ValueError, KeyError or TypeError for
+    anything else."""
     fields = orjson.loads(text)
+    block_size = int(fields["block_size"])
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}")
     return WorkerInfo(
-        key=WorkerKey.parse(fields["worker"]),
+        key=WorkerKey.parse(str(fields["worker"])),
         address=str(fields["address"]),
-        block_size=int(fields["block_size"]),
+        block_size=block_size,
         kv_total_blocks=int(fields["kv_total_blocks"]),
         max_requests=int(fields["max_requests"]),
         accelerator=str(fields["accelerator"]),
@@ -57,14 +65,14 @@ def register(
     *,
     ttl_ms: int,
     shards: int = 1,
-    resync: bool = False,
+    held: Incarnation | None = None,
 ) -> Call[Registration]:
-    """Begin an incarnation. It replaces the worker's last one at once, or, with `resync` while
-    that one lives, when it is activated.
+    """Begin an incarnation, which replaces the worker's last one when it is activated.
 
-    nonce: tells this process from any other. shards counts only in a new namespace.
+    nonce: tells this process from any other. shards counts only in a new namespace. held: the
+    incarnation that the process acted as until now; None: it is a new one.
     The reply's parser raises NamespaceMismatch if the namespace has another block size, and, with
-    `resync`, WorkerReplaced if another process has taken `info.key` over and lives.
+    `held`, WorkerReplaced if another process has taken `info.key` over and lives.
     """
 
     def parse(reply: list[Any]) -> Registration:
@@ -83,17 +91,28 @@ def register(
         str(info.key),
         nonce,
         ttl_ms,
-        encode_info(info),
+        encode_info(info, ttl_ms),
         info.block_size,
         shards,
-        int(resync),
+        held or "",
         parse=parse,
     )
 
 
-def activate(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> Call[bool]:
-    """Switch `key` over to its staged incarnation. False: it is lost; register again."""
-    return call("activate", keyspace, str(key), inc, nonce, parse=bool)
+def activate(
+    keyspace: Keyspace,
+    key: WorkerKey,
+    inc: Incarnation,
+    nonce: str,
+    *,
+    held: Incarnation | None = None,
+) -> Call[bool]:
+    """Route to `inc` from now on, and to the worker's last incarnation no more.
+
+    held: as for `register`; requests in flight are then taken along. False: `inc` is lost, or
+    another process has taken `key` over; register again.
+    """
+    return call("activate", keyspace, str(key), inc, nonce, held or "", parse=bool)
 
 
 def renew(
@@ -103,11 +122,13 @@ def renew(
     nonce: str,
     *,
     ttl_ms: int,
+    shards: int = 1,
     staged: bool = False,
 ) -> Call[bool]:
-    """Extend a lease, or revive a lapsed one.
+    """Extend a lease, or revive a lapsed one, and set right what Redis keeps of the worker.
 
-    False: it is retired, or what Redis keeps of it is not whole; register again.
+    shards: that it publishes in. False: it is retired or replaced, or the index has other shards;
+    register again.
     """
     return call(
         "lease_renew",
@@ -116,7 +137,9 @@ def renew(
         inc,
         nonce,
         ttl_ms,
-        encode_info(info),
+        encode_info(info, ttl_ms),
+        info.block_size,
+        shards,
         int(staged),
         parse=bool,
     )
@@ -130,6 +153,11 @@ def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> 
 def lapse(keyspace: Keyspace, grace_ms: int) -> Call[int]:
     """Retire incarnations whose lease lapsed `grace_ms` ago; how many were, a few at most."""
     return call("lapse", keyspace, grace_ms, parse=int)
+
+
+def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:
+    """Remove the requests of those of `incarnations`, as found, that there are not."""
+    return call("drop_requests", keyspace, *incarnations, parse=int)
 
 
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:

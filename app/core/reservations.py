@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
 from app.core.scripts import Call, call
 from app.core.types import Incarnation
+
+_LOAD = re.compile(b" ".join([rb"(\d{1,18})"] * 8))
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class Reservation:
     """Predicted time to compute them."""
     blocks: int
     """KV blocks in use while the request runs."""
+    attempt: str = "-"
+    """Tells this reservation from others of the same request. Without spaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,8 @@ class Snapshot:
 
     now_ms: int
     loads: dict[Incarnation, Load]
-    created_ms: int | None = None
-    """When the namespace was made; None: not asked. Made anew, it numbers incarnations anew."""
+    workers_ms: int | None = None
+    """When an incarnation was last registered or set right; None: not asked."""
     shards: int | None = None
     """Of the namespace's index; None: not asked."""
 
@@ -84,7 +88,7 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        return _snapshot(reply[:3], created_ms=int(reply[3]), shards=int(reply[4]))
+        return _snapshot(reply[:3], workers_ms=reply[3], shards=reply[4])
 
     return call("loads", keyspace, parse=parse)
 
@@ -114,6 +118,7 @@ def reserve(
         reservation.prefill_tokens,
         reservation.prefill_us,
         reservation.blocks,
+        reservation.attempt,
         ttl_ms,
         max_requests,
         -1 if seen_total is None else seen_total,
@@ -126,24 +131,31 @@ def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
     return call("prefill_complete", keyspace, request_id, parse=bool)
 
 
-def release(keyspace: Keyspace, request_id: str) -> Call[bool]:
-    """The request is over. False: there is no such reservation (any more). Idempotent."""
-    return call("release", keyspace, request_id, parse=bool)
+def release(keyspace: Keyspace, request_id: str, attempt: str = "") -> Call[bool]:
+    """The request is over. False: there is no such reservation (any more). Idempotent.
+
+    attempt: only if the reservation is that one's; none: in any case.
+    """
+    return call("release", keyspace, request_id, attempt, parse=bool)
 
 
-def expire(keyspace: Keyspace, limit: int) -> Call[int]:
-    """Forget at most `limit` reservations whose time is up; how many were."""
-    return call("expire", keyspace, limit, parse=int)
+def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int) -> Call[int]:
+    """Forget at most `limit` reservations whose time is up; how many were.
+
+    ttl_ms: of a reservation; none is kept for longer.
+    """
+    return call("expire", keyspace, limit, ttl_ms, parse=int)
 
 
 def _snapshot(
-    reply: list[Any], created_ms: int | None = None, shards: int | None = None
+    reply: list[Any], workers_ms: int | None = None, shards: int | None = None
 ) -> Snapshot:
     now_ms, live, pairs = reply
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
     load_of = {}
     for inc in live:
         # One that somebody spoilt is not routed to, until its worker has noticed.
-        with suppress(KeyError, ValueError, TypeError):
-            load_of[Incarnation(int(inc))] = Load(*map(int, by_inc[inc].split()))
-    return Snapshot(now_ms, load_of, created_ms, shards)
+        numbers = _LOAD.fullmatch(by_inc.get(inc, b""))
+        if numbers and inc.isdigit():
+            load_of[Incarnation(int(inc))] = Load(*map(int, numbers.groups()))
+    return Snapshot(now_ms, load_of, workers_ms, shards)

@@ -1,6 +1,14 @@
+-- bits_of(shard): its bucket_bits; nil if it has none, or none that make sense: then it is empty, or
+-- cannot be read until somebody opens it again.
 -- bucket_namer(bits): a function from the hash of a group's first block, in hex, to the name of its
--- bucket: the digits that hold the hash's top `bits` bits, the rest of the last one taken as 0. And
--- bucket_at(bits, n), the name of the n-th bucket, counted from 0.
+-- bucket: the digits that hold the hash's top `bits` bits, the rest of the last one taken as 0.
+-- bucket_at(bits, n): the name of the n-th bucket, counted from 0.
+-- Wants lib: number.
+local function bits_of(shard)
+  local bits = whole(redis.call('HGET', shard, 'bucket_bits'), 24)
+  return bits ~= 0 and bits or nil
+end
+
 local function bucket_namer(bits)
   local digits = math.ceil(bits / 4)
   local rounded = ({[3] = '0022446688aaccee', [2] = '000044448888cccc', [1] = '0000000088888888'})

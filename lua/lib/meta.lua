@@ -1,9 +1,10 @@
--- is_readable(meta): whether it says all that a namespace is made of.
-local function is_readable(meta)
-  for _, value in ipairs(redis.call('HMGET', meta, 'block_size', 'shards', 'created_ms')) do
-    if not tonumber(value) then
-      return false
-    end
+-- read_meta(meta): its block_size, shards and workers_ms; nothing, if it does not say all of them.
+-- Wants lib: number.
+local function read_meta(meta)
+  local texts = redis.call('HMGET', meta, 'block_size', 'shards', 'workers_ms')
+  local block_size, shards, workers_ms = whole(texts[1], 1e9), whole(texts[2], 1024),
+    whole(texts[3], 1e15)
+  if block_size and shards and workers_ms and block_size > 0 and shards > 0 then
+    return block_size, shards, workers_ms
   end
-  return true
 end

@@ -1,46 +1,103 @@
--- recount(inc, now): the load of `inc` from its requests, forgetting those that are not whole.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load,
--- request.
+-- recount(inc, now): sets the load of `inc` to what its requests add up to, and the queue of its
+-- prefills. A request stays while its record can be read and one of its other two traces is left,
+-- the reservation or the expiry; what is missing is put back. Bounded by the requests of a worker.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, request.
+local function is_in_flight(inc, request_id)
+  local owner = redis.call('HGET', reservations, request_id)
+  local expires = redis.call('ZSCORE', expiry, request_id)
+  if owner == inc and expires then
+    return true
+  end
+  if not owner and not expires then
+    return false
+  end
+  if owner and owner ~= inc and redis.call('HEXISTS', requests_prefix .. owner, request_id) == 1 then
+    return false
+  end
+  redis.call('HSET', reservations, request_id, inc)
+  if not expires then
+    -- Routers, who know how long one may last, bring it down.
+    redis.call('ZADD', expiry, '+inf', request_id)
+  end
+  return true
+end
+
+local function forget(inc, request_id)
+  redis.call('HDEL', requests_prefix .. inc, request_id)
+  if redis.call('HGET', reservations, request_id) == inc then
+    redis.call('HDEL', reservations, request_id)
+    redis.call('ZREM', expiry, request_id)
+  end
+end
+
+-- The ids in `prefilling`, those in the queue first.
+local function in_order(queue, prefilling)
+  local ordered, placed = {}, {}
+  for _, id in ipairs(queue) do
+    if prefilling[id] and not placed[id] then
+      ordered[#ordered + 1], placed[id] = id, true
+    end
+  end
+  for id in pairs(prefilling) do
+    if not placed[id] then
+      ordered[#ordered + 1] = id
+    end
+  end
+  return ordered
+end
+
+local function equal(some, others)
+  for i = 1, math.max(#some, #others) do
+    if some[i] ~= others[i] then
+      return false
+    end
+  end
+  return true
+end
+
 local function recount(inc, now)
   local counted = {tokens = 0, us = 0, head_us = 0, head_since_ms = 0, blocks = 0, requests = 0,
     decoding = 0, total = 0}
-  local last = parse_load(redis.call('HGET', load, inc))
-  counted.total = last and last.total or 0
-  local queue, prefilling = redis.call('LRANGE', prefills_prefix .. inc, 0, -1), {}
+  local prefilling = {}
   local entries = redis.call('HGETALL', requests_prefix .. inc)
   for i = 1, #entries, 2 do
     local id, request = entries[i], parse_request(entries[i + 1])
-    local is_whole = request and redis.call('HGET', reservations, id) == inc
-      and redis.call('ZSCORE', expiry, id)
-    if is_whole then
+    if request and is_in_flight(inc, id) then
       counted.requests = counted.requests + 1
       counted.blocks = counted.blocks + request.blocks
       if request.state == 'p' then
         counted.tokens = counted.tokens + request.tokens
         counted.us = counted.us + request.us
         prefilling[id] = request
-        queue[#queue + 1] = id
       else
         counted.decoding = counted.decoding + 1
       end
     else
-      redis.call('HDEL', requests_prefix .. inc, id)
-      redis.call('HDEL', reservations, id)
-      redis.call('ZREM', expiry, id)
+      forget(inc, id)
     end
   end
-  redis.call('DEL', prefills_prefix .. inc)
-  for _, id in ipairs(queue) do
-    if prefilling[id] then
-      if counted.head_us == 0 then
-        counted.head_us, counted.head_since_ms = prefilling[id].us, now
-      end
+
+  local queue = redis.call('LRANGE', prefills_prefix .. inc, 0, -1)
+  local ordered = in_order(queue, prefilling)
+  if not equal(ordered, queue) then
+    redis.call('DEL', prefills_prefix .. inc)
+    for _, id in ipairs(ordered) do
       redis.call('RPUSH', prefills_prefix .. inc, id)
-      prefilling[id] = nil
     end
   end
-  if last and last.head_us == counted.head_us then
-    counted.head_since_ms = last.head_since_ms
+
+  local text = redis.call('HGET', load, inc)
+  local last = parse_load(text)
+  if #ordered > 0 then
+    counted.head_us, counted.head_since_ms = prefilling[ordered[1]].us, now
   end
-  redis.call('HSET', load, inc, format_load(counted))
+  if last then
+    counted.total = last.total
+    if last.head_us == counted.head_us then
+      counted.head_since_ms = math.min(last.head_since_ms, now)
+    end
+  end
+  if format_load(counted) ~= text then
+    redis.call('HSET', load, inc, format_load(counted))
+  end
 end

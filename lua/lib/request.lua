@@ -1,11 +1,17 @@
 -- A reservation's record, and taking one back. What somebody spoilt counts for nothing: the
--- heartbeat of the worker finds out, and its load is counted anew.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and lib load.
+-- heartbeat of the worker finds out, and counts its load anew.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs number, load.
 local function parse_request(text)
-  local tokens, us, blocks, state = string.match(text or '', '^(%d+) (%d+) (%d+) ([pd])$')
-  return tokens and {
-    tokens = tonumber(tokens), us = tonumber(us), blocks = tonumber(blocks), state = state,
+  local tokens, us, blocks, state, attempt = string.match(text or '',
+    '^(%d+) (%d+) (%d+) ([pd]) (%S+)$')
+  tokens, us, blocks = whole(tokens, 1e12), whole(us, 1e12), whole(blocks, 1e12)
+  return tokens and us and blocks and {
+    tokens = tokens, us = us, blocks = blocks, state = state, attempt = attempt,
   }
+end
+
+local function format_request(r)
+  return string.format('%d %d %d %s %s', r.tokens, r.us, r.blocks, r.state, r.attempt)
 end
 
 -- Takes a request's prefill out of `l`, its worker's load; the next one in line becomes the head.
@@ -26,14 +32,18 @@ local function end_prefill(l, inc, request_id, request, now)
   end
 end
 
--- Forgets a reservation and gives back what it held. False if there is none.
+-- Forgets a reservation and gives back what it held. False if there is none. Where only its expiry
+-- was known, that goes, and the worker's heartbeat drops the rest.
 local function unreserve(request_id, now)
   local inc = redis.call('HGET', reservations, request_id)
-  if not inc then
+  if not inc and not redis.call('ZSCORE', expiry, request_id) then
     return false
   end
   redis.call('HDEL', reservations, request_id)
   redis.call('ZREM', expiry, request_id)
+  if not inc then
+    return true
+  end
   local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
   redis.call('HDEL', requests_prefix .. inc, request_id)
   local l = parse_load(redis.call('HGET', load, inc))
@@ -56,7 +66,6 @@ local function unreserve_expired(now, limit)
   local expired = redis.call('ZRANGEBYSCORE', expiry, '-inf', now, 'LIMIT', 0, limit)
   for _, request_id in ipairs(expired) do
     unreserve(request_id, now)
-    redis.call('ZREM', expiry, request_id)
   end
   return #expired
 end

@@ -17,29 +17,30 @@ INFO = WorkerInfo(
 
 
 def test_an_info_is_read_as_it_is_written() -> None:
-    assert decode_info(encode_info(INFO)) == INFO
-    assert decode_info(encode_info(INFO).decode()) == INFO
+    assert decode_info(encode_info(INFO, 3000)) == INFO
+    assert decode_info(encode_info(INFO, 3000).decode()) == INFO
 
 
 def test_an_info_is_json_that_a_person_can_read() -> None:
-    assert orjson.loads(encode_info(INFO)) == {
+    assert orjson.loads(encode_info(INFO, 3000)) == {
         "worker": "gpu-7:3",
         "address": "http://10.0.0.7:8081",
         "block_size": 16,
         "kv_total_blocks": 25_000,
         "max_requests": 256,
         "accelerator": "NVIDIA H100",
+        "lease_ttl_ms": 3000,
     }
 
 
 def test_a_field_that_a_later_version_adds_is_ignored() -> None:
-    fields = orjson.loads(encode_info(INFO)) | {"colour": "red"}
+    fields = orjson.loads(encode_info(INFO, 3000)) | {"colour": "red"}
     assert decode_info(orjson.dumps(fields)) == INFO
 
 
-@pytest.mark.parametrize("field", orjson.loads(encode_info(INFO)))
+@pytest.mark.parametrize("field", orjson.loads(encode_info(INFO, 3000)).keys() - {"lease_ttl_ms"})
 def test_an_info_without_one_of_its_fields_is_refused(field: str) -> None:
-    fields = orjson.loads(encode_info(INFO))
+    fields = orjson.loads(encode_info(INFO, 3000))
     del fields[field]
     with pytest.raises(KeyError, match=field):
         decode_info(orjson.dumps(fields))
@@ -52,13 +53,13 @@ def test_what_is_not_json_is_refused(text: str) -> None:
 
 
 def test_an_info_of_a_nameless_worker_is_refused() -> None:
-    fields = orjson.loads(encode_info(INFO)) | {"worker": ":0"}
+    fields = orjson.loads(encode_info(INFO, 3000)) | {"worker": ":0"}
     with pytest.raises(ValueError, match="not a worker key: ':0'"):
         decode_info(orjson.dumps(fields))
 
 
 @pytest.mark.parametrize("field", ["block_size", "kv_total_blocks", "max_requests"])
 def test_an_info_without_a_number_where_one_belongs_is_refused(field: str) -> None:
-    fields = orjson.loads(encode_info(INFO)) | {field: None}
+    fields = orjson.loads(encode_info(INFO, 3000)) | {field: None}
     with pytest.raises(TypeError, match="NoneType"):
         decode_info(orjson.dumps(fields))

@@ -23,6 +23,7 @@ REGISTER = leases.register(
     "nonce",
     ttl_ms=60_000,
 )
+ACTIVATE = leases.activate(KEYS, WorkerKey("a"), Incarnation(1), "nonce")
 LOADS = reservations.loads(KEYS)
 RESERVE = reservations.reserve(
     KEYS,
@@ -60,9 +61,10 @@ def test_a_call_s_keys_are_those_of_the_header_in_its_order() -> None:
 
 async def test_replies_come_in_the_order_of_the_calls(redis: Redis) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
-    replies = await runner.run([REGISTER, RESERVE, RELEASE, RELEASE])
+    replies = await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, RELEASE])
     assert replies == [
-        leases.Registration(Incarnation(1), staged=False, shards=1),
+        leases.Registration(Incarnation(1), predecessor_lives=False, shards=1),
+        True,
         None,
         True,
         False,
@@ -72,14 +74,14 @@ async def test_replies_come_in_the_order_of_the_calls(redis: Redis) -> None:
 
 async def test_redis_forgetting_its_scripts_goes_unnoticed(redis: Redis) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
-    await runner.run([REGISTER, RESERVE, LOADS, RELEASE])
+    await runner.run([REGISTER, ACTIVATE, RESERVE, LOADS, RELEASE])
     await redis.script_flush()
     assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 0
 
 
 async def test_where_redis_lacks_some_scripts_every_call_still_runs_once(redis: Redis) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
-    await runner.one(REGISTER)
+    await runner.run([REGISTER, ACTIVATE])
     await redis.script_flush()
     await runner.one(LOADS)
     seen, reserved, seen_too, released, again = await runner.run(
@@ -101,7 +103,7 @@ async def test_an_error_reply_means_that_redis_is_unavailable(redis: Redis) -> N
 
 async def test_a_redis_that_refuses_writes_is_unavailable(redis: Redis) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
-    await runner.run([REGISTER, RESERVE, RELEASE])
+    await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE])
     await redis.config_set("maxmemory", "1")
     try:
         with pytest.raises(RedisUnavailable, match="maxmemory"):
@@ -113,7 +115,7 @@ async def test_a_redis_that_refuses_writes_is_unavailable(redis: Redis) -> None:
 async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
     own_redis_server: EmbeddedRedis, own_redis: Redis
 ) -> None:
-    await ScriptRunner(own_redis, timeout_s=5).one(REGISTER)
+    await ScriptRunner(own_redis, timeout_s=5).run([REGISTER, ACTIVATE])
     pid = own_redis_server.pid
     assert pid
     os.kill(pid, signal.SIGSTOP)
@@ -142,5 +144,5 @@ async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(
     with pytest.raises(RedisUnavailable):
         await runner.one(LOADS)
     own_redis_server.start()
-    registered = leases.Registration(Incarnation(1), staged=False, shards=1)
+    registered = leases.Registration(Incarnation(1), predecessor_lives=False, shards=1)
     assert await runner.one(REGISTER) == registered

@@ -41,6 +41,8 @@ class Namespace:
         self._nonces: dict[Incarnation, str] = {}
         self._leaders: dict[SequenceHash, SequenceHash] = {}
         self._infos: dict[Incarnation, WorkerInfo] = {}
+        self._held: dict[tuple[str, str], Incarnation] = {}
+        """What a process of a worker acts as, or did before."""
         self._staged: set[Incarnation] = set()
 
     async def do(self, call: Call[T]) -> T:
@@ -57,7 +59,12 @@ class Namespace:
         bucket_bits: int = 8,
         shards: int = 1,
     ) -> Registration:
+        """Open shard 0 as well, and route to it, unless its predecessor lives.
+
+        resync: the process registers again.
+        """
         nonce = nonce or f"nonce-{worker}"
+        held = self._held.get((worker, nonce)) if resync else None
         registration = await self.do(
             leases.register(
                 self.keys,
@@ -65,15 +72,20 @@ class Namespace:
                 nonce,
                 ttl_ms=ttl_ms,
                 shards=shards,
-                resync=resync,
+                held=held,
             )
         )
         inc = registration.incarnation
         assert await self.do(index.open_shard(self.shard, inc, nonce, bucket_bits))
         self._nonces[inc] = nonce
         self._infos[inc] = info(worker, block_size=block_size)
-        if registration.staged:
+        if registration.predecessor_lives:
             self._staged.add(inc)
+        else:
+            assert await self.do(
+                leases.activate(self.keys, WorkerKey(worker), inc, nonce, held=held)
+            )
+            self._held[worker, nonce] = inc
         return registration
 
     async def worker(self, worker: str, **options: Any) -> Incarnation:
@@ -83,7 +95,12 @@ class Namespace:
     async def activate(self, worker: str, inc: Incarnation, nonce: str | None = None) -> bool:
         nonce = nonce or self._nonces[inc]
         self._staged.discard(inc)
-        return await self.do(leases.activate(self.keys, WorkerKey(worker), inc, nonce))
+        held = self._held.get((worker, nonce))
+        call = leases.activate(self.keys, WorkerKey(worker), inc, nonce, held=held)
+        switched = await self.do(call)
+        if switched:
+            self._held[worker, nonce] = inc
+        return switched
 
     async def renew(
         self, inc: Incarnation, ttl_ms: int = LONG_MS, nonce: str | None = None
@@ -174,8 +191,8 @@ class Namespace:
     async def release(self, request_id: str) -> bool:
         return await self.do(reservations.release(self.keys, request_id))
 
-    async def expire(self, limit: int = 100) -> int:
-        return await self.do(reservations.expire(self.keys, limit))
+    async def expire(self, limit: int = 100, ttl_ms: int = LONG_MS) -> int:
+        return await self.do(reservations.expire(self.keys, limit, ttl_ms=ttl_ms))
 
     async def loads(self) -> Snapshot:
         return await self.do(reservations.loads(self.keys))

@@ -10,7 +10,7 @@ async def test_a_first_token_takes_the_prefill_off_and_keeps_the_blocks(space: N
     assert await space.prefill_complete("r1")
     load = await space.load(inc)
     assert load == Load(head_since_ms=load.head_since_ms, blocks=7, requests=1, decoding=1, total=1)
-    assert await space.get(f"requests:{inc}", "r1") == "100 5000 7 d"
+    assert await space.get(f"requests:{inc}", "r1") == "100 5000 7 d -"
     assert not await space.redis.exists(space.keys[f"prefills:{inc}"])
 
 

@@ -11,12 +11,12 @@ from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, Namespace, info
 async def test_the_first_registration_makes_the_namespace(space: Namespace) -> None:
     before = await space.now_ms()
     registration = await space.register("a", block_size=4, shards=3)
-    assert registration == Registration(Incarnation(1), staged=False, shards=3)
+    assert registration == Registration(Incarnation(1), predecessor_lives=False, shards=3)
     assert await space.get("meta", "block_size") == "4"
     assert await space.get("meta", "shards") == "3"
     assert await space.get("meta", "incarnations") == "1"
-    created_ms = int(await space.get("meta", "created_ms") or 0)
-    assert before <= created_ms <= await space.now_ms()
+    workers_ms = int(await space.get("meta", "workers_ms") or 0)
+    assert before <= workers_ms <= await space.now_ms()
 
 
 async def test_shards_count_only_where_the_namespace_is_new(space: Namespace) -> None:
@@ -88,7 +88,7 @@ async def test_a_resync_is_staged_while_the_old_incarnation_lives(space: Namespa
     old = await space.worker("a")
     await space.hold(old, [A])
     staged = await space.register("a", resync=True)
-    assert staged == Registration(Incarnation(2), staged=True, shards=1)
+    assert staged == Registration(Incarnation(2), predecessor_lives=True, shards=1)
     assert await space.get("current", "a:0") == str(old)
     assert set((await space.loads()).loads) == {old}
     assert await space.match([A]) == [{old: TierOverlap(device=1)}]
@@ -108,7 +108,7 @@ async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space: Namespa
     assert await space.renew(old, ttl_ms=1)
     await space.lease_lapses(old)
     new = await space.register("a", resync=True)
-    assert not new.staged
+    assert not new.predecessor_lives
     load = await space.load(new.incarnation)
     assert (load.prefill_tokens, load.blocks, load.requests) == (100, 7, 1)
     assert await space.release("r1")
@@ -118,7 +118,7 @@ async def test_a_resync_in_an_emptied_redis_starts_afresh(space: Namespace) -> N
     await space.worker("a")
     await space.redis.flushall()
     again = await space.register("a", resync=True)
-    assert not again.staged
+    assert not again.predecessor_lives
     assert await space.load(again.incarnation) == NO_LOAD
 
 

@@ -31,7 +31,7 @@ async def test_a_reservation_is_counted_on_its_worker(space: Namespace) -> None:
         total=1,
     )
     assert await space.get("reservations", "r1") == str(inc)
-    assert await space.get(f"requests:{inc}", "r1") == "100 5000 7 p"
+    assert await space.get(f"requests:{inc}", "r1") == "100 5000 7 p -"
     assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r1"]
     expires_ms = await space.expires_ms("expiry", "r1")
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS

@@ -313,12 +313,13 @@ async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer:
 
 
 class GatedRunner(ScriptRunner):
-    """Holds back every run of `script` until `gate` is set."""
+    """Holds back every run of `script` while `gate` is not set."""
 
     def __init__(self, redis: Redis, script: str) -> None:
         super().__init__(redis, timeout_s=1.0)
         self.reached = asyncio.Event()
         self.gate = asyncio.Event()
+        self.gate.set()
         self._script = script
 
     async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
@@ -335,6 +336,8 @@ async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        runner.gate.clear()
+        runner.reached.clear()
         await observer.lose_batches(1)
         agent.notify([Removed((CHAIN[7],))])
         await runner.reached.wait()

@@ -21,6 +21,7 @@ from app.core.embedded import EmbeddedRedis
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.index import Change
 from app.core.keys import Keyspace
+from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from workers import ownership
@@ -89,10 +90,12 @@ class World:
         self.runner = ScriptRunner(redis, timeout_s=5.0)
         self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(NUM_WORKERS)]
 
-    async def register(self, worker: Worker, *, resync: bool) -> leases.Registration:
+    async def register(
+        self, worker: Worker, held: Incarnation | None = None
+    ) -> leases.Registration:
         info = WorkerInfo(worker.key, "http://127.0.0.1:1", 16, 100, 8)
         registration = await self.runner.one(
-            leases.register(KEYSPACE, info, str(worker.key), ttl_ms=60_000, resync=resync)
+            leases.register(KEYSPACE, info, str(worker.key), ttl_ms=60_000, held=held)
         )
         nonce = str(worker.key)
         assert await self.runner.one(
@@ -107,11 +110,14 @@ class World:
         worker.held.clear()
         worker.ownership = Ownership()
         worker.undelivered = []
-        worker.incarnation = (await self.register(worker, resync=False)).incarnation
+        worker.incarnation = (await self.register(worker)).incarnation
+        assert await self.runner.one(
+            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key))
+        )
 
     async def resync(self, worker: Worker) -> None:
-        registration = await self.register(worker, resync=True)
-        assert registration.staged
+        registration = await self.register(worker, worker.incarnation)
+        assert registration.predecessor_lives
         worker.ownership.forget()
         worker.undelivered = worker.ownership.drain().get(0, [])
         old, worker.incarnation = worker.incarnation, registration.incarnation
@@ -119,7 +125,7 @@ class World:
             await self.deliver(worker, 2)
         assert old != worker.incarnation
         assert await self.runner.one(
-            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key))
+            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key), held=old)
         )
 
     async def sweep(self, max_buckets: int) -> None:
@@ -251,7 +257,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def play(url: str, steps: list[tuple[object, ...]]) -> None:
-    async with Redis.from_url(url) as redis:
+    async with connect(url) as redis:
         await redis.flushall()
         world = World(redis)
         for worker in world.workers:

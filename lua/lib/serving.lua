@@ -1,0 +1,31 @@
+-- serving(worker): the incarnation that is routed to as `worker`; nil if there is none, or what
+-- stands there is retired or another worker's.
+-- predecessor(worker, held): that one, or `held`, if it is of this worker.
+-- is_replaced(worker, held, nonce, now): whether another process than that of `nonce`, which acted
+-- as `held`, has taken the worker over, and lives.
+-- Wants locals: workers, current, leases; and lib writer.
+local function worker_of(inc)
+  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
+  return readable and type(info) == 'table' and info.worker or nil
+end
+
+local function serving(worker)
+  local inc = redis.call('HGET', current, worker)
+  if inc and writer_of(inc) and (worker_of(inc) or worker) == worker then
+    return inc
+  end
+end
+
+local function predecessor(worker, held)
+  return serving(worker) or (worker_of(held) == worker and held or nil)
+end
+
+local function is_alive(inc, now)
+  local expiry_ms = inc and redis.call('ZSCORE', leases, inc)
+  return expiry_ms and tonumber(expiry_ms) > now
+end
+
+local function is_replaced(worker, held, nonce, now)
+  local other = serving(worker)
+  return other and other ~= held and writer_of(other) ~= nonce and is_alive(other, now)
+end
