@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import isqrt
 from typing import Any, NamedTuple
 
+from app.core.errors import RedisUnavailable
 from app.core.index import GROUP_BLOCKS, TIER_OF_LETTER, hex_text, shard_of
 from app.core.keys import Keyspace
 from app.core.scripts import Call, ScriptRunner, call
@@ -53,14 +54,14 @@ async def match(
     chains: Sequence[Sequence[SequenceHash]],
     shards: int = 1,
     along: Sequence[Call[Any]] = (),
-) -> tuple[list[Overlaps], list[Any]]:
+) -> tuple[list[Overlaps | None], list[Any]]:
     """Leading blocks of each chain that each incarnation holds, and the answers of `along`.
 
     chains: sequence hashes of the full blocks of one prompt each, in prompt order.
     shards: of the namespace's index.
-    along: calls to send along with the first round trip.
-    Incarnations without overlap are absent; those that are not live may be present.
-    Raises RedisUnavailable.
+    along: calls to send along with the first round trip; RedisUnavailable answers one that failed.
+    Incarnations without overlap are absent; those that are not live may be present. None answers a
+    chain whose shard is not to be reached.
     """
     samples = [_sample(len(chain)) for chain in chains]
     places = [keyspace.of_shard(shard_of(c[0], shards) if c else 0) for c in chains]
@@ -68,17 +69,22 @@ async def match(
         call("match", place, _text(chain, at), _group_size(at), UNKNOWN, UNKNOWN, parse=list)
         for place, chain, at in zip(places, chains, samples, strict=True)
     ]
-    replies = await runner.run([*along, *coarse_calls])
+    replies = await runner.run_each([*along, *coarse_calls])
     answers, replies = replies[: len(along)], replies[len(along) :]
-    found = [_placed(reply[0], at) for reply, at in zip(replies, samples, strict=True)]
+    lost = {i for i, reply in enumerate(replies) if isinstance(reply, RedisUnavailable)}
+    found = [[] if i in lost else _placed(replies[i][0], at) for i, at in enumerate(samples)]
     gaps = [_gaps(runs, at) for runs, at in zip(found, samples, strict=True)]
     open_ = [i for i, of_chain in enumerate(gaps) if of_chain]
     if open_:
-        fine = await runner.run([_fill(places[i], chains[i], gaps[i]) for i in open_])
+        fine = await runner.run_each([_fill(places[i], chains[i], gaps[i]) for i in open_])
         for i, reply in zip(open_, fine, strict=True):
+            if isinstance(reply, RedisUnavailable):
+                lost.add(i)
+                continue
             for gap, runs in zip(gaps[i], reply, strict=True):
                 found[i] += _between(gap, _placed(runs, range(gap.before, gap.after + 1)))
-    return [_overlaps(sorted(runs)) for runs in found], answers
+    overlaps = [None if i in lost else _overlaps(sorted(runs)) for i, runs in enumerate(found)]
+    return overlaps, answers
 
 
 def _sample(length: int) -> Sequence[int]:
