@@ -467,7 +467,9 @@ class Router:
 
     async def _maintain_workers(self) -> None:
         calls = (
-            reservations.expire(self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms),
+            reservations.expire(
+                self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
+            ),
             self._loads,
             leases.lapse(self._keyspace, RETIRE_GRACE_MS),
         )

@@ -57,6 +57,7 @@ if redis.call('HGET', current, worker) == inc then
 end
 -- Where Redis lost everything, the number may be the one held before.
 local old = predecessor(worker, held ~= inc and held or '')
+redis.call('DEL', requests_prefix .. inc, prefills_prefix .. inc)
 if old and held ~= '' then
   take_over(old)
 end

@@ -1,7 +1,8 @@
 -- expire: forget reservations whose time is up.
 --
--- An expiry later than any router asks for is brought down to that. A reservation that has neither an
--- expiry nor a record is dropped. Either is somebody's doing, and is looked for among 16 a step.
+-- An expiry later than any router asks for is brought down to that, and one without a reservation to
+-- grace_ms; a reservation without a record is dropped. All this is somebody's doing, and is looked
+-- for among 16 a step. Where a record is left, its worker's heartbeat makes up for the rest.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc
@@ -10,11 +11,12 @@
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] limit          int    at most so many
 -- ARGV[2] ttl_ms         int    > 0, of reservations; where routers differ, the shortest holds
+-- ARGV[3] grace_ms       int    longer than workers take from one heartbeat to the next
 -- Returns  how many were forgotten
 -- Cost     O(limit * prefills on a worker + log reservations). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
-local limit, ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+local limit, ttl_ms, grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
 -- @include number
 -- @include load
@@ -26,12 +28,16 @@ for _, request_id in ipairs(
   redis.call('ZRANGEBYSCORE', expiry, '(' .. latest, '+inf', 'LIMIT', 0, 16)) do
   redis.call('ZADD', expiry, latest, request_id)
 end
+local soon = string.format('%d', now + grace_ms)
+for _, request_id in ipairs(redis.call('ZRANDMEMBER', expiry, 16)) do
+  if redis.call('HEXISTS', reservations, request_id) == 0 then
+    redis.call('ZADD', expiry, 'LT', soon, request_id)
+  end
+end
 local picked = redis.call('HRANDFIELD', reservations, 16, 'WITHVALUES')
 for i = 1, #picked, 2 do
-  local request_id, inc = picked[i], picked[i + 1]
-  if not redis.call('ZSCORE', expiry, request_id)
-    and redis.call('HEXISTS', requests_prefix .. inc, request_id) == 0 then
-    redis.call('HDEL', reservations, request_id)
+  if redis.call('HEXISTS', requests_prefix .. picked[i + 1], picked[i]) == 0 then
+    redis.call('HDEL', reservations, picked[i])
   end
 end
 return unreserve_expired(now, limit)

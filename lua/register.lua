@@ -55,11 +55,15 @@ if not whole(redis.call('HGET', meta, 'incarnations'), 1e9) then
   redis.call('HDEL', meta, 'incarnations')
 end
 
--- A Redis that lost its last writes may count from a number that is in use.
+-- A Redis that lost something may count from a number that is in use.
+local function is_known(inc)
+  return writer_of(inc) or redis.call('ZSCORE', leases, inc)
+    or redis.call('HEXISTS', workers, inc) == 1 or redis.call('HEXISTS', load, inc) == 1
+end
 local inc
 repeat
   inc = string.format('%d', redis.call('HINCRBY', meta, 'incarnations', 1))
-until not writer_of(inc)
+until not is_known(inc)
 redis.call('HSET', meta, 'workers_ms', string.format('%d', now))
 redis.call('HSET', workers, inc, info)
 redis.call('HSET', writers, inc, nonce)

@@ -139,12 +139,13 @@ def release(keyspace: Keyspace, request_id: str, attempt: str = "") -> Call[bool
     return call("release", keyspace, request_id, attempt, parse=bool)
 
 
-def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int) -> Call[int]:
+def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int, grace_ms: int) -> Call[int]:
     """Forget at most `limit` reservations whose time is up; how many were.
 
-    ttl_ms: of a reservation; none is kept for longer.
+    ttl_ms: of a reservation; none is kept for longer. grace_ms: the same for what is left of one
+    that somebody removed by hand; workers see to theirs before.
     """
-    return call("expire", keyspace, limit, ttl_ms, parse=int)
+    return call("expire", keyspace, limit, ttl_ms, grace_ms, parse=int)
 
 
 def _snapshot(

@@ -15,10 +15,8 @@ local function is_in_flight(inc, request_id)
     return false
   end
   redis.call('HSET', reservations, request_id, inc)
-  if not expires then
-    -- Routers, who know how long one may last, bring it down.
-    redis.call('ZADD', expiry, '+inf', request_id)
-  end
+  -- Routers, who know how long one may last, bring it down.
+  redis.call('ZADD', expiry, '+inf', request_id)
   return true
 end
 

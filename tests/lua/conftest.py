@@ -191,8 +191,10 @@ class Namespace:
     async def release(self, request_id: str) -> bool:
         return await self.do(reservations.release(self.keys, request_id))
 
-    async def expire(self, limit: int = 100, ttl_ms: int = LONG_MS) -> int:
-        return await self.do(reservations.expire(self.keys, limit, ttl_ms=ttl_ms))
+    async def expire(self, limit: int = 100, ttl_ms: int = LONG_MS, grace_ms: int = LONG_MS) -> int:
+        return await self.do(
+            reservations.expire(self.keys, limit, ttl_ms=ttl_ms, grace_ms=grace_ms)
+        )
 
     async def loads(self) -> Snapshot:
         return await self.do(reservations.loads(self.keys))

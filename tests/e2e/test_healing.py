@@ -1,0 +1,622 @@
+"""Whoever deletes or spoils a key in Redis breaks nothing for long.
+
+Three agents and a router run against a real Redis, with short leases. While requests are routed and
+blocks are stored and removed, a key is damaged as somebody might with redis-cli. Before long all is
+as it was: every overlap equals what a scan of the workers' caches gives, the loads are those of the
+requests in flight, and nothing lies about that belongs to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from app import router as routing
+from app.core.config import RouterSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
+from app.core.events import Removed, Stored
+from app.core.hashing import compute_hashes
+from app.core.keys import Keyspace
+from app.core.matching import parse_owners
+from app.core.metrics import ForwardPassMetrics, Speed
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.types import Tier, TierOverlap, WorkerInfo, WorkerKey
+from app.fleet import Fleet
+from app.router import Decision, Router, RouteRequest
+from app.telemetry import Telemetry
+from tests.eventually import eventually
+from workers import agent as agents
+from workers.agent import Agent, AgentSettings
+
+KEYS = Keyspace("healing")
+SHARDS = 2
+INDEX_BLOCKS = 1024  # 16 buckets in each shard
+BLOCK_SIZE = 4
+LEASE_S = 0.24
+WORKERS = ("w0", "w1", "w2")
+PROMPTS = [[1000 * n + i for i in range(80)] for n in range(1, 7)]
+CHAINS = [compute_hashes(tokens, BLOCK_SIZE)[1] for tokens in PROMPTS]
+"""20 blocks each."""
+
+Damage = Callable[["World"], Awaitable[object]]
+
+
+class World:
+    """A cluster, what its engines hold, and the requests in flight."""
+
+    def __init__(self, redis: Redis, seed: int) -> None:
+        self.redis: Any = redis
+        self.rng = random.Random(seed)
+        self.agents = {name: self._agent(name) for name in WORKERS}
+        self.router = Router(
+            ScriptRunner(redis, timeout_s=0.5),
+            KEYS,
+            RouterSettings(namespace=KEYS.namespace, policy="latency", seed=seed),
+            Fleet(redis, KEYS, timeout_s=0.5),
+            Telemetry(),
+        )
+        self.held = {(name, n): TierOverlap() for name in WORKERS for n in range(len(CHAINS))}
+        self.in_flight: list[str] = []
+        self.ended: list[str] = []
+        """To be released, as far as that is not done."""
+        self._ids = count()
+        self._busy = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    def _agent(self, name: str) -> Agent:
+        return Agent(
+            ScriptRunner(self.redis, timeout_s=0.5),
+            KEYS,
+            WorkerInfo(WorkerKey(name), f"http://{name}:80", BLOCK_SIZE, 1000, 256),
+            AgentSettings(LEASE_S, INDEX_BLOCKS, SHARDS),
+            lambda: (ForwardPassMetrics(kv_total_blocks=1000), Speed()),
+        )
+
+    def hold(self, name: str, prompt: int, device: int, host: int) -> None:
+        """The engine of `name` now holds that much of a prompt, and no more."""
+        chain = CHAINS[prompt]
+        before = self.held[name, prompt].total
+        for tier, start, end in (
+            (Tier.DEVICE, 0, device),
+            (Tier.HOST, device, device + host),
+        ):
+            if end > start:
+                parent = chain[start - 1] if start else None
+                self.agents[name].notify([Stored(tuple(chain[start:end]), parent, tier)])
+        gone = tuple(chain[device + host : before])
+        self.agents[name].notify(
+            [
+                Removed(tuple(chain[device:before]), Tier.DEVICE),
+                Removed(tuple(chain[:device]), Tier.HOST),
+                Removed(gone, Tier.HOST),
+            ]
+        )
+        self.held[name, prompt] = TierOverlap(device=device, host=host)
+
+    async def route(self, prompt: int, **options: Any) -> Decision:
+        request_id = f"r{next(self._ids)}"
+        chain, isl = CHAINS[prompt], len(PROMPTS[prompt])
+        return await self.router.route(RouteRequest(request_id, chain, isl, "latency", **options))
+
+    async def overlaps(self, prompt: int) -> dict[str, TierOverlap] | None:
+        """By worker; None: degraded."""
+        decision = await self.route(prompt, reserve=False, explain=True)
+        if decision.degraded:
+            return None
+        return {c.info.key.worker_id: c.overlap for c in decision.candidates}
+
+    async def work(self) -> None:
+        """Store, remove, route, release; between two damages, stand still."""
+        while True:
+            if not self._busy.is_set():
+                self._idle.set()
+                await self._busy.wait()
+                self._idle.clear()
+            for name in WORKERS:
+                self.hold(name, self.rng.randrange(3, 6), *self._some())
+            try:
+                decision = await self.route(self.rng.randrange(6))
+                if decision.reserved:
+                    self.in_flight.append(decision.request_id)
+                if self.rng.random() < 0.5:
+                    await self.router.prefill_complete(decision.request_id)
+                if len(self.in_flight) > 12:
+                    self.end(self.rng.choice(self.in_flight))
+                await self.release_ended()
+            except (RoutingError, RedisUnavailable):
+                pass
+            await asyncio.sleep(0.002)
+
+    def _some(self) -> tuple[int, int]:
+        device = self.rng.randrange(15)
+        return device, self.rng.randrange(20 - device)
+
+    def end(self, request_id: str) -> None:
+        self.in_flight.remove(request_id)
+        self.ended.append(request_id)
+
+    async def release_ended(self) -> None:
+        """As a client does: again, where the router could not."""
+        while self.ended:
+            await self.router.release(self.ended[0])
+            self.ended.pop(0)
+
+    async def pause(self) -> None:
+        self._busy.clear()
+        await self._idle.wait()
+
+    def resume(self) -> None:
+        self._busy.set()
+
+    async def problems(self) -> list[str]:
+        """What is not as it should be; the world must stand still."""
+        try:
+            await self.release_ended()
+            found = await self._wrong_overlaps() + await self._wrong_index()
+            return found + await self._wrong_books() + self._unmeasured()
+        except (RoutingError, RedisUnavailable, ResponseError, ValueError) as error:
+            return [repr(error)]
+
+    async def _wrong_overlaps(self) -> list[str]:
+        found = []
+        for n in range(len(CHAINS)):
+            expected = {name: self.held[name, n] for name in WORKERS}
+            seen = await self.overlaps(n)
+            if seen != expected:
+                found.append(f"prompt {n}: {seen}, not {expected}")
+        return found
+
+    async def _wrong_index(self) -> list[str]:
+        """Every entry there is, against every block that is held; and whether other keys are."""
+        names = {agent.incarnation: name for name, agent in self.agents.items()}
+        expected = {
+            (chain[i], name, Tier.DEVICE if i < held.device else Tier.HOST)
+            for (name, n), held in self.held.items()
+            for chain in [CHAINS[n]]
+            for i in range(held.total)
+        }
+        seen = []
+        found = []
+        shards = int(await self.redis.hget(KEYS["meta"], "shards") or 0)
+        for key in await self.redis.keys():
+            shard, name = KEYS.parse(key) or (None, f"{key!r}")
+            family = name.split(":")[0]
+            if family == "blocks":
+                for block, owners in (await self.redis.hgetall(key)).items():
+                    place = int(block, 16) if len(block) == 16 else None
+                    seen += [(place, names.get(i), tier) for i, tier in parse_owners(owners)]
+            elif family not in ALL_KEYS or family in ("dead", "sweep") or (shard or 0) >= shards:
+                found.append(f"{name} is there")
+        if sorted(map(str, seen)) != sorted(map(str, expected)):
+            found.append(f"{len(seen)} entries, not {len(expected)}")
+        return found
+
+    async def _wrong_books(self) -> list[str]:
+        """Whether all that is kept of workers and requests agrees with itself."""
+        redis, found = self.redis, []
+        incs = sorted(str(agent.incarnation).encode() for agent in self.agents.values())
+        for name in ("workers", "writers", "load"):
+            if sorted(await redis.hkeys(KEYS[name])) != incs:
+                found.append(f"{name}: not {incs}")
+        if sorted(await redis.zrange(KEYS["leases"], 0, -1)) != incs:
+            found.append(f"leases: not {incs}")
+        if sorted(await redis.hvals(KEYS["current"])) != incs:
+            found.append(f"current: not {incs}")
+        known: dict[bytes, bytes] = {}
+        for inc in incs:
+            records = await redis.hgetall(KEYS["requests:"].encode() + inc)
+            known |= dict.fromkeys(records, inc)
+            fields = [record.split() for record in records.values()]
+            if any(len(f) != 5 for f in fields):
+                return [f"records {records}"]
+            waiting = {i for i, f in zip(records, fields, strict=True) if f[3] == b"p"}
+            load = list(map(int, (await redis.hget(KEYS["load"], inc) or b"0").split()))
+            sums = [sum(int(f[i]) for f in fields if i == 2 or f[3] == b"p") for i in range(3)]
+            if load[:2] + load[4:7] != [*sums, len(records), len(records) - len(waiting)]:
+                found.append(f"load {load} of {records}")
+            queue = await redis.lrange(KEYS["prefills:"].encode() + inc, 0, -1)
+            if sorted(queue) != sorted(waiting):
+                found.append(f"queue {queue} of {waiting}")
+        if await redis.hgetall(KEYS["reservations"]) != known:
+            found.append("reservations differ from records")
+        if set(await redis.zrange(KEYS["expiry"], 0, -1)) != set(known):
+            found.append("expiry differs from records")
+        latest = await redis.zrange(KEYS["expiry"], -1, -1, withscores=True)
+        if latest and latest[0][1] > (await self._now_ms()) + 600_000:
+            found.append(f"expiry {latest}")
+        ghosts = {i.decode() for i in known} - set(self.in_flight)
+        if ghosts:
+            found.append(f"in flight for nobody: {ghosts}")
+        return found
+
+    async def _now_ms(self) -> float:
+        seconds, micros = await self.redis.time()
+        return float(seconds * 1000 + micros / 1000)
+
+    def _unmeasured(self) -> list[str]:
+        fleet = self.router.fleet
+        stale = [
+            name
+            for name, agent in self.agents.items()
+            if agent.incarnation is None
+            or fleet.measured(agent.incarnation).metrics.kv_total_blocks != 1000
+        ]
+        return [f"nothing measured of {stale}"] if stale or abs(fleet.metrics_age_s) > 2 else []
+
+    async def records(self) -> set[str]:
+        """Ids of the requests that Redis counts as in flight."""
+        found: set[bytes] = set()
+        for agent in self.agents.values():
+            found |= set(await self.redis.hkeys(KEYS[f"requests:{agent.incarnation}"]))
+        return {i.decode() for i in found}
+
+    async def heals(self, what: str, within_s: float = 6.0) -> None:
+        """Returns once nothing is wrong, and has not been for five looks."""
+        good = 0
+
+        async def look() -> list[str]:
+            nonlocal good
+            found = await self.problems()
+            good = 0 if found else good + 1
+            return found
+
+        try:
+            await eventually(look, lambda found: good >= 5, within_s=within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from None
+
+    async def suffers(self, what: str, *damages: Damage) -> None:
+        """`damages` are done while all work, and heal."""
+        self.resume()
+        await asyncio.sleep(0.02)
+        for damage in damages:
+            await damage(self)
+        await asyncio.sleep(0.02)
+        await self.pause()
+        await self.heals(what)
+
+    async def watch(self) -> None:
+        """Until cancelled. Raises AssertionError for an overlap longer than what a worker holds."""
+        while True:
+            for n in range(len(CHAINS)):
+                try:
+                    seen = await self.overlaps(n) or {}
+                except NoWorkers:
+                    continue
+                for name, overlap in seen.items():
+                    held = self.held[name, n]
+                    assert overlap.total <= held.total, f"{name}, prompt {n}: {overlap} of {held}"
+
+    async def keeps_all_requests(self) -> None:
+        assert await self.records() == set(self.in_flight)
+
+    async def all_requests_end(self) -> None:
+        """Then nothing is reserved, and new requests are counted exactly."""
+        for request_id in list(self.in_flight):
+            self.end(request_id)
+        await self.heals("at the end")
+        assert await self.records() == set()
+        for n in range(len(CHAINS)):
+            self.in_flight.append((await self.route(n)).request_id)
+        assert await self.records() == set(self.in_flight)
+        await self.heals("after the end")
+
+
+CONTROL = (
+    "meta",
+    "workers",
+    "current",
+    "leases",
+    "writers",
+    "load",
+    "reservations",
+    "expiry",
+    "requests",
+    "prefills",
+    "metrics",
+)
+OF_SHARDS = ("shard", "applied", "dead", "sweep", "blocks")
+ALL_KEYS = CONTROL + OF_SHARDS
+
+
+@asynccontextmanager
+async def world(redis_url: str, seed: int = 0) -> AsyncIterator[World]:
+    """Agents and router run, some blocks are held and some requests in flight."""
+    async with connect(redis_url, max_connections=32) as redis, asyncio.TaskGroup() as tasks:
+        made = World(redis, seed)
+        for agent in made.agents.values():
+            await agent.start()
+        running = [tasks.create_task(agent.run()) for agent in made.agents.values()]
+        running += [tasks.create_task(made.router.run()), tasks.create_task(made.work())]
+        for i, name in enumerate(WORKERS):
+            made.hold(name, 0, 20, 0)
+            made.hold(name, 1, 5 * (i + 1), 3)
+            made.hold(name, 2, 18 * (i == 1), 0)
+        made.resume()
+        await asyncio.sleep(0.1)
+        await made.pause()
+        await made.heals("before any damage")
+        try:
+            yield made
+        finally:
+            for task in running:
+                task.cancel()
+
+
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "AUDIT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(routing, "MAINTENANCE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(routing, "SWEEP_PAUSE_S", 0.001)
+    monkeypatch.setattr(routing, "SCRUB_INTERVAL_MS", 200)
+    monkeypatch.setattr(routing, "RETIRE_GRACE_MS", 400)
+
+
+async def key_of(world: World, family: str) -> str:
+    """A key of that name; of several, any."""
+    if family in OF_SHARDS and family != "blocks":
+        return KEYS.of_shard(world.rng.randrange(SHARDS))[family]
+    if family in ("blocks", "requests", "prefills"):
+        pattern = KEYS.pattern + f"{family}:*"
+        keys = sorted([key async for key in world.redis.scan_iter(pattern, count=1000)])
+        return str(world.rng.choice(keys).decode())
+    return KEYS[family]
+
+
+async def field_of(world: World, family: str) -> tuple[str, str]:
+    """A key of that name, and any of its fields."""
+    fields: list[bytes] = []
+    while not fields:
+        key = await key_of(world, family)
+        fields = sorted(await world.redis.hkeys(key))
+    return key, str(world.rng.choice(fields).decode())
+
+
+async def plausible(world: World, family: str, key: str, field: str) -> str:
+    """What might as well stand there."""
+    others = [a.incarnation for a in world.agents.values() if str(a.incarnation) != field]
+    other = str(world.rng.choice(others))
+    match family:
+        case "workers" | "writers":
+            return str((await world.redis.hget(key, other) or b"").decode())
+        case "current" | "reservations":
+            return str(world.rng.choice(list(world.agents.values())).incarnation)
+        case "load":
+            return "100 5000 5000 12345 7 3 2 9"
+        case "requests":
+            return "100 5000 7 d word"
+        case "applied":
+            seq, nonce = (await world.redis.hget(key, field) or b"0 -").split()
+            return f"{int(seq) + 5} {nonce.decode()}"
+        case "blocks":
+            return f"{other}d"
+        case _:
+            return str(world.rng.choice([1, 3, 5]))
+
+
+def delete(family: str) -> Damage:
+    async def do(world: World) -> None:
+        await world.redis.delete(await key_of(world, family))
+
+    return do
+
+
+def become_a_string(family: str) -> Damage:
+    async def do(world: World) -> None:
+        await world.redis.set(await key_of(world, family), "spoilt")
+
+    return do
+
+
+def rename(family: str) -> Damage:
+    async def do(world: World) -> None:
+        key = await key_of(world, family)
+        await world.redis.rename(key, f"{key}.bak")
+        if family not in ("blocks", "requests", "prefills"):
+            # What somebody keeps under a name that kvroute does not use is left alone.
+            assert await world.redis.delete(f"{key}.bak") == 1
+
+    return do
+
+
+def set_a_field(family: str, value: str | None) -> Damage:
+    """value: None for one that makes sense."""
+
+    async def do(world: World) -> None:
+        key, field = await field_of(world, family)
+        text = await plausible(world, family, key, field) if value is None else value
+        await world.redis.hset(key, field, text)
+
+    return do
+
+
+def add_a_field(family: str, field: str, value: str) -> Damage:
+    async def do(world: World) -> None:
+        await world.redis.hset(await key_of(world, family), field, value)
+
+    return do
+
+
+def remove_a_field(family: str) -> Damage:
+    async def do(world: World) -> None:
+        await world.redis.hdel(*await field_of(world, family))
+
+    return do
+
+
+def score_a_member(family: str, score: float) -> Damage:
+    async def do(world: World) -> None:
+        member = await world.redis.zrandmember(KEYS[family])
+        await world.redis.zadd(KEYS[family], {member: score})
+
+    return do
+
+
+def add_a_member(family: str, score: float) -> Damage:
+    async def do(world: World) -> None:
+        await world.redis.zadd(KEYS[family], {"junk": score})
+
+    return do
+
+
+def push(family: str, item: str | None) -> Damage:
+    """item: None for one that is there already."""
+
+    async def do(world: World) -> None:
+        key = await key_of(world, family)
+        await world.redis.lpush(key, item or await world.redis.lindex(key, -1))
+
+    return do
+
+
+def pop(family: str) -> Damage:
+    async def do(world: World) -> None:
+        await world.redis.lpop(await key_of(world, family))
+
+    return do
+
+
+def include(*members: str) -> Damage:
+    """members of `dead`; none: a live incarnation."""
+
+    async def do(world: World) -> None:
+        live = str(world.agents["w1"].incarnation)
+        await world.redis.sadd(await key_of(world, "dead"), *(members or (live,)))
+
+    return do
+
+
+def append(entry_id: str) -> Damage:
+    async def do(world: World) -> None:
+        inc = str(world.agents["w1"].incarnation)
+        entry = {"worker": "junk", "incarnation": inc, "kv_total_blocks": "7"}
+        await world.redis.xadd(KEYS["metrics"], entry, id=entry_id)
+
+    return do
+
+
+def damages(family: str) -> dict[str, Damage]:
+    """Everything that is done to keys of a name."""
+    if family == "sweep":
+        return {
+            "string": become_a_string(family),
+            "cursor": add_a_field(family, "cursor", "spoilt"),
+            "cursor ahead": add_a_field(family, "cursor", "15"),
+            "cursor past": add_a_field(family, "cursor", "99999"),
+            "targets": add_a_field(family, "targets", "spoilt 1 x"),
+        }
+    if family == "dead":
+        return {
+            "string": become_a_string(family),
+            "junk": include("junk", "a b", "-1", "05"),
+            "unknown": include("4711"),
+            "live": include(),
+        }
+    done = {"delete": delete(family), "string": become_a_string(family), "rename": rename(family)}
+    if family in ("leases", "expiry"):
+        return done | {
+            "long ago": score_a_member(family, 0),
+            "far ahead": score_a_member(family, 9e15),
+            "for ever": score_a_member(family, float("inf")),
+            "junk": add_a_member(family, 9e15),
+        }
+    if family == "prefills":
+        return done | {
+            "junk": push(family, "junk"),
+            "twice": push(family, None),
+            "pop": pop(family),
+        }
+    if family == "metrics":
+        return done | {
+            "junk": append("*"),
+            "far ahead": append("99999999999999-0"),
+            "last": append(f"{2**64 - 1}-{2**64 - 1}"),
+        }
+    return done | {
+        "spoilt": set_a_field(family, "spoilt"),
+        "empty": set_a_field(family, ""),
+        "plausible": set_a_field(family, None),
+        "huge": set_a_field(family, "9" * 30),
+        "negative": set_a_field(family, "-5"),
+        "junk": add_a_field(family, "junk", "7"),
+        "remove": remove_a_field(family),
+    }
+
+
+@pytest.mark.parametrize("family", ALL_KEYS)
+async def test_whatever_is_done_to_a_key_heals(
+    one_redis_server: EmbeddedRedis, family: str
+) -> None:
+    async with world(one_redis_server.url) as cluster:
+        for name, damage in damages(family).items():
+            await cluster.suffers(f"{family}, {name}", damage)
+        if family not in ("leases", "reservations", "expiry", "requests"):
+            await cluster.keeps_all_requests()
+        await cluster.all_requests_end()
+
+
+async def everything(world: World) -> None:
+    await world.redis.flushall()
+
+
+async def all_but_the_index(world: World) -> None:
+    """From then on incarnations are counted from 1 again, while entries of old ones lie about."""
+    await world.redis.delete(*await world.redis.keys(KEYS["*"]))
+
+
+async def a_shard(world: World) -> None:
+    await world.redis.delete(*await world.redis.keys(KEYS.of_shard(1)["*"]))
+
+
+async def the_counter_and_the_writers(world: World) -> None:
+    await world.redis.delete(KEYS["meta"], KEYS["writers"])
+
+
+async def the_layout(world: World) -> None:
+    await world.redis.hset(KEYS["meta"], "shards", world.rng.randrange(1, 5))
+
+
+async def the_buckets(world: World) -> None:
+    await world.redis.hset(KEYS.of_shard(0)["shard"], "bucket_bits", world.rng.randrange(1, 8))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [everything, all_but_the_index, a_shard, the_counter_and_the_writers, the_layout, the_buckets],
+)
+async def test_whatever_is_lost_nobody_is_thought_to_hold_what_he_does_not(
+    one_redis_server: EmbeddedRedis, damage: Damage
+) -> None:
+    async with world(one_redis_server.url) as cluster:
+        for n in range(len(CHAINS)):
+            for i, name in enumerate(WORKERS):
+                cluster.hold(name, n, 20 * (n % 3 == i), 0)
+        await cluster.heals("at first")
+        watching = asyncio.create_task(cluster.watch())
+        for _ in range(5):
+            await damage(cluster)
+            await cluster.heals(damage.__name__)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_is_done_to_any_keys_heals(redis_server: EmbeddedRedis, seed: int) -> None:
+    async with world(redis_server.url, seed) as cluster:
+        choices = {f"{f}, {name}": do for f in ALL_KEYS for name, do in damages(f).items()}
+        for _ in range(100):
+            picked = cluster.rng.sample(sorted(choices), cluster.rng.choice([1, 1, 2, 3]))
+            await cluster.suffers("; ".join(picked), *(choices[name] for name in picked))
+        await cluster.all_requests_end()
