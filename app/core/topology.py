@@ -266,7 +266,6 @@ class ClusterClient(Client):
         address = (host, error.port)
         if not isinstance(error, MovedError):
             return Node(self._client(address), asking=True)
-        self._slots[error.slot_id] = [address]
         self.stale = True
         return Node(self._client(address))
 
