@@ -73,8 +73,8 @@ def main() -> None:
 @config.options(RouterSettings)
 def router(**values: Any) -> None:
     """Run one router replica. Any number may share a Redis, behind a load balancer."""
-    from app.api.main import create_app
-    from app.core.serving import listen, run, serve
+    from app.api.main import serve_router
+    from app.core.serving import listen, run
 
     settings = RouterSettings(**values)
     _log_at(settings.log_level)
@@ -83,7 +83,7 @@ def router(**values: Any) -> None:
         sockets.append(socket.socket(fileno=settings.shared_fd))
     host, port = sockets[0].getsockname()[:2]
     logging.getLogger("kvroute").info("router listens on http://%s:%d", host, port)
-    run(serve(create_app(settings), *sockets))
+    run(serve_router(settings, *sockets))
 
 
 @main.command(cls=_Command)

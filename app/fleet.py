@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 from redis.asyncio import Redis
@@ -115,7 +117,7 @@ class Fleet:
     def __init__(self, redis: Redis, keyspace: Keyspace, timeout_s: float) -> None:
         self.last_view: View | None = None
         self.metrics_age_s = 0.0
-        """Age of the newest metrics entry when the stream was last read."""
+        """Age of the newest metrics entry when the stream was last read; 0 before any `view`."""
         self._redis = redis
         self._keyspace = keyspace
         self._timeout_s = timeout_s
@@ -125,6 +127,8 @@ class Fleet:
         """How old is what is known of the incarnations: see Snapshot."""
         self.shards: int | None = None
         """Of the namespace's index; None: not seen yet."""
+        self._redis_ahead_ms: float | None = None
+        """The Redis clock less our monotonic one."""
 
     @property
     def block_size(self) -> int | None:
@@ -137,6 +141,7 @@ class Fleet:
 
         Raises RedisUnavailable.
         """
+        self._redis_ahead_ms = snapshot.now_ms - time.monotonic() * 1000
         if snapshot.workers_ms not in (None, self._workers_ms):
             await self._learn(list(snapshot.loads))
             self.forget_except(snapshot.loads)
@@ -210,16 +215,12 @@ class Fleet:
     async def _poll(self, position: bytes | None) -> bytes | None:
         """Take the entries after `position`, or the last ones there are; the new position."""
         key = self._keyspace["metrics"]
-        async with (
-            deadline(self._timeout_s),
-            self._redis.pipeline(transaction=False) as pipe,
-        ):
-            pipe.time()
+        reply: Any
+        async with deadline(self._timeout_s):
             if position is None:
-                pipe.xrevrange(key, count=METRICS_MAXLEN)
+                reply = await self._redis.xrevrange(key, count=METRICS_MAXLEN)
             else:
-                pipe.xread({key: position}, count=METRICS_MAXLEN)
-            (seconds, micros), reply = await pipe.execute()
+                reply = await self._redis.xread({key: position}, count=METRICS_MAXLEN)
         if position is None:
             entries = reply[::-1]
         else:
@@ -227,10 +228,12 @@ class Fleet:
         for entry_id, fields in entries:
             position = entry_id
             self._take(_id_ms(entry_id), fields)
-        if position is None:
-            return None
-        self.metrics_age_s = seconds + micros / 1e6 - _id_ms(position) / 1000
-        if self.metrics_age_s < -MAX_AHEAD_S:
+        if position is None or self._redis_ahead_ms is None:
+            return position
+        now_ms = time.monotonic() * 1000 + self._redis_ahead_ms
+        age_s = (now_ms - _id_ms(position)) / 1000
+        self.metrics_age_s = max(0.0, age_s)
+        if age_s < -MAX_AHEAD_S:
             # Somebody's entry: what follows it may be measured from now, and so come before it.
             return None
         return position

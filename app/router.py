@@ -287,12 +287,16 @@ class Router:
                     shards,
                     along=[self._loads, *self._foresee(chains, shards)],
                 )
+            if isinstance(snapshot, RedisUnavailable):
+                raise snapshot
             view = await self.fleet.view(snapshot)
             # Otherwise the namespace was made anew, and the blocks lie elsewhere.
             if snapshot.shards == shards:
                 break
+        self.telemetry.blind.inc(overlaps.count(None))
         for pending, found, ahead in zip_longest(batch, overlaps, foreseen):
-            pending.overlaps = with_predicted(found or {}, ahead or {})
+            known = ahead if isinstance(ahead, dict) else {}
+            pending.overlaps = with_predicted(found or {}, known)
         return view
 
     def _foresee(

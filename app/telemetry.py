@@ -24,6 +24,11 @@ class Telemetry:
         self.degraded = Counter(
             "kvroute_degraded_decisions", "Decisions made without Redis, by load alone.", registry=r
         )
+        self.blind = Counter(
+            "kvroute_blind_decisions",
+            "Look-ups without overlap, as the prompt's shard of the index was not to be reached.",
+            registry=r,
+        )
         self.decision_seconds = Histogram(
             "kvroute_decision_seconds",
             "From a request's hashes to its worker, reservation included.",

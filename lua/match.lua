@@ -9,9 +9,10 @@
 -- KEYS[2] dead     set     inc whose entries may still lie about
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
 -- ARGV[1...]       str     four a chain: its sequence hashes, 16 hex digits each, the first one's
---                          block the first of its group; how many of them make a group; the owners
---                          of its first and of its last block, where they are known: '-' nobody,
---                          '' not known
+--                          block the first of its group; how many of them make a group, 0: each is
+--                          the first of one, but the last one is of the group before; the owners of
+--                          its first and of its last block, where they are known: '-' nobody, ''
+--                          not known
 -- Returns  {{end_1, owners_1, end_2, owners_2, ...}, ...}   for each chain: owners_k hold the
 --                          positions after end_(k-1) up to end_k, counted from 1; nobody holds
 --                          what follows
@@ -31,60 +32,103 @@ for _, inc in ipairs(gone) do
   is_gone[inc] = true
 end
 local function living(owners)
-  if owners.err then
-    -- Somebody made the bucket into another type of key.
-    return false
-  end
   owners = string.gsub(owners, '(%d+)%a', function(inc)
     return is_gone[inc] and '' or nil
   end)
   return owners ~= '' and owners
 end
 
-local group_size
-local function owners_at(chain, position)
-  local hash = string.sub(chain, position * 16 - 15, position * 16)
-  local first = position - (position - 1) % group_size
-  local bucket = bucket_name(string.sub(chain, first * 16 - 15, first * 16))
-  local owners = redis.pcall('HGET', blocks_prefix .. bucket, hash)
-  if owners and #gone > 0 or type(owners) == 'table' then
+local function visible(owners)
+  if owners and #gone > 0 then
     return living(owners)
   end
   return owners
 end
 
--- Appends to `runs` where the owners change after position `from`, up to position `to`.
-local function split(chain, runs, from, from_owners, to, to_owners)
-  if to - from == 1 then
-    runs[#runs + 1] = from
-    runs[#runs + 1] = from_owners
-    return
+-- The chain looked at now, and how its blocks are grouped.
+local chain, length, group_size
+
+-- The position of the first block of a group.
+local function leader_of(position)
+  if group_size > 0 then
+    return position - (position - 1) % group_size
   end
-  local middle = math.floor((from + to) / 2)
-  local owners = owners_at(chain, middle)
-  if owners ~= from_owners then
-    split(chain, runs, from, from_owners, middle, owners)
+  return position == length and position > 1 and position - 1 or position
+end
+
+local function hash_at(position)
+  return string.sub(chain, position * 16 - 15, position * 16)
+end
+
+local function owners_at(position)
+  local bucket = bucket_name(hash_at(leader_of(position)))
+  local owners = redis.pcall('HGET', blocks_prefix .. bucket, hash_at(position))
+  -- Somebody may have made the bucket into another type of key.
+  return type(owners) == 'string' and visible(owners)
+end
+
+-- Appends to `runs` where the owners change between two positions, all in the first one's group.
+local function walk(runs, from, from_owners, to, to_owners)
+  local hashes = {}
+  for position = from + 1, to - 1 do
+    hashes[#hashes + 1] = hash_at(position)
   end
-  if owners and owners ~= to_owners then
-    split(chain, runs, middle, owners, to, to_owners)
+  local found = {}
+  if #hashes > 0 then
+    local bucket = bucket_name(hash_at(leader_of(from)))
+    found = redis.pcall('HMGET', blocks_prefix .. bucket, unpack(hashes))
+  end
+  local previous = from_owners
+  for position = from + 1, to do
+    local owners = to_owners
+    if position < to then
+      owners = visible(found[position - from])
+    end
+    if owners ~= previous then
+      runs[#runs + 1] = position - 1
+      runs[#runs + 1] = previous
+    end
+    if not owners then
+      return
+    end
+    previous = owners
   end
 end
 
-local function owners_of(known, chain, position)
+-- Appends to `runs` where the owners change after position `from`, up to position `to`.
+local function split(runs, from, from_owners, to, to_owners)
+  local first, last = leader_of(from), leader_of(to - 1)
+  if first == last then
+    walk(runs, from, from_owners, to, to_owners)
+    return
+  end
+  local middle = leader_of(math.floor((from + to) / 2))
+  if middle <= from then
+    middle = last
+  end
+  local owners = owners_at(middle)
+  if owners ~= from_owners then
+    split(runs, from, from_owners, middle, owners)
+  end
+  if owners and owners ~= to_owners then
+    split(runs, middle, owners, to, to_owners)
+  end
+end
+
+local function owners_of(known, position)
   if known == '' then
-    return owners_at(chain, position)
+    return owners_at(position)
   end
   return known ~= '-' and known
 end
 
-local function runs_of(chain, known_first, known_last)
+local function runs_of(known_first, known_last)
   local runs = {}
-  local length = #chain / 16
-  local first = length > 0 and owners_of(known_first, chain, 1)
+  local first = length > 0 and owners_of(known_first, 1)
   if first then
-    local last = owners_of(known_last, chain, length)
+    local last = owners_of(known_last, length)
     if last ~= first then
-      split(chain, runs, 1, first, length, last)
+      split(runs, 1, first, length, last)
     end
     if last then
       runs[#runs + 1] = length
@@ -96,7 +140,7 @@ end
 
 local answer = {}
 for i = 1, #ARGV, 4 do
-  group_size = tonumber(ARGV[i + 1])
-  answer[#answer + 1] = runs_of(ARGV[i], ARGV[i + 2], ARGV[i + 3])
+  chain, length, group_size = ARGV[i], #ARGV[i] / 16, tonumber(ARGV[i + 1])
+  answer[#answer + 1] = runs_of(ARGV[i + 2], ARGV[i + 3])
 end
 return answer

@@ -163,13 +163,13 @@ def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
         ),
         (
             ["worker", "--port=0", "--redis-url=nonsense"],
-            "Error: REDIS_URL 'nonsense': Redis URL must specify one of the following schemes "
-            "(redis://, rediss://, unix://)",
+            "Error: REDIS_URL 'nonsense': must begin with one of redis://, rediss://, unix://, "
+            "redis+sentinel://, rediss+sentinel://, redis+cluster://, rediss+cluster://",
         ),
         (
             ["router", "--port=0", "--log-level=warning", "--redis-url=nonsense"],
-            "Error: REDIS_URL 'nonsense': Redis URL must specify one of the following schemes "
-            "(redis://, rediss://, unix://)",
+            "Error: REDIS_URL 'nonsense': must begin with one of redis://, rediss://, unix://, "
+            "redis+sentinel://, rediss+sentinel://, redis+cluster://, rediss+cluster://",
         ),
         (
             ["router", "--port=0", "--log-level=warning", "--namespace=a{b"],
@@ -296,3 +296,16 @@ def test_up_that_is_stopped_while_it_starts_leaves_nothing() -> None:
         process.wait()
     assert (process.returncode, output) == (0, "stopped\n")
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
+@pytest.mark.parametrize("command", ["router", "worker"])
+def test_a_redis_that_would_drop_keys_is_refused_with_the_reason(
+    command: str, own_redis_server: EmbeddedRedis
+) -> None:
+    with Redis.from_url(own_redis_server.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    ended = kvroute(command, "--redis-url", own_redis_server.url, "--port=0")
+    assert ended.returncode == 1
+    assert "Redis has maxmemory-policy allkeys-lru" in ended.stderr
+    assert "noeviction" in ended.stderr
+    assert "Traceback" not in ended.stderr

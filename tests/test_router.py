@@ -16,6 +16,7 @@ from app.core.errors import AllWorkersBusy, NoWorkers, RouterOverloaded
 from app.core.hashing import compute_hashes
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
+from app.core.topology import Client, Node
 from app.core.types import TierOverlap
 from app.fleet import Fleet
 from app.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Decision, Router, RouteRequest
@@ -38,21 +39,21 @@ class ScriptedRunner(ScriptRunner):
     answer_is_lost: Redis reserves, but does not say so in time.
     """
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Client) -> None:
         super().__init__(redis, TIMEOUT_S)
         self.round_trips: list[list[str]] = []
         self.after_look_up: Hook | None = None
         self.before_reserve: Hook | None = None
         self.answer_is_lost = False
 
-    async def _send(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
         names = [c.script.name for c in calls]
         if not names or names[0] in HOUSEKEEPING:
-            return await super()._send(calls)
+            return await super()._send(node, calls)
         self.round_trips.append(names)
         if "reserve" in names and self.before_reserve:
             await self.before_reserve()
-        replies = await super()._send(calls)
+        replies = await super()._send(node, calls)
         if "reserve" in names and self.answer_is_lost:
             raise TimeoutError
         if "loads" in names and self.after_look_up:
@@ -63,7 +64,7 @@ class ScriptedRunner(ScriptRunner):
 class Replica(Router):
     """A router on a connection pool of its own, with its runner in reach."""
 
-    def __init__(self, redis: Redis, **settings: Any) -> None:
+    def __init__(self, redis: Client, **settings: Any) -> None:
         chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
         self.runner = ScriptedRunner(redis)
         super().__init__(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 from app.core.config import WorkerSettings
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.metrics import ForwardPassMetrics, Speed
-from app.core.redis import connect
+from app.core.redis import check_server, connect
 from app.core.scripts import ScriptRunner
 from app.core.serving import listen
 from app.core.serving import serve as serve_http
@@ -47,6 +48,8 @@ async def serve(settings: WorkerSettings) -> None:
     runner = EngineRunner(engine, speedup=settings.speedup)
     redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
     agent = await _agent(settings, runner, ScriptRunner(redis, REDIS_TIMEOUT_S))
+    with suppress(RedisUnavailable):
+        await check_server(redis, REDIS_TIMEOUT_S)
     runner.on_step = lambda: agent.notify(runner.take_events())
     try:
         async with asyncio.TaskGroup() as tasks:

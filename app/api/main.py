@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 
 from app.api import errors
 from app.api.routes import routes
 from app.core.config import RouterSettings
+from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.redis import connect
+from app.core.redis import check_server, connect
 from app.core.scripts import ScriptRunner
+from app.core.serving import serve
 from app.fleet import Fleet
 from app.router import Router
 from app.telemetry import Telemetry
+
+CHECK_TIMEOUT_S = 2.0
+READS_OF_THE_INDEX = ("match", "foresee")
+
+
+async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> None:
+    """Run a replica until it is told to stop.
+
+    Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
+    """
+    app = create_app(settings)
+    async with connect(settings.redis_url, timeout_s=CHECK_TIMEOUT_S) as redis:
+        # Without Redis the replica starts all the same.
+        with suppress(RedisUnavailable):
+            await check_server(redis, CHECK_TIMEOUT_S)
+    await serve(app, *sockets)
 
 
 def create_app(settings: RouterSettings) -> FastAPI:
@@ -28,7 +47,8 @@ def create_app(settings: RouterSettings) -> FastAPI:
     timeout_s = settings.redis_timeout_ms / 1000
     redis = connect(settings.redis_url, timeout_s=timeout_s)
     fleet = Fleet(redis, keyspace, timeout_s)
-    runner = ScriptRunner(redis, timeout_s)
+    on_replicas = READS_OF_THE_INDEX if settings.read_from == "replica" else ()
+    runner = ScriptRunner(redis, timeout_s, on_replicas=on_replicas)
     router = Router(runner, keyspace, settings, fleet, Telemetry())
 
     @asynccontextmanager

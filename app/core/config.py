@@ -119,6 +119,12 @@ class RouterSettings(CommonSettings):
     redis_timeout_ms: int = setting(
         250, "Without an answer by then, requests are routed by the last loads seen.", POSITIVE
     )
+    read_from: str = setting(
+        "master",
+        "Where overlap is looked up; replicas (of Sentinel or a Cluster) take load off the masters "
+        "and lag a little behind.",
+        click.Choice(("master", "replica")),
+    )
     kv_events: bool = setting(
         True,
         "Whether workers publish what they cache. If not, what was routed to them counts, for "

@@ -9,11 +9,13 @@ positions mean the same owners between them, and that loses nothing.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
 from typing import Any, NamedTuple
 
+from app.core.errors import RedisUnavailable
 from app.core.index import GROUP_BLOCKS, TIER_OF_LETTER, hex_text, shard_of
 from app.core.keys import Keyspace
 from app.core.scripts import Call, ScriptRunner, call
@@ -38,15 +40,12 @@ class Run(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """The positions between `before` and `end`, both excluded, somewhere in which owners change.
-
-    owners_end: UNKNOWN where `end` is the end of the chain.
-    """
+    """Neighbouring samples whose owners differ. Somewhere between them the owners change."""
 
     before: int
-    end: int
+    after: int
     owners_before: bytes
-    owners_end: bytes
+    owners_after: bytes
 
 
 async def match(
@@ -55,14 +54,14 @@ async def match(
     chains: Sequence[Sequence[SequenceHash]],
     shards: int = 1,
     along: Sequence[Call[Any]] = (),
-) -> tuple[list[Overlaps], list[Any]]:
+) -> tuple[list[Overlaps | None], list[Any]]:
     """Leading blocks of each chain that each incarnation holds, and the answers of `along`.
 
     chains: sequence hashes of the full blocks of one prompt each, in prompt order.
     shards: of the namespace's index.
-    along: calls to send along with the first round trip.
-    Incarnations without overlap are absent; those that are not live may be present.
-    Raises RedisUnavailable.
+    along: calls to send along with the first round trip; RedisUnavailable answers one that failed.
+    Incarnations without overlap are absent; those that are not live may be present. None answers a
+    chain whose shard is not to be reached.
     """
     samples = [_sample(len(chain)) for chain in chains]
     places = [keyspace.of_shard(shard_of(c[0], shards) if c else 0) for c in chains]
@@ -70,32 +69,42 @@ async def match(
         call("match", place, _text(chain, at), _group_size(at), UNKNOWN, UNKNOWN, parse=list)
         for place, chain, at in zip(places, chains, samples, strict=True)
     ]
-    replies = await runner.run([*along, *coarse_calls])
+    replies = await runner.run_each([*along, *coarse_calls])
     answers, replies = replies[: len(along)], replies[len(along) :]
-    found = [_placed(reply[0], at) for reply, at in zip(replies, samples, strict=True)]
-    gaps = [
-        _gaps(runs, at, len(chain)) for runs, at, chain in zip(found, samples, chains, strict=True)
-    ]
+    lost = {i for i, reply in enumerate(replies) if isinstance(reply, RedisUnavailable)}
+    found = [[] if i in lost else _placed(replies[i][0], at) for i, at in enumerate(samples)]
+    gaps = [_gaps(runs, at) for runs, at in zip(found, samples, strict=True)]
     open_ = [i for i, of_chain in enumerate(gaps) if of_chain]
     if open_:
-        fine = await runner.run([_fill(places[i], chains[i], gaps[i]) for i in open_])
+        fine = await runner.run_each([_fill(places[i], chains[i], gaps[i]) for i in open_])
         for i, reply in zip(open_, fine, strict=True):
+            if isinstance(reply, RedisUnavailable):
+                lost.add(i)
+                continue
             for gap, runs in zip(gaps[i], reply, strict=True):
-                found[i] += _between(gap, _placed(runs, _stretch(gap, len(chains[i]))))
-    return [_overlaps(sorted(runs)) for runs in found], answers
+                found[i] += _between(gap, _placed(runs, range(gap.before, gap.after + 1)))
+    overlaps = [None if i in lost else _overlaps(sorted(runs)) for i, runs in enumerate(found)]
+    return overlaps, answers
 
 
-def _sample(length: int) -> range:
-    """Positions to look at first: all, or the first ones of every so many groups."""
+def _sample(length: int) -> Sequence[int]:
+    """Positions to look at first: all, or the first ones of some groups, and the last.
+
+    Before the last comes the first of its group, wherever that is another.
+    """
     if length <= WHOLE_CHAIN:
         return range(length)
     step = max(1, round(isqrt(length // 2) / GROUP_BLOCKS)) * GROUP_BLOCKS
-    return range(0, length, step)
+    last = length - 1
+    leaders = [*range(0, last - last % GROUP_BLOCKS, step), last - last % GROUP_BLOCKS]
+    return leaders if leaders[-1] == last else [*leaders, last]
 
 
-def _group_size(samples: range) -> int:
-    """How many successive samples lie in one group."""
-    return GROUP_BLOCKS if samples.step == 1 else 1
+def _group_size(samples: Sequence[int]) -> int:
+    """How many successive samples lie in one group, as lua/match.lua wants it."""
+    if isinstance(samples, range):
+        return GROUP_BLOCKS
+    return 0 if samples[-1] % GROUP_BLOCKS else 1
 
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
@@ -107,8 +116,8 @@ def _fill(
 ) -> Call[list[list[Any]]]:
     args: list[bytes] = []
     for gap in gaps:
-        stretch = _text(chain, _stretch(gap, len(chain)))
-        args += [stretch, b"%d" % GROUP_BLOCKS, gap.owners_before, gap.owners_end]
+        stretch = _text(chain, range(gap.before, gap.after + 1))
+        args += [stretch, b"%d" % GROUP_BLOCKS, gap.owners_before, gap.owners_after]
     return call("match", shard, *args, parse=list)
 
 
@@ -121,31 +130,25 @@ def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
     return placed
 
 
-def _gaps(runs: list[Run], samples: range, length: int) -> list[Gap]:
-    """The stretches between samples, and behind the last one, in which the owners may change."""
+def _gaps(runs: list[Run], samples: Sequence[int]) -> list[Gap]:
+    """The stretches of more than one step between samples in which the owners change."""
     if not runs:
         return []
     following = [(run.start, run.owners) for run in runs[1:]]
-    last_owned = runs[-1].end - 1
-    if last_owned < samples[-1]:
-        following.append((last_owned + samples.step, NOBODY))
-    else:
-        following.append((length, UNKNOWN))
+    if runs[-1].end <= samples[-1]:
+        following.append((samples[bisect_left(samples, runs[-1].end)], NOBODY))
     return [
-        Gap(run.end - 1, end, run.owners, owners)
-        for run, (end, owners) in zip(runs, following, strict=True)
-        if run.end < end
+        Gap(run.end - 1, start, run.owners, owners)
+        for run, (start, owners) in zip(runs, following, strict=False)
+        if run.end < start
     ]
 
 
-def _stretch(gap: Gap, length: int) -> range:
-    """A gap with the samples beside it."""
-    return range(gap.before, min(gap.end + 1, length))
-
-
 def _between(gap: Gap, runs: list[Run]) -> list[Run]:
-    """`runs` of a stretch without the samples."""
-    inner = [Run(max(run.start, gap.before + 1), min(run.end, gap.end), run.owners) for run in runs]
+    """`runs` of a gap without its two ends, which the samples cover."""
+    inner = [
+        Run(max(run.start, gap.before + 1), min(run.end, gap.after), run.owners) for run in runs
+    ]
     return [run for run in inner if run.start < run.end]
 
 

@@ -1,51 +1,213 @@
-"""Connections to Redis."""
+"""Connections to Redis: one server, Sentinel or Cluster, with or without TLS; their deadline."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import unquote
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from app.core.errors import ConfigError, RedisUnavailable
+from app.core.topology import Address, Client, ClusterClient, SentinelClient, Sentinels
+
+log = logging.getLogger(__name__)
+
+SCHEMES = (
+    "redis",
+    "rediss",
+    "unix",
+    "redis+sentinel",
+    "rediss+sentinel",
+    "redis+cluster",
+    "rediss+cluster",
+)
+DEFAULT_PORT = {"sentinel": 26379}
+HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
+PATIENCE = 0.1
+"""How long one node or sentinel is waited for before the next is asked as well, as a part of the
+time that there is."""
 
 
-def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> Redis:
-    """A client of the Redis at `url` (redis://, rediss:// or unix://); it connects when first used.
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a URL says. path: after the hosts, without its first slash. options: redis-py's."""
 
+    topology: str
+    hosts: list[Address]
+    path: str
+    options: dict[str, Any]
+
+
+def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> Client:
+    """A client of the Redis at `url`; it connects when first used.
+
+        redis://[user:password@]host[:6379][/db], rediss:// with TLS, unix:///path
+        redis+sentinel://[user:password@]host[:26379],.../service[/db], rediss+sentinel://
+        redis+cluster://[user:password@]host[:6379],..., rediss+cluster://
+
+    Behind a `?` may follow options of redis-py's connections (ssl_ca_certs, ssl_certfile, ...), and
+    sentinel_username and sentinel_password, without which the sentinels are asked anonymously.
+
+    max_connections: to each server; when all are used, callers wait for one.
     timeout_s bounds connecting and waiting for a free connection; a caller's own deadline bounds
     the rest. Once over, a command is not sent again behind the caller's back.
-    Raises ConfigError for a URL that is none.
+    Raises ConfigError for a URL that is none; it does not show the password.
     """
+    target = _parse(url)
+    common = {
+        "max_connections": max_connections,
+        "timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        # The client's own deadline is asyncio.wait_for, which may swallow a cancellation on
+        # Python 3.11; it would have one of 5 s by default.
+        "socket_timeout": None,
+        "socket_keepalive": True,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
     try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            # The client's own deadline is asyncio.wait_for, which may swallow a cancellation on
-            # Python 3.11; it would have one of 5 s by default.
-            socket_timeout=None,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
+        client = _client(target, common, timeout_s * PATIENCE)
+        pool: Any = client.connection_pool
+        pool.make_connection()  # refuses options that it does not know
+    except (TypeError, ValueError, RedisError) as error:
+        raise ConfigError(f"REDIS_URL {_shown(url)!r}: {error}") from None
+    return client
+
+
+def _client(target: _Target, common: dict[str, Any], patience_s: float) -> Client:
+    if target.topology == "cluster":
+        if target.path not in ("", "0"):
+            raise ValueError("a cluster has no databases")
+
+        def make_pool(**more: Any) -> BlockingConnectionPool:
+            return BlockingConnectionPool(**common, **target.options, **more)
+
+        return ClusterClient(target.hosts, make_pool, patience_s)
+    if target.topology == "sentinel":
+        service, _, db = target.path.partition("/")
+        if not service:
+            raise ValueError("the service is missing: redis+sentinel://host,host/service")
+        return _sentinel_client(target, service, {**common, **_db(db)}, patience_s)
+    options = {**common, **target.options, **_db(target.path)}
+    return cast(Client, Client.from_pool(BlockingConnectionPool(**options)))
+
+
+def _sentinel_client(
+    target: _Target, service: str, common: dict[str, Any], patience_s: float
+) -> Client:
+    options = dict(target.options)
+    tls = options.pop("connection_class", None) is SSLConnection
+    login = {k: options.pop(f"sentinel_{k}", None) for k in ("username", "password")}
+    of_transport = {k: v for k, v in options.items() if k.startswith("ssl_")}
+    sentinels = Sentinels(
+        target.hosts,
+        patience_s=patience_s,
+        sentinel_kwargs={
+            **{k: v for k, v in common.items() if k.startswith("socket_")},
+            "retry": common["retry"],
+            "protocol": common["protocol"],
+            "ssl": tls,
+            **of_transport,
+            **login,
+        },
+    )
+    return SentinelClient(sentinels, service, ssl=tls, **common, **options)
+
+
+def _parse(url: str) -> _Target:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in SCHEMES:
+        known = ", ".join(f"{s}://" for s in SCHEMES)
+        raise ConfigError(f"REDIS_URL {_shown(url)!r}: must begin with one of {known}")
+    transport, _, topology = scheme.partition("+")
+    rest, _, query = rest.partition("?")
+    login, _, rest = rest.rpartition("@")
+    username, _, password = login.partition(":")
+    try:
+        options = dict(parse_url(f"{transport}://localhost?{query}"))
+    except ValueError as error:
+        raise ConfigError(f"REDIS_URL {_shown(url)!r}: {error}") from None
+    options.pop("host", None)
+    options |= {"username": unquote(username)} if username else {}
+    options |= {"password": unquote(password)} if password else {}
+    if transport == "unix":
+        return _Target("", [], "", {**options, "path": unquote(rest)})
+    hosts, _, path = rest.partition("/")
+    addresses = [_address(url, host, topology) for host in (hosts or "localhost").split(",")]
+    if not topology:
+        if len(addresses) > 1:
+            raise ConfigError(f"REDIS_URL {_shown(url)!r}: {scheme}:// takes one host")
+        options |= {"host": addresses[0][0], "port": addresses[0][1]}
+    return _Target(topology, addresses, path.rstrip("/"), options)
+
+
+def _address(url: str, host: str, topology: str) -> Address:
+    found = HOST.fullmatch(host)
+    port = int(found["port"] or DEFAULT_PORT.get(topology, 6379)) if found else 0
+    if not found or not 0 < port < 65536:
+        # What looks like a host may be a part of a password that is not quoted.
+        raise ConfigError(
+            f"REDIS_URL {url.partition('://')[0]}://...: hosts are written name or name:port, "
+            "with commas between them; / ? # @ in a password are written %2F %3F %23 %40"
         )
-    except (ValueError, RedisError) as error:
-        raise ConfigError(f"REDIS_URL {url!r}: {error}") from None
-    return Redis.from_pool(pool)
+    return found["name"] or found["ipv6"], port
+
+
+def _db(text: str) -> dict[str, int]:
+    if not re.fullmatch(r"\d*", text):
+        raise ValueError(f"database {text!r} is not a number")
+    return {"db": int(text)} if text else {}
+
+
+def _shown(url: str) -> str:
+    """`url` without user, password and options."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    return scheme + separator + rest.partition("?")[0].rpartition("@")[2]
 
 
 @asynccontextmanager
-async def deadline(timeout_s: float) -> AsyncIterator[None]:
-    """Bounds the Redis commands inside. Raises RedisUnavailable for whatever becomes of them."""
+async def deadline(timeout_s: float, *, since: float | None = None) -> AsyncIterator[None]:
+    """Bounds the Redis commands inside. Raises RedisUnavailable for whatever becomes of them.
+
+    since: loop time from which `timeout_s` counts; None: from now.
+    """
+    begin = asyncio.get_running_loop().time() if since is None else since
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(begin + timeout_s):
             yield
     except TimeoutError:
         raise RedisUnavailable(f"no answer within {timeout_s * 1000:.0f} ms") from None
     except (RedisError, OSError) as error:
         raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
+
+
+async def check_server(redis: Client, timeout_s: float) -> None:
+    """Make sure that no master drops keys when its memory is full.
+
+    Raises ConfigError where one would, RedisUnavailable. A Redis that will not say is let pass.
+    """
+    async with deadline(timeout_s):
+        for master in await redis.masters():
+            try:
+                memory = await master.info("memory")
+            except NoPermissionError as error:
+                log.warning("maxmemory-policy is not checked: %s", error)
+                continue
+            policy = str(memory.get("maxmemory_policy", ""))
+            if policy.startswith("allkeys-"):
+                raise ConfigError(
+                    f"Redis has maxmemory-policy {policy}: once full, it would drop keys that "
+                    "routers must agree on, and nobody would notice; set it to noeviction"
+                )

@@ -5,24 +5,26 @@ A script's header is its contract; the names behind `KEYS[n]` in it are what Key
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Generic, TypeVar
 
-from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.redis import deadline
+from app.core.topology import MAX_REDIRECTS, Client, Node, did_not_run, exchange
 
 T = TypeVar("T")
 
 _INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
+_READS_ONLY = re.compile(r"^-- Cost .*\. Reads only\.$", re.MULTILINE)
 _HEADER_KEY = re.compile(r"^-- KEYS\[\d+\] +(\S+)", re.MULTILINE)
 
 
@@ -34,6 +36,7 @@ class Script:
     text: str
     key_names: tuple[str, ...]
     sha: str
+    reads_only: bool
 
 
 @cache
@@ -43,7 +46,8 @@ def load_script(name: str) -> Script:
     raw = (folder / f"{name}.lua").read_text()
     text = _INCLUDE.sub(lambda m: (folder / "lib" / f"{m[1]}.lua").read_text(), raw)
     sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    return Script(name, text, tuple(_HEADER_KEY.findall(raw)), sha)
+    reads_only = _READS_ONLY.search(raw) is not None
+    return Script(name, text, tuple(_HEADER_KEY.findall(raw)), sha, reads_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,49 +67,145 @@ def call(name: str, keyspace: Keyspace, *args: Any, parse: Callable[[Any], T]) -
 
 
 class ScriptRunner:
-    """Runs Calls against one Redis, each batch within `timeout_s`."""
+    """Runs Calls on Redis, each batch within `timeout_s`.
 
-    def __init__(self, redis: Redis, timeout_s: float) -> None:
+    on_replicas: scripts that replicas run where there are any; each must be one that only reads.
+    """
+
+    def __init__(
+        self, redis: Client, timeout_s: float, *, on_replicas: Collection[str] = ()
+    ) -> None:
+        for name in on_replicas:
+            assert load_script(name).reads_only, f"{name} writes"
         self.redis = redis
         self._timeout_s = timeout_s
+        self._on_replicas = frozenset(on_replicas)
 
     async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """The parsed replies, in the order of `calls`; one round trip, two after a Redis restart.
 
+        In a Cluster the calls to each node are one round trip, and the nodes work side by side.
         Raises RedisUnavailable if Redis cannot be reached or does not answer in time: then some of
         the calls may have taken effect.
         """
-        async with deadline(self._timeout_s):
-            replies = await self._send(calls)
-            missing = [i for i, r in enumerate(replies) if isinstance(r, NoScriptError)]
-            if missing:
-                # Runs of scripts are single and ordered, so what Redis did run stands; only the
-                # runs that it had no script for are sent again.
-                await self._load([calls[i].script for i in missing])
-                again = await self._send([calls[i] for i in missing])
-                for i, reply in zip(missing, again, strict=True):
-                    replies[i] = reply
+        replies = await self._replies(calls)
         return [c.parse(_checked(c, reply)) for c, reply in zip(calls, replies, strict=True)]
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Like `run`, with a RedisUnavailable in the place of each call that has no answer.
+
+        Those of one node do not wait for another: each has the whole `timeout_s`.
+        """
+        replies = await self._replies(calls)
+        return [_parsed(c, reply) for c, reply in zip(calls, replies, strict=True)]
 
     async def one(self, one: Call[T]) -> T:
         """`run` for a single call."""
         result: T = (await self.run([one]))[0]
         return result
 
-    async def _send(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for c in calls:
-                pipe.evalsha(c.script.sha, len(c.keys), *c.keys, *c.args)
-            replies: list[Any] = await pipe.execute(raise_on_error=False)
-            return replies
+    async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """What Redis replied to each call, errors among them as values."""
+        started = asyncio.get_running_loop().time()
+        if self.redis.stale:
+            try:
+                async with deadline(self._timeout_s, since=started):
+                    await self.redis.refresh()
+            except RedisUnavailable as error:
+                return [error] * len(calls)
+        replies: list[Any] = [None] * len(calls)
 
-    async def _load(self, scripts: Sequence[Script]) -> None:
-        for script in set(scripts):
-            await self.redis.script_load(script.text)
+        async def answer(node: Node, which: list[int]) -> None:
+            found = await self._bounded(node, [calls[i] for i in which], started)
+            for i, reply in zip(which, found, strict=True):
+                replies[i] = reply
+
+        groups = _grouped((self._node_of(c), i) for i, c in enumerate(calls))
+        if len(groups) == 1:
+            await answer(*groups.popitem())
+        else:
+            async with asyncio.TaskGroup() as tasks:
+                for node, which in groups.items():
+                    tasks.create_task(answer(node, which))
+        return replies
+
+    def _node_of(self, one: Call[Any]) -> Node:
+        return self.redis.node_of(one.keys[0], replica=one.script.name in self._on_replicas)
+
+    async def _bounded(self, node: Node, calls: list[Call[Any]], started: float) -> list[Any]:
+        try:
+            async with deadline(self._timeout_s, since=started):
+                return await self._ask(node, calls, MAX_REDIRECTS)
+        except RedisUnavailable as error:
+            self.redis.doubt()
+            return [error] * len(calls)
+
+    async def _ask(self, node: Node, calls: list[Call[Any]], redirects: int) -> list[Any]:
+        """The replies of `node`, or of whoever it names instead."""
+        try:
+            replies = await self._evaluate(node, calls)
+        except (RedisError, OSError) as error:
+            if not node.replica:
+                raise
+            replies = [error] * len(calls)
+        refused = {
+            i: reply
+            for i, reply in enumerate(replies)
+            if did_not_run(reply) or (node.replica and isinstance(reply, Exception))
+        }
+        if refused and redirects:
+            nodes = await self.redis.redirect(
+                node, {calls[i].keys[0]: reply for i, reply in refused.items()}
+            )
+            targets = [(nodes.get(calls[i].keys[0]), i) for i in refused]
+            for target, which in _grouped((n, i) for n, i in targets if n is not None).items():
+                found = await self._ask(target, [calls[i] for i in which], redirects - 1)
+                for i, reply in zip(which, found, strict=True):
+                    replies[i] = reply
+        return replies
+
+    async def _evaluate(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+        replies = await self._send(node, calls)
+        missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if missing:
+            # Runs of scripts are single and ordered, so what Redis did run stands; only the
+            # runs that it had no script for are sent again.
+            await self._load(node, {calls[i].script for i in missing})
+            again = await self._send(node, [calls[i] for i in missing])
+            for i, reply in zip(missing, again, strict=True):
+                replies[i] = reply
+        return replies
+
+    async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+        return await exchange(
+            node, [("EVALSHA", c.script.sha, len(c.keys), *c.keys, *c.args) for c in calls]
+        )
+
+    async def _load(self, node: Node, scripts: Iterable[Script]) -> None:
+        for reply in await exchange(node, [("SCRIPT LOAD", script.text) for script in scripts]):
+            if isinstance(reply, Exception):
+                raise reply
+
+
+def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:
+    groups: dict[Node, list[int]] = {}
+    for node, i in pairs:
+        groups.setdefault(node, []).append(i)
+    return groups
 
 
 def _checked(c: Call[Any], reply: Any) -> Any:
     """The reply, if it is none of Redis's errors (LOADING, READONLY, OOM, a script that failed)."""
-    if isinstance(reply, RedisError):
+    if isinstance(reply, RedisUnavailable):
+        raise reply
+    if isinstance(reply, Exception):
         raise RedisUnavailable(f"{c.script.name}: {reply}")
     return reply
+
+
+def _parsed(c: Call[Any], reply: Any) -> Any:
+    try:
+        checked = _checked(c, reply)
+    except RedisUnavailable as error:
+        return error
+    return c.parse(checked)

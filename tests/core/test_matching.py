@@ -6,6 +6,7 @@ from app.core.matching import (
     Run,
     _between,
     _gaps,
+    _group_size,
     _overlaps,
     _placed,
     _sample,
@@ -23,10 +24,13 @@ def test_a_short_chain_is_looked_at_whole() -> None:
 
 
 def test_of_a_long_chain_the_first_blocks_of_some_groups_are_looked_at() -> None:
-    # The step is about the root of half the length, in whole groups of 16.
-    assert _sample(513) == range(0, 513, 16)
-    assert _sample(2048) == range(0, 2048, 32)
-    assert _sample(8192) == range(0, 8192, 64)
+    # The step is about the root of half the length, in whole groups of 16. The last block comes
+    # right behind the first one of its group.
+    assert _sample(513) == list(range(0, 513, 16))
+    assert _sample(515) == [*range(0, 513, 16), 514]
+    assert _sample(2048) == [*range(0, 2032, 32), 2032, 2047]
+    assert _sample(8192) == [*range(0, 8176, 64), 8176, 8191]
+    assert [_group_size(_sample(length)) for length in (512, 513, 515)] == [16, 1, 0]
 
 
 def test_runs_over_sampled_positions_become_stretches_of_the_chain() -> None:
@@ -45,22 +49,15 @@ def test_runs_over_a_gap_are_placed_where_the_gap_lies() -> None:
 
 def test_owners_that_change_between_samples_leave_a_gap_to_look_into() -> None:
     runs = [Run(0, 11, b"1d2d"), Run(20, 31, b"1d")]
-    assert _gaps(runs, range(0, 40, 10), 31) == [Gap(10, 20, b"1d2d", b"1d")]
+    assert _gaps(runs, [0, 10, 20, 30]) == [Gap(10, 20, b"1d2d", b"1d")]
 
 
 def test_owners_that_end_between_samples_leave_a_gap_as_well() -> None:
     runs = [Run(0, 11, b"1d2d"), Run(20, 21, b"1d")]
-    assert _gaps(runs, range(0, 40, 10), 35) == [
+    assert _gaps(runs, [0, 10, 20, 30]) == [
         Gap(10, 20, b"1d2d", b"1d"),
         Gap(20, 30, b"1d", b"-"),
     ]
-
-
-def test_behind_the_last_sample_there_is_a_gap_if_it_is_held() -> None:
-    runs = [Run(0, 31, b"1d")]
-    assert _gaps(runs, range(0, 40, 10), 35) == [Gap(30, 35, b"1d", b"")]
-    assert _between(Gap(30, 35, b"1d", b""), [Run(30, 33, b"1d")]) == [Run(31, 33, b"1d")]
-    assert _between(Gap(30, 35, b"1d", b""), [Run(30, 35, b"1d")]) == [Run(31, 35, b"1d")]
 
 
 def test_of_a_gap_only_what_the_samples_do_not_cover_is_added() -> None:
@@ -71,9 +68,9 @@ def test_of_a_gap_only_what_the_samples_do_not_cover_is_added() -> None:
 
 
 def test_samples_side_by_side_leave_no_gap() -> None:
-    assert _gaps([Run(0, 2, b"1d2d"), Run(2, 3, b"1d")], range(4), 4) == []
-    assert _gaps([Run(0, 4, b"1d")], range(4), 4) == []
-    assert _gaps([], range(0, 20, 10), 15) == []
+    assert _gaps([Run(0, 2, b"1d2d"), Run(2, 3, b"1d")], range(4)) == []
+    assert _gaps([Run(0, 4, b"1d")], range(4)) == []
+    assert _gaps([], [0, 10]) == []
 
 
 def test_overlap_adds_up_the_runs_that_an_incarnation_is_in() -> None:

@@ -21,6 +21,7 @@ from app.core.embedded import EmbeddedRedis
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.index import Change
 from app.core.keys import Keyspace
+from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from workers import ownership
@@ -256,7 +257,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def play(url: str, steps: list[tuple[object, ...]]) -> None:
-    async with Redis.from_url(url) as redis:
+    async with connect(url) as redis:
         await redis.flushall()
         world = World(redis)
         for worker in world.workers:
