@@ -2,7 +2,7 @@
 --
 -- An expiry later than any router asks for is brought down to that, and one without a reservation to
 -- grace_ms; a reservation without a record is dropped. All this is somebody's doing, and is looked
--- for among 16 a step. Where a record is left, its worker's heartbeat makes up for the rest.
+-- for among 8 a step. Where a record is left, its worker's heartbeat makes up for the rest.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc
@@ -25,16 +25,16 @@ local limit, ttl_ms, grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(A
 local now = now_ms()
 local latest = string.format('%d', now + ttl_ms)
 for _, request_id in ipairs(
-  redis.call('ZRANGEBYSCORE', expiry, '(' .. latest, '+inf', 'LIMIT', 0, 16)) do
+  redis.call('ZRANGEBYSCORE', expiry, '(' .. latest, '+inf', 'LIMIT', 0, 8)) do
   redis.call('ZADD', expiry, latest, request_id)
 end
 local soon = string.format('%d', now + grace_ms)
-for _, request_id in ipairs(redis.call('ZRANDMEMBER', expiry, 16)) do
+for _, request_id in ipairs(redis.call('ZRANDMEMBER', expiry, 8)) do
   if redis.call('HEXISTS', reservations, request_id) == 0 then
     redis.call('ZADD', expiry, 'LT', soon, request_id)
   end
 end
-local picked = redis.call('HRANDFIELD', reservations, 16, 'WITHVALUES')
+local picked = redis.call('HRANDFIELD', reservations, 8, 'WITHVALUES')
 for i = 1, #picked, 2 do
   if redis.call('HEXISTS', requests_prefix .. picked[i + 1], picked[i]) == 0 then
     redis.call('HDEL', reservations, picked[i])

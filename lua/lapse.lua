@@ -1,7 +1,7 @@
 -- lapse: retire incarnations whose lease lapsed some time ago.
 --
 -- A lease that ends later than its worker ever asks for is brought down to that. Who has none at all
--- gets one that lapses now. Either is somebody's doing, and is looked for among 16 a step.
+-- gets one that lapses now. Either is somebody's doing, and is looked for among 4 a step.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc
@@ -30,7 +30,7 @@ for _, inc in ipairs(lapsed) do
   retire(inc)
 end
 
-for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 16)) do
+for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 4)) do
   local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
   local ttl_ms = readable and type(info) == 'table' and tonumber(info.lease_ttl_ms) or 0
   if tonumber(redis.call('ZSCORE', leases, inc)) > now + ttl_ms then
@@ -38,13 +38,13 @@ for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 16)) do
   end
 end
 for _, key in ipairs({workers, writers, load}) do
-  for _, inc in ipairs(redis.call('HRANDFIELD', key, 16)) do
+  for _, inc in ipairs(redis.call('HRANDFIELD', key, 4)) do
     if not redis.call('ZSCORE', leases, inc) then
       redis.call('ZADD', leases, string.format('%d', now), inc)
     end
   end
 end
-local serving = redis.call('HRANDFIELD', current, 16, 'WITHVALUES')
+local serving = redis.call('HRANDFIELD', current, 4, 'WITHVALUES')
 for i = 1, #serving, 2 do
   if redis.call('HEXISTS', writers, serving[i + 1]) == 0 then
     redis.call('HDEL', current, serving[i])

@@ -23,15 +23,17 @@
 -- ARGV[6] block_size    int    tokens
 -- ARGV[7] shards        int    that `inc` publishes in
 -- ARGV[8] staged        0|1    1: `inc` is not switched to yet
+-- ARGV[9] thorough      0|1    1: count the load anew even if it can be read
 -- Returns  1
 --          0                   retired, unknown or replaced, or the index has other shards: the
 --                              worker must register again
--- Cost     O(log workers + requests of the worker). Writes. Safe to retry.
+-- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry, requests_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local prefills_prefix, metrics = KEYS[10], KEYS[11]
 local worker, inc, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local info, block_size, shards, staged = ARGV[5], ARGV[6], ARGV[7], ARGV[8] == '1'
+local info, block_size, shards = ARGV[5], ARGV[6], ARGV[7]
+local staged, thorough = ARGV[8] == '1', ARGV[9] == '1'
 -- @include clock
 -- @include kinds
 -- @include number
@@ -79,7 +81,9 @@ if not staged then
     end
     redis.call('HSET', current, worker, inc)
   end
-  recount(inc, now)
+  if thorough or not parse_load(redis.call('HGET', load, inc)) then
+    recount(inc, now)
+  end
 end
 if redis.call('HGET', workers, inc) ~= info then
   redis.call('HSET', workers, inc, info)

@@ -124,10 +124,11 @@ def renew(
     ttl_ms: int,
     shards: int = 1,
     staged: bool = False,
+    thorough: bool = True,
 ) -> Call[bool]:
     """Extend a lease, or revive a lapsed one, and set right what Redis keeps of the worker.
 
-    shards: that it publishes in. False: it is retired or replaced, or the index has other shards;
+    shards: that it publishes in. thorough: count its load anew as well. False: it is retired or replaced, or the index has other shards;
     register again.
     """
     return call(
@@ -141,6 +142,7 @@ def renew(
         info.block_size,
         shards,
         int(staged),
+        int(thorough),
         parse=bool,
     )
 

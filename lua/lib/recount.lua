@@ -2,9 +2,7 @@
 -- prefills. A request stays while its record can be read and one of its other two traces is left,
 -- the reservation or the expiry; what is missing is put back. Bounded by the requests of a worker.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, request.
-local function is_in_flight(inc, request_id)
-  local owner = redis.call('HGET', reservations, request_id)
-  local expires = redis.call('ZSCORE', expiry, request_id)
+local function is_in_flight(inc, request_id, owner, expires)
   if owner == inc and expires then
     return true
   end
@@ -18,6 +16,21 @@ local function is_in_flight(inc, request_id)
   -- Routers, who know how long one may last, bring it down.
   redis.call('ZADD', expiry, '+inf', request_id)
   return true
+end
+
+-- Reservation and expiry of each request; false where it has none.
+local function traces(ids)
+  local owners, expiries = {}, {}
+  for from = 1, #ids, 1000 do
+    local some = {unpack(ids, from, math.min(from + 999, #ids))}
+    for i, owner in ipairs(redis.call('HMGET', reservations, unpack(some))) do
+      owners[from + i - 1] = owner
+    end
+    for i, expires in ipairs(redis.call('ZMSCORE', expiry, unpack(some))) do
+      expiries[from + i - 1] = expires
+    end
+  end
+  return owners, expiries
 end
 
 local function forget(inc, request_id)
@@ -57,10 +70,12 @@ local function recount(inc, now)
   local counted = {tokens = 0, us = 0, head_us = 0, head_since_ms = 0, blocks = 0, requests = 0,
     decoding = 0, total = 0}
   local prefilling = {}
-  local entries = redis.call('HGETALL', requests_prefix .. inc)
-  for i = 1, #entries, 2 do
-    local id, request = entries[i], parse_request(entries[i + 1])
-    if request and is_in_flight(inc, id) then
+  local ids = redis.call('HKEYS', requests_prefix .. inc)
+  local records = redis.call('HVALS', requests_prefix .. inc)
+  local owners, expiries = traces(ids)
+  for i, id in ipairs(ids) do
+    local request = parse_request(records[i])
+    if request and is_in_flight(inc, id, owners[i], expiries[i]) then
       counted.requests = counted.requests + 1
       counted.blocks = counted.blocks + request.blocks
       if request.state == 'p' then

@@ -1,11 +1,11 @@
 -- A reservation's record, and taking one back. What somebody spoilt counts for nothing: the
 -- heartbeat of the worker finds out, and counts its load anew.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs number, load.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and lib load.
 local function parse_request(text)
   local tokens, us, blocks, state, attempt = string.match(text or '',
     '^(%d+) (%d+) (%d+) ([pd]) (%S+)$')
-  tokens, us, blocks = whole(tokens, 1e12), whole(us, 1e12), whole(blocks, 1e12)
-  return tokens and us and blocks and {
+  tokens, us, blocks = tonumber(tokens), tonumber(us), tonumber(blocks)
+  return tokens and math.max(tokens, us, blocks) < 1e12 and {
     tokens = tokens, us = us, blocks = blocks, state = state, attempt = attempt,
   }
 end
