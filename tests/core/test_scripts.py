@@ -117,7 +117,7 @@ async def test_a_redis_that_refuses_writes_is_unavailable(redis: Client) -> None
 
 async def test_a_call_without_an_answer_leaves_those_of_the_others(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
-    await runner.one(REGISTER)
+    await runner.run([REGISTER, ACTIVATE])
     await redis.set(KEYS["metrics"], "no script touches this")
     await redis.set(KEYS["reservations"], "no hash")
     seen, lost, seen_too = await runner.run_each([LOADS, RELEASE, LOADS])
@@ -140,7 +140,7 @@ async def test_what_a_replica_refuses_to_write_is_sent_again_once_it_is_master(k
     with EmbeddedRedis(require_redis(kind)) as server:
         async with connect(server.url) as redis:
             runner = Promoting(redis, timeout_s=5)
-            await runner.run([REGISTER, RESERVE, RELEASE, LOADS])
+            await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, LOADS])
             await redis.replicaof("127.0.0.1", str(free_port()))
             seen, refused = await runner.run_each([LOADS, RESERVE])
             assert seen.loads.keys() == {Incarnation(1)}
@@ -159,7 +159,7 @@ def test_only_scripts_that_read_may_be_sent_to_replicas(redis: Client) -> None:
 
 async def test_where_there_is_no_replica_the_master_is_read(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5, on_replicas=["loads"])
-    await runner.one(REGISTER)
+    await runner.run([REGISTER, ACTIVATE])
     assert (await runner.one(LOADS)).loads.keys() == {Incarnation(1)}
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from app import cluster as kvroute
-from app.core import leases, matching, reservations
+from app.core import leases, matching
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import RedisUnavailable
@@ -26,7 +27,7 @@ from app.core.leases import Registration
 from app.core.redis import check_server, connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
-from app.core.types import SequenceHash, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, WorkerInfo, WorkerKey
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
 from tests.redis_servers import NUM_SHARDS, ClusterServers, newest_kind
@@ -90,9 +91,16 @@ def keyspaces(servers: ClusterServers) -> list[Keyspace]:
     return [found[shard] for shard in range(NUM_SHARDS)]
 
 
+def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
+    """Those of the first nine incarnations that are registered."""
+    asked = [Incarnation(number) for number in range(1, 10)]
+    absent = leases.absent(keyspace, asked)
+    return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
+
+
 def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
     info = WorkerInfo(WorkerKey(worker), "http://a", 4, 1000, 256)
-    return leases.register(keyspace, info, "nonce", ttl_ms=60_000, bucket_bits=4)
+    return leases.register(keyspace, info, "nonce", ttl_ms=60_000)
 
 
 async def runs_of(server: EmbeddedRedis) -> int:
@@ -119,20 +127,20 @@ async def test_calls_to_all_nodes_are_one_pipeline_each_and_answered_in_order(
     first, second, third = keyspaces(servers)
     runner = CountingRunner(redis)
     await runner.run([register(keyspace) for keyspace in keyspaces(servers)])
-    await runner.run([reservations.loads(keyspace) for keyspace in keyspaces(servers)])
+    await runner.run([registered(keyspace) for keyspace in keyspaces(servers)])
     runner.sent.clear()
     replies = await runner.run(
         [
             register(third, "b"),
             register(first, "b"),
-            reservations.loads(third),
+            registered(third),
             register(first, "c"),
-            reservations.loads(second),
-            reservations.loads(first),
+            registered(second),
+            registered(first),
         ]
     )
     assert [int(reply.incarnation) for reply in (replies[0], replies[1], replies[3])] == [2, 2, 3]
-    assert [len(replies[i].loads) for i in (2, 4, 5)] == [2, 1, 3]
+    assert [len(replies[i]) for i in (2, 4, 5)] == [2, 1, 3]
     assert sorted(runner.sent) == sorted(
         zip([server.port for server in servers.masters], (3, 1, 2), strict=True)
     )
@@ -170,9 +178,9 @@ async def test_more_calls_at_once_than_connections_wait_for_one(
     [keyspace, *_] = keyspaces(servers)
     runner = ScriptRunner(redis, TIMEOUT_S)
     await runner.one(register(keyspace))
-    loads = reservations.loads(keyspace)
+    loads = registered(keyspace)
     answers = await asyncio.gather(*(runner.one(loads) for _ in range(200)))
-    assert {len(answer.loads) for answer in answers} == {1}
+    assert {len(answer) for answer in answers} == {1}
 
 
 async def test_a_slot_that_moved_is_followed(redis: Client, servers: ClusterServers) -> None:
@@ -239,7 +247,7 @@ async def test_scripts_that_read_run_on_replicas_if_told_to(
         await matching.match(runner, keyspace, chains)
     assert await runs_of(replica) == at_replica + 5
     assert await runs_of(master) == at_master
-    await runner.one(reservations.loads(keyspace))
+    await runner.one(registered(keyspace))
     assert await runs_of(master) == at_master + 1, "not among those named"
 
 
@@ -257,7 +265,7 @@ async def test_where_a_replica_does_not_answer_its_master_does(
     # As if its connections had all been taken.
     pool: Any = replica.client.connection_pool
     pool.max_connections, pool.timeout = 0, 0.01
-    assert await matching.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], None)
+    assert await matching.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], [])
     assert [port for port, _ in runner.sent] == [servers.replicas[0].port, servers.masters[0].port]
 
 
@@ -304,7 +312,7 @@ async def test_a_killed_master_costs_only_its_shard_until_its_replica_takes_over
     async with connect(own_servers.url) as redis:
         runner = ScriptRunner(redis, TIMEOUT_S)
         await runner.run([register(keyspace) for keyspace in (first, second, third)])
-        calls = [reservations.loads(keyspace) for keyspace in (first, second, third)]
+        calls = [registered(keyspace) for keyspace in (first, second, third)]
         await eventually(
             lambda: keys_of(own_servers.replicas[1]), lambda keys: second["meta"].encode() in keys
         )
@@ -313,7 +321,7 @@ async def test_a_killed_master_costs_only_its_shard_until_its_replica_takes_over
         began = time.monotonic()
         one, lost, three = await runner.run_each(calls)
         took_s = time.monotonic() - began
-        assert len(one.loads) == len(three.loads) == 1
+        assert len(one) == len(three) == 1
         assert isinstance(lost, RedisUnavailable)
         assert took_s < TIMEOUT_S / 2, "who is refused a connection is not waited for"
         with pytest.raises(RedisUnavailable):
@@ -328,7 +336,7 @@ async def test_a_killed_master_costs_only_its_shard_until_its_replica_takes_over
         answers = await eventually(
             look, lambda found: not isinstance(found[1], RedisUnavailable), within_s=FAILOVER_S
         )
-        assert [len(answer.loads) for answer in answers] == [1, 1, 1]
+        assert [len(answer) for answer in answers] == [1, 1, 1]
         assert (await runner.one(register(second, "b"))).incarnation == 2
         await redis.xadd(second["metrics"], {"worker": "a:0"})
 
