@@ -540,17 +540,15 @@ class Router:
     async def _maintain_keys(self) -> None:
         """Go through all keys of the namespace, a few at a time and without end, for members of
         families that belong to nothing: no script would ever look for them."""
-        cursor = 0
+        timeout_s = self._settings.redis_timeout_ms / 1000
         while True:
             try:
-                if self.fleet.shards is not None:
-                    cursor = await drop_strays(
-                        self._runner,
-                        self._keyspace,
-                        self.fleet.shards,
-                        cursor,
-                        self._settings.redis_timeout_ms / 1000,
-                    )
+                async for _, keys in inspection.scan(self._runner.redis, self._keyspace.pattern):
+                    if self.fleet.shards is not None:
+                        await drop_strays(
+                            self._runner, self._keyspace, self.fleet.shards, keys, timeout_s
+                        )
+                    await asyncio.sleep(MAINTENANCE_INTERVAL_S)
             except RedisUnavailable as error:
                 log.debug("strays: %s", error)
             await asyncio.sleep(MAINTENANCE_INTERVAL_S)
