@@ -28,7 +28,7 @@ from app.core.keys import Keyspace
 from app.core.matching import Overlaps
 from app.core.reservations import Load, Refused, Reservation
 from app.core.scripts import Call, ScriptRunner
-from app.core.strays import drop_strays
+from app.core.strays import Strays
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
 from app.policy.cost import RequestSize, predicted_prefill_s
@@ -527,17 +527,12 @@ class Router:
     async def _maintain_keys(self) -> None:
         """Go through all keys of the namespace, a few at a time and without end, for members of
         families that belong to nothing: no script would ever look for them."""
-        cursor = 0
+        timeout_s = self._settings.redis_timeout_ms / 1000
+        strays = Strays(self._runner, self._keyspace, timeout_s)
         while True:
             try:
                 if self.fleet.shards is not None:
-                    cursor = await drop_strays(
-                        self._runner,
-                        self._keyspace,
-                        self.fleet.shards,
-                        cursor,
-                        self._settings.redis_timeout_ms / 1000,
-                    )
+                    await strays.drop_some(self.fleet.shards)
             except RedisUnavailable as error:
                 log.debug("strays: %s", error)
             await asyncio.sleep(MAINTENANCE_INTERVAL_S)
