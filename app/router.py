@@ -30,7 +30,7 @@ from app.core.keys import Keyspace
 from app.core.matching import Overlaps
 from app.core.reservations import Load, Refused, Reservation
 from app.core.scripts import Call, ScriptRunner
-from app.core.strays import drop_strays
+from app.core.strays import Strays
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
 from app.policy.cost import RequestSize, predicted_prefill_s
@@ -541,14 +541,11 @@ class Router:
         """Go through all keys of the namespace, a few at a time and without end, for members of
         families that belong to nothing: no script would ever look for them."""
         timeout_s = self._settings.redis_timeout_ms / 1000
+        strays = Strays(self._runner, self._keyspace, timeout_s)
         while True:
             try:
-                async for _, keys in inspection.scan(self._runner.redis, self._keyspace.pattern):
-                    if self.fleet.shards is not None:
-                        await drop_strays(
-                            self._runner, self._keyspace, self.fleet.shards, keys, timeout_s
-                        )
-                    await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+                if self.fleet.shards is not None:
+                    await strays.drop_some(self.fleet.shards)
             except RedisUnavailable as error:
                 log.debug("strays: %s", error)
             await asyncio.sleep(MAINTENANCE_INTERVAL_S)

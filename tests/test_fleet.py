@@ -287,3 +287,71 @@ async def test_one_worker_has_a_mean_load_but_no_spread(space: Namespace) -> Non
         last = await learned(fleet, inc, waiting=1)
     await fleet.view(await space.loads())
     assert fleet.load_statistics(last.at_ms) == (0.25, 0.0)
+
+
+async def test_a_number_that_was_given_again_is_another_worker_s_at_once(space: Namespace) -> None:
+    """After a failover that lost the last registrations; not even the metrics are kept."""
+    fleet = fleet_of(space)
+    inc = await space.worker("a")
+    await publish(space, inc, waiting(7))
+    async with following(fleet):
+        await learned(fleet, inc, waiting=7)
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["a:0"]
+    before = await space.get("meta", "workers_ms")
+    await space.retire("a", inc)
+    await space.redis.hset(space.key("meta"), "incarnations", str(inc - 1))
+    await space.redis.delete(space.shard["applied"])
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    assert await space.worker("b") == inc
+    view = await fleet.view(await space.loads())
+    assert [str(known.key) for known in view.infos] == ["b:0"]
+    assert view.measured[0].metrics == ForwardPassMetrics()
+
+
+async def test_an_entry_that_was_set_right_is_read_again(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    other = await space.get("workers", b)
+    await space.redis.hset(space.key("workers"), str(a), other or "")
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["b:0", "b:0"]
+    before = await space.get("meta", "workers_ms")
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    assert await space.renew(a)
+    view = await fleet.view(await space.loads())
+    assert {inc: str(i.key) for inc, i in zip(view.incarnations, view.infos, strict=True)} == {
+        a: "a:0",
+        b: "b:0",
+    }
+
+
+async def test_an_entry_that_was_deleted_does_not_stop_routing_to_who_is_known(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    await fleet.view(await space.loads())
+    await space.redis.delete(space.key("workers"))
+    await space.redis.hset(space.key("meta"), "workers_ms", "1")
+    assert (await fleet.view(await space.loads())).incarnations == [a, b]
+
+
+async def test_shards_that_somebody_changed_are_seen_at_once(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    await space.redis.hset(space.key("meta"), "shards", "3")
+    await fleet.view(await space.loads())
+    assert fleet.shards == 3
+
+
+async def test_an_entry_from_the_far_future_does_not_end_the_stream(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    await publish(space, ONE, waiting(1), entry_id="99999999999999-0")
+    async with following(fleet):
+        await learned(fleet, ONE, waiting=1)
+        # As the worker's heartbeat does.
+        await space.redis.delete(space.key("metrics"))
+        await publish(space, ONE, waiting(2))
+        await learned(fleet, ONE, waiting=2)

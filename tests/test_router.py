@@ -27,7 +27,7 @@ from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 # Two full blocks of four, and a third begun.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 TIMEOUT_S = 5.0
-HOUSEKEEPING = {"expire", "sweep", "absent"}
+HOUSEKEEPING = {"expire", "sweep", "absent", "drop_buckets", "drop_requests"}
 
 Hook = Callable[[], Awaitable[object]]
 
@@ -467,6 +467,24 @@ class TestWithoutRedis:
         assert (decision.degraded, decision.reserved) == (True, False)
         await eventually(workers.reserved, lambda reserved: reserved == {})
         assert (await workers.load("w1")).requests == 0
+
+    async def test_a_request_that_was_routed_again_keeps_its_reservation(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        router.runner.answer_is_lost = True
+        given_up = await router.route(request("r1"))
+        assert given_up.degraded
+        async with running(one_redis_server.url) as other:
+            again = await other.route(request("r1"))
+            assert again.reserved
+            router.abandon(given_up)
+            # Released after the others, as they come in order.
+            router.abandon(await other.route(request("r2")))
+            await eventually(workers.reserved, lambda reserved: "r2" not in reserved)
+            assert await workers.reserved() == {"r1": "w1:0"}
+            other.abandon(again)
+            await eventually(workers.reserved, lambda reserved: reserved == {})
 
     async def test_who_waits_meanwhile_does_not_wait_for_redis_again(
         self, own_redis_server: EmbeddedRedis

@@ -128,8 +128,8 @@ def renew(
 ) -> Call[bool]:
     """Extend a lease, or revive a lapsed one, and set right what Redis keeps of the worker.
 
-    shards: that it publishes in. thorough: count its load anew as well.
-    False: it is retired or replaced, or the index has other shards; register again.
+    shards: that it publishes in. thorough: count its load anew as well. False: it is
+    retired or replaced, or the index has other shards; register again.
     """
     return call(
         "lease_renew",

@@ -11,7 +11,7 @@ from app.core.keys import Keyspace
 from app.core.scripts import Call, call
 from app.core.types import Incarnation
 
-_LOAD = re.compile(b" ".join([rb"(\d{1,18})"] * 8))
+_LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 8))
 
 
 @dataclass(slots=True)

@@ -6,39 +6,73 @@ number in `shard` or `meta` changed.
 
 from __future__ import annotations
 
+from typing import Any
+
+from redis.asyncio import Redis
+
 from app.core import index, leases
 from app.core.keys import Keyspace
 from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 
+SCAN_KEYS = 256
+"""Looked at in a step, a tenth of a millisecond of Redis's time."""
 
-async def drop_strays(
-    runner: ScriptRunner, keyspace: Keyspace, shards: int, keys: list[bytes], timeout_s: float
-) -> None:
-    """Remove those of `keys` that no script would look for.
 
-    These are buckets that the shard's bucket_bits do not lead to, requests of incarnations that
-    there are not, and shards past the last one. Raises RedisUnavailable.
-    """
-    incarnations: set[str] = set()
-    buckets: dict[int, list[str]] = {}
-    past: list[bytes] = []
-    for key in keys:
-        shard, name = keyspace.parse(key) or (None, "")
-        family, _, member = name.partition(":")
-        if shard is None:
-            if family in ("requests", "prefills"):
-                incarnations.add(member)
-        elif shard >= shards:
-            past.append(key)
-        elif family in ("blocks", "predicted"):
-            buckets.setdefault(shard, []).append(name)
-    calls: list[Call[int]] = [
-        index.drop_buckets(keyspace.of_shard(shard), names) for shard, names in buckets.items()
-    ]
-    if incarnations:
-        calls.append(leases.drop_requests(keyspace, incarnations))
-    await runner.run(calls)
-    async with deadline(timeout_s):
-        for key in past:
-            await runner.redis.unlink(key)
+class Strays:
+    """Goes through all keys of a namespace, some in a step, and begins again at the end."""
+
+    def __init__(self, runner: ScriptRunner, keyspace: Keyspace, timeout_s: float) -> None:
+        self._runner = runner
+        self._keyspace = keyspace
+        self._timeout_s = timeout_s
+        self._turn = 0
+        """Counts the masters gone through; most have but one."""
+        self._cursor = 0
+
+    async def drop_some(self, shards: int) -> None:
+        """One step. Removed are buckets that a shard's bucket_bits do not lead to, requests of
+        incarnations that there are not, and all of shards from `shards` on.
+
+        Raises RedisUnavailable; then some may have been removed.
+        """
+        async with deadline(self._timeout_s):
+            masters = await self._runner.redis.masters()
+            master = masters[self._turn % len(masters)]
+            found: Any = await master.scan(self._cursor, self._keyspace.pattern, SCAN_KEYS)
+        self._cursor, keys = int(found[0]), found[1]
+        if self._cursor == 0:
+            self._turn += 1
+        past, calls = self._sort(keys, shards)
+        await self._runner.run(calls)
+        if past:
+            await self._drop(master, past)
+
+    def _sort(self, keys: list[bytes], shards: int) -> tuple[list[bytes], list[Call[int]]]:
+        """Keys to drop, and calls that look closer at the others."""
+        past: list[bytes] = []
+        incarnations: set[str] = set()
+        buckets: dict[int, list[str]] = {}
+        for key in keys:
+            shard, name = self._keyspace.parse(key) or (None, "")
+            family, _, member = name.partition(":")
+            if shard is None:
+                if family in ("requests", "prefills"):
+                    incarnations.add(member)
+            elif shard >= shards:
+                past.append(key)
+            elif family in ("blocks", "predicted"):
+                buckets.setdefault(shard, []).append(name)
+        calls = [
+            index.drop_buckets(self._keyspace.of_shard(shard), names)
+            for shard, names in buckets.items()
+        ]
+        if incarnations:
+            calls.append(leases.drop_requests(self._keyspace, incarnations))
+        return past, calls
+
+    async def _drop(self, master: Redis, keys: list[bytes]) -> None:
+        async with deadline(self._timeout_s), master.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.unlink(key)
+            await pipe.execute()

@@ -2,12 +2,14 @@
 local function parse_load(text)
   local tokens, us, head_us, head_since_ms, blocks, requests, decoding, total = string.match(
     text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
-  return tokens and {
+  local l = tokens and {
     tokens = tonumber(tokens), us = tonumber(us),
     head_us = tonumber(head_us), head_since_ms = tonumber(head_since_ms),
     blocks = tonumber(blocks), requests = tonumber(requests),
     decoding = tonumber(decoding), total = tonumber(total),
   }
+  return l and math.max(l.tokens, l.us, l.head_us, l.head_since_ms, l.blocks, l.requests,
+    l.decoding, l.total) < 1e15 and l or nil
 end
 
 local function format_load(l)

@@ -1,15 +1,13 @@
 -- recount(inc, now): sets the load of `inc` to what its requests add up to, and the queue of its
--- prefills. A request stays while its record can be read and one of its other two traces is left,
--- the reservation or the expiry; what is missing is put back. Bounded by the requests of a worker.
+-- prefills. A request stays while its record can be read and one of its other two traces is whole,
+-- the reservation or the expiry; the other one is put back. Bounded by the requests of a worker.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, request.
 local function is_in_flight(inc, request_id, owner, expires)
   if owner == inc and expires then
     return true
   end
-  if not owner and not expires then
-    return false
-  end
-  if owner and owner ~= inc and redis.call('HEXISTS', requests_prefix .. owner, request_id) == 1 then
+  if owner ~= inc and (not expires
+    or owner and redis.call('HEXISTS', requests_prefix .. owner, request_id) == 1) then
     return false
   end
   redis.call('HSET', reservations, request_id, inc)

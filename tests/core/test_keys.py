@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
@@ -26,3 +27,34 @@ def test_a_name_that_cannot_be_a_hash_tag_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Keyspace(name)
     assert f"namespace {name!r}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "parsed"),
+    [
+        ("kvroute:1:{a/b}:leases", (None, "leases")),
+        ("kvroute:1:{a/b}:requests:7", (None, "requests:7")),
+        ("kvroute:1:{a/b#0}:shard", (0, "shard")),
+        ("kvroute:1:{a/b#12}:blocks:f4:x\n", (12, "blocks:f4:x\n")),
+        ("kvroute:1:{a/bc}:leases", None),
+        ("kvroute:1:{a/b#x}:shard", None),
+        ("kvroute:1:{a/b#}:shard", None),
+        ("kvroute:2:{a/b}:leases", None),
+        ("x:kvroute:1:{a/b}:leases", None),
+        ("kvroute:1:{a/b}", None),
+    ],
+)
+def test_a_key_is_read_as_it_is_spelt(key: str, parsed: tuple[int | None, str] | None) -> None:
+    assert Keyspace("a/b").parse(key.encode()) == parsed
+    if parsed:
+        shard, name = parsed
+        assert Keyspace("a/b", shard)[name] == key
+
+
+async def test_a_scan_finds_the_keys_of_a_namespace_and_of_all_its_shards(redis: Redis) -> None:
+    keyspace = Keyspace("a.b/c_d-e")
+    own = {keyspace["leases"], keyspace.of_shard(0)["shard"], keyspace.of_shard(17)["blocks:f4"]}
+    others = {Keyspace("a.b/c_d-e2")["leases"], Keyspace("axb/c_d-e")["leases"]}
+    await redis.mset(dict.fromkeys(own | others, "x"))
+    _, found = await redis.scan(0, keyspace.pattern, 100)
+    assert {key.decode() for key in found} == own

@@ -170,6 +170,7 @@ class Namespace:
         tokens: int = 100,
         us: int = 5000,
         blocks: int = 7,
+        attempt: str = "-",
         ttl_ms: int = LONG_MS,
         max_requests: int = 256,
         seen_total: int | None = None,
@@ -178,7 +179,7 @@ class Namespace:
             reservations.reserve(
                 self.keys,
                 inc,
-                Reservation(request_id, tokens, us, blocks),
+                Reservation(request_id, tokens, us, blocks, attempt),
                 ttl_ms=ttl_ms,
                 max_requests=max_requests,
                 seen_total=seen_total,
@@ -188,8 +189,8 @@ class Namespace:
     async def prefill_complete(self, request_id: str) -> bool:
         return await self.do(reservations.prefill_complete(self.keys, request_id))
 
-    async def release(self, request_id: str) -> bool:
-        return await self.do(reservations.release(self.keys, request_id))
+    async def release(self, request_id: str, attempt: str = "") -> bool:
+        return await self.do(reservations.release(self.keys, request_id, attempt))
 
     async def expire(self, limit: int = 100, ttl_ms: int = LONG_MS, grace_ms: int = LONG_MS) -> int:
         return await self.do(

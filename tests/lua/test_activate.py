@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.core.types import TierOverlap
+from app.core.types import Incarnation, TierOverlap
 from tests.lua.conftest import NO_LOAD, A, B, C, Namespace
 
 
@@ -98,3 +98,68 @@ async def test_a_staged_incarnation_cannot_replace_another_process(space: Namesp
     other = await space.worker("a", nonce="other")
     assert not await space.activate("a", staged)
     assert await space.get("current", "a:0") == str(other)
+
+
+async def test_a_new_process_takes_no_requests_along(space: Namespace) -> None:
+    old = await space.worker("a", nonce="first")
+    await space.reserve(old, "r1")
+    new = await space.worker("a", nonce="second")
+    assert (await space.loads()).loads == {new: NO_LOAD}
+    assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
+
+
+async def test_requests_that_cannot_be_read_are_not_taken_along(space: Namespace) -> None:
+    old = await space.worker("a")
+    for request_id in ("r1", "r2", "r3"):
+        await space.reserve(old, request_id, tokens=100, us=5000, blocks=7)
+    await space.redis.hset(space.keys[f"requests:{old}"], "r2", "spoilt")
+    await space.redis.set(space.keys[f"prefills:{old}"], "spoilt")
+    await space.redis.hset(space.key("load"), str(old), "spoilt")
+    new = await space.worker("a", resync=True)
+    assert await space.activate("a", new)
+    load = await space.load(new)
+    assert (load.prefill_tokens, load.head_us, load.blocks, load.requests) == (200, 5000, 14, 2)
+    assert await space.redis.hgetall(space.key("reservations")) == {
+        b"r1": b"%d" % new,
+        b"r3": b"%d" % new,
+    }
+
+
+async def test_requests_that_became_something_else_are_lost(space: Namespace) -> None:
+    old = await space.worker("a")
+    await space.reserve(old, "r1")
+    await space.redis.set(space.keys[f"requests:{old}"], "spoilt")
+    new = await space.worker("a", resync=True)
+    assert await space.activate("a", new)
+    load = await space.load(new)
+    assert (load.requests, load.blocks) == (0, 0)
+
+
+async def test_requests_that_stood_under_the_new_number_are_nobody_s(space: Namespace) -> None:
+    """Redis lost all of an earlier life but these, and gave its number again."""
+    await space.worker("a")
+    await space.redis.hset(space.keys["requests:2"], "r1", "100 5000 7 p -")
+    await space.redis.hset(space.key("reservations"), "r1", "2")
+    assert await space.worker("b") == 2
+    assert (await space.load(Incarnation(2))) == NO_LOAD
+
+
+async def test_where_nothing_says_who_was_routed_to_the_one_held_before_is_retired(
+    space: Namespace,
+) -> None:
+    old = await space.worker("a")
+    await space.reserve(old, "r1")
+    new = await space.worker("a", resync=True)
+    await space.redis.delete(space.key("current"))
+    assert await space.activate("a", new)
+    assert set((await space.loads()).loads) == {new}
+    assert (await space.load(new)).requests == 1
+
+
+async def test_another_worker_is_not_retired_in_its_place(space: Namespace) -> None:
+    old, other = await space.worker("a"), await space.worker("b")
+    new = await space.worker("a", resync=True)
+    await space.redis.hset(space.key("current"), "a:0", str(other))
+    assert await space.activate("a", new)
+    assert set((await space.loads()).loads) == {other, new}
+    assert not await space.renew(old)

@@ -4,7 +4,7 @@ import pytest
 
 from app.core import index
 from app.core.index import Change
-from app.core.types import Incarnation, SequenceHash
+from app.core.types import Incarnation, SequenceHash, TierOverlap
 from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
 
 
@@ -173,3 +173,44 @@ async def test_a_batch_may_be_larger_than_lua_can_unpack(space: Namespace) -> No
     blocks = [SequenceHash(i << 44) for i in range(10_000)]
     assert await space.apply(inc, 1, [(block, DEVICE) for block in blocks])
     assert await space.owners(blocks[0]) == await space.owners(blocks[-1]) == "1d"
+
+
+async def test_buckets_that_became_something_else_are_made_anew(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for block in (A, B, C):
+        space.know([block])
+    await space.redis.set(space.key("blocks:aa"), "spoilt")
+    await space.redis.sadd(space.key("blocks:bb"), "spoilt")
+    assert await space.apply(inc, 1, [(A, DEVICE), (B, None), (C, HOST)])
+    assert await space.owners(A) == "1d"
+    assert await space.owners(B) is None
+    assert await space.owners(C) == "1h"
+
+
+@pytest.mark.parametrize("owners", ["", "spoilt", "d", "77", "1d1h"])
+async def test_owners_that_make_no_sense_take_entries_all_the_same(
+    space: Namespace, owners: str
+) -> None:
+    inc = await space.worker("a")
+    space.know([A])
+    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", owners)
+    assert await space.apply(inc, 1, [(A, DEVICE)])
+    assert "1d" in (await space.owners(A) or "")
+    assert await space.match([A]) == [{inc: TierOverlap(device=1)}]
+
+
+@pytest.mark.parametrize("mark", ["spoilt", "", "7", "-1 nonce-a", "0 stranger", "x nonce-a"])
+async def test_a_mark_that_makes_no_sense_leads_to_a_resync(space: Namespace, mark: str) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("applied"), str(inc), mark)
+    assert not await space.apply(inc, 1, [(A, DEVICE)])
+
+
+@pytest.mark.parametrize("bits", ["spoilt", "", "0", "25", "1e1"])
+async def test_a_layout_that_makes_no_sense_leads_to_a_resync(space: Namespace, bits: str) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("shard"), "bucket_bits", bits)
+    assert not await space.apply(inc, 1, [(A, DEVICE)])
+    assert await space.match([A]) == [{}], "who asks meanwhile finds nothing"
+    again = await space.worker("a", resync=True)
+    assert await space.apply(again, 1, [(A, DEVICE)])

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from app.core.reservations import Load
-from tests.lua.conftest import Namespace
+from tests.lua.conftest import LONG_MS, Namespace
 
 
 async def test_a_reservation_past_its_time_gives_everything_back(space: Namespace) -> None:
@@ -52,3 +52,60 @@ async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space: Names
     assert await space.expire() == 1
     assert await space.get("load", inc) is not None
     assert not await space.redis.exists(space.keys["reservations"])
+
+
+async def test_an_expiry_later_than_routers_ask_for_is_brought_down(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for i, far in enumerate((9e15, float("inf"))):
+        await space.reserve(inc, f"r{i}")
+        await space.redis.zadd(space.key("expiry"), {f"r{i}": far})
+    await space.reserve(inc, "near", ttl_ms=1_000)
+    near = await space.expires_ms("expiry", "near")
+    assert await space.expire(ttl_ms=5_000) == 0
+    for request_id in ("r0", "r1"):
+        assert await space.expires_ms("expiry", request_id) <= await space.now_ms() + 5_000
+    assert await space.expires_ms("expiry", "near") == near
+
+
+async def test_an_expiry_without_reservation_goes_after_a_grace(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1")
+    kept = await space.expires_ms("expiry", "r1")
+    await space.redis.zadd(space.key("expiry"), {"junk": await space.now_ms() + LONG_MS})
+    assert await space.expire(grace_ms=2_000) == 0
+    assert await space.expires_ms("expiry", "junk") <= await space.now_ms() + 2_000
+    assert await space.expires_ms("expiry", "r1") == kept
+    assert await space.expire(grace_ms=-1) == 1
+    assert await space.redis.zrange(space.key("expiry"), 0, -1) == [b"r1"]
+
+
+async def test_a_reservation_without_record_is_dropped(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1")
+    await space.redis.hset(
+        space.key("reservations"), mapping={"x": str(inc), "y": "77", "z": "", "": "spoilt"}
+    )
+    assert await space.expire() == 0
+    assert await space.redis.hgetall(space.key("reservations")) == {b"r1": b"%d" % inc}
+
+
+async def test_what_is_left_of_a_request_without_record_goes(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1")
+    await space.redis.delete(space.keys[f"requests:{inc}"])
+    await space.expire(grace_ms=-1)
+    assert await space.expire(grace_ms=-1) == 1
+    assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
+
+
+async def test_one_whose_worker_cannot_be_read_expires_all_the_same(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for request_id in ("r1", "r2"):
+        await space.reserve(inc, request_id)
+    await space.redis.hset(space.key("load"), str(inc), "spoilt")
+    await space.redis.hset(space.keys[f"requests:{inc}"], "r2", "spoilt")
+    await space.run_out("r1", "r2")
+    assert await space.expire() == 2
+    assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
+    assert await space.renew(inc)
+    assert (await space.load(inc)).requests == 0

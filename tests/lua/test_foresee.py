@@ -32,3 +32,14 @@ async def test_it_agrees_with_a_plain_model_of_what_was_routed(space: Namespace)
             if reached:
                 expected[inc] = reached[-1]
         assert await space.foresee(asked, HOURS) == expected
+
+
+async def test_where_somebody_spoilt_it_nothing_is_foreseen(space: Namespace) -> None:
+    inc = await space.worker("a")
+    chain = [SequenceHash(1 << 60)]
+    await space.predict(inc, chain, HOURS)
+    [bucket] = await space.redis.keys(space.key("predicted:") + "*")
+    await space.redis.set(bucket, "spoilt")
+    assert await space.foresee(chain, HOURS) == {}
+    await space.redis.hset(space.key("predictions"), "bucket_bits", "spoilt")
+    assert await space.foresee(chain, HOURS) == {}

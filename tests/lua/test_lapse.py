@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from tests.lua.conftest import NO_LOAD, A, Namespace
+import pytest
+
+from app.core.types import Incarnation
+from tests.lua.conftest import LONG_MS, NO_LOAD, A, Namespace
 
 
 async def test_a_lapsed_lease_is_retired(space: Namespace) -> None:
@@ -45,3 +48,54 @@ async def test_a_step_retires_no_more_than_sixteen(space: Namespace) -> None:
     assert await space.lapse() == 16
     assert await space.lapse() == 4
     assert await space.lapse() == 0
+
+
+async def test_a_lease_that_ends_later_than_its_worker_asks_for_is_brought_down(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a", ttl_ms=5_000)
+    kept = await space.expires_ms("leases", inc)
+    assert await space.lapse(grace_ms=1000) == 0
+    assert await space.expires_ms("leases", inc) == kept
+    for far in (9e15, float("inf")):
+        await space.redis.zadd(space.key("leases"), {str(inc): far})
+        assert await space.lapse(grace_ms=1000) == 0
+        assert await space.expires_ms("leases", inc) <= await space.now_ms() + 5_000
+
+
+@pytest.mark.parametrize("entry", ["spoilt", "", "5", "[]", '{"lease_ttl_ms": "x"}'])
+async def test_where_nothing_says_how_long_it_lapses_now(space: Namespace, entry: str) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("workers"), str(inc), entry)
+    assert await space.lapse(grace_ms=1000) == 0
+    assert await space.expires_ms("leases", inc) <= await space.now_ms()
+    assert await space.renew(inc), "its heartbeat sets both right"
+
+
+@pytest.mark.parametrize("name", ["workers", "writers", "load"])
+async def test_who_has_no_lease_is_retired_unless_he_renews_it(space: Namespace, name: str) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key(name), "77", "junk")
+    await space.redis.hset(space.key(name), "junk", "7")
+    await space.redis.delete(space.key("leases"))
+    assert await space.lapse(grace_ms=LONG_MS) == 0
+    assert await space.redis.zcard(space.key("leases")) == 3
+    assert await space.renew(inc)
+    await space.lease_lapses(Incarnation(77))
+    assert await space.lapse() == 2
+    assert await space.redis.hkeys(space.key(name)) == [b"1"]
+
+
+async def test_who_is_routed_to_under_the_number_of_nobody_is_dropped(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("current"), mapping={"x:0": "77", "junk": "", "y:0": "spoilt"})
+    await space.lapse()
+    assert await space.redis.hgetall(space.key("current")) == {b"a:0": b"%d" % inc}
+
+
+async def test_requests_that_became_something_else_hinder_nobody(space: Namespace) -> None:
+    inc = await space.worker("a", ttl_ms=1)
+    await space.lease_lapses(inc)
+    await space.redis.set(space.keys[f"requests:{inc}"], "spoilt")
+    assert await space.lapse() == 1
+    assert not await space.redis.exists(space.keys[f"requests:{inc}"])

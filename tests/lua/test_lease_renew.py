@@ -1,7 +1,16 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import pytest
+from redis.exceptions import ResponseError
+
+from app.core import leases
+from app.core.errors import NamespaceMissing
+from app.core.reservations import Load
 from app.core.types import Incarnation
-from tests.lua.conftest import LONG_MS, Namespace
+from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace, info
 
 
 async def test_renewing_extends_the_lease_from_now(space: Namespace) -> None:
@@ -49,3 +58,295 @@ async def test_a_staged_incarnation_renews_its_lease_like_any_other(space: Names
     staged = await space.worker("a", resync=True)
     assert await space.renew(old)
     assert await space.renew(staged)
+
+
+BOOKS = {"r1": "100 5000 7 p -", "r2": "60 2000 4 p -", "r3": "30 1000 2 d -"}
+"""Of `busy`."""
+WHOLE = Load(prefill_tokens=160, prefill_us=7000, head_us=5000, blocks=13, requests=3, decoding=1)
+
+
+async def busy(space: Namespace) -> Incarnation:
+    """Worker a with two requests that prefill and one that decodes."""
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
+    await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
+    await space.reserve(inc, "r3", tokens=30, us=1000, blocks=2)
+    await space.prefill_complete("r3")
+    return inc
+
+
+async def books(space: Namespace, inc: Incarnation) -> Load:
+    """The load without its moments, once the rest of the books agrees with `BOOKS`."""
+    records = await space.redis.hgetall(space.keys[f"requests:{inc}"])
+    assert {k.decode(): v.decode() for k, v in records.items()} == BOOKS
+    reservations = await space.redis.hgetall(space.key("reservations"))
+    assert reservations == dict.fromkeys(records, str(inc).encode())
+    assert set(await space.redis.zrange(space.key("expiry"), 0, -1)) == set(records)
+    assert sorted(await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1)) == [b"r1", b"r2"]
+    return replace(await space.load(inc), head_since_ms=0, total=0)
+
+
+async def test_of_a_whole_worker_only_the_lease_changes(space: Namespace) -> None:
+    inc = await busy(space)
+    before = await space.contents()
+    assert await space.renew(inc)
+    assert await space.contents() == before
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        "",
+        "spoilt",
+        "160 7000 5000 0 13 3 1",
+        "-160 7000 5000 0 13 3 1 3",
+        "99 7000 5000 0 13 3 1 3",
+        "160 7001 5000 0 13 3 1 3",
+        "160 7000 4999 0 13 3 1 3",
+        "160 7000 5000 0 14 3 1 3",
+        "160 7000 5000 0 13 9 1 3",
+        "160 7000 5000 0 13 3 0 3",
+    ],
+)
+async def test_a_load_that_is_not_that_of_the_requests_is_counted_anew(
+    space: Namespace, load: str
+) -> None:
+    inc = await busy(space)
+    await space.redis.hset(space.key("load"), str(inc), load)
+    assert await space.renew(inc)
+    assert await books(space, inc) == WHOLE
+
+
+async def test_a_load_that_was_deleted_is_counted_anew(space: Namespace) -> None:
+    inc = await busy(space)
+    await space.redis.delete(space.key("load"))
+    assert await space.renew(inc)
+    assert await books(space, inc) == WHOLE
+
+
+async def test_a_renewal_that_is_not_thorough_counts_only_a_load_that_cannot_be_read(
+    space: Namespace,
+) -> None:
+    inc = await busy(space)
+    for load, counted in (("99 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
+        await space.redis.hset(space.key("load"), str(inc), load)
+        call = leases.renew(space.keys, info("a"), inc, "nonce-a", ttl_ms=LONG_MS, thorough=False)
+        assert await space.do(call)
+        assert (await space.load(inc)).prefill_tokens == counted
+
+
+async def test_a_head_that_begins_in_the_future_begins_now(space: Namespace) -> None:
+    inc = await busy(space)
+    await space.redis.hset(space.key("load"), str(inc), f"160 7000 5000 {2**50} 13 3 1 3")
+    assert await space.renew(inc)
+    assert (await space.load(inc)).head_since_ms <= await space.now_ms()
+
+
+async def test_a_queue_that_was_deleted_or_spoilt_is_made_anew(space: Namespace) -> None:
+    inc = await busy(space)
+    queue = space.keys[f"prefills:{inc}"]
+    await space.redis.delete(queue)
+    assert await space.renew(inc)
+    await books(space, inc)
+    await space.redis.delete(queue)
+    await space.redis.rpush(queue, "junk", "r2", "r3", "r2", "r1")
+    assert await space.renew(inc)
+    assert await space.redis.lrange(queue, 0, -1) == [b"r2", b"r1"], "the order is kept"
+    assert (await space.load(inc)).head_us == 2000
+
+
+@pytest.mark.parametrize("key", ["reservations", "expiry"])
+async def test_of_a_request_s_two_other_traces_either_is_enough(space: Namespace, key: str) -> None:
+    inc = await busy(space)
+    await space.redis.delete(space.key(key))
+    assert await space.renew(inc)
+    assert await books(space, inc) == WHOLE
+    # Until a router has seen to it, it does not expire.
+    assert await space.expires_ms("expiry", "r1") == float("inf")
+    assert await space.expire(ttl_ms=5_000) == 0
+    assert await space.expires_ms("expiry", "r1") <= await space.now_ms() + 5_000
+
+
+async def test_a_request_that_has_neither_is_forgotten(space: Namespace) -> None:
+    inc = await busy(space)
+    await space.redis.hdel(space.key("reservations"), "r1", "r3")
+    await space.redis.zrem(space.key("expiry"), "r1", "r3")
+    assert await space.renew(inc)
+    load = await space.load(inc)
+    assert (load.prefill_tokens, load.blocks, load.requests, load.decoding) == (60, 4, 1, 0)
+    assert load.head_us == 2000
+    assert await space.redis.hkeys(space.keys[f"requests:{inc}"]) == [b"r2"]
+    assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r2"]
+
+
+@pytest.mark.parametrize("record", ["", "spoilt", "100 5000 7 p", "100 5000 7 x -", "9" * 20])
+async def test_a_request_whose_record_cannot_be_read_is_forgotten(
+    space: Namespace, record: str
+) -> None:
+    inc = await busy(space)
+    await space.redis.hset(space.keys[f"requests:{inc}"], "r1", record)
+    assert await space.renew(inc)
+    load = await space.load(inc)
+    assert (load.prefill_tokens, load.blocks, load.requests, load.decoding) == (60, 6, 2, 1)
+    assert not await space.redis.hexists(space.key("reservations"), "r1")
+    assert await space.redis.zscore(space.key("expiry"), "r1") is None
+
+
+async def test_requests_that_were_deleted_count_no_more(space: Namespace) -> None:
+    inc = await busy(space)
+    await space.redis.delete(space.keys[f"requests:{inc}"])
+    assert await space.renew(inc)
+    load = await space.load(inc)
+    assert (load.prefill_us, load.head_us, load.blocks, load.requests, load.total) == (
+        0,
+        0,
+        0,
+        0,
+        3,
+    )
+    assert await space.release("r1"), "its reservation is still known"
+
+
+async def test_a_reservation_that_names_another_worker_is_set_right(space: Namespace) -> None:
+    inc, other = await busy(space), await space.worker("b")
+    await space.redis.hset(space.key("reservations"), "r1", str(other))
+    assert await space.renew(inc)
+    assert await books(space, inc) == WHOLE
+
+
+async def test_a_request_that_was_reserved_again_elsewhere_is_left_there(
+    space: Namespace,
+) -> None:
+    inc, other = await busy(space), await space.worker("b")
+    await space.redis.hdel(space.key("reservations"), "r1")
+    await space.redis.zrem(space.key("expiry"), "r1")
+    await space.reserve(other, "r1", blocks=9)
+    assert await space.renew(inc)
+    assert (await space.load(inc)).requests == 2
+    assert (await space.load(other)).blocks == 9
+    assert await space.release("r1")
+    assert (await space.load(other)).blocks == 0
+
+
+async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for name in (f"requests:{inc}", f"prefills:{inc}", "reservations", "expiry", "metrics"):
+        await space.redis.set(space.keys[name], "spoilt")
+    for name in ("meta", "workers", "current", "leases", "load"):
+        await space.redis.delete(space.keys[name])
+        await space.redis.set(space.keys[name], "spoilt")
+    assert await space.renew(inc)
+    assert (await space.loads()).loads == {inc: NO_LOAD}
+    assert await space.get("current", "a:0") == str(inc)
+    assert not await space.redis.exists(space.key("metrics"), space.key("reservations"))
+
+
+async def test_who_is_not_known_as_a_writer_any_more_must_register_again(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    for nonce in ("spoilt", ""):
+        await space.redis.hset(space.key("writers"), str(inc), nonce)
+        assert not await space.renew(inc)
+    await space.redis.delete(space.key("writers"))
+    assert not await space.renew(inc)
+    await space.redis.set(space.key("writers"), "spoilt")
+    assert not await space.renew(inc)
+
+
+@pytest.mark.parametrize("name", ["leases", "load", "current", "workers", "meta"])
+async def test_anything_else_that_was_deleted_is_put_back(space: Namespace, name: str) -> None:
+    inc = await space.worker("a")
+    before = await space.contents()
+    await space.redis.delete(space.key(name))
+    assert await space.renew(inc)
+    after = await space.contents()
+    if name in ("workers", "meta"):
+        moment = re.compile(r"b'workers_ms', b'\d+'")
+        before, after = moment.sub("", before), moment.sub("", after)
+    assert after == before
+
+
+async def test_an_entry_that_says_something_else_is_put_back_and_routers_are_told(
+    space: Namespace,
+) -> None:
+    inc, other = await space.worker("a"), await space.worker("b")
+    await space.redis.hset(space.key("meta"), "workers_ms", "1")
+    assert await space.renew(inc)
+    assert (await space.loads()).workers_ms == 1
+    text = await space.get("workers", other)
+    await space.redis.hset(space.key("workers"), str(inc), text or "")
+    assert await space.renew(inc)
+    assert leases.decode_info(await space.get("workers", inc) or "") == info("a")
+    assert ((await space.loads()).workers_ms or 0) > 1
+
+
+@pytest.mark.parametrize("entry", ["spoilt", "", "2", "77"])
+async def test_who_is_routed_to_under_another_number_by_mistake_is_put_back(
+    space: Namespace, entry: str
+) -> None:
+    """2 is another worker's, 77 nobody's."""
+    inc = await space.worker("a")
+    assert await space.worker("b") == 2
+    await space.redis.hset(space.key("current"), "a:0", entry)
+    assert await space.renew(inc)
+    assert await space.get("current", "a:0") == str(inc)
+
+
+async def test_who_was_replaced_while_redis_did_not_know_of_him_is_told(space: Namespace) -> None:
+    inc = await space.worker("a", nonce="first")
+    await space.redis.delete(space.key("current"), space.key("workers"))
+    other = await space.worker("a", nonce="second")
+    assert not await space.renew(inc, nonce="first")
+    assert await space.get("current", "a:0") == str(other)
+
+
+async def test_a_block_size_that_somebody_changed_is_set_right(space: Namespace) -> None:
+    inc = await space.worker("a", block_size=4)
+    for block_size in ("32", "spoilt", "0", "-4", ""):
+        await space.redis.hset(space.key("meta"), "block_size", block_size)
+        assert await space.renew(inc)
+        assert await space.get("meta", "block_size") == "4"
+
+
+async def test_in_an_index_of_other_shards_all_register_again(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("meta"), "shards", "3")
+    assert not await space.renew(inc)
+    again = await space.register("a", resync=True)
+    assert again.shards == 3
+
+
+@pytest.mark.parametrize("shards", ["spoilt", "0", "-1", "1025", "1.5", "0x2", ""])
+async def test_a_number_of_shards_that_makes_no_sense_is_set_right(
+    space: Namespace, shards: str
+) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("meta"), "shards", shards)
+    with pytest.raises(NamespaceMissing):
+        await space.loads()
+    assert await space.renew(inc)
+    assert (await space.loads()).shards == 1
+
+
+async def test_the_count_of_incarnations_never_stays_behind(space: Namespace) -> None:
+    await space.worker("a")
+    inc = await space.worker("b")
+    for count in ("spoilt", "0", "1", "9" * 18):
+        await space.redis.hset(space.key("meta"), "incarnations", count)
+        assert await space.renew(inc)
+        assert await space.get("meta", "incarnations") == "2"
+
+
+async def test_metrics_after_which_no_more_could_come_are_dropped(space: Namespace) -> None:
+    inc = await space.worker("a")
+    metrics = space.key("metrics")
+    await space.redis.xadd(metrics, {"worker": "a:0"})
+    assert await space.renew(inc)
+    assert await space.redis.xlen(metrics) == 1
+    last = f"{2**64 - 1}-{2**64 - 1}"
+    await space.redis.xadd(metrics, {"worker": "a:0"}, id=last)
+    with pytest.raises(ResponseError, match="stream"):
+        await space.redis.xadd(metrics, {"worker": "a:0"})
+    assert await space.renew(inc)
+    assert await space.redis.xadd(metrics, {"worker": "a:0"})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.core.errors import NamespaceMissing
+from tests.eventually import eventually
 from tests.lua.conftest import NO_LOAD, Namespace
 
 
@@ -53,3 +54,46 @@ async def test_a_namespace_without_live_workers_has_no_loads(space: Namespace) -
 async def test_a_missing_namespace_is_told_from_an_empty_one(space: Namespace) -> None:
     with pytest.raises(NamespaceMissing, match="no worker has registered yet"):
         await space.loads()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "spoilt", "1 2 3", "0 0 0 0 0 0 0 -1", "0 0 0 0 0 0 0 1.5", f"{'9' * 30} 0 0 0 0 0 0 0"],
+)
+async def test_a_load_that_cannot_be_read_is_not_among_them(space: Namespace, text: str) -> None:
+    """Nor would `reserve` take its worker."""
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.redis.hset(space.key("load"), str(a), text)
+    assert set((await space.loads()).loads) == {b}
+    refused = await space.reserve(a, "r1")
+    assert refused is not None
+    assert set(refused.fresh.loads) == {b}
+
+
+async def test_leases_and_loads_of_nobody_are_not_among_them(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.zadd(space.key("leases"), {"junk": 9e15, "77": 9e15})
+    await space.redis.hset(space.key("load"), mapping={"junk": "0 0 0 0 0 0 0 0", "78": ""})
+    assert set((await space.loads()).loads) == {inc}
+
+
+async def test_routers_are_told_that_something_else_of_workers_changed(space: Namespace) -> None:
+    await space.worker("a")
+    before = (await space.loads()).workers_ms
+    assert (await space.loads()).workers_ms == before
+    await eventually(space.now_ms, lambda now: now != before)
+    await space.worker("b")
+    assert (await space.loads()).workers_ms != before
+
+
+@pytest.mark.parametrize("value", ["spoilt", "", None])
+async def test_a_moment_that_cannot_be_read_is_another_moment(
+    space: Namespace, value: str | None
+) -> None:
+    inc = await space.worker("a")
+    if value is None:
+        await space.redis.hdel(space.key("meta"), "workers_ms")
+    else:
+        await space.redis.hset(space.key("meta"), "workers_ms", value)
+    snapshot = await space.loads()
+    assert (snapshot.workers_ms, snapshot.loads) == (0, {inc: NO_LOAD})

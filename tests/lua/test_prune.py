@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from app.core.predictions import PredictionSettings
 from app.core.types import SequenceHash
 from tests.lua.conftest import Namespace
@@ -45,3 +47,29 @@ async def test_steps_are_bounded_and_go_round(space: Namespace) -> None:
 async def test_where_nothing_was_predicted_there_is_nothing_to_prune(space: Namespace) -> None:
     assert await space.prune(HOURS) == 0
     assert await space.redis.dbsize() == 0
+
+
+@pytest.mark.parametrize("field", ["bucket_bits", "cutoff", "cursor", "letter"])
+@pytest.mark.parametrize("value", ["spoilt", "", "-5", "9" * 15])
+async def test_what_makes_no_sense_is_made_anew(space: Namespace, field: str, value: str) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    letters = [f for f in await space.redis.hkeys(space.key("predictions")) if len(f) == 1]
+    name = letters[0] if field == "letter" else field
+    await space.redis.hset(space.key("predictions"), name, value)
+    for _ in range(2):
+        await space.prune(HOURS)
+        await space.predict(inc, CHAIN, HOURS)
+    assert await space.foresee(CHAIN, HOURS) == {inc: 16}
+
+
+async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    [bucket, *_] = await space.redis.keys(space.key("predicted:") + "*")
+    await space.redis.set(bucket, "spoilt")
+    await space.prune(HOURS)
+    assert not await space.redis.exists(bucket)
+    await space.redis.set(space.key("predictions"), "spoilt")
+    assert await space.prune(HOURS) == 0
+    assert not await space.redis.exists(space.key("predictions"))

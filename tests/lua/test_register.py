@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.core import leases
 from app.core.errors import NamespaceMismatch, WorkerReplaced
 from app.core.leases import Registration, decode_info
 from app.core.types import Incarnation, TierOverlap
@@ -128,3 +129,73 @@ async def test_who_was_replaced_by_another_process_cannot_resync(space: Namespac
     with pytest.raises(WorkerReplaced, match="worker a:0"):
         await space.worker("a", resync=True)
     assert await space.get("current", "a:0") == str(other)
+
+
+async def registered(space: Namespace, worker: str, held: Incarnation | None = None) -> int:
+    """The number given to a process that has not opened the index yet."""
+    call = leases.register(space.keys, info(worker), f"nonce-{worker}", ttl_ms=LONG_MS, held=held)
+    return (await space.do(call)).incarnation
+
+
+async def test_nobody_is_routed_to_by_registering_alone(space: Namespace) -> None:
+    old = await space.worker("a")
+    new = await registered(space, "a")
+    assert set((await space.loads()).loads) == {old}
+    assert await space.get("current", "a:0") == str(old)
+    assert await space.get("load", new) is None
+
+
+@pytest.mark.parametrize("left", ["workers", "leases", "writers", "load"])
+async def test_a_number_is_not_given_again_while_anything_is_known_of_it(
+    space: Namespace, left: str
+) -> None:
+    assert await space.worker("a") == 1
+    gone = {"meta", "workers", "leases", "writers", "load"} - {left}
+    await space.redis.delete(*(space.key(name) for name in gone))
+    assert await registered(space, "b") == 2
+
+
+@pytest.mark.parametrize("count", ["spoilt", "", "-5", "1.5", "9" * 10, "9" * 30])
+async def test_a_count_that_makes_no_sense_begins_anew(space: Namespace, count: str) -> None:
+    assert await space.worker("a") == 1
+    await space.redis.hset(space.key("meta"), "incarnations", count)
+    assert await registered(space, "b") == 2
+
+
+@pytest.mark.parametrize("field", ["block_size", "shards"])
+@pytest.mark.parametrize("value", ["spoilt", "", "0", "-1", "1e3"])
+async def test_a_namespace_that_makes_no_sense_is_made_anew(
+    space: Namespace, field: str, value: str
+) -> None:
+    await space.worker("a", shards=1)
+    await space.redis.hset(space.key("meta"), field, value)
+    assert (await space.register("b", shards=2)).shards == 2
+    assert await space.get("meta", "block_size") == "4"
+    assert len((await space.loads()).loads) == 2
+
+
+async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> None:
+    names = ("meta", "workers", "current", "leases", "writers", "load", "reservations", "expiry")
+    for name in names:
+        await space.redis.set(space.key(name), "spoilt")
+    inc = await space.worker("a")
+    assert (await space.loads()).loads == {inc: NO_LOAD}
+    assert await space.reserve(inc, "r1") is None
+
+
+async def test_who_was_not_replaced_but_whose_nonce_was_spoilt_goes_on(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("writers"), str(inc), "stranger")
+    new = await space.register("a", resync=True)
+    assert new.predecessor_lives
+    assert await space.activate("a", new.incarnation)
+
+
+async def test_an_entry_of_another_worker_is_no_successor(space: Namespace) -> None:
+    inc, other = await space.worker("a"), await space.worker("b")
+    await space.redis.hset(space.key("current"), "a:0", str(other))
+    new = await space.register("a", resync=True)
+    assert new.predecessor_lives, "by what is known of 1 itself"
+    assert await space.activate("a", new.incarnation)
+    assert set((await space.loads()).loads) == {other, new.incarnation}
+    assert inc not in (await space.loads()).loads

@@ -65,3 +65,56 @@ async def test_releasing_one_who_waits_leaves_the_head_alone(space: Namespace) -
 async def test_an_unknown_request_cannot_be_released(space: Namespace) -> None:
     await space.worker("a")
     assert not await space.release("r1")
+
+
+async def test_only_the_attempt_that_reserved_is_released_where_one_is_named(
+    space: Namespace,
+) -> None:
+    """A router that gave an attempt up does not take the next one's reservation away."""
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="x-1")
+    await space.reserve(inc, "r1", attempt="y-1")
+    assert not await space.release("r1", "x-1")
+    assert (await space.load(inc)).requests == 1
+    await space.prefill_complete("r1")
+    assert not await space.release("r1", "x-1")
+    assert await space.release("r1", "y-1")
+    assert (await space.load(inc)).requests == 0
+
+
+async def test_without_an_attempt_whichever_is_released(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="x-1")
+    assert await space.release("r1")
+    assert not await space.release("r1", "x-1")
+
+
+async def test_a_release_leaves_nothing_of_a_reservation_that_was_damaged(
+    space: Namespace,
+) -> None:
+    inc, other = await space.worker("a"), await space.worker("b")
+    for request_id in ("r1", "r2", "r3", "r4"):
+        await space.reserve(inc, request_id, blocks=7)
+    await space.redis.hdel(space.key("reservations"), "r1")
+    await space.redis.hset(space.key("reservations"), "r2", str(other))
+    await space.redis.zrem(space.key("expiry"), "r3")
+    await space.redis.hset(space.keys[f"requests:{inc}"], "r4", "spoilt")
+    for request_id in ("r1", "r2", "r3", "r4"):
+        assert await space.release(request_id)
+        assert not await space.release(request_id)
+    assert await space.renew(inc)
+    load = await space.load(inc)
+    assert (load.prefill_tokens, load.blocks, load.requests) == (0, 0, 0)
+    assert (await space.load(other)).requests == 0
+    keys = [f"requests:{inc}", f"prefills:{inc}", "reservations", "expiry"]
+    assert not await space.redis.exists(*(space.keys[key] for key in keys))
+
+
+async def test_a_load_that_falls_below_zero_is_counted_anew(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
+    await space.redis.hset(space.key("load"), str(inc), "50 0 0 0 1 1 0 1")
+    assert await space.release("r1")
+    assert (await space.loads()).loads == {}, "not routed to meanwhile"
+    assert await space.renew(inc)
+    assert (await space.load(inc)).prefill_tokens == 0

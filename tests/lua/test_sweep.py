@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from app.core import index
 from app.core.types import SequenceHash, TierOverlap
-from tests.lua.conftest import HOST, A, B, C, Namespace
+from tests.lua.conftest import HOST, LONG_MS, A, B, C, Namespace
 
 SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
 """One block for each of the 16 buckets of 4 bits."""
@@ -171,3 +172,107 @@ async def test_who_has_opened_the_shard_is_named(space: Namespace) -> None:
     assert sorted((await space.sweep()).writers) == [a, b]
     await space.retire("a", a)
     assert (await space.sweep()).writers == [b]
+
+
+async def test_an_entry_without_owners_is_removed_too(space: Namespace) -> None:
+    await space.worker("a")
+    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "")
+    await space.redis.hset(space.key("shard"), "swept_ms", "1")
+    assert await swept(space) == (1, 0)
+    assert not await space.redis.exists(space.key("blocks:aa"))
+
+
+async def test_marks_and_dead_that_are_no_numbers_go_at_once(space: Namespace) -> None:
+    inc = await space.worker("a")
+    junk = ["junk", "", "-1", "05", "0", "a b", "1.5"]
+    await space.redis.hset(space.key("applied"), mapping=dict.fromkeys(junk, "0 x"))
+    await space.redis.sadd(space.key("dead"), *junk)
+    step = await space.do(index.sweep(space.shard, [], max_buckets=256, scrub_ms=LONG_MS))
+    assert step.writers == [inc]
+    assert await space.redis.hkeys(space.key("applied")) == [b"1"]
+    assert not await space.redis.exists(space.key("dead"))
+
+
+async def test_a_mark_of_one_who_never_was_is_swept_like_the_dead(space: Namespace) -> None:
+    await space.worker("a")
+    await space.redis.hset(space.key("applied"), "77", "3 x")
+    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "77d")
+    assert await swept(space) == (1, 0)
+    assert await space.redis.hkeys(space.key("applied")) == [b"1"]
+    assert not await space.redis.exists(space.key("dead"), space.key("blocks:aa"))
+
+
+async def test_one_who_lives_is_not_kept_among_the_dead(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A])
+    await space.redis.sadd(space.key("dead"), str(inc))
+    assert await space.match([A]) == [{}]
+    assert await swept(space) == (0, 0)
+    assert await space.match([A]) == [{inc: TierOverlap(device=1)}]
+
+
+async def test_without_the_dead_their_entries_are_removed_by_the_next_scrub(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a", bucket_bits=4), await space.worker("b")
+    await space.hold(a, SPREAD)
+    await space.hold(b, SPREAD)
+    await space.retire("a", a)
+    await space.sweep(8)
+    await space.redis.delete(space.key("dead"), space.key("sweep"))
+    found = await space.match(*([block] for block in SPREAD))
+    assert [overlaps[b] for overlaps in found] == [TierOverlap(device=1)] * 16
+    assert await swept(space) == (0, 0)
+    await space.redis.hset(space.key("shard"), "swept_ms", "1")
+    assert await swept(space) == (8, 0)
+
+
+@pytest.mark.parametrize("cursor", ["spoilt", "", "-1", "16", "1e9", "3.5"])
+async def test_a_pass_whose_place_is_lost_begins_again(space: Namespace, cursor: str) -> None:
+    inc = await space.worker("a", bucket_bits=4)
+    await space.hold(inc, SPREAD)
+    await space.retire("a", inc)
+    assert await swept(space, 8) == (8, 8)
+    await space.redis.hset(space.key("sweep"), "cursor", cursor)
+    assert await swept(space, 8) == (0, 8)
+    assert await swept(space, 8) == (8, 0)
+
+
+async def test_a_pass_that_has_lost_whom_it_is_for_leaves_them_to_the_next(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a", bucket_bits=4)
+    await space.hold(inc, SPREAD)
+    await space.retire("a", inc)
+    await space.sweep(8)
+    await space.redis.hdel(space.key("sweep"), "targets")
+    assert await swept(space, 8) == (8, 16)
+    assert await space.redis.smembers(space.key("dead")) == {b"1"}
+    assert await swept(space) == (0, 0)
+    assert not await space.redis.exists(space.key("dead"))
+
+
+@pytest.mark.parametrize("moment", ["spoilt", "", "-1", "9" * 15, None])
+async def test_when_nobody_knows_of_the_last_pass_another_is_made(
+    space: Namespace, moment: str | None
+) -> None:
+    inc = await space.worker("a", bucket_bits=4)
+    await space.hold(inc, [SPREAD[0]])
+    await space.redis.hset(space.key("blocks:f"), "junk", "77d")
+    if moment is None:
+        await space.redis.hdel(space.key("shard"), "swept_ms")
+    else:
+        await space.redis.hset(space.key("shard"), "swept_ms", moment)
+    assert await swept(space) == (1, 0)
+    assert abs(int(await space.get("shard", "swept_ms") or 0) - await space.now_ms()) < 10_000
+
+
+@pytest.mark.parametrize("key", ["shard", "applied", "dead", "sweep"])
+async def test_keys_that_became_something_else_are_dropped(space: Namespace, key: str) -> None:
+    inc = await space.worker("a")
+    await space.hold(inc, [A])
+    await space.redis.set(space.key(key), "spoilt")
+    step = await space.do(index.sweep(space.shard, [], max_buckets=256, scrub_ms=1000))
+    assert step.buckets_left == 0
+    assert not await space.redis.exists(space.key(key))
+    assert step.writers == ([] if key == "applied" else [inc])

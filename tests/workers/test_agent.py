@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+import workers.agent
 from app.core import leases, metrics, reservations
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import NamespaceMismatch, NamespaceMissing, RedisUnavailable, WorkerReplaced
@@ -489,3 +490,70 @@ async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:
 
         # Trimmed by whole nodes of 100 entries.
         await eventually(length, lambda seen: METRICS_MAXLEN <= seen <= METRICS_MAXLEN + 100)
+
+
+@pytest.fixture
+def _audits_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.agent, "AUDIT_INTERVAL_S", 0.05)
+
+
+@pytest.mark.usefixtures("_audits_often")
+async def test_blocks_that_somebody_deleted_are_published_again(
+    redis: Redis, observer: Observer
+) -> None:
+    async with running(new_agent(redis, ttl_s=60.0)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        bucket, block = SHARD[f"blocks:{CHAIN[0] >> 60:x}"], f"{CHAIN[3]:016x}"
+        assert await redis.hdel(bucket, block) == 1
+        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
+        assert agent.resyncs == 1
+
+
+@pytest.mark.usefixtures("_audits_often")
+async def test_blocks_that_somebody_made_up_are_held_by_nobody(
+    redis: Redis, observer: Observer
+) -> None:
+    async with running(new_agent(redis, ttl_s=60.0)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:4]), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+        bucket = SHARD[f"blocks:{CHAIN[0] >> 60:x}"]
+        await redis.hset(bucket, f"{CHAIN[4]:016x}", "1d")
+        await redis.hset(bucket, "junk", "1d")
+        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=4)})
+
+
+class CountingRunner(ScriptRunner):
+    """Knows how often the index was searched for what the worker does not hold."""
+
+    searches = 0
+
+    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        self.searches += any(c.script.name == "claims" for c in calls)
+        return await super().run(calls)
+
+
+@pytest.mark.usefixtures("_audits_often")
+async def test_what_is_right_is_left_as_it_is(redis: Redis) -> None:
+    runner = CountingRunner(redis, timeout_s=1.0)
+    async with running(new_agent(redis, runner=runner)) as agent:
+
+        async def searches() -> int:
+            return runner.searches
+
+        for n in range(1, 9):
+            agent.notify([Stored(tuple(CHAIN[:n]), None), Removed(tuple(CHAIN[n - 2 : n - 1]))])
+            await eventually(searches, lambda seen, n=n: seen >= n)
+        assert agent.resyncs == 0
+
+
+async def test_a_number_that_is_not_free_in_the_index_is_given_back(
+    redis: Redis, observer: Observer
+) -> None:
+    await redis.hset(SHARD["applied"], mapping={"1": "5 stranger", "2": "0 stranger"})
+    agent = new_agent(redis)
+    await agent.start()
+    assert await observer.live() == {3: "w0:0"}
+    for name in ("workers", "writers", "load"):
+        assert await redis.hkeys(KEYS[name]) == [b"3"]
+    assert await redis.zrange(KEYS["leases"], 0, -1) == [b"3"]

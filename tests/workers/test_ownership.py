@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
-from app.core.index import Change
+from app.core.index import Change, Claims
 from app.core.types import SequenceHash, Tier
 from workers.ownership import Ownership
 
@@ -354,3 +354,35 @@ def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
         assert ownership.num_pending == len(differing)
     tell(redis, ownership.drain().get(0, []), parents)
     assert redis == plain_published(held, parents)
+
+
+CLAIM = (0, DEVICE)
+"""Bucket 0 of 256, where all of A to E belong."""
+
+
+@pytest.mark.parametrize(
+    ("entries", "right"),
+    [
+        ([], True),
+        ([(*CLAIM, A), (*CLAIM, D)], True),
+        ([(*CLAIM, A), (*CLAIM, E)], False),  # not held
+        ([(*CLAIM, None)], False),  # no block at all
+        ([(0, HOST, A)], False),
+        ([(0, None, A)], False),
+        ([(1, DEVICE, A)], False),  # where nobody looks for it
+        ([(*CLAIM, A), (*CLAIM, A)], False),
+    ],
+)
+def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_told(
+    abcd: Ownership, entries: list[tuple[int, Tier | None, SequenceHash | None]], right: bool
+) -> None:
+    claims = Claims(bucket_bits=8, next_bucket=0, entries=entries)
+    assert abcd.shows(0, claims) == right
+    assert abcd.shows(1, claims) == (entries == [])
+
+
+def test_a_block_belongs_where_the_first_of_its_group_does(ownership: Ownership) -> None:
+    first, second = SequenceHash(0xAA << 56), SequenceHash(0xBB << 56)
+    told(ownership, stored(first, second))
+    for bucket, right in ((0xAA, True), (0xBB, False)):
+        assert ownership.shows(0, Claims(8, 0, [(bucket, DEVICE, second)])) == right

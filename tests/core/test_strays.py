@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core import strays
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.strays import Strays
+from app.core.topology import Client
+from tests.lua.conftest import A, B, Namespace
+
+
+@pytest.fixture
+def space(redis: Client) -> Namespace:
+    return Namespace(redis)
+
+
+def strays_of(space: Namespace) -> Strays:
+    return Strays(space.runner, space.keys, timeout_s=2)
+
+
+async def names(redis: Redis) -> set[str]:
+    return {key.decode() for key in await redis.keys()}
+
+
+async def test_what_belongs_to_something_stays(space: Namespace) -> None:
+    inc = await space.worker("a", bucket_bits=6)
+    await space.hold(inc, [A, B])
+    await space.reserve(inc, "r1")
+    await space.redis.set("kvroute:1:{test}:mine", "x")
+    await space.redis.set("kvroute:1:{tester#9}:blocks:zz", "x")
+    before = await names(space.redis)
+    await strays_of(space).drop_some(shards=1)
+    assert await names(space.redis) == before
+
+
+async def test_what_belongs_to_nothing_goes(space: Namespace) -> None:
+    inc = await space.worker("a", bucket_bits=6)
+    await space.hold(inc, [A])
+    await space.reserve(inc, "r1")
+    before = await names(space.redis)
+    stray = [
+        space.key("blocks:aa"),
+        space.key("blocks:a8.bak"),
+        space.keys["requests:77"],
+        space.keys["prefills:junk"],
+        space.keys.of_shard(1)["shard"],
+        space.keys.of_shard(1)["applied"],
+        space.keys.of_shard(900)["blocks:a8"],
+    ]
+    await space.redis.mset(dict.fromkeys(stray, "x"))
+    await strays_of(space).drop_some(shards=1)
+    assert await names(space.redis) == before
+
+
+async def test_steps_are_bounded_and_go_round(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strays, "SCAN_KEYS", 10)
+    await space.worker("a")
+    looking = strays_of(space)
+    for _ in range(2):
+        junk = [space.keys[f"requests:{n}"] for n in range(100, 200)]
+        await space.redis.mset(dict.fromkeys(junk, "x"))
+        await looking.drop_some(shards=1)
+        assert await space.redis.exists(*junk) > 70
+        for _ in range(30):
+            await looking.drop_some(shards=1)
+        assert await space.redis.exists(*junk) == 0
+
+
+async def test_without_redis_it_says_so() -> None:
+    async with connect("redis://127.0.0.1:1/0") as nowhere:
+        runner = ScriptRunner(nowhere, timeout_s=1)
+        with pytest.raises(RedisUnavailable):
+            await Strays(runner, Keyspace("test"), timeout_s=1).drop_some(shards=1)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from app.core import leases
+from app.core.types import Incarnation
+from tests.lua.conftest import Namespace
+
+
+async def absent(space: Namespace, *incarnations: int) -> list[int]:
+    found = await space.do(leases.absent(space.keys, map(Incarnation, incarnations)))
+    return list(found)
+
+
+async def test_who_is_no_writer_is_absent(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    assert await absent(space, a, b, 77) == [77]
+    await space.retire("a", a)
+    assert await absent(space, a, b, 77) == [a, 77]
+
+
+async def test_a_staged_incarnation_is_not_absent(space: Namespace) -> None:
+    await space.worker("a")
+    staged = await space.worker("a", resync=True)
+    assert await absent(space, staged) == []
+
+
+async def test_of_none_none_is_absent(space: Namespace) -> None:
+    assert await absent(space) == []
+
+
+async def test_in_an_emptied_redis_all_are_absent(space: Namespace) -> None:
+    assert await absent(space, *range(1, 3001)) == list(range(1, 3001))

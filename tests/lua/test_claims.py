@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from app.core import index
+from app.core.index import Claims
+from app.core.types import Incarnation, SequenceHash
+from tests.lua.conftest import DEVICE, HOST, A, B, Namespace
+
+
+async def claims(
+    space: Namespace, inc: Incarnation, first: int = 0, buckets: int = 256
+) -> Claims | None:
+    return await space.do(index.claims(space.shard, inc, first, buckets))
+
+
+async def test_all_that_the_index_shows_of_an_incarnation_is_found(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    space.know([A])
+    space.know([B])
+    await space.apply(a, 1, [(A, DEVICE), (B, HOST)])
+    await space.apply(b, 1, [(A, HOST)])
+    assert await claims(space, a) == Claims(8, 0, [(0xAA, DEVICE, A), (0xBB, HOST, B)])
+    assert await claims(space, b) == Claims(8, 0, [(0xAA, HOST, A)])
+    assert await claims(space, Incarnation(11)) == Claims(8, 0, [])
+
+
+async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace) -> None:
+    inc = await space.worker("a", bucket_bits=4)
+    blocks = [SequenceHash(n << 60) for n in range(16)]
+    for block in blocks:
+        space.know([block])
+    await space.hold(inc, blocks)
+    first = await claims(space, inc, 0, 6)
+    assert first is not None
+    assert [bucket for bucket, _, _ in first.entries] == [0, 1, 2, 3, 4, 5]
+    assert first.next_bucket == 6
+    last = await claims(space, inc, 12, 6)
+    assert last is not None
+    assert [bucket for bucket, _, _ in last.entries] == [12, 13, 14, 15]
+    assert last.next_bucket == 0
+
+
+async def test_past_the_last_bucket_it_begins_again(space: Namespace) -> None:
+    inc = await space.worker("a", bucket_bits=4)
+    found = await claims(space, inc, 16, 5)
+    assert found == Claims(4, 5, [])
+
+
+async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
+    inc = await space.worker("a")
+    bucket = space.key("blocks:aa")
+    await space.redis.hset(bucket, "junk", "1d")
+    await space.redis.hset(bucket, f"{A:016x}", "1d1h")
+    await space.redis.hset(bucket, f"{B:016x}", "1x")
+    found = await claims(space, inc)
+    assert found is not None
+    assert set(found.entries) == {
+        (0xAA, DEVICE, None),
+        (0xAA, DEVICE, A),
+        (0xAA, HOST, A),
+        (0xAA, None, B),
+    }
+
+
+async def test_a_bucket_that_became_something_else_shows_nothing(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.set(space.key("blocks:aa"), "1d")
+    assert await claims(space, inc) == Claims(8, 0, [])
+
+
+async def test_where_the_layout_is_lost_nothing_can_be_said(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("shard"), "bucket_bits", "spoilt")
+    assert await claims(space, inc) is None
+    await space.redis.delete(space.key("shard"))
+    assert await claims(space, inc) is None
