@@ -6,7 +6,8 @@
 -- Returns  {now_ms, {inc, ...}, {inc, load, ...}, workers_ms, shards}   live leases; loads of
 --                        routable incarnations; whatever else was known of workers holds for as
 --                        long as workers_ms stays the same
---          nil           there is no such namespace
+--          nil           there is no such namespace, or Redis has just lost it: those who have
+--                        registered again are still on their way
 -- Cost     O(workers). Reads only.
 local meta, leases, load = KEYS[1], KEYS[2], KEYS[3]
 -- @include clock
@@ -19,5 +20,8 @@ if not shards then
   return false
 end
 local found = snapshot(now_ms())
+if #found[2] > 0 and #found[3] == 0 then
+  return false
+end
 found[4], found[5] = workers_ms, shards
 return found

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from app.core import index, leases
 from app.core.errors import NamespaceMissing
+from app.core.types import WorkerKey
 from tests.eventually import eventually
-from tests.lua.conftest import NO_LOAD, Namespace
+from tests.lua.conftest import NO_LOAD, Namespace, info
 
 
 async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(
@@ -97,3 +99,21 @@ async def test_a_moment_that_cannot_be_read_is_another_moment(
         await space.redis.hset(space.key("meta"), "workers_ms", value)
     snapshot = await space.loads()
     assert (snapshot.workers_ms, snapshot.loads) == (0, {inc: NO_LOAD})
+
+
+async def test_while_the_first_to_come_back_are_on_their_way_there_is_no_namespace_yet(
+    space: Namespace,
+) -> None:
+    call = leases.register(space.keys, info("a"), "nonce-a", ttl_ms=60_000)
+    inc = (await space.do(call)).incarnation
+    with pytest.raises(NamespaceMissing):
+        await space.loads()
+    assert await space.do(index.open_shard(space.shard, inc, "nonce-a", 8))
+    assert await space.do(leases.activate(space.keys, WorkerKey("a"), inc, "nonce-a"))
+    assert (await space.loads()).loads == {inc: NO_LOAD}
+
+
+async def test_once_all_have_left_there_is_nobody_but_a_namespace(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.retire("a", inc)
+    assert (await space.loads()).loads == {}
