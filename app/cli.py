@@ -13,28 +13,10 @@ from typing import Any, ClassVar, NoReturn
 import click
 
 from app.core import config
-from app.core.config import RouterSettings, WorkerSettings
-from app.core.errors import KvrouteError
+from app.core.config import Command, RouterSettings, WorkerSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 POLL_S = 0.5
-
-
-class _Command(click.Command):
-    """Shows our own errors as one line, not as a traceback."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except* KvrouteError as group:
-            raise click.ClickException(str(_first(group))) from None
-
-
-def _first(group: BaseExceptionGroup[KvrouteError]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _log_at(level: str) -> None:
@@ -42,9 +24,16 @@ def _log_at(level: str) -> None:
 
 
 class _LazyGroup(click.Group):
-    """Finds the commands that loadtest keeps, whose extra may not be installed, when asked."""
+    """Finds commands that lie elsewhere when asked. loadtest's extra may not be installed."""
 
-    lazy: ClassVar = {"replay": "loadtest.replay", "demo": "loadtest.demo"}
+    lazy: ClassVar = {
+        "replay": "loadtest.replay",
+        "demo": "loadtest.demo",
+        "inspect": "app.operate",
+        "dump": "app.operate",
+        "restore": "app.operate",
+        "reset": "app.operate",
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self.lazy])
@@ -69,7 +58,7 @@ def main() -> None:
     """
 
 
-@main.command(cls=_Command)
+@main.command(cls=Command)
 @config.options(RouterSettings)
 def router(**values: Any) -> None:
     """Run one router replica. Any number may share a Redis, behind a load balancer."""
@@ -86,7 +75,7 @@ def router(**values: Any) -> None:
     run(serve_router(settings, *sockets))
 
 
-@main.command(cls=_Command)
+@main.command(cls=Command)
 @config.options(WorkerSettings)
 def worker(**values: Any) -> None:
     """Run one worker: a simulated engine, and the agent that publishes its cache and load."""
@@ -101,7 +90,7 @@ def worker(**values: Any) -> None:
     run(serve(settings))
 
 
-@main.command(cls=_Command)
+@main.command(cls=Command)
 @click.option("--workers", "num_workers", default=8, show_default=True, type=config.POSITIVE)
 @click.option("--replicas", "num_replicas", default=3, show_default=True, type=config.POSITIVE)
 @click.option(

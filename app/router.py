@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 
 import numpy as np
 
+from app import inspection
 from app.core import index, leases, matching, predictions, reservations
 from app.core.config import RouterSettings
 from app.core.errors import (
@@ -51,6 +53,7 @@ blocks are forgotten. Until then it is only not routed to."""
 SWEEP_BUCKETS = 8
 """A step of the sweep then takes Redis about a millisecond."""
 SWEEP_PAUSE_S = 0.005
+FILL_INTERVAL_S = 10.0
 PRUNE_BUCKETS = 64
 """All of 8,192 are then looked through every 32 s."""
 SCRUB_INTERVAL_MS = 300_000
@@ -464,6 +467,7 @@ class Router:
             tasks.create_task(self._maintain_workers())
             tasks.create_task(self._maintain_index())
             tasks.create_task(self._maintain_keys())
+            tasks.create_task(self._watch_fill())
 
     async def _maintain_workers(self) -> None:
         calls = (
@@ -488,6 +492,15 @@ class Router:
             if self.fleet.last_view is not None:
                 self.fleet.forget_except(self.fleet.last_view.incarnations)
             await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+
+    async def _watch_fill(self) -> None:
+        rng = random.Random()
+        while True:
+            with suppress(RedisUnavailable):
+                shards = self.fleet.shards or 0
+                fill = await inspection.fill(self._runner.redis, self._keyspace, shards, rng)
+                self.telemetry.index_fill.set(fill)
+            await asyncio.sleep(FILL_INTERVAL_S)
 
     def _prune(self) -> list[Call[int]]:
         if self._predictions is None:

@@ -75,6 +75,12 @@ class Telemetry:
             "Age of the newest entry of the metrics stream.",
             registry=r,
         )
+        self.index_fill = Gauge(
+            "kvroute_index_fill",
+            "Blocks in the index by those that it was laid out for, from a sample. Past 4 it is "
+            "overfull, and slow.",
+            registry=r,
+        )
         self.load_mean = Gauge(
             "kvroute_load_avg", "Mean used fraction of the workers' KV blocks.", registry=r
         )

@@ -100,7 +100,11 @@ def test_the_help_lists_all_commands() -> None:
     assert result.exit_code == 0
     assert re.findall(r"^  (\w+)  ", result.output, re.MULTILINE) == [
         "demo",
+        "dump",
+        "inspect",
         "replay",
+        "reset",
+        "restore",
         "router",
         "up",
         "worker",

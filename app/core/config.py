@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
+from app.core.errors import KvrouteError
+
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="CommonSettings")
 
@@ -31,6 +33,19 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 PORT = click.IntRange(0, 65535)
 POSITIVE = click.IntRange(min=1)
 POSITIVE_SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+class Command(click.Command):
+    """Shows our own errors as one line, not as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except* KvrouteError as group:
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise click.ClickException(str(error)) from None
 
 
 def setting(default: Any, help_text: str, kind: Any = None, env: str | None = None) -> Any:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -91,11 +91,15 @@ class EmbeddedRedis:
     binary: which server to run; None takes `redis_binary()`.
     port: None takes a free one. Either way every later start uses the same port, so that a
     server killed and started again is, to its clients, one that lost its data.
+    options: further arguments, put before those that are always there.
     All methods block; the longest, `start`, for at most START_DEADLINE_S.
     """
 
-    def __init__(self, binary: Path | None = None, port: int | None = None) -> None:
+    def __init__(
+        self, binary: Path | None = None, port: int | None = None, *, options: Sequence[str] = ()
+    ) -> None:
         self.binary = binary
+        self.options = tuple(options)
         self.port = free_port() if port is None else port
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -166,7 +170,7 @@ class EmbeddedRedis:
         return Path(self._directory.name) / "redis.log"
 
     def _spawn(self, binary: Path) -> None:
-        command = [str(binary), "--bind", LOOPBACK, "--port", str(self.port)]
+        command = [str(binary), *self.options, "--bind", LOOPBACK, "--port", str(self.port)]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._log.parent)]
         with open(self._log, "wb") as log, interrupts_held():
             self._process = subprocess.Popen(

@@ -55,6 +55,12 @@ def bucket_bits_for(capacity_blocks: int) -> int:
     return min(24, max(1, bits))
 
 
+def bucket_name(number: int, bits: int) -> str:
+    """Of the bucket with this number, of 2^bits, as lua/lib/bucket.lua names it."""
+    digits = -(-bits // 4)
+    return f"{number << (4 * digits - bits):0{digits}x}"
+
+
 def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
     """The blocks of a whole chain from position `start` on, all in `tier`."""
     return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]

@@ -40,7 +40,11 @@ time that there is."""
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a URL says. path: after the hosts, without its first slash. options: redis-py's."""
+    """What a URL says.
+
+    topology: "", "sentinel" or "cluster". path: what follows the hosts, without slashes around it.
+    options: what redis-py's connections are told.
+    """
 
     topology: str
     hosts: list[Address]
@@ -64,7 +68,7 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
     Raises ConfigError for a URL that is none; it does not show the password.
     """
     target = _parse(url)
-    common = {
+    options = {
         "max_connections": max_connections,
         "timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
@@ -74,9 +78,10 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
         "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
+        **target.options,
     }
     try:
-        client = _client(target, common, timeout_s * PATIENCE)
+        client = _client(target, options, timeout_s * PATIENCE)
         pool: Any = client.connection_pool
         pool.make_connection()  # refuses options that it does not know
     except (TypeError, ValueError, RedisError) as error:
@@ -84,44 +89,31 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
     return client
 
 
-def _client(target: _Target, common: dict[str, Any], patience_s: float) -> Client:
+def _client(target: _Target, options: dict[str, Any], patience_s: float) -> Client:
     if target.topology == "cluster":
         if target.path not in ("", "0"):
             raise ValueError("a cluster has no databases")
-
-        def make_pool(**more: Any) -> BlockingConnectionPool:
-            return BlockingConnectionPool(**common, **target.options, **more)
-
-        return ClusterClient(target.hosts, make_pool, patience_s)
+        return ClusterClient(target.hosts, options, patience_s)
     if target.topology == "sentinel":
         service, _, db = target.path.partition("/")
         if not service:
             raise ValueError("the service is missing: redis+sentinel://host,host/service")
-        return _sentinel_client(target, service, {**common, **_db(db)}, patience_s)
-    options = {**common, **target.options, **_db(target.path)}
-    return cast(Client, Client.from_pool(BlockingConnectionPool(**options)))
+        return _sentinel_client(target.hosts, service, options | _db(db), patience_s)
+    if "path" in options:
+        del options["socket_keepalive"]
+    pool = BlockingConnectionPool(**(options | _db(target.path)))
+    return cast(Client, Client.from_pool(pool))
 
 
 def _sentinel_client(
-    target: _Target, service: str, common: dict[str, Any], patience_s: float
+    hosts: list[Address], service: str, options: dict[str, Any], patience_s: float
 ) -> Client:
-    options = dict(target.options)
     tls = options.pop("connection_class", None) is SSLConnection
     login = {k: options.pop(f"sentinel_{k}", None) for k in ("username", "password")}
-    of_transport = {k: v for k, v in options.items() if k.startswith("ssl_")}
-    sentinels = Sentinels(
-        target.hosts,
-        patience_s=patience_s,
-        sentinel_kwargs={
-            **{k: v for k, v in common.items() if k.startswith("socket_")},
-            "retry": common["retry"],
-            "protocol": common["protocol"],
-            "ssl": tls,
-            **of_transport,
-            **login,
-        },
-    )
-    return SentinelClient(sentinels, service, ssl=tls, **common, **options)
+    alike = {k: v for k, v in options.items() if k.startswith(("socket_", "ssl_"))}
+    alike |= {"ssl": tls, "retry": options["retry"], "protocol": options["protocol"]}
+    sentinels = Sentinels(hosts, patience_s=patience_s, sentinel_kwargs=alike | login)
+    return SentinelClient(sentinels, service, ssl=tls, **options)
 
 
 def _parse(url: str) -> _Target:

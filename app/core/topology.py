@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
+from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 from redis.exceptions import (
     AskError,
@@ -29,8 +30,6 @@ from redis.exceptions import (
 T = TypeVar("T")
 
 Address = tuple[str, int]
-PoolMaker = Callable[..., BlockingConnectionPool]
-"""Makes a pool of connections to the given `host` and `port`."""
 
 MAX_REDIRECTS = 4
 KEYLESS = frozenset({"INFO", "PING", "TIME"})
@@ -175,13 +174,15 @@ class ClusterClient(Client):
 
     Commands with one key go where it lies, if it is their first argument or the first stream of
     an XREAD; INFO, PING and TIME to any node. Pipelines are sent by `exchange` to one node.
-    seeds: nodes to ask first which there are.
+    seeds: nodes to ask first which there are. options: of the connections to each.
     patience_s: how long one node is waited for alone when asked for the slots.
     """
 
-    def __init__(self, seeds: Sequence[Address], make_pool: PoolMaker, patience_s: float) -> None:
+    def __init__(
+        self, seeds: Sequence[Address], options: Mapping[str, Any], patience_s: float
+    ) -> None:
         self._seeds = tuple(seeds)
-        self._make_pool = make_pool
+        self._options = options
         self._patience_s = patience_s
         self._clients: dict[tuple[Address, bool], Redis] = {}
         self._slots: dict[int, list[Address]] = {}
@@ -265,13 +266,13 @@ class ClusterClient(Client):
         address = (host, error.port)
         if not isinstance(error, MovedError):
             return Node(self._client(address), asking=True)
-        self._slots[error.slot_id] = [address]
         self.stale = True
         return Node(self._client(address))
 
     async def _ask_slots(self, address: Address) -> dict[int, list[Address]]:
         node: Any = self._client(address)
-        ranges = await node.execute_command("CLUSTER SLOTS", current_host=address[0])
+        reply = await node.execute_command("CLUSTER SLOTS")
+        ranges: Any = parse_cluster_slots(reply, current_host=address[0])
         slots: dict[int, list[Address]] = {}
         for (first, last), served in ranges.items():
             holders = [served["primary"], *served["replicas"]]
@@ -284,8 +285,10 @@ class ClusterClient(Client):
     def _client(self, address: Address, *, read_only: bool = False) -> Redis:
         client = self._clients.get((address, read_only))
         if client is None:
-            more = {"redis_connect_func": _connect_read_only} if read_only else {}
-            client = Redis.from_pool(self._make_pool(host=address[0], port=address[1], **more))
+            options = {**self._options, "host": address[0], "port": address[1]}
+            if read_only:
+                options["redis_connect_func"] = _connect_read_only
+            client = Redis.from_pool(BlockingConnectionPool(**options))
             self._clients[address, read_only] = client
         return client
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core import leases, reservations
 from app.core.embedded import EmbeddedRedis, free_port
@@ -13,8 +14,10 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.reservations import Reservation
-from app.core.scripts import ScriptRunner, call, load_script
+from app.core.scripts import Call, ScriptRunner, call, load_script
+from app.core.topology import Client, Node
 from app.core.types import Incarnation, WorkerInfo, WorkerKey
+from tests.redis_servers import KINDS, require_redis
 
 KEYS = Keyspace("test")
 REGISTER = leases.register(
@@ -37,7 +40,7 @@ RELEASE = reservations.release(KEYS, "r1")
 
 
 @pytest.fixture
-async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[Redis]:
+async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[Client]:
     async with connect(own_redis_server.url) as client:
         yield client
 
@@ -59,7 +62,7 @@ def test_a_call_s_keys_are_those_of_the_header_in_its_order() -> None:
     assert one.args == (7, "nonce", 1, "")
 
 
-async def test_replies_come_in_the_order_of_the_calls(redis: Redis) -> None:
+async def test_replies_come_in_the_order_of_the_calls(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     replies = await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, RELEASE])
     assert replies == [
@@ -72,14 +75,14 @@ async def test_replies_come_in_the_order_of_the_calls(redis: Redis) -> None:
     assert await runner.run([]) == []
 
 
-async def test_redis_forgetting_its_scripts_goes_unnoticed(redis: Redis) -> None:
+async def test_redis_forgetting_its_scripts_goes_unnoticed(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE, RESERVE, LOADS, RELEASE])
     await redis.script_flush()
     assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 0
 
 
-async def test_where_redis_lacks_some_scripts_every_call_still_runs_once(redis: Redis) -> None:
+async def test_where_redis_lacks_some_scripts_every_call_still_runs_once(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE])
     await redis.script_flush()
@@ -93,7 +96,7 @@ async def test_where_redis_lacks_some_scripts_every_call_still_runs_once(redis: 
     assert (load.requests, load.total) == (1, 2)
 
 
-async def test_an_error_reply_means_that_redis_is_unavailable(redis: Redis) -> None:
+async def test_an_error_reply_means_that_redis_is_unavailable(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.one(REGISTER)
     await redis.set(KEYS["leases"], "no zset")
@@ -101,7 +104,7 @@ async def test_an_error_reply_means_that_redis_is_unavailable(redis: Redis) -> N
         await runner.one(LOADS)
 
 
-async def test_a_redis_that_refuses_writes_is_unavailable(redis: Redis) -> None:
+async def test_a_redis_that_refuses_writes_is_unavailable(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE])
     await redis.config_set("maxmemory", "1")
@@ -112,8 +115,56 @@ async def test_a_redis_that_refuses_writes_is_unavailable(redis: Redis) -> None:
         await redis.config_set("maxmemory", "0")
 
 
+async def test_a_call_without_an_answer_leaves_those_of_the_others(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.run([REGISTER, ACTIVATE])
+    await redis.set(KEYS["metrics"], "no script touches this")
+    await redis.set(KEYS["reservations"], "no hash")
+    seen, lost, seen_too = await runner.run_each([LOADS, RELEASE, LOADS])
+    assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
+    assert isinstance(lost, RedisUnavailable)
+    assert "release: WRONGTYPE" in str(lost)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_replica_refuses_to_write_is_sent_again_once_it_is_master(kind: str) -> None:
+    class Promoting(ScriptRunner):
+        promote = False
+
+        async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+            replies = await super()._send(node, calls)
+            if self.promote:
+                await node.client.replicaof("NO", "ONE")
+            return replies
+
+    with EmbeddedRedis(require_redis(kind)) as server:
+        async with connect(server.url) as redis:
+            runner = Promoting(redis, timeout_s=5)
+            await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, LOADS])
+            await redis.replicaof("127.0.0.1", str(free_port()))
+            seen, refused = await runner.run_each([LOADS, RESERVE])
+            assert seen.loads.keys() == {Incarnation(1)}
+            assert isinstance(refused, RedisUnavailable)
+            assert "read only replica" in str(refused)
+            runner.promote = True
+            assert await runner.run([LOADS, RESERVE]) == [ANY, None]
+            assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 1
+
+
+def test_only_scripts_that_read_may_be_sent_to_replicas(redis: Client) -> None:
+    ScriptRunner(redis, timeout_s=5, on_replicas=["match", "loads"])
+    with pytest.raises(AssertionError, match="reserve writes"):
+        ScriptRunner(redis, timeout_s=5, on_replicas=["match", "reserve"])
+
+
+async def test_where_there_is_no_replica_the_master_is_read(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5, on_replicas=["loads"])
+    await runner.run([REGISTER, ACTIVATE])
+    assert (await runner.one(LOADS)).loads.keys() == {Incarnation(1)}
+
+
 async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
-    own_redis_server: EmbeddedRedis, own_redis: Redis
+    own_redis_server: EmbeddedRedis, own_redis: Client
 ) -> None:
     await ScriptRunner(own_redis, timeout_s=5).run([REGISTER, ACTIVATE])
     pid = own_redis_server.pid
@@ -136,7 +187,7 @@ async def test_a_redis_that_cannot_be_reached_is_unavailable() -> None:
 
 
 async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(
-    own_redis_server: EmbeddedRedis, own_redis: Redis
+    own_redis_server: EmbeddedRedis, own_redis: Client
 ) -> None:
     runner = ScriptRunner(own_redis, timeout_s=5)
     await runner.one(REGISTER)

@@ -1,0 +1,463 @@
+"""What is in Redis, for people: read only, in bounded steps, beside a running cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from app.core import index, leases, matching
+from app.core.errors import ConfigError
+from app.core.index import BLOCKS_PER_BUCKET
+from app.core.keys import METRICS_MAXLEN, Keyspace
+from app.core.matching import parse_owners
+from app.core.redis import deadline
+from app.core.reservations import Load
+from app.core.scripts import ScriptRunner
+from app.core.topology import Client
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo
+
+STEP_KEYS = 200
+STEP_TIMEOUT_S = 5.0
+FULL_FACTOR = 4
+"""Past so many times the blocks that it was laid out for, an index is called overfull."""
+OWNERS = re.compile(rb"(?:[1-9]\d*[dhk])+")
+LOOKS = 4
+LOOK_INTERVAL_S = 0.5
+EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One incarnation. lease_ms: left of its lease; None: it has none. metrics_age_s: of its newest
+    entry in the metrics stream."""
+
+    incarnation: Incarnation
+    info: WorkerInfo | None
+    current: bool
+    lease_ms: int | None
+    load: Load | None
+    metrics_age_s: float | None
+    blocks: dict[Tier, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """unique_blocks, buckets: that exist. laid_out_blocks: what the buckets were settled for.
+    memory_bytes: used by the servers, whatever else they hold included."""
+
+    namespace: str
+    block_size: int
+    shards: int
+    workers: list[Worker]
+    unique_blocks: int
+    laid_out_blocks: int
+    memory_bytes: int
+
+    @property
+    def overfull(self) -> bool:
+        return self.unique_blocks > FULL_FACTOR * self.laid_out_blocks
+
+
+@dataclass(slots=True)
+class Finding:
+    """What is wrong, how often, and some of the places."""
+
+    what: str
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """The keys of a namespace that are not the index, all of one moment."""
+
+    now_ms: int
+    meta: dict[bytes, bytes]
+    workers: dict[bytes, bytes]
+    current: dict[bytes, bytes]
+    leases: dict[bytes, float]
+    writers: dict[bytes, bytes]
+    load: dict[bytes, bytes]
+    reservations: dict[bytes, bytes]
+    expiry: set[bytes]
+    requests: dict[bytes, dict[bytes, bytes]]
+    prefills: dict[bytes, list[bytes]]
+
+
+async def namespaces(redis: Client) -> list[str]:
+    """Names of all namespaces, in order. Raises RedisUnavailable."""
+    found = set()
+    async for _, keys in scan(redis, "kvroute:1:{*}:meta"):
+        found |= {key.decode()[len("kvroute:1:{") : -len("}:meta")] for key in keys}
+    return sorted(found)
+
+
+async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
+    """None: there is no such namespace. Reads the whole index. Raises RedisUnavailable."""
+    control = await _control(redis, keyspace)
+    if b"block_size" not in control.meta or b"shards" not in control.meta:
+        return None
+    shards = int(control.meta[b"shards"])
+    held, unique = await _held(redis, keyspace)
+    laid_out = memory = 0
+    async with deadline(STEP_TIMEOUT_S):
+        for shard in range(shards):
+            bits = await redis.hget(keyspace.of_shard(shard)["shard"], "bucket_bits")
+            laid_out += BLOCKS_PER_BUCKET << int(bits or 0)
+        for master in await redis.masters():
+            memory += int((await master.info("memory"))["used_memory"])
+    return Summary(
+        namespace=keyspace.namespace,
+        block_size=int(control.meta[b"block_size"]),
+        shards=shards,
+        workers=await _workers(redis, keyspace, control, held),
+        unique_blocks=unique,
+        laid_out_blocks=laid_out,
+        memory_bytes=memory,
+    )
+
+
+async def owners_of(
+    redis: Client, keyspace: Keyspace, block: SequenceHash
+) -> list[tuple[str, list[tuple[Incarnation, Tier]]]]:
+    """The keys in which `block` stands, with its owners there; dead ones included.
+
+    The bucket follows from the first block of the group, which a hash does not tell: all are asked.
+    Raises RedisUnavailable.
+    """
+    name = f"{block:016x}"
+    found = []
+    async for node, keys in scan(redis, _pattern(keyspace)):
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hget(key, name)
+            replies = await pipe.execute(raise_on_error=False)
+        for key, owners in zip(keys, replies, strict=True):
+            if isinstance(owners, bytes):
+                found.append((key.decode(), list(parse_owners(owners))))
+    return found
+
+
+async def fill(
+    redis: Client, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 64
+) -> float:
+    """Blocks in the index by those it was laid out for, from a sample of every shard's buckets.
+
+    Raises RedisUnavailable.
+    """
+    blocks = laid_out = 0
+    for shard in map(keyspace.of_shard, range(shards)):
+        async with deadline(STEP_TIMEOUT_S):
+            bits = int(await redis.hget(shard["shard"], "bucket_bits") or 0)
+            async with redis.node_of(shard["shard"]).client.pipeline(transaction=False) as pipe:
+                for _ in range(samples):
+                    number = rng.randrange(1 << bits)
+                    pipe.hlen(shard[f"blocks:{index.bucket_name(number, bits)}"])
+                lengths = await pipe.execute(raise_on_error=False)
+        blocks += sum(n for n in lengths if isinstance(n, int))
+        laid_out += samples * BLOCKS_PER_BUCKET
+    return blocks / laid_out if laid_out else 0.0
+
+
+async def everyone(redis: Client, keyspace: Keyspace) -> list[Worker]:
+    """All incarnations; their blocks are not counted. Raises RedisUnavailable."""
+    return await _workers(redis, keyspace, await _control(redis, keyspace), Counter())
+
+
+async def block_size(redis: Client, keyspace: Keyspace) -> int:
+    """Tokens. Raises ConfigError for a missing namespace, RedisUnavailable."""
+    async with deadline(STEP_TIMEOUT_S):
+        found: Any = await redis.hget(keyspace["meta"], "block_size")
+    if found is None:
+        raise ConfigError(f"namespace {keyspace.namespace!r}: there is none")
+    return int(found)
+
+
+async def worker(redis: Client, keyspace: Keyspace, name: str) -> list[Worker]:
+    """The incarnations of a worker key or worker id. Raises RedisUnavailable."""
+    control = await _control(redis, keyspace)
+    held, _ = await _held(redis, keyspace)
+    return [
+        one
+        for one in await _workers(redis, keyspace, control, held)
+        if one.info and name in (one.info.key.worker_id, str(one.info.key))
+    ]
+
+
+async def requests_on(
+    redis: Client, keyspace: Keyspace, incarnation: Incarnation
+) -> dict[str, str]:
+    """Request id → its record, of all that is reserved on it. Raises RedisUnavailable."""
+    async with deadline(STEP_TIMEOUT_S):
+        found: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
+    return {name.decode(): text.decode() for name, text in found.items()}
+
+
+async def prefix(
+    redis: Client, keyspace: Keyspace, chain: list[SequenceHash]
+) -> dict[str, TierOverlap]:
+    """Worker key → leading blocks of `chain` that it holds, of live workers.
+
+    Raises RedisUnavailable.
+    """
+    control = await _control(redis, keyspace)
+    shards = int(control.meta.get(b"shards", 1))
+    (overlaps,), _ = await matching.match(
+        ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
+    )
+    by_inc = {inc: name.decode() for name, inc in control.current.items()}
+    return {
+        by_inc[b"%d" % inc]: overlap
+        for inc, overlap in (overlaps or {}).items()
+        if b"%d" % inc in by_inc
+    }
+
+
+async def verify(redis: Client, keyspace: Keyspace, max_buckets: int) -> tuple[list[Finding], int]:
+    """What contradicts itself in a live namespace, and how many buckets were looked through.
+
+    State moves while it is read: what looks wrong is looked at LOOKS times, and counts only if it
+    was wrong each time. That blocks are closed under prefix cannot be told: Redis does not know a
+    block's parent. Raises RedisUnavailable.
+    """
+    findings: dict[str, Finding] = {}
+    suspects = dict.fromkeys(_contradictions(await _control(redis, keyspace)))
+    for _ in range(LOOKS - 1):
+        if not suspects:
+            break
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        again = set(_contradictions(await _control(redis, keyspace)))
+        suspects = {suspect: None for suspect in suspects if suspect in again}
+    for what, where in suspects:
+        _note(findings, what, where)
+    buckets = await _verify_index(redis, keyspace, max_buckets, findings)
+    return list(findings.values()), buckets
+
+
+def _note(findings: dict[str, Finding], what: str, where: str) -> None:
+    finding = findings.setdefault(what, Finding(what))
+    finding.count += 1
+    if len(finding.examples) < EXAMPLES:
+        finding.examples.append(where)
+
+
+def _contradictions(c: _Control) -> Iterator[tuple[str, str]]:
+    """(what, where) for everything in the control keys that does not agree."""
+    for inc in c.leases.keys() ^ c.writers.keys():
+        yield "an incarnation with only one of a lease and a writer", inc.decode()
+    for inc in c.writers.keys() - c.workers.keys():
+        yield "an incarnation of nobody knows whom", inc.decode()
+    for inc in c.load.keys() - c.writers.keys():
+        yield "the load of an incarnation that is over", inc.decode()
+    for name, inc in c.current.items():
+        if inc not in c.writers:
+            yield "a worker that is routed to an incarnation that is over", name.decode()
+    for inc in c.load.keys() & c.writers.keys():
+        if _counted(c, inc) != _loaded(c.load[inc]):
+            yield "a load that is not the sum of its requests", inc.decode()
+    for inc, requests in c.requests.items():
+        prefilling = {r for r, text in requests.items() if text.split()[3:4] == [b"p"]}
+        if prefilling != set(c.prefills.get(inc, ())):
+            yield "a queue that is not of the requests that prefill", inc.decode()
+        for request in requests:
+            if c.reservations.get(request) != inc:
+                yield "a request without its reservation", request.decode(errors="replace")
+    for request in c.reservations.keys() ^ c.expiry:
+        yield "a reservation without expiry, or the reverse", request.decode(errors="replace")
+    for request, inc in c.reservations.items():
+        if request not in c.requests.get(inc, ()):
+            yield "a reservation without its request", request.decode(errors="replace")
+
+
+def _counted(c: _Control, inc: bytes) -> tuple[int, ...]:
+    """prefill_tokens, prefill_us, blocks, requests, decoding by the requests."""
+    tokens = us = blocks = decoding = 0
+    records = [text.split() for text in c.requests.get(inc, {}).values()]
+    for record in records:
+        if len(record) != 5:
+            return ()
+        blocks += int(record[2])
+        if record[3] == b"p":
+            tokens, us = tokens + int(record[0]), us + int(record[1])
+        else:
+            decoding += 1
+    return tokens, us, blocks, len(records), decoding
+
+
+def _loaded(text: bytes) -> tuple[int, ...] | None:
+    try:
+        load = Load(*map(int, text.split()))
+    except (TypeError, ValueError):
+        return None
+    return load.prefill_tokens, load.prefill_us, load.blocks, load.requests, load.decoding
+
+
+async def _verify_index(
+    redis: Client, keyspace: Keyspace, max_buckets: int, findings: dict[str, Finding]
+) -> int:
+    seen = 0
+    async for node, keys in scan(redis, _pattern(keyspace)):
+        keys = keys[: max_buckets - seen]
+        seen += len(keys)
+        suspects = set(await _bad_entries(redis, keyspace, node, keys))
+        for _ in range(LOOKS - 1):
+            if not suspects:
+                break
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            again = sorted({key for key, _, _ in suspects})
+            suspects &= set(await _bad_entries(redis, keyspace, node, again))
+        for key, what, where in sorted(suspects):
+            _note(findings, what, f"{key.decode()} {where}".rstrip())
+        if seen == max_buckets:
+            break
+    return seen
+
+
+async def _bad_entries(
+    redis: Client, keyspace: Keyspace, node: Redis, keys: list[bytes]
+) -> list[tuple[bytes, str, str]]:
+    """(key, what, where) of entries that nobody would write, or whose owner is over.
+
+    Those of `dead`, or of incarnations a sweep is still to be told of, are no fault.
+    """
+    async with deadline(STEP_TIMEOUT_S):
+        async with node.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hgetall(key)
+            contents = await pipe.execute(raise_on_error=False)
+        known: dict[int, set[Incarnation]] = {}
+        for shard in {_shard_of_key(key) for key in keys}:
+            names = keyspace.of_shard(shard)
+            writing = await redis.hkeys(names["applied"])
+            dying = await redis.smembers(names["dead"])
+            known[shard] = {Incarnation(int(i)) for i in (*writing, *dying) if i.isdigit()}
+    found = []
+    for key, entries in zip(keys, contents, strict=True):
+        if not isinstance(entries, dict):
+            found.append((key, "a bucket that is no hash", ""))
+            continue
+        for block, owners in entries.items():
+            where = f"{block.decode(errors='replace')} {owners.decode(errors='replace')}"
+            incs = [inc for inc, _ in parse_owners(owners)]
+            if not OWNERS.fullmatch(owners) or incs != sorted(set(incs)):
+                found.append((key, "owners that cannot be read", where))
+            elif set(incs) - known[_shard_of_key(key)]:
+                found.append((key, "an owner that nobody knows, and no sweep takes out", where))
+    return found
+
+
+async def _control(redis: Client, keyspace: Keyspace) -> _Control:
+    """In one transaction, once it is known of which incarnations."""
+    node = redis.node_of(keyspace["meta"]).client
+    async with deadline(STEP_TIMEOUT_S):
+        incs: Any = await node.hkeys(keyspace["writers"])
+        async with node.pipeline(transaction=True) as pipe:
+            pipe.time()
+            for name in ("meta", "workers", "current", "writers", "load", "reservations"):
+                pipe.hgetall(keyspace[name])
+            for name in ("leases", "expiry"):
+                pipe.zrange(keyspace[name], 0, -1, withscores=True)
+            for inc in incs:
+                pipe.hgetall(keyspace[f"requests:{inc.decode()}"])
+                pipe.lrange(keyspace[f"prefills:{inc.decode()}"], 0, -1)
+            (seconds, micros), *replies = await pipe.execute()
+    hashes, (lease_list, expiry), families = replies[:6], replies[6:8], replies[8:]
+    meta, workers, current, writers, load, reservations = hashes
+    return _Control(
+        now_ms=seconds * 1000 + micros // 1000,
+        meta=meta,
+        workers=workers,
+        current=current,
+        leases=dict(lease_list),
+        writers=writers,
+        load=load,
+        reservations=reservations,
+        expiry={request for request, _ in expiry},
+        requests=dict(zip(incs, families[::2], strict=True)),
+        prefills=dict(zip(incs, families[1::2], strict=True)),
+    )
+
+
+async def _workers(
+    redis: Client, keyspace: Keyspace, control: _Control, held: Counter[tuple[Incarnation, Tier]]
+) -> list[Worker]:
+    async with deadline(STEP_TIMEOUT_S):
+        entries: Any = await redis.xrevrange(keyspace["metrics"], count=METRICS_MAXLEN)
+    newest: dict[bytes, int] = {}
+    for entry_id, fields in entries:
+        newest.setdefault(fields.get(b"incarnation", b""), int(entry_id.split(b"-")[0]))
+    found = []
+    for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
+        expiry = control.leases.get(inc)
+        info = control.workers.get(inc)
+        text = control.load.get(inc)
+        number = Incarnation(_number(inc))
+        found.append(
+            Worker(
+                incarnation=number,
+                info=_readable_info(info),
+                current=inc in control.current.values(),
+                lease_ms=None if expiry is None else int(expiry) - control.now_ms,
+                load=Load(*map(int, text.split())) if text and _loaded(text) else None,
+                metrics_age_s=(control.now_ms - newest[inc]) / 1000 if inc in newest else None,
+                blocks={tier: held[number, tier] for tier in Tier},
+            )
+        )
+    return found
+
+
+def _number(inc: bytes) -> int:
+    return int(inc) if inc.isdigit() else 0
+
+
+def _readable_info(text: bytes | None) -> WorkerInfo | None:
+    try:
+        return leases.decode_info(text) if text else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+async def _held(redis: Client, keyspace: Keyspace) -> tuple[Counter[tuple[Incarnation, Tier]], int]:
+    """Entries of each incarnation by tier, and the number of unique blocks."""
+    held: Counter[tuple[Incarnation, Tier]] = Counter()
+    unique = 0
+    async for node, keys in scan(redis, _pattern(keyspace)):
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hvals(key)
+            replies = await pipe.execute(raise_on_error=False)
+        for values in replies:
+            if isinstance(values, list):
+                unique += len(values)
+                for owners in values:
+                    held.update(parse_owners(owners))
+    return held, unique
+
+
+def _pattern(keyspace: Keyspace) -> str:
+    return keyspace.pattern + ":blocks:*"
+
+
+def _shard_of_key(key: bytes) -> int:
+    return int(key.partition(b"#")[2].partition(b"}")[0])
+
+
+async def scan(redis: Client, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
+    """All keys that match, some at a time, each with the server it lies on."""
+    async with deadline(STEP_TIMEOUT_S):
+        masters = await redis.masters()
+    for master in masters:
+        cursor = -1
+        while cursor != 0:
+            async with deadline(STEP_TIMEOUT_S):
+                found: Any = await master.scan(max(cursor, 0), match=pattern, count=1000)
+            cursor, keys = found
+            for at in range(0, len(keys), STEP_KEYS):
+                yield master, keys[at : at + STEP_KEYS]

@@ -1,0 +1,324 @@
+"""Commands for operators: look into Redis, move an index, delete a namespace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import wraps
+from typing import Any, BinaryIO, TypeVar
+
+import click
+import orjson
+
+from app import dump as dumping
+from app import inspection
+from app.core import config
+from app.core.config import Command, CommonSettings
+from app.core.hashing import compute_hashes, seed_for
+from app.core.keys import Keyspace
+from app.core.redis import connect
+from app.core.topology import Client
+from app.core.types import Incarnation, SequenceHash, Tier
+
+T = TypeVar("T")
+TIMEOUT_S = 5.0
+MAX_SHOWN = 20
+_COMMON = config.options(CommonSettings, without=("host", "log_level"))
+
+
+class _Hash(click.ParamType[SequenceHash]):
+    name = "hash"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> SequenceHash:
+        try:
+            number = int(value, 16)
+        except ValueError:
+            self.fail(f"{value!r} is no hexadecimal number", param, ctx)
+        if not 0 <= number < 2**64:
+            self.fail(f"{value!r} has more than 16 hex digits", param, ctx)
+        return SequenceHash(number)
+
+
+def _on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
+    """Runs `command` with a client of the Redis, and the keyspace, that the options name."""
+
+    @wraps(command)
+    def run(redis_url: str, namespace: str, **values: Any) -> T:
+        async def connected() -> T:
+            async with connect(redis_url, timeout_s=TIMEOUT_S) as redis:
+                return await command(redis, Keyspace(namespace), **values)
+
+        return asyncio.run(connected())
+
+    return run
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _plain(value: Any) -> Any:
+    return str(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns as wide as their widest cell; all but the first to the right."""
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+@click.group()
+def inspect() -> None:
+    """Look into Redis, reading only."""
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+
+
+@inspect.command(cls=Command)
+@_COMMON
+@as_json
+@_on_redis
+async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+    """Namespaces, workers, blocks by worker and tier, memory, age of metrics."""
+    names = await inspection.namespaces(redis)
+    found = await inspection.summary(redis, keyspace)
+    if as_json:
+        click.echo(_json({"namespaces": names, "summary": asdict(found) if found else None}))
+        return
+    click.echo(f"namespaces  {', '.join(names) or 'none'}")
+    if found is None:
+        raise click.ClickException(f"namespace {keyspace.namespace!r}: there is none")
+    per_block = found.memory_bytes / found.unique_blocks if found.unique_blocks else 0
+    click.echo(
+        f"namespace   {found.namespace}: blocks of {found.block_size} tokens, "
+        f"{found.shards} shard{'s' if found.shards > 1 else ''}\n"
+        f"index       {found.unique_blocks:,} unique blocks, laid out for {found.laid_out_blocks:,}"
+        + (" (overfull: look-ups and changes are slow)" if found.overfull else "")
+        + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis"
+        + (f", {per_block:,.0f} bytes a block" if per_block else "")
+        + "\n"
+    )
+    click.echo(_workers_table(found.workers))
+
+
+def _workers_table(workers: list[inspection.Worker]) -> str:
+    return _table(
+        (
+            "worker",
+            "incarnation",
+            "state",
+            "lease",
+            "metrics",
+            *[t.name.lower() for t in Tier],
+            "requests",
+            "prefill tokens",
+        ),
+        [
+            (
+                w.info.key if w.info else "?",
+                w.incarnation,
+                _state(w),
+                "-" if w.lease_ms is None else f"{w.lease_ms / 1000:.1f} s",
+                "-" if w.metrics_age_s is None else f"{w.metrics_age_s:.1f} s ago",
+                *(f"{w.blocks[tier]:,}" for tier in Tier),
+                w.load.requests if w.load else "-",
+                f"{w.load.prefill_tokens:,}" if w.load else "-",
+            )
+            for w in workers
+        ],
+    )
+
+
+def _state(worker: inspection.Worker) -> str:
+    if worker.lease_ms is None or worker.lease_ms <= 0:
+        return "lapsed"
+    return "live" if worker.current else "staged"
+
+
+@inspect.command(cls=Command)
+@click.argument("block", metavar="HASH", type=_Hash())
+@_COMMON
+@as_json
+@_on_redis
+async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
+    """Who holds a block, by its sequence hash: 16 hex digits."""
+    names = {w.incarnation: w for w in (await inspection.everyone(redis, keyspace))}
+    rows = [
+        (_name(names, inc), inc, tier.name.lower(), key)
+        for key, owners in await inspection.owners_of(redis, keyspace, block)
+        for inc, tier in owners
+    ]
+    head = ("worker", "incarnation", "tier", "key")
+    if as_json:
+        click.echo(_json([dict(zip(head, row, strict=True)) for row in rows]))
+    else:
+        click.echo(_table(head, rows) if rows else "nobody holds it")
+
+
+def _name(names: dict[Incarnation, inspection.Worker], inc: Incarnation) -> str:
+    one = names.get(inc)
+    return str(one.info.key) if one and one.info else "over"
+
+
+@inspect.command(cls=Command)
+@click.argument("name", metavar="WORKER")
+@_COMMON
+@as_json
+@_on_redis
+async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) -> None:
+    """A worker by its id, or <id>:<dp_rank>: lease, load, blocks, what is reserved on it."""
+    found = await inspection.worker(redis, keyspace, name)
+    if not found:
+        raise click.ClickException(f"worker {name!r}: there is none")
+    requests = {
+        w.incarnation: await inspection.requests_on(redis, keyspace, w.incarnation) for w in found
+    }
+    if as_json:
+        rows = [asdict(w) | {"reserved": requests[w.incarnation]} for w in found]
+        click.echo(_json(rows))
+        return
+    click.echo(_workers_table(found))
+    for w in found:
+        if w.info:
+            click.echo(
+                f"\n{w.info.key} at {w.info.address}, {w.info.kv_total_blocks:,} blocks, "
+                f"up to {w.info.max_requests} requests, {w.info.accelerator}"
+            )
+        reserved = requests[w.incarnation]
+        for request, record in list(reserved.items())[:MAX_SHOWN]:
+            click.echo(f"  {request}  {record}")
+        if len(reserved) > MAX_SHOWN:
+            click.echo(f"  ... and {len(reserved) - MAX_SHOWN} more")
+
+
+@inspect.command(cls=Command)
+@click.argument("file", type=click.File("rb"))
+@click.option(
+    "--text", is_flag=True, help="The file is text, a token a byte; else a JSON list of token ids."
+)
+@click.option("--lora", default=None, help="LoRA adapter of the request.")
+@click.option("--cache-namespace", default=None, help="Cache namespace of the request.")
+@_COMMON
+@as_json
+@_on_redis
+async def prefix(
+    redis: Client,
+    keyspace: Keyspace,
+    file: BinaryIO,
+    text: bool,
+    lora: str | None,
+    cache_namespace: str | None,
+    as_json: bool,
+) -> None:
+    """Who holds how much of a prompt."""
+    tokens = list(file.read()) if text else _tokens(file)
+    block_size = await inspection.block_size(redis, keyspace)
+    _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora, cache_namespace))
+    found = await inspection.prefix(redis, keyspace, chain) if chain else {}
+    rows = sorted(
+        ((name, o.device, o.host, o.disk, o.total) for name, o in found.items()),
+        key=lambda row: -row[4],
+    )
+    head = ("worker", *[t.name.lower() for t in Tier], "blocks")
+    if as_json:
+        click.echo(
+            _json(
+                {
+                    "isl_blocks": len(chain),
+                    "overlaps": [dict(zip(head, row, strict=True)) for row in rows],
+                }
+            )
+        )
+        return
+    click.echo(f"{len(tokens):,} tokens, {len(chain):,} full blocks of {block_size}")
+    click.echo(_table(head, rows) if rows else "nobody holds its first block")
+
+
+def _tokens(file: BinaryIO) -> list[int]:
+    try:
+        tokens = orjson.loads(file.read())
+    except orjson.JSONDecodeError as error:
+        raise click.ClickException(f"FILE is no JSON: {error}") from None
+    if not isinstance(tokens, list) or not all(
+        isinstance(token, int) and 0 <= token < 2**32 for token in tokens
+    ):
+        raise click.ClickException("FILE is no list of token ids, 0 to 2^32 - 1")
+    return tokens
+
+
+@inspect.command(cls=Command)
+@click.option(
+    "--max-buckets",
+    default=100_000,
+    show_default=True,
+    type=config.POSITIVE,
+    help="Of the index, looked through at most.",
+)
+@_COMMON
+@as_json
+@_on_redis
+async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
+    """Look for contradictions; exit status 1 if there are some."""
+    findings, buckets = await inspection.verify(redis, keyspace, max_buckets)
+    if as_json:
+        click.echo(_json({"buckets": buckets, "findings": [asdict(f) for f in findings]}))
+    else:
+        click.echo(f"{buckets:,} buckets and all that is reserved looked through")
+        click.echo("closure under prefix is not checked: Redis does not know a block's parent")
+        for finding in findings:
+            click.echo(f"{finding.count:,} times: {finding.what}")
+            for example in finding.examples:
+                click.echo(f"    {example}")
+        if not findings:
+            click.echo("nothing is wrong")
+    if findings:
+        click.get_current_context().exit(1)
+
+
+@click.command(cls=Command)
+@click.option("--out", type=click.File("wb", lazy=True), default="-", help="Default: stdout.")
+@_COMMON
+@_on_redis
+async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
+    """Write who holds which blocks as JSON lines."""
+    async for line in dumping.dump(redis, keyspace):
+        out.write(line + b"\n")
+
+
+@click.command(cls=Command)
+@click.option("--in", "source", type=click.File("rb"), default="-", help="Default: stdin.")
+@click.option(
+    "--lease-ttl-s",
+    default=60.0,
+    show_default=True,
+    type=config.POSITIVE_SECONDS,
+    help="The workers count as live for so long, or until their agents register.",
+)
+@_COMMON
+@_on_redis
+async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float) -> None:
+    """Publish a dump: every worker in it under a new incarnation."""
+    ttl_ms = round(lease_ttl_s * 1000)
+    restored = await dumping.restore(redis, keyspace, source, ttl_ms)
+    click.echo(f"{restored:,} entries restored", err=True)
+
+
+@click.command(cls=Command)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_COMMON
+@_on_redis
+async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
+    """Delete all keys of a namespace. Workers that run register again by themselves."""
+    keys = await dumping.count_keys(redis, keyspace)
+    if not yes:
+        click.confirm(f"Delete {keys:,} keys of namespace {keyspace.namespace!r}?", abort=True)
+    click.echo(f"{await dumping.reset(redis, keyspace):,} keys deleted")

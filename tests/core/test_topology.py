@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError  # noqa: A004
+
+from app.core.embedded import EmbeddedRedis, free_port
+from app.core.redis import connect
+from app.core.topology import Node, NotSent, exchange, first_answer
+
+Ask = Callable[[], Awaitable[str]]
+PATIENCE_S = 0.01
+
+
+class Asked:
+    """People to ask. begun: in which order they were; cancelled: who was still thinking."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+
+    def who_says(self, name: str, fails: bool = False) -> Ask:
+        async def ask() -> str:
+            self.begun.append(name)
+            if fails:
+                raise ConnectionError(f"{name} is gone")
+            return name
+
+        return ask
+
+    def who_hangs(self, name: str) -> Ask:
+        async def ask() -> str:
+            self.begun.append(name)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(name)
+                raise
+            return name
+
+        return ask
+
+
+async def test_only_one_is_asked_if_it_answers() -> None:
+    asked = Asked()
+    assert await first_answer([asked.who_says("a"), asked.who_says("b")], PATIENCE_S) == "a"
+    assert asked.begun == ["a"]
+
+
+async def test_the_next_is_asked_when_one_fails_or_hangs() -> None:
+    asked = Asked()
+    asks = [asked.who_says("a", fails=True), asked.who_hangs("b"), asked.who_says("c")]
+    assert await first_answer(asks, PATIENCE_S) == "c"
+    assert asked.begun == ["a", "b", "c"]
+    assert asked.cancelled == ["b"]
+
+
+async def test_where_all_fail_the_last_failure_is_told() -> None:
+    asked = Asked()
+    with pytest.raises(ConnectionError, match="b is gone"):
+        await first_answer(
+            [asked.who_says("a", fails=True), asked.who_says("b", fails=True)], PATIENCE_S
+        )
+
+
+async def test_who_hangs_is_let_go_of_at_the_deadline() -> None:
+    asked = Asked()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5 * PATIENCE_S):
+            await first_answer([asked.who_hangs("a"), asked.who_hangs("b")], PATIENCE_S)
+    assert sorted(asked.cancelled) == ["a", "b"]
+
+
+async def test_an_exchange_has_a_reply_for_each_command_errors_among_them(redis: Redis) -> None:
+    await redis.set("a", "1")
+    commands = [("GET", "a"), ("HGET", "a", "b"), ("GET", "c")]
+    one, error, none = await exchange(Node(redis), commands)
+    assert (one, none) == (b"1", None)
+    assert "WRONGTYPE" in str(error)
+
+
+async def test_what_had_no_connection_was_not_sent() -> None:
+    async with connect(f"redis://127.0.0.1:{free_port()}/0") as nowhere:
+        replies = await exchange(Node(nowhere), [("GET", "a"), ("GET", "b")])
+    assert [type(reply) for reply in replies] == [NotSent, NotSent]
+    assert str(replies[0]).startswith("ConnectionError: ")
+
+
+async def test_what_was_sent_may_have_run_when_the_connection_ends(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    async with connect(own_redis_server.url) as redis:
+        with pytest.raises(ConnectionError):
+            await exchange(Node(redis), [("SET", "a", "1"), ("SHUTDOWN", "NOSAVE"), ("GET", "a")])

@@ -1,0 +1,397 @@
+"""Scripts and commands on a real Redis Cluster, whole, resharded and with nodes that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+from redis.crc import key_slot
+
+from app import cluster as kvroute
+from app.core import leases, matching
+from app.core.config import RouterSettings, WorkerSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.leases import Registration
+from app.core.redis import check_server, connect
+from app.core.scripts import Call, ScriptRunner
+from app.core.topology import Client, Node
+from app.core.types import Incarnation, SequenceHash, WorkerInfo, WorkerKey
+from tests.e2e.conftest import prompt
+from tests.eventually import eventually
+from tests.redis_servers import NUM_SHARDS, ClusterServers, newest_kind
+
+TIMEOUT_S = 5.0
+FAILOVER_S = 15.0
+"""More than what a cluster takes to make a master of a replica."""
+
+
+@pytest.fixture(scope="module")
+def shared_servers() -> Iterator[ClusterServers]:
+    with ClusterServers(newest_kind()) as servers:
+        yield servers
+
+
+@pytest.fixture
+def servers(shared_servers: ClusterServers) -> ClusterServers:
+    """A whole cluster, empty; leave it whole."""
+    for master in shared_servers.masters:
+        with BlockingRedis(port=master.port) as client:
+            client.flushall()
+    return shared_servers
+
+
+@pytest.fixture
+def own_servers() -> Iterator[ClusterServers]:
+    """A cluster to kill nodes of."""
+    with ClusterServers(newest_kind()) as servers:
+        yield servers
+
+
+@pytest.fixture
+async def redis(servers: ClusterServers) -> AsyncIterator[Client]:
+    async with connect(servers.url) as client:
+        yield client
+
+
+class CountingRunner(ScriptRunner):
+    """sent: how many calls each pipeline had, and the port that it went to."""
+
+    def __init__(self, redis: Client, **options: Any) -> None:
+        super().__init__(redis, TIMEOUT_S, **options)
+        self.sent: list[tuple[int, int]] = []
+
+    async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+        self.sent.append((port_of(node.client), len(calls)))
+        return await super()._send(node, calls)
+
+
+def port_of(client: Redis) -> int:
+    port: int = client.connection_pool.connection_kwargs["port"]
+    return port
+
+
+def keyspaces(servers: ClusterServers) -> list[Keyspace]:
+    """One on each master, in their order."""
+    found: dict[int, Keyspace] = {}
+    for number in range(100):
+        keyspace = Keyspace(f"test{number}")
+        found.setdefault(servers.shard_of(keyspace["meta"]), keyspace)
+    return [found[shard] for shard in range(NUM_SHARDS)]
+
+
+def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
+    """Those of the first nine incarnations that are registered."""
+    asked = [Incarnation(number) for number in range(1, 10)]
+    absent = leases.absent(keyspace, asked)
+    return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
+
+
+def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
+    info = WorkerInfo(WorkerKey(worker), "http://a", 4, 1000, 256)
+    return leases.register(keyspace, info, "nonce", ttl_ms=60_000)
+
+
+async def runs_of(server: EmbeddedRedis) -> int:
+    """Scripts that a server was asked to run."""
+    async with Redis(port=server.port) as client:
+        stats = await client.info("commandstats")
+    return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+
+@contextmanager
+def stopped(server: EmbeddedRedis) -> Iterator[None]:
+    """A server that takes connections but answers nothing."""
+    assert server.pid
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+async def test_calls_to_all_nodes_are_one_pipeline_each_and_answered_in_order(
+    redis: Client, servers: ClusterServers
+) -> None:
+    first, second, third = keyspaces(servers)
+    runner = CountingRunner(redis)
+    await runner.run([register(keyspace) for keyspace in keyspaces(servers)])
+    await runner.run([registered(keyspace) for keyspace in keyspaces(servers)])
+    runner.sent.clear()
+    replies = await runner.run(
+        [
+            register(third, "b"),
+            register(first, "b"),
+            registered(third),
+            register(first, "c"),
+            registered(second),
+            registered(first),
+        ]
+    )
+    assert [int(reply.incarnation) for reply in (replies[0], replies[1], replies[3])] == [2, 2, 3]
+    assert [len(replies[i]) for i in (2, 4, 5)] == [2, 1, 3]
+    assert sorted(runner.sent) == sorted(
+        zip([server.port for server in servers.masters], (3, 1, 2), strict=True)
+    )
+
+
+async def test_one_node_forgetting_its_scripts_goes_unnoticed(
+    redis: Client, servers: ClusterServers
+) -> None:
+    runner = ScriptRunner(redis, TIMEOUT_S)
+    calls = [register(keyspace) for keyspace in keyspaces(servers)]
+    await runner.run(calls)
+    async with Redis(port=servers.masters[1].port) as client:
+        await client.script_flush()
+    assert [int(reply.incarnation) for reply in await runner.run(calls)] == [2, 2, 2]
+
+
+async def test_what_agents_and_routers_send_beside_scripts_finds_its_node(
+    redis: Client, servers: ClusterServers
+) -> None:
+    for keyspace in keyspaces(servers):
+        stream = keyspace["metrics"]
+        entry = await redis.xadd(stream, {"worker": "a:0"})
+        assert await redis.xrevrange(stream) == [(entry, {b"worker": b"a:0"})]
+        assert await redis.xread({stream: "0"}) == [
+            [stream.encode(), [(entry, {b"worker": b"a:0"})]]
+        ]
+        await redis.hset(keyspace["workers"], mapping={"1": "x", "2": "y"})
+        assert await redis.hmget(keyspace["workers"], ["2", "3"]) == [b"y", None]
+    assert (await redis.info("server"))["redis_mode"] == "cluster"
+
+
+async def test_more_calls_at_once_than_connections_wait_for_one(
+    redis: Client, servers: ClusterServers
+) -> None:
+    [keyspace, *_] = keyspaces(servers)
+    runner = ScriptRunner(redis, TIMEOUT_S)
+    await runner.one(register(keyspace))
+    loads = registered(keyspace)
+    answers = await asyncio.gather(*(runner.one(loads) for _ in range(200)))
+    assert {len(answer) for answer in answers} == {1}
+
+
+async def test_a_slot_that_moved_is_followed(redis: Client, servers: ClusterServers) -> None:
+    keyspace, other, _ = keyspaces(servers)
+    slot = key_slot(keyspace["meta"].encode())
+    runner = CountingRunner(redis)
+    await runner.run([register(other)])
+    old, new = servers.masters[:2]
+    try:
+        await give(slot, to=new, servers=servers)
+        runner.sent.clear()
+        assert (await runner.one(register(keyspace))).incarnation == 1
+        ports = [port for port, _ in runner.sent]
+        assert ports[0] == old.port
+        assert set(ports[1:]) == {new.port}
+        await redis.xadd(keyspace["metrics"], {"worker": "a:0"})
+        runner.sent.clear()
+        assert (await runner.one(register(keyspace, "b"))).incarnation == 2
+        assert runner.sent == [(new.port, 1)], "learned once"
+        async with Redis(port=new.port) as client:
+            await client.flushall()
+    finally:
+        await give(slot, to=old, servers=servers)
+
+
+async def test_while_a_slot_moves_nothing_runs_on_half_of_its_keys(
+    redis: Client, servers: ClusterServers
+) -> None:
+    keyspace, _, _ = keyspaces(servers)
+    slot = key_slot(keyspace["meta"].encode())
+    runner = ScriptRunner(redis, TIMEOUT_S)
+    await runner.one(register(keyspace))
+    old, new = servers.masters[:2]
+    async with Redis(port=old.port) as source, Redis(port=new.port) as target:
+        await target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", await node_id(source))
+        await source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", await node_id(target))
+        try:
+            # Some of its keys were never there, and may be where the slot goes.
+            with pytest.raises(RedisUnavailable, match="Multiple keys request during rehashing"):
+                await runner.one(register(keyspace, "b"))
+            # A key that is not here is there, if anywhere.
+            await redis.xadd(keyspace["metrics"], {"worker": "a:0"})
+            assert await target.execute_command("CLUSTER COUNTKEYSINSLOT", slot) == 1
+            assert len(await redis.xrevrange(keyspace["metrics"])) == 1
+        finally:
+            await target.flushall()
+            for client in (source, target):
+                await client.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+    assert (await runner.one(register(keyspace, "b"))).incarnation == 2
+
+
+async def test_scripts_that_read_run_on_replicas_if_told_to(
+    redis: Client, servers: ClusterServers
+) -> None:
+    [keyspace, *_] = keyspaces(servers)
+    master, replica = servers.masters[0], servers.replicas[0]
+    runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
+    await runner.one(register(keyspace))
+    chains = [[SequenceHash(1)]]
+    await eventually(lambda: keys_of(replica), lambda keys: keyspace["meta"].encode() in keys)
+    await matching.match(runner, keyspace, chains)
+    at_master, at_replica = await runs_of(master), await runs_of(replica)
+    for _ in range(5):
+        await matching.match(runner, keyspace, chains)
+    assert await runs_of(replica) == at_replica + 5
+    assert await runs_of(master) == at_master
+    await runner.one(registered(keyspace))
+    assert await runs_of(master) == at_master + 1, "not among those named"
+
+
+async def test_where_a_replica_does_not_answer_its_master_does(
+    redis: Client, servers: ClusterServers
+) -> None:
+    [keyspace, *_] = keyspaces(servers)
+    runner = CountingRunner(redis, on_replicas=["match"])
+    await runner.one(register(keyspace))
+    # Loads the script into the master.
+    await matching.match(ScriptRunner(redis, TIMEOUT_S), keyspace, [[SequenceHash(1)]])
+    runner.sent.clear()
+    replica = redis.node_of(keyspace["meta"], replica=True)
+    assert port_of(replica.client) == servers.replicas[0].port
+    # As if its connections had all been taken.
+    pool: Any = replica.client.connection_pool
+    pool.max_connections, pool.timeout = 0, 0.01
+    assert await matching.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], [])
+    assert [port for port, _ in runner.sent] == [servers.replicas[0].port, servers.masters[0].port]
+
+
+@pytest.mark.slow
+async def test_routers_and_workers_live_on_a_cluster(servers: ClusterServers) -> None:
+    tokens = {
+        "content": prompt(1, 256),
+        "headers": {"content-type": "application/octet-stream"},
+        "timeout": 10,
+    }
+    with kvroute.Cluster(
+        num_workers=2,
+        num_replicas=2,
+        haproxy=False,
+        redis_url=servers.url,
+        router=RouterSettings(log_level="error"),
+        worker=WorkerSettings(speedup=20.0, block_size=16, log_level="error"),
+    ) as cluster:
+        async with httpx.AsyncClient() as client:
+
+            async def route() -> dict[str, Any]:
+                response = await client.post(f"{cluster.balancer_url}/v1/route", **tokens)
+                found: dict[str, Any] = response.json()
+                return found
+
+            first = await route()
+            assert not first["degraded"]
+            asked = {"max_tokens": "4", "request_id": first["request_id"]}
+            served = await client.post(f"{first['address']}/v1/completions", params=asked, **tokens)
+            assert served.status_code == 200
+            then = await eventually(route, lambda found: found["overlap_blocks"]["device"] > 0)
+            assert then["worker_id"] == first["worker_id"]
+
+
+async def test_every_master_is_checked(redis: Client, servers: ClusterServers) -> None:
+    assert sorted(map(port_of, await redis.masters())) == sorted(s.port for s in servers.masters)
+    await check_server(redis, TIMEOUT_S)
+
+
+async def test_a_killed_master_costs_only_its_shard_until_its_replica_takes_over(
+    own_servers: ClusterServers,
+) -> None:
+    first, second, third = keyspaces(own_servers)
+    async with connect(own_servers.url) as redis:
+        runner = ScriptRunner(redis, TIMEOUT_S)
+        await runner.run([register(keyspace) for keyspace in (first, second, third)])
+        calls = [registered(keyspace) for keyspace in (first, second, third)]
+        await eventually(
+            lambda: keys_of(own_servers.replicas[1]), lambda keys: second["meta"].encode() in keys
+        )
+        own_servers.masters[1].kill()
+
+        began = time.monotonic()
+        one, lost, three = await runner.run_each(calls)
+        took_s = time.monotonic() - began
+        assert len(one) == len(three) == 1
+        assert isinstance(lost, RedisUnavailable)
+        assert took_s < TIMEOUT_S / 2, "who is refused a connection is not waited for"
+        with pytest.raises(RedisUnavailable):
+            await runner.run(calls)
+
+        async def look() -> list[Any]:
+            answers = await runner.run_each(calls)
+            assert not isinstance(answers[0], RedisUnavailable)
+            assert not isinstance(answers[2], RedisUnavailable)
+            return answers
+
+        answers = await eventually(
+            look, lambda found: not isinstance(found[1], RedisUnavailable), within_s=FAILOVER_S
+        )
+        assert [len(answer) for answer in answers] == [1, 1, 1]
+        assert (await runner.one(register(second, "b"))).incarnation == 2
+        await redis.xadd(second["metrics"], {"worker": "a:0"})
+
+
+@pytest.mark.slow
+async def test_a_master_that_hangs_costs_only_its_shard_until_its_replica_takes_over(
+    own_servers: ClusterServers,
+) -> None:
+    first, second, third = keyspaces(own_servers)
+    async with connect(own_servers.url, timeout_s=0.3) as redis:
+        runner = ScriptRunner(redis, timeout_s=0.3)
+        calls = [register(keyspace) for keyspace in (first, second, third)]
+        await ScriptRunner(redis, TIMEOUT_S).run(calls)
+        with stopped(own_servers.masters[1]):
+            one, lost, three = await runner.run_each(calls)
+            assert {type(one), type(three)} == {Registration}
+            assert isinstance(lost, RedisUnavailable)
+            assert str(lost) == "no answer within 300 ms"
+
+            async def look() -> Any:
+                return (await runner.run_each(calls))[1]
+
+            await eventually(look, lambda r: isinstance(r, Registration), within_s=FAILOVER_S)
+            await redis.xadd(second["metrics"], {"worker": "a:0"})
+    assert own_servers.masters[1].pid
+
+
+async def keys_of(server: EmbeddedRedis) -> list[bytes]:
+    async with Redis(port=server.port) as client:
+        found: list[bytes] = await client.keys()
+    return found
+
+
+async def node_id(client: Redis) -> str:
+    found: bytes = await client.execute_command("CLUSTER MYID")
+    return found.decode()
+
+
+async def give(slot: int, *, to: EmbeddedRedis, servers: ClusterServers) -> None:
+    """Move a slot that has no keys, as a resharding does."""
+    async with AsyncExitStack() as stack:
+        masters = {
+            server: await stack.enter_async_context(Redis(port=server.port))
+            for server in servers.masters
+        }
+        owners = {await node_id(client): client for client in masters.values()}
+        [old] = [name for name, client in owners.items() if await owns(client, slot)]
+        new = await node_id(masters[to])
+        # Who imports a slot takes it over in a new epoch, in which everybody believes.
+        await owners[new].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", old)
+        for name in (new, *(name for name in owners if name != new)):
+            await owners[name].execute_command("CLUSTER SETSLOT", slot, "NODE", new)
+
+
+async def owns(client: Redis, slot: int) -> bool:
+    ranges: dict[Any, Any] = await client.execute_command("CLUSTER NODES")
+    [slots] = [node["slots"] for node in ranges.values() if "myself" in node["flags"]]
+    return any(int(part[0]) <= slot <= int(part[-1]) for part in slots)

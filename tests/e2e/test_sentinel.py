@@ -1,0 +1,199 @@
+"""A Redis that sentinels watch: found through them, and followed when its master changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from app.core import leases, matching
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.leases import Registration
+from app.core.redis import check_server, connect
+from app.core.scripts import Call, ScriptRunner
+from app.core.topology import Client
+from app.core.types import Incarnation, SequenceHash, WorkerInfo, WorkerKey
+from tests.eventually import eventually
+from tests.redis_servers import KINDS, SERVICE, SentinelServers, installed, newest_kind
+
+KEYS = Keyspace("test")
+TIMEOUT_S = 5.0
+FAILOVER_S = 15.0
+
+
+def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
+    """Those of the first nine incarnations that are registered."""
+    asked = [Incarnation(number) for number in range(1, 10)]
+    absent = leases.absent(keyspace, asked)
+    return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
+
+
+LOADS = registered(KEYS)
+
+
+async def replicated(servers: SentinelServers) -> bool:
+    async with Redis(port=servers.replica.port) as client:
+        return bool(await client.exists(KEYS["meta"]))
+
+
+def register(worker: str) -> Call[Registration]:
+    info = WorkerInfo(WorkerKey(worker), "http://a", 4, 1000, 256)
+    return leases.register(KEYS, info, "nonce", ttl_ms=60_000)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[SentinelServers]:
+    """Of the oldest kind, whose sentinels find one another fastest; leave them as they are."""
+    with SentinelServers(KINDS[-1] if installed(KINDS[-1]) else newest_kind()) as started:
+        with BlockingRedis(port=started.master.port) as client:
+            client.flushall()
+        yield started
+
+
+@pytest.fixture
+async def redis(servers: SentinelServers) -> AsyncIterator[Client]:
+    async with connect(servers.url) as client:
+        yield client
+        await client.flushall()
+
+
+@contextmanager
+def stopped(server: EmbeddedRedis) -> Iterator[None]:
+    """A server that takes connections but answers nothing."""
+    assert server.pid
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+async def port_of(redis: Redis) -> int:
+    found: int = (await redis.info("server"))["tcp_port"]
+    return found
+
+
+async def runs_of(server: EmbeddedRedis) -> int:
+    """Scripts that a server was asked to run."""
+    async with Redis(port=server.port) as client:
+        stats = await client.info("commandstats")
+    return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+
+async def test_the_master_is_found_by_its_sentinels(
+    redis: Client, servers: SentinelServers
+) -> None:
+    assert await port_of(redis) == servers.master.port
+    assert await port_of((await redis.masters())[0]) == servers.master.port
+    await check_server(redis, TIMEOUT_S)
+    runner = ScriptRunner(redis, TIMEOUT_S)
+    assert (await runner.one(register("a"))).incarnation == 1
+    entry = await redis.xadd(KEYS["metrics"], {"worker": "a:0"})
+    assert await redis.xread({KEYS["metrics"]: "0"}) == [
+        [KEYS["metrics"].encode(), [(entry, {b"worker": b"a:0"})]]
+    ]
+
+
+async def test_a_database_is_chosen_after_the_service(servers: SentinelServers) -> None:
+    async with connect(f"{servers.url}/5") as five, connect(servers.url) as zero:
+        await five.set("a", "1")
+        assert await zero.get("a") is None
+        await five.flushdb()
+
+
+async def test_more_calls_at_once_than_connections_wait_for_one(redis: Client) -> None:
+    runner = ScriptRunner(redis, TIMEOUT_S)
+    await runner.one(register("a"))
+    answers = await asyncio.gather(*(runner.one(LOADS) for _ in range(100)))
+    assert {len(answer) for answer in answers} == {1}
+
+
+async def test_a_sentinel_that_hangs_is_not_waited_for(servers: SentinelServers) -> None:
+    for sentinel in servers.sentinels:
+        with stopped(sentinel):
+            async with connect(servers.url, timeout_s=1.0) as redis:
+                runner = ScriptRunner(redis, timeout_s=1.0, on_replicas=["match"])
+                await runner.one(register("a"))
+                await matching.match(runner, KEYS, [[SequenceHash(1)]])
+
+
+async def test_without_a_service_of_that_name_redis_is_unavailable(
+    servers: SentinelServers,
+) -> None:
+    async with connect(f"{servers.url}-other") as redis:
+        with pytest.raises(RedisUnavailable, match=f"no master of '{SERVICE}-other'"):
+            await ScriptRunner(redis, TIMEOUT_S).one(LOADS)
+
+
+async def test_scripts_that_read_run_on_replicas_if_told_to(
+    redis: Client, servers: SentinelServers
+) -> None:
+    runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
+    await runner.one(register("a"))
+    chains = [[SequenceHash(1)]]
+
+    await eventually(lambda: replicated(servers))
+    await matching.match(runner, KEYS, chains)
+    at_master, at_replica = await runs_of(servers.master), await runs_of(servers.replica)
+    for _ in range(5):
+        await matching.match(runner, KEYS, chains)
+    assert await runs_of(servers.replica) == at_replica + 5
+    await runner.one(LOADS)
+    assert await runs_of(servers.master) == at_master + 1
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)])
+async def test_a_failover_is_followed(kind: str) -> None:
+    with SentinelServers(kind) as servers:
+        async with connect(servers.url) as redis:
+            runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
+            await runner.run([register("a"), LOADS])
+            await matching.match(runner, KEYS, [[SequenceHash(1)]])
+            await eventually(lambda: replicated(servers))
+            servers.master.kill()
+            with pytest.raises(RedisUnavailable):
+                await runner.one(LOADS)
+
+            async def look() -> Any:
+                return (await runner.run_each([LOADS]))[0]
+
+            found = await eventually(
+                look, lambda r: not isinstance(r, RedisUnavailable), within_s=FAILOVER_S
+            )
+            assert len(found) == 1
+            assert (await runner.one(register("b"))).incarnation == 2
+            # No replica is left.
+            assert await matching.match(runner, KEYS, [[SequenceHash(1)]]) == ([{}], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_master_that_becomes_a_replica_is_left(kind: str) -> None:
+    with SentinelServers(kind) as servers:
+        async with connect(servers.url) as redis:
+            runner = ScriptRunner(redis, TIMEOUT_S)
+            await runner.run([register("a"), LOADS])
+            async with Redis(port=servers.sentinels[0].port) as sentinel:
+                await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
+
+            async def moved() -> bool:
+                # Scripts that write, so that a replica cannot pass for the master.
+                await runner.run_each([register("b")])
+                try:
+                    return await port_of(redis) == servers.replica.port
+                except RedisError:
+                    return False
+
+            await eventually(moved, within_s=FAILOVER_S)
+            await runner.one(register("c"))

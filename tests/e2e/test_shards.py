@@ -1,0 +1,121 @@
+"""A namespace whose index is spread over a Redis Cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+from app.core.config import RouterSettings
+from app.core.events import Stored
+from app.core.hashing import compute_hashes
+from app.core.index import shard_of
+from app.core.keys import Keyspace
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.types import SequenceHash, TierOverlap, WorkerInfo, WorkerKey
+from app.fleet import Fleet
+from app.router import Decision, Router, RouteRequest
+from app.telemetry import Telemetry
+from tests.eventually import eventually
+from tests.redis_servers import ClusterServers, newest_kind
+from workers.agent import Agent, AgentSettings
+
+SHARDS = 12
+BLOCK_SIZE = 4
+NUM_PROMPTS = 60
+BLOCKS = 5
+PROMPTS = [list(range(n * 1000, n * 1000 + BLOCKS * BLOCK_SIZE)) for n in range(NUM_PROMPTS)]
+CHAINS = [compute_hashes(prompt, BLOCK_SIZE)[1] for prompt in PROMPTS]
+TIMEOUT_S = 0.5
+FAILOVER_S = 30.0
+
+
+async def test_a_shard_s_failover_costs_only_its_prompts_their_overlap_and_only_for_a_while() -> (
+    None
+):
+    with ClusterServers(newest_kind()) as servers:
+        keyspace = keyspace_away_from(servers, shard=1)
+        async with AsyncExitStack() as stack:
+            agents = [await started(stack, servers.url, keyspace, n) for n in range(2)]
+            router = await routing(stack, servers.url, keyspace)
+            for n, chain in enumerate(CHAINS):
+                agents[n % 2].notify([Stored(tuple(chain), None)])
+            whole = [(f"w{n % 2}", TierOverlap(device=BLOCKS)) for n in range(NUM_PROMPTS)]
+
+            async def placed() -> list[tuple[str, TierOverlap]]:
+                return [(d.worker.key.worker_id, d.overlap) for d in await look_up(router)]
+
+            await eventually(placed, lambda found: found == whole)
+            assert {servers.shard_of(keyspace.of_shard(n)["shard"]) for n in range(SHARDS)} == {
+                0,
+                1,
+                2,
+            }
+            lost = [n for n, chain in enumerate(CHAINS) if master_of(servers, keyspace, chain) == 1]
+            assert 0 < len(lost) < NUM_PROMPTS
+
+            servers.masters[1].kill()
+            during = await look_up(router)
+            assert not any(decision.degraded for decision in during)
+            assert [
+                n for n, decision in enumerate(during) if decision.overlap == TierOverlap()
+            ] == lost
+            await eventually(placed, lambda found: found == whole, within_s=FAILOVER_S)
+            assert router.telemetry.registry.get_sample_value("kvroute_blind_decisions_total")
+
+
+def keyspace_away_from(servers: ClusterServers, shard: int) -> Keyspace:
+    """One whose own keys do not lie on that master."""
+    names = (Keyspace(f"spread{n}") for n in range(100))
+    return next(keyspace for keyspace in names if servers.shard_of(keyspace["meta"]) != shard)
+
+
+def master_of(servers: ClusterServers, keyspace: Keyspace, chain: list[SequenceHash]) -> int:
+    return servers.shard_of(keyspace.of_shard(shard_of(chain[0], SHARDS))["shard"])
+
+
+async def started(stack: AsyncExitStack, url: str, keyspace: Keyspace, n: int) -> Agent:
+    redis = await stack.enter_async_context(connect(url))
+    info = WorkerInfo(WorkerKey(f"w{n}"), f"http://w{n}:80", BLOCK_SIZE, 1000, 256)
+    agent = Agent(
+        ScriptRunner(redis, TIMEOUT_S),
+        keyspace,
+        info,
+        AgentSettings(lease_ttl_s=5.0, index_blocks=4000, shards=SHARDS),
+        lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+    )
+    await agent.start()
+    await running(stack, agent.run())
+    return agent
+
+
+async def routing(stack: AsyncExitStack, url: str, keyspace: Keyspace) -> Router:
+    redis = await stack.enter_async_context(connect(url))
+    settings = RouterSettings(namespace=keyspace.namespace, policy="latency", seed=1)
+    fleet = Fleet(redis, keyspace, TIMEOUT_S)
+    router = Router(ScriptRunner(redis, TIMEOUT_S), keyspace, settings, fleet, Telemetry())
+    await running(stack, router.run())
+    return router
+
+
+async def running(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(work)
+
+    async def stop() -> None:
+        task.cancel()
+        await asyncio.wait([task])
+
+    stack.push_async_callback(stop)
+
+
+async def look_up(router: Router) -> list[Decision]:
+    """Where each prompt would go; nothing is reserved."""
+    return await asyncio.gather(
+        *(
+            router.route(RouteRequest(f"r{n}", chain, len(prompt), "latency", reserve=False))
+            for n, (prompt, chain) in enumerate(zip(PROMPTS, CHAINS, strict=True))
+        )
+    )

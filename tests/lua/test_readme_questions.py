@@ -1,0 +1,94 @@
+"""The redis-cli lines of lua/README.md answer what they say they answer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from app.core.types import SequenceHash
+from tests.lua.conftest import A, B, C, Namespace
+from tests.redis_servers import require_binary
+
+TEXT = (Path(__file__).parents[2] / "lua" / "README.md").read_text()
+SECTION = TEXT.split("## Ten questions")[1]
+PRELUDE, *BLOCKS = re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL)
+QUESTIONS = re.findall(r"^(\w[^\n]*\?)\n\n```sh", SECTION, re.MULTILINE)
+ANSWER_OF = dict(zip(QUESTIONS, BLOCKS, strict=True))
+BLOCK = SequenceHash(0xF7F7_0123_4567_89AB)
+
+
+@pytest.fixture
+async def filled(space: Namespace) -> Namespace:
+    """w1 is stale, w2 is dead and half swept, w3 holds blocks and has two requests."""
+    require_binary("redis-cli")
+    stale = await space.worker("w1", ttl_ms=1)
+    dead = await space.worker("w2", bucket_bits=4)
+    await space.hold(dead, [A])
+    inc = await space.worker("w3")
+    await space.hold(inc, [BLOCK, B, C])
+    await space.reserve(inc, "req-7", tokens=100, us=5000, blocks=7)
+    await space.reserve(inc, "req-8", tokens=300, us=7000, blocks=9)
+    await space.prefill_complete("req-7")
+    await space.redis.xadd(space.keys["metrics"], {"worker": "w3:0", "incarnation": str(inc)})
+    await space.lease_lapses(stale)
+    await space.retire("w2", dead)
+    await space.sweep(max_buckets=3)
+    return space
+
+
+def answer(space: Namespace, question: str) -> list[str]:
+    """Lines that the question's block prints."""
+    prelude = PRELUDE.replace("{default'", "{test'")
+    assert "{test'" in prelude
+    pool = space.redis.connection_pool.connection_kwargs
+    url = f"redis://{pool['host']}:{pool['port']}/0"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", prelude + ANSWER_OF[question]],
+        env={"REDIS_URL": url, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_there_are_ten_questions_at_least() -> None:
+    assert len(QUESTIONS) >= 10
+
+
+async def test_who_is_alive_and_what_they_carry(filled: Namespace) -> None:
+    alive = answer(filled, "Who is alive, and until when?")
+    assert alive[0] == "3"
+    assert alive[2:] == ["w1:0", "1", "w3:0", "3"]
+    [stale] = answer(filled, "Which worker is stale?")
+    assert '"worker":"w1:0"' in stale
+    loads = answer(filled, "What is each worker's load, in the order of the table?")
+    assert loads[loads.index("3") + 1].startswith("300 7000 ")
+
+
+async def test_requests_and_their_reservations(filled: Namespace) -> None:
+    reserved = answer(filled, "What is reserved on w3?")
+    assert reserved[0] == "req-7"
+    assert reserved[1].startswith("100 5000 7 d")
+    assert answer(filled, "Which of its requests still prefill, the one at work first?") == [
+        "req-8"
+    ]
+    [worker] = answer(filled, "Where is a request?")
+    assert '"worker":"w3:0"' in worker
+    ends = answer(filled, "Which reservations end next, if nobody releases them?")
+    assert ends[::2] == ["req-7", "req-8"]
+
+
+async def test_blocks_and_sweeps(filled: Namespace) -> None:
+    assert answer(filled, "Who holds a block?") == ["3d"]
+    question = "How many blocks does the index hold, and how much memory does Redis use?"
+    blocks, memory = answer(filled, question)
+    assert blocks == "4"
+    assert int(memory.strip().split(":")[1]) > 100_000
+    [sweep] = [question for question in QUESTIONS if "swept" in question]
+    assert answer(filled, sweep) == ["2", "3"]
+    assert "w3:0" in answer(filled, "What did the workers last measure?")

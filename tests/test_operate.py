@@ -1,0 +1,279 @@
+"""What operators look at and move, with the commands they use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from app import inspection
+from app.cli import main
+from app.core import matching, reservations
+from app.core.embedded import EmbeddedRedis
+from app.core.hashing import compute_hashes
+from app.core.index import GROUP_BLOCKS
+from app.core.keys import Keyspace
+from app.core.redis import connect
+from app.core.reservations import Reservation
+from app.core.scripts import ScriptRunner
+from app.core.types import Tier, TierOverlap
+from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
+
+PROMPT = list(range(1, 4 * 40 + 1))
+"""Forty full blocks of four."""
+CHAIN = compute_hashes(PROMPT, BLOCK_SIZE)[1]
+
+
+@pytest.fixture
+def url(one_redis_server: EmbeddedRedis) -> str:
+    """A namespace in which w1 holds the prompt, and w2 its first ten blocks in host memory."""
+
+    async def fill() -> None:
+        async with connect(one_redis_server.url) as redis:
+            workers = FakeWorkers(redis)
+            first = await workers.register("w1")
+            await workers.register("w2:1")
+            await workers.publish("w1", PROMPT)
+            await workers.publish("w2:1", PROMPT[:40], Tier.HOST)
+            made = reservations.reserve(
+                KEYS,
+                first,
+                Reservation("req-7", prefill_tokens=100, prefill_us=5000, blocks=7),
+                ttl_ms=60_000,
+                max_requests=256,
+                seen_total=None,
+            )
+            assert await ScriptRunner(redis, 5).one(made) is None
+
+    asyncio.run(fill())
+    return one_redis_server.url
+
+
+@pytest.fixture
+def raw(url: str) -> Iterator[Redis]:
+    with Redis.from_url(url) as client:
+        yield client
+
+
+def kvroute(url: str, *arguments: str, namespace: str = NAMESPACE, **options: object) -> Result:
+    where = ["--redis-url", url, "--namespace", namespace]
+    return CliRunner().invoke(main, [*arguments, *where], **options)  # type: ignore[arg-type]
+
+
+def as_json(url: str, *arguments: str) -> object:
+    result = kvroute(url, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
+    found = as_json(url, "inspect", "summary")
+    assert found["namespaces"] == [NAMESPACE]
+    summary = found["summary"]
+    assert summary["unique_blocks"] == 40
+    assert [w["blocks"] for w in summary["workers"]] == [
+        {"0": 40, "1": 0, "2": 0},
+        {"0": 0, "1": 10, "2": 0},
+    ]
+    assert summary["workers"][0]["load"]["requests"] == 1
+    text = kvroute(url, "inspect", "summary").output
+    assert "40 unique blocks, laid out for 512" in text
+    assert "overfull" not in text
+    assert [line.split()[:3] for line in text.splitlines()[-2:]] == [
+        ["w1:0", "1", "live"],
+        ["w2:1", "2", "live"],
+    ]
+
+
+def test_an_overfull_index_is_called_that(
+    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.inspection.FULL_FACTOR", 1)
+    raw.hset(SHARD["shard"], "bucket_bits", "0")
+    assert "laid out for 32 (overfull" in kvroute(url, "inspect", "summary").output
+
+
+async def test_how_full_an_index_is_is_estimated_from_some_of_its_buckets(
+    redis: AsyncRedis,
+) -> None:
+    assert await inspection.fill(redis, KEYS, 1, random.Random(1)) == 0
+    workers = FakeWorkers(redis)
+    await workers.register("w1")
+    rng = random.Random(2)
+    # Sixteen buckets, laid out for 512 blocks.
+    for _ in range(64):
+        await workers.publish("w1", [rng.getrandbits(32) for _ in range(4 * 16)])
+    found = await inspection.fill(redis, KEYS, 1, random.Random(1), samples=400)
+    assert found == pytest.approx(1024 / 512, rel=0.25)
+
+
+def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
+    assert as_json(url, "inspect", "block", f"{CHAIN[3]:016x}") == [
+        {"worker": "w1:0", "incarnation": 1, "tier": "device", "key": bucket_of(3)},
+        {"worker": "w2:1", "incarnation": 2, "tier": "host", "key": bucket_of(3)},
+    ]
+    [only] = as_json(url, "inspect", "block", f"0x{CHAIN[20]:x}")
+    assert only["worker"] == "w1:0"
+    assert "nobody holds it" in kvroute(url, "inspect", "block", "2a").output
+
+
+def bucket_of(position: int) -> str:
+    leader = CHAIN[position - position % GROUP_BLOCKS]
+    return SHARD[f"blocks:{leader:016x}"[: len("blocks:") + 1]]
+
+
+@pytest.mark.parametrize("wrong", ["xyz", "1" * 17])
+def test_what_is_no_hash_is_refused(url: str, wrong: str) -> None:
+    result = kvroute(url, "inspect", "block", wrong)
+    assert result.exit_code == 2
+    assert wrong in result.output
+
+
+def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
+    [found] = as_json(url, "inspect", "worker", "w1")
+    assert found["info"]["address"] == "http://w1-0:80"
+    assert list(found["reserved"]) == ["req-7"]
+    assert found["reserved"]["req-7"].startswith("100 5000 7 p")
+    text = kvroute(url, "inspect", "worker", "w2:1").output
+    assert "w2:1 at http://w2-1:80" in text
+    missing = kvroute(url, "inspect", "worker", "w9")
+    assert (missing.exit_code, missing.output) == (1, "Error: worker 'w9': there is none\n")
+
+
+def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> None:
+    tokens, text = tmp_path / "prompt.json", tmp_path / "prompt.txt"
+    tokens.write_text(json.dumps(PROMPT[:50]))
+    text.write_bytes(bytes(PROMPT[:44]))
+    assert as_json(url, "inspect", "prefix", str(tokens)) == {
+        "isl_blocks": 12,
+        "overlaps": [
+            {"worker": "w1:0", "device": 12, "host": 0, "disk": 0, "blocks": 12},
+            {"worker": "w2:1", "device": 0, "host": 10, "disk": 0, "blocks": 10},
+        ],
+    }
+    assert as_json(url, "inspect", "prefix", str(text), "--text")["isl_blocks"] == 11
+    assert as_json(url, "inspect", "prefix", str(tokens), "--lora", "x")["overlaps"] == []
+    tokens.write_text("[-1]")
+    assert "no list of token ids" in kvroute(url, "inspect", "prefix", str(tokens)).output
+
+
+def test_nothing_is_wrong_with_a_namespace_that_nobody_touched(url: str) -> None:
+    result = kvroute(url, "inspect", "verify")
+    assert result.exit_code == 0
+    assert "nothing is wrong" in result.output
+
+
+Damage = Callable[[Redis], object]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda r: r.hset(KEYS["load"], "1", "1 2 3 4 5 6 7 8"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["load"], "1", "spoilt"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["requests:1"], "req-7", "spoilt"), "not the sum of its requests"),
+        (lambda r: r.delete(KEYS["prefills:1"]), "a queue that is not of the requests"),
+        (lambda r: r.delete(KEYS["reservations"]), "a request without its reservation"),
+        (lambda r: r.delete(KEYS["expiry"]), "a reservation without expiry"),
+        (lambda r: r.delete(KEYS["requests:1"]), "a reservation without its request"),
+        (lambda r: r.hdel(KEYS["workers"], "1"), "an incarnation of nobody knows whom"),
+        (lambda r: r.hset(KEYS["load"], "9", "0 0 0 0 0 0 0 0"), "an incarnation that is over"),
+        (lambda r: r.hset(KEYS["current"], "w1:0", "9"), "routed to an incarnation that is over"),
+        (lambda r: r.zrem(KEYS["leases"], "2"), "only one of a lease and a writer"),
+        (lambda r: r.set(SHARD["blocks:0"], "spoilt"), "a bucket that is no hash"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "2d1d"), "owners that cannot be read"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "77d"), "an owner that nobody knows"),
+    ],
+)
+def test_what_contradicts_itself_is_found(
+    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch, damage: Damage, what: str
+) -> None:
+    monkeypatch.setattr("app.inspection.LOOK_INTERVAL_S", 0.01)
+    damage(raw)
+    result = kvroute(url, "inspect", "verify")
+    assert result.exit_code == 1
+    assert what in result.output
+    assert "nothing is wrong" not in result.output
+
+
+def in_redis(url: str, work: Callable[[ScriptRunner], Awaitable[object]]) -> object:
+    async def run() -> object:
+        async with connect(url) as redis:
+            return await work(ScriptRunner(redis, 5))
+
+    return asyncio.run(run())
+
+
+def overlaps(url: str, keyspace: Keyspace) -> dict[str, TierOverlap]:
+    """Of the prompt, by worker key."""
+
+    async def look(runner: ScriptRunner) -> dict[str, TierOverlap]:
+        [found], _ = await matching.match(runner, keyspace, [CHAIN])
+        current = await runner.redis.hgetall(keyspace["current"])
+        names = {int(inc): name.decode() for name, inc in current.items()}
+        return {names[inc]: overlap for inc, overlap in (found or {}).items() if inc in names}
+
+    return in_redis(url, look)  # type: ignore[return-value]
+
+
+def test_what_was_dumped_answers_the_same_once_it_is_restored(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "index.jsonl"
+    before = overlaps(url, KEYS)
+    assert before == {"w1:0": TierOverlap(device=40), "w2:1": TierOverlap(host=10)}
+    assert kvroute(url, "dump", "--out", str(file)).exit_code == 0
+    head, *rest = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (head["block_size"], head["shards"], head["bucket_bits"]) == (4, 1, [4])
+    assert sum(len(row["stored"]) for row in rest if "stored" in row) == 50
+
+    # Into another namespace, and, once it is gone, into its own.
+    copied = kvroute(url, "restore", "--in", str(file), namespace="copy")
+    assert copied.exit_code == 0, copied.output
+    assert overlaps(url, Keyspace("copy")) == before
+    assert kvroute(url, "reset", "--yes").exit_code == 0
+    assert overlaps(url, KEYS) == {}
+    assert kvroute(url, "restore", "--in", str(file)).exit_code == 0
+    assert overlaps(url, KEYS) == before
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ("", "line 1 is {}"),
+        ("nonsense", "line 1 is no JSON"),
+        ("[1]", "line 1 is no object"),
+        ('{"kvroute": 9}', "not the first line of a dump of version 1"),
+        ('{"kvroute": 1}\n{"stored": ["zz"], "bucket": "0", "tier": "device"}', "line 2: "),
+    ],
+)
+def test_what_is_no_dump_is_refused_with_its_line(url: str, lines: str, error: str) -> None:
+    result = kvroute(url, "restore", input=lines)
+    assert result.exit_code == 1
+    assert error in result.output
+
+
+def test_a_dump_goes_only_into_an_index_laid_out_alike(url: str, raw: Redis) -> None:
+    dumped = kvroute(url, "dump").stdout
+    raw.hset(SHARD["shard"], "bucket_bits", "9")
+    result = kvroute(url, "restore", input=dumped)
+    assert result.exit_code == 1
+    assert "shard 0 of 'test' has 9 bucket bits, the dump 4" in result.output
+
+
+def test_a_reset_asks_and_deletes_only_its_own_namespace(url: str, raw: Redis) -> None:
+    others = ["kvroute:1:{tes}:meta", "kvroute:1:{test2#0}:shard", "test", "kvroute:1:{a/test}:x"]
+    for other in others:
+        raw.set(other, "mine")
+    keys = raw.dbsize() - len(others)
+    refused = kvroute(url, "reset", input="n\n")
+    assert f"Delete {keys} keys of namespace 'test'?" in refused.output
+    assert refused.exit_code == 1
+    assert raw.dbsize() == keys + len(others)
+    assert kvroute(url, "reset", input="y\n").exit_code == 0
+    assert sorted(key.decode() for key in raw.scan_iter()) == sorted(others)
