@@ -135,6 +135,7 @@ class World:
                 await self.release_ended()
             except (RoutingError, RedisUnavailable):
                 pass
+            # Ten times what the real traffic of three workers would be, with room for the rest.
             await asyncio.sleep(0.002)
 
     def _some(self) -> tuple[int, int]:
@@ -169,9 +170,8 @@ class World:
 
     async def _wrong_overlaps(self) -> list[str]:
         found = []
-        for n in range(len(CHAINS)):
+        for n, seen in enumerate(await asyncio.gather(*map(self.overlaps, range(len(CHAINS))))):
             expected = {name: self.held[name, n] for name in WORKERS}
-            seen = await self.overlaps(n)
             if seen != expected:
                 found.append(f"prompt {n}: {seen}, not {expected}")
         return found
@@ -295,9 +295,6 @@ class World:
                 for name, overlap in seen.items():
                     held = self.held[name, n]
                     assert overlap.total <= held.total, f"{name}, prompt {n}: {overlap} of {held}"
-
-    async def keeps_all_requests(self) -> None:
-        assert await self.records() == set(self.in_flight)
 
     async def all_requests_end(self) -> None:
         """Then nothing is reserved, and new requests are counted exactly."""
@@ -563,15 +560,24 @@ def damages(family: str) -> dict[str, Damage]:
     }
 
 
-@pytest.mark.parametrize("family", ALL_KEYS)
+@pytest.mark.parametrize(
+    "families",
+    [
+        ("meta", "workers", "current", "writers", "metrics"),
+        ("load", "prefills", "leases", "reservations", "expiry", "requests"),
+        ("shard", "applied", "dead", "sweep", "blocks"),
+    ],
+    ids=" ".join,
+)
 async def test_whatever_is_done_to_a_key_heals(
-    one_redis_server: EmbeddedRedis, family: str
+    one_redis_server: EmbeddedRedis, families: tuple[str, ...]
 ) -> None:
     async with world(one_redis_server.url) as cluster:
-        for name, damage in damages(family).items():
-            await cluster.suffers(f"{family}, {name}", damage)
-        if family not in ("leases", "reservations", "expiry", "requests"):
-            await cluster.keeps_all_requests()
+        for family in families:
+            for name, damage in damages(family).items():
+                await cluster.suffers(f"{family}, {name}", damage)
+                if family not in ("leases", "reservations", "expiry", "requests"):
+                    assert await cluster.records() == set(cluster.in_flight)
         await cluster.all_requests_end()
 
 
@@ -613,7 +619,7 @@ async def test_whatever_is_lost_nobody_is_thought_to_hold_what_he_does_not(
                 cluster.hold(name, n, 20 * (n % 3 == i), 0)
         await cluster.heals("at first")
         watching = asyncio.create_task(cluster.watch())
-        for _ in range(5):
+        for _ in range(3):
             await damage(cluster)
             await cluster.heals(damage.__name__)
         watching.cancel()
