@@ -108,6 +108,9 @@ def _group_size(samples: Sequence[int]) -> int:
 
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
+    if isinstance(positions, range):
+        # A slice costs a tenth of what picking one by one does.
+        return hex_text(chain[positions.start : positions.stop])
     return hex_text([chain[i] for i in positions])
 
 
