@@ -148,6 +148,8 @@ async def test_memory_stays_what_it_was_after_warm_up(
             await eventually(
                 lambda: unique_blocks(redis), lambda n: n == WORKERS * CHAINS_HELD * CHAIN
             )
+            # How much was foreseen depends on the last seconds' traffic.
+            await eventually(lambda: predicted(redis), lambda n: n == 0, within_s=20)
             assert await redis.xlen(KEYS["metrics"]) < 1.1 * METRICS_MAXLEN
             await redis.xtrim(KEYS["metrics"], maxlen=0)
             return await memory(redis)
@@ -159,6 +161,10 @@ async def test_memory_stays_what_it_was_after_warm_up(
         assert after == pytest.approx(before, rel=0.05)
         assert await redis.hlen(KEYS["workers"]) == WORKERS
         assert await redis.hlen(KEYS["reservations"]) == 0
+
+
+async def predicted(redis: Redis) -> int:
+    return len([key async for key in redis.scan_iter(match=KEYS.pattern + ":predicted:*")])
 
 
 async def unique_blocks(redis: Redis) -> int:
