@@ -30,9 +30,14 @@ for _, inc in ipairs(lapsed) do
   retire(inc)
 end
 
-for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 4)) do
+-- Empty where there is none to be read.
+local function info_of(inc)
   local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
-  local ttl_ms = readable and type(info) == 'table' and tonumber(info.lease_ttl_ms) or 0
+  return readable and type(info) == 'table' and info or {}
+end
+
+for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 4)) do
+  local ttl_ms = tonumber(info_of(inc).lease_ttl_ms) or 0
   if tonumber(redis.call('ZSCORE', leases, inc)) > now + ttl_ms then
     redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
   end
@@ -46,8 +51,9 @@ for _, key in ipairs({workers, writers, load}) do
 end
 local serving = redis.call('HRANDFIELD', current, 4, 'WITHVALUES')
 for i = 1, #serving, 2 do
-  if redis.call('HEXISTS', writers, serving[i + 1]) == 0 then
-    redis.call('HDEL', current, serving[i])
+  local worker, inc = serving[i], serving[i + 1]
+  if redis.call('HEXISTS', writers, inc) == 0 or (info_of(inc).worker or worker) ~= worker then
+    redis.call('HDEL', current, worker)
   end
 end
 return #lapsed

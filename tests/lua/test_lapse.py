@@ -86,9 +86,9 @@ async def test_who_has_no_lease_is_retired_unless_he_renews_it(space: Namespace,
     assert await space.redis.hkeys(space.key(name)) == [b"1"]
 
 
-async def test_who_is_routed_to_under_the_number_of_nobody_is_dropped(space: Namespace) -> None:
+async def test_who_is_routed_to_under_a_number_that_is_not_his_is_dropped(space: Namespace) -> None:
     inc = await space.worker("a")
-    await space.redis.hset(space.key("current"), mapping={"x:0": "77", "junk": "", "y:0": "spoilt"})
+    await space.redis.hset(space.key("current"), mapping={"x:0": "77", "junk": "", "y:0": "1"})
     await space.lapse()
     assert await space.redis.hgetall(space.key("current")) == {b"a:0": b"%d" % inc}
 
