@@ -30,6 +30,10 @@ if not bits_of(predictions) then
 end
 local bucket_name = bucket_namer(bits_of(predictions))
 local present, is_over = slice_reader(predictions, slice_ms, now_ms())
+-- The present slice is never given up: one that is full by itself takes no more.
+if (tonumber(redis.call('HGET', predictions, present) or '') or 0) >= max_entries then
+  return 0
+end
 local own_entry = '%f[%d]' .. inc .. '(%l)'
 
 -- From the leaf inward: what is of the present slice already has nothing older before it.

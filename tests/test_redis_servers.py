@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.redis_servers import KINDS, redis_version, require_binary, require_redis
+from tests.redis_servers import KINDS, OPTIONAL_KINDS, redis_version, require_binary, require_redis
 
 MISSING = "kvroute-no-such-program"
 
@@ -19,8 +21,24 @@ def test_a_missing_program_fails_the_test_in_ci(monkeypatch: pytest.MonkeyPatch)
         require_binary(MISSING)
 
 
+@pytest.mark.parametrize("kind", OPTIONAL_KINDS)
+def test_a_server_that_is_optional_skips_the_test_even_in_ci(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.delenv("KVROUTE_TEST_SERVER", raising=False)
+    monkeypatch.setattr("tests.redis_servers.system_binary", lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match="valkey is not installed"):
+        require_redis(kind)
+
+
+def test_the_optional_server_may_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVROUTE_TEST_SERVER", str(tmp_path / "redis-8"))
+    assert require_redis("valkey") == tmp_path / "redis-8"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_the_version_that_its_name_says(kind: str) -> None:
-    expected = {"redis-7": (7, 0), "redis-6.2": (6, 2)}[kind]
+    expected = {"redis-7": (7, 0), "redis-6.2": (6, 2), "valkey": (7, 2)}[kind]
     version = redis_version(require_redis(kind))
     assert version == expected if kind == "redis-6.2" else version >= expected

@@ -75,3 +75,17 @@ async def test_at_the_bound_the_oldest_are_given_up(space: Namespace) -> None:
     await space.predict(inc, chains[3], few)  # 128 entries are too many; 80 are to be left
     foreseen = [await space.foresee(chain, few) for chain in chains]
     assert foreseen == [{}, {}, {inc: 64}, {inc: 64}]
+
+
+async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) -> None:
+    """What is of the present slice is never given up, however much comes within it."""
+    inc = await space.worker("a")
+    few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
+    chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(8)]
+    made = [await space.predict(inc, chain, few) for chain in chains]
+    assert made == [32, 32, 32, 32, 0, 0, 0, 0]
+    assert await space.predictions() == 128
+    assert await space.foresee(chains[3], few) == {inc: 64}
+    await space.grow_older(1)
+    assert await space.predict(inc, chains[7], few) == 32
+    assert await space.foresee(chains[7], few) == {inc: 64}

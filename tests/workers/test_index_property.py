@@ -24,12 +24,12 @@ from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
+from tests.workers.cache_model import CacheModel
 from workers import ownership
 from workers.ownership import Ownership
 
 KEYSPACE = Keyspace("property")
 SHARD = KEYSPACE.of_shard(0)
-NUM_WORKERS = 3
 GROUP = 2
 """Blocks, so that these short chains are of several groups."""
 # A tree of prompts: one of 12 blocks, branches behind its 6th and its first, and a second root.
@@ -50,7 +50,7 @@ class Worker:
     """A worker's cache by the model, its bookkeeping, and how it stands with Redis."""
 
     key: WorkerKey
-    held: dict[int, set[Tier]] = field(default_factory=dict)
+    cache: CacheModel = field(default_factory=CacheModel)
     ownership: Ownership = field(default_factory=Ownership)
     incarnation: Incarnation | None = None
     seq: int = 0
@@ -59,36 +59,17 @@ class Worker:
     """Batches of this incarnation; the n-th has seq n + 1."""
 
     def take(self, event: CacheEvent) -> None:
-        match event:
-            case Stored():
-                for block in event.blocks:
-                    self.held.setdefault(BLOCKS.index(block), set()).add(event.tier)
-            case Removed():
-                for block in event.blocks:
-                    self.held.get(BLOCKS.index(block), set()).discard(event.tier)
-            case Cleared():
-                self.held.clear()
+        self.cache.take(event)
         self.ownership.apply([event])
         self.ownership.check()
 
-    def scan(self, leaf: int) -> TierOverlap:
-        """Longest unbroken owned prefix, each block in the slowest tier on its path."""
-        counts = [0, 0, 0]
-        slowest = Tier.DEVICE
-        for n in chain_to(leaf):
-            if not self.held.get(n):
-                break
-            slowest = max(slowest, min(self.held[n]))
-            counts[slowest] += 1
-        return TierOverlap(*counts)
-
 
 class World:
-    """Three workers and one Redis."""
+    """Some workers and one Redis."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, num_workers: int) -> None:
         self.runner = ScriptRunner(redis, timeout_s=5.0)
-        self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(NUM_WORKERS)]
+        self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(num_workers)]
 
     async def register(
         self, worker: Worker, held: Incarnation | None = None
@@ -107,7 +88,7 @@ class World:
 
     async def restart(self, worker: Worker) -> None:
         """The process dies with its cache; the next one begins empty."""
-        worker.held.clear()
+        worker.cache = CacheModel()
         worker.ownership = Ownership()
         worker.undelivered = []
         worker.incarnation = (await self.register(worker)).incarnation
@@ -164,8 +145,8 @@ class World:
             while worker.undelivered or worker.ownership.num_pending:
                 await self.deliver(worker, 100)
         answers = await self.match_both_ways()
-        for leaf, answer in zip(LEAVES, answers, strict=True):
-            expected = {w.incarnation: w.scan(leaf) for w in self.workers}
+        for chain, answer in zip(CHAINS, answers, strict=True):
+            expected = {w.incarnation: w.cache.scan(chain) for w in self.workers}
             live = {inc: answer.get(inc, TierOverlap()) for inc in expected}
             assert live == expected
 
@@ -192,22 +173,27 @@ class World:
         return entries
 
 
+Step = tuple[object, ...]
+
 TIERS = st.sampled_from(Tier)
-WORKERS = st.integers(0, NUM_WORKERS - 1)
 NODES = st.integers(0, len(BLOCKS) - 1)
-STEPS = st.one_of(
-    st.tuples(st.just("store"), WORKERS, st.sampled_from(LEAVES), st.integers(1, 12), TIERS),
-    # A single block in the middle of nowhere: its ancestors may be missing.
-    st.tuples(st.just("store_one"), WORKERS, NODES, TIERS),
-    st.tuples(st.just("remove"), WORKERS, NODES, TIERS),
-    st.tuples(st.just("move"), WORKERS, NODES, TIERS, TIERS),
-    st.tuples(st.just("deliver"), WORKERS, st.sampled_from((1, 2, 5, 100))),
-    st.tuples(st.just("repeat"), WORKERS, st.integers(1, 3)),
-    # Together, and so rarer: they leave little for others to go wrong with.
-    st.tuples(st.sampled_from(("clear", "skip", "restart", "resync")), WORKERS),
-    st.tuples(st.just("sweep"), st.integers(1, 3)),
-    st.tuples(st.just("check")),
-)
+
+
+def steps_of(num_workers: int) -> st.SearchStrategy[Step]:
+    workers = st.integers(0, num_workers - 1)
+    return st.one_of(
+        st.tuples(st.just("store"), workers, st.sampled_from(LEAVES), st.integers(1, 12), TIERS),
+        # A single block in the middle of nowhere: its ancestors may be missing.
+        st.tuples(st.just("store_one"), workers, NODES, TIERS),
+        st.tuples(st.just("remove"), workers, NODES, TIERS),
+        st.tuples(st.just("move"), workers, NODES, TIERS, TIERS),
+        st.tuples(st.just("deliver"), workers, st.sampled_from((1, 2, 5, 100))),
+        st.tuples(st.just("repeat"), workers, st.integers(1, 3)),
+        # Together, and so rarer: they leave little for others to go wrong with.
+        st.tuples(st.sampled_from(("clear", "skip", "restart", "resync")), workers),
+        st.tuples(st.just("sweep"), st.integers(1, 3)),
+        st.tuples(st.just("check")),
+    )
 
 
 async def step(world: World, name: str, *args: object) -> None:
@@ -222,7 +208,7 @@ async def step(world: World, name: str, *args: object) -> None:
         case ("remove", n, tier):
             worker.take(Removed((BLOCKS[n],), tier))
         case ("move", n, source, target):
-            if source in worker.held.get(n, ()):
+            if source in worker.cache.tiers_of(BLOCKS[n]):
                 parent = BLOCKS[PARENT[n]] if n in PARENT else None
                 worker.take(Stored((BLOCKS[n],), parent, target))
                 if source != target:
@@ -256,10 +242,10 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "GROUP_BLOCKS", GROUP)
 
 
-async def play(url: str, steps: list[tuple[object, ...]]) -> None:
+async def play(url: str, num_workers: int, steps: list[Step]) -> None:
     async with connect(url) as redis:
         await redis.flushall()
-        world = World(redis)
+        world = World(redis, num_workers)
         for worker in world.workers:
             await world.restart(worker)
         for one in steps:
@@ -281,13 +267,30 @@ async def owners_left(redis: Redis) -> set[Incarnation]:
     return owners
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(steps=st.lists(STEPS, min_size=40, max_size=60))
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@examples(150)
+@given(steps=st.lists(steps_of(3), min_size=40, max_size=60))
 def test_a_query_equals_a_scan_of_every_workers_cache(
-    redis_server: EmbeddedRedis, steps: list[tuple[object, ...]]
+    redis_server: EmbeddedRedis, steps: list[Step]
 ) -> None:
-    asyncio.run(play(redis_server.url, steps))
+    asyncio.run(play(redis_server.url, 3, steps))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_workers", [3, 4, 5])
+@examples(400)
+@given(data=st.data())
+def test_a_query_equals_a_scan_through_long_histories_of_more_workers(
+    redis_server: EmbeddedRedis, num_workers: int, data: st.DataObject
+) -> None:
+    """About 6 minutes for each kind of server."""
+    steps = data.draw(st.lists(steps_of(num_workers), min_size=200, max_size=400))
+    asyncio.run(play(redis_server.url, num_workers, steps))

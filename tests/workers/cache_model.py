@@ -1,0 +1,51 @@
+"""What a worker's cache holds, as plain sets: what the index is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.types import SequenceHash, Tier, TierOverlap
+
+
+class CacheModel:
+    """The tiers that each block lies in, holes and all."""
+
+    def __init__(self) -> None:
+        self._held: dict[SequenceHash, set[Tier]] = {}
+
+    def take(self, event: CacheEvent) -> None:
+        match event:
+            case Stored():
+                for block in event.blocks:
+                    self._held.setdefault(block, set()).add(event.tier)
+            case Removed():
+                for block in event.blocks:
+                    self.tiers_of(block).discard(event.tier)
+            case Cleared():
+                self._held.clear()
+
+    def tiers_of(self, block: SequenceHash) -> set[Tier]:
+        return self._held.get(block, set())
+
+    def scan(self, chain: Sequence[SequenceHash]) -> TierOverlap:
+        """Longest unbroken owned prefix, each block in the slowest tier on its path."""
+        published: dict[SequenceHash, Tier] = {}
+        slowest = Tier.DEVICE
+        for block in chain:
+            if not self.tiers_of(block):
+                break
+            slowest = max(slowest, min(self.tiers_of(block)))
+            published[block] = slowest
+        return leading(published, chain)
+
+
+def leading(published: Mapping[SequenceHash, Tier], chain: Sequence[SequenceHash]) -> TierOverlap:
+    """How much of `chain` from its first block on is in `published`."""
+    counts = [0, 0, 0]
+    for block in chain:
+        tier = published.get(block)
+        if tier is None:
+            break
+        counts[tier] += 1
+    return TierOverlap(*counts)

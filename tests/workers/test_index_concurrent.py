@@ -1,0 +1,411 @@
+"""Readers of the index while agents publish: what an answer may be.
+
+Batches are applied in one step each, and so is a script that looks up a chain. So:
+
+- A chain that is sent whole is looked up at one moment between the question and the answer: each
+  worker's overlap is what it had published at that moment, the same moment for all workers.
+- A longer chain is looked up at two moments, samples first, then the stretches between them. Each
+  worker's overlap lies between what it had published at the one and at the other: its blocks on the
+  device, those and its blocks in host memory, and all of them, each count for itself. Where nothing
+  changed meanwhile that is exact.
+
+The agents are real, and so are their batches; an engine is played that stores, removes, moves and
+clears at random, with holes. Now and then an agent dies with its cache, or its lease lapses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import accumulate, combinations_with_replacement, count
+from math import inf
+from typing import Any
+
+import pytest
+
+from app.core import index, leases, matching
+from app.core.embedded import EmbeddedRedis
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.keys import Keyspace
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.redis import connect
+from app.core.scripts import Call, ScriptRunner
+from app.core.topology import Client
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
+from tests.eventually import eventually
+from tests.workers.cache_model import CacheModel, leading
+from workers import agent as agents
+from workers.agent import Agent, AgentSettings
+
+KEYS = Keyspace("concurrent")
+NUM_SHARDS = 2
+NUM_READERS = 3
+TIMEOUT_S = 20.0
+LEASE_TTL_S = 1.0
+MAX_PAUSE_S = 0.01
+BATCH_BLOCKS = 24
+"""Fewer than agents send, for more states between them."""
+NOTHING = TierOverlap()
+
+
+def new_chains() -> list[list[SequenceHash]]:
+    """Prompts that share beginnings; the last two are looked up in two round trips."""
+    rng = random.Random(1)
+    blocks = iter(lambda: SequenceHash(rng.getrandbits(64)), None)
+
+    def grown(stem: Sequence[SequenceHash], length: int) -> list[SequenceHash]:
+        return [*stem, *(next(blocks) for _ in range(length - len(stem)))]
+
+    system_prompt = grown([], 20)
+    document = grown(system_prompt, 400)
+    return [
+        grown(system_prompt, 40),
+        grown([], 90),
+        grown(system_prompt, matching.WHOLE_CHAIN),
+        grown(document, 700),
+        grown(document, 1300),
+    ]
+
+
+CHAINS = new_chains()
+Settle = Callable[[Any, int], None]
+"""To be told the reply to a call, and when it had come."""
+
+
+@dataclass(eq=False)
+class State:
+    """What an incarnation had published from some moment after `since` to one before `until`.
+
+    overlaps: with each of CHAINS.
+    """
+
+    overlaps: list[TierOverlap]
+    since: int
+    until: float = inf
+
+
+class Life:
+    """What one shard of the index may have shown of an incarnation, in order."""
+
+    def __init__(self) -> None:
+        self.hidden_since = inf
+        """The sweep may have hidden it all from then on."""
+        self.hidden_until = inf
+        """By then it has."""
+        self._published: dict[SequenceHash, Tier] = {}
+        self._states = [State([NOTHING] * len(CHAINS), since=-1)]
+
+    def enter(self, changes: Iterable[tuple[SequenceHash, Tier | None]], now: int) -> State:
+        """A batch was sent."""
+        for block, tier in changes:
+            if tier is None:
+                self._published.pop(block, None)
+            else:
+                self._published[block] = tier
+        state = State([leading(self._published, chain) for chain in CHAINS], now)
+        self._states.append(state)
+        return state
+
+    def settle(self, state: State, applied: bool, now: int) -> None:
+        """The answer to the batch has come."""
+        if not applied:
+            self._states.remove(state)
+            return
+        for earlier in reversed(self._states[: self._states.index(state)]):
+            if earlier.until < inf:
+                break
+            earlier.until = now
+
+    def between(self, start: int, end: int) -> list[State]:
+        """All that it may have been in at any time between them."""
+        found = []
+        if start < self.hidden_until:
+            for state in reversed(self._states):
+                if state.until <= start:
+                    break
+                if state.since < end:
+                    found.append(state)
+        if self.hidden_since < end:
+            found.append(State([NOTHING] * len(CHAINS), int(self.hidden_since)))
+        return found
+
+
+class History:
+    """All that was published. Its clock counts what was sent and answered, in order.
+
+    num_queries: that were checked. num_between: those in which a worker may have been in several
+    states.
+    """
+
+    def __init__(self) -> None:
+        self.num_queries = 0
+        self.num_between = 0
+        self._clock = count()
+        self._lives: dict[str, dict[Incarnation, Life]] = {}
+        """By the name of a key of the shard."""
+
+    def tick(self) -> int:
+        return next(self._clock)
+
+    def enter(self, call: Call[Any], now: int) -> Settle:
+        """A call was sent: what its reply will mean."""
+        lives = self._lives.setdefault(call.keys[0], {})
+        if call.script.name == "apply":
+            life = lives.setdefault(call.args[0], Life())
+            state = life.enter(changes_in(call.args[3:]), now)
+            return lambda applied, at: life.settle(state, applied, at)
+        if call.script.name == "sweep":
+            lost = [lives[inc] for inc in call.args[2:] if inc in lives]
+            for life in lost:
+                life.hidden_since = min(life.hidden_since, now)
+            return lambda _, at: hide(lost, at)
+        return lambda _, at: None
+
+    def check(self, position: int, answer: matching.Overlaps, start: int, end: int) -> None:
+        """Whether an answer for a chain may be: asked for at `start`, it had come at `end`."""
+        root = CHAINS[position][0]
+        lives = self._lives[KEYS.of_shard(index.shard_of(root, NUM_SHARDS))["shard"]]
+        assert answer.keys() <= lives.keys()
+        possible = {inc: life.between(start, end) for inc, life in lives.items()}
+        self.num_queries += 1
+        self.num_between += any(len(states) > 1 for states in possible.values())
+        # States begin to be possible only at these moments, so that others allow nothing more.
+        begins = {max(start, s.since) for states in possible.values() for s in states}
+        moments = sorted({start, *begins})
+        whole = len(CHAINS[position]) <= matching.WHOLE_CHAIN
+        looks = ((m, m) for m in moments) if whole else combinations_with_replacement(moments, 2)
+        if any(
+            all(
+                allows(states, position, answer.get(inc, NOTHING), look)
+                for inc, states in possible.items()
+            )
+            for look in looks
+        ):
+            return
+        seen = {
+            inc: [(s.since, s.until, s.overlaps[position]) for s in states]
+            for inc, states in possible.items()
+        }
+        raise AssertionError(
+            f"asked at {start} and answered at {end} for {len(CHAINS[position])} blocks: {answer}, "
+            f"where there was {seen}"
+        )
+
+
+def changes_in(groups: Iterable[str]) -> Iterator[tuple[SequenceHash, Tier | None]]:
+    """What lua/apply.lua is told by its last arguments."""
+    for group in groups:
+        for at in range(16, len(group), 17):
+            tier = index.TIER_OF_LETTER.get(group[at].encode())
+            yield SequenceHash(int(group[at + 1 : at + 17], 16)), tier
+
+
+def hide(lives: Iterable[Life], now: int) -> None:
+    for life in lives:
+        life.hidden_until = min(life.hidden_until, now)
+
+
+def allows(
+    states: Iterable[State], position: int, overlap: TierOverlap, look: tuple[int, int]
+) -> bool:
+    """Whether one who looked at a chain at these moments may find `overlap`."""
+    first, last = (
+        [s.overlaps[position] for s in states if s.since <= moment < s.until] for moment in look
+    )
+    if len(CHAINS[position]) <= matching.WHOLE_CHAIN:
+        return overlap in first
+    return any(lies_between(one, overlap, other) for one in first for other in last)
+
+
+def lies_between(one: TierOverlap, middle: TierOverlap, other: TierOverlap) -> bool:
+    """By blocks that are no slower than each tier."""
+    totals = [accumulate((o.device, o.host, o.disk)) for o in (one, middle, other)]
+    return all(min(a, b) <= m <= max(a, b) for a, m, b in zip(*totals, strict=True))
+
+
+class Recorder(ScriptRunner):
+    """Notes in `history` when what it sends may have become visible, and when it must have been."""
+
+    def __init__(self, redis: Client, history: History) -> None:
+        super().__init__(redis, TIMEOUT_S)
+        self._history = history
+
+    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        now = self._history.tick()
+        settles = [self._history.enter(call, now) for call in calls]
+        replies = await super().run(calls)
+        now = self._history.tick()
+        for settle, reply in zip(settles, replies, strict=True):
+            settle(reply, now)
+        return replies
+
+
+class Worker:
+    """An agent and a played engine beside it."""
+
+    def __init__(self, runner: ScriptRunner, name: str, rng: random.Random) -> None:
+        self.agent: Agent
+        self.cache = CacheModel()
+        self._runner = runner
+        self._key = WorkerKey(name)
+        self._rng = rng
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def incarnation(self) -> Incarnation:
+        assert self.agent.incarnation is not None
+        return self.agent.incarnation
+
+    async def start(self) -> None:
+        self.agent = Agent(
+            self._runner,
+            KEYS,
+            WorkerInfo(self._key, "http://127.0.0.1:1", 16, 10_000, 8),
+            AgentSettings(lease_ttl_s=LEASE_TTL_S, index_blocks=4000, shards=NUM_SHARDS),
+            lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+        )
+        await self.agent.start()
+        self._running = asyncio.ensure_future(self.agent.run())
+
+    async def die(self) -> None:
+        assert self._running is not None
+        self._running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self._running
+
+    async def live(self, num_events: int) -> None:
+        """Do what engines and their processes may do, `num_events` times."""
+        for _ in range(num_events):
+            await asyncio.sleep(self._rng.uniform(0, MAX_PAUSE_S))
+            if self._rng.random() < 0.01:
+                await self.die()
+                self.cache = CacheModel()
+                await self.start()
+            elif self._rng.random() < 0.02:
+                await self._lapse()
+            else:
+                for event in self._events():
+                    self.cache.take(event)
+                    self.agent.notify([event])
+
+    async def _lapse(self) -> None:
+        """As if the lease had not been renewed in time: the agent will resync, if it is retired
+        before it renews."""
+        await self._runner.redis.zadd(KEYS["leases"], {str(self.incarnation): 1})
+
+    def _events(self) -> list[CacheEvent]:
+        rng = self._rng
+        chain = rng.choice(CHAINS)
+        start, end = sorted(rng.sample(range(len(chain) + 1), 2))
+        blocks = tuple(chain[start:end])
+        tier, other = rng.sample(list(Tier), 2)
+        match rng.choices(
+            ("store", "extend", "hole", "cut", "move", "clear"), (30, 15, 15, 15, 15, 1)
+        )[0]:
+            case "store":
+                return [Stored(tuple(chain[:end]), None, rng.choice((Tier.DEVICE, tier)))]
+            case "extend":
+                return [Stored(blocks, chain[start - 1] if start else None, tier)]
+            case "hole":
+                return [Removed(blocks[: rng.randint(1, 3)], t) for t in Tier]
+            case "cut":
+                return [Removed(tuple(chain[end:]), t) for t in Tier]
+            case "move":
+                # Only what is held moves, a chain at a time.
+                held = tuple(b for b in blocks if tier in self.cache.tiers_of(b))
+                stored = [Stored((b,), parent_in(chain, b), other) for b in held]
+                return [*stored, Removed(held, tier)]
+            case _:
+                return [Cleared()]
+
+
+def parent_in(chain: Sequence[SequenceHash], block: SequenceHash) -> SequenceHash | None:
+    at = chain.index(block)
+    return chain[at - 1] if at else None
+
+
+async def read(runner: ScriptRunner, history: History, rng: random.Random) -> None:
+    """Ask for chains, one or several at a time, and check the answers, until cancelled."""
+    while True:
+        positions = rng.sample(range(len(CHAINS)), rng.choice((1, 1, 3)))
+        start = history.tick()
+        answers, _ = await matching.match(runner, KEYS, [CHAINS[i] for i in positions], NUM_SHARDS)
+        end = history.tick()
+        for position, answer in zip(positions, answers, strict=True):
+            assert answer is not None
+            history.check(position, answer, start, end)
+
+
+async def maintain(runner: ScriptRunner) -> None:
+    """Retire whose lease lapsed, and sweep, as routers do but without a pause; until cancelled."""
+    lost: list[Incarnation] = []
+    while True:
+        await runner.one(leases.lapse(KEYS, grace_ms=0))
+        steps = await runner.run(
+            [
+                index.sweep(KEYS.of_shard(shard), lost, max_buckets=8, scrub_ms=60_000)
+                for shard in range(NUM_SHARDS)
+            ]
+        )
+        lost = await runner.one(leases.absent(KEYS, {inc for s in steps for inc in s.writers}))
+
+
+async def play(redis: Client, num_workers: int, num_events: int, seed: int) -> History:
+    """Let agents, readers and the sweep loose, until every agent has had `num_events`."""
+    history = History()
+    writing, reading = Recorder(redis, history), ScriptRunner(redis, TIMEOUT_S)
+    workers = [Worker(writing, f"w{i}", random.Random(f"{seed}:{i}")) for i in range(num_workers)]
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(worker.die)
+        background = [tasks.create_task(maintain(writing))]
+        for i in range(NUM_READERS):
+            rng = random.Random(f"{seed}:reader {i}")
+            background.append(tasks.create_task(read(reading, history, rng)))
+        await asyncio.gather(*(worker.live(num_events) for worker in workers))
+        await eventually(lambda: is_exact(reading, workers), within_s=TIMEOUT_S)
+        for task in background:
+            task.cancel()
+    return history
+
+
+async def is_exact(runner: ScriptRunner, workers: Sequence[Worker]) -> bool:
+    """Whether every answer is what a scan of the caches finds."""
+    answers, _ = await matching.match(runner, KEYS, CHAINS, NUM_SHARDS)
+    return all(
+        (answer or {}).get(w.incarnation, NOTHING) == w.cache.scan(chain)
+        for answer, chain in zip(answers, CHAINS, strict=True)
+        for w in workers
+    )
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "BATCH_BLOCKS", BATCH_BLOCKS)
+
+
+async def test_an_answer_is_what_was_published_while_it_was_asked_for(
+    redis_server: EmbeddedRedis,
+) -> None:
+    async with connect(redis_server.url) as redis:
+        history = await play(redis, num_workers=3, num_events=150, seed=1)
+    # Most of them met a worker in the middle of publishing: else nothing was tested.
+    assert history.num_between > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_workers", [3, 4, 5])
+async def test_answers_are_what_was_published_through_long_histories(
+    redis_server: EmbeddedRedis, num_workers: int
+) -> None:
+    """About XX minutes for each kind of server."""
+    async with connect(redis_server.url) as redis:
+        for seed in range(10):
+            await redis.flushall()
+            history = await play(redis, num_workers=num_workers, num_events=1000, seed=seed)
+            assert history.num_between > 300

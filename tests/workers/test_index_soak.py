@@ -1,0 +1,368 @@
+"""A cluster that works on and on at the same occupancy, and keeps to the same space.
+
+Engines store and evict at random, least recently used first, in two tiers; workers crash, come back
+or miss their lease; requests are routed, and released, given up or forgotten; agents publish
+metrics; a router keeps house. What Redis, the agents and the router keep is bounded by what is held
+and by who lives, and used_memory does not grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Iterator, Sized
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import count, cycle
+from statistics import median
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+
+from app import inspection
+from app import router as routers
+from app.core.config import RouterSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import RoutingError
+from app.core.events import CacheEvent, Removed, Stored
+from app.core.keys import METRICS_MAXLEN, Keyspace
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.topology import Client
+from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.fleet import Fleet
+from app.router import Decision, Router, RouteRequest
+from app.telemetry import Telemetry
+from tests.eventually import eventually
+from workers import agent as agents
+from workers.agent import Agent, AgentSettings
+
+KEYS = Keyspace("soak")
+SHARDS = [KEYS.of_shard(n) for n in range(2)]
+NUM_WORKERS = 3
+BLOCK_SIZE = 16
+DEVICE_BLOCKS = 6000
+HOST_BLOCKS = 2000
+INDEX_BLOCKS = 32_768
+PREDICTIONS = 1000
+MAX_CHAIN = 160
+MAX_IN_FLIGHT = 20
+STEP_S = 0.01
+REQUEST_INTERVAL_S = 0.03
+FEW_METRICS = 400
+LEASE_TTL_S = 1.0
+GRACE_MS = 500
+TIMEOUT_S = 5.0
+GROWTH = 0.05
+CONTROL_KEYS = ("meta", "workers", "current", "leases", "writers", "load", "metrics")
+OLD = 100_000
+"""Incarnations before: their numbers have as many digits all along, and so entries their size."""
+SOAK_S = float(os.environ.get("KVROUTE_SOAK_S", "1800"))
+
+
+class Engine:
+    """A cache in two tiers, full once it is warm: what is not used for longest goes to the host,
+    and from there for good."""
+
+    def __init__(self, rng: random.Random, system_prompts: list[list[SequenceHash]]) -> None:
+        self.num_evicted = 0
+        self.device: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
+        self.host: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
+        """Blocks and their parents, the one to go next first."""
+        self.conversations: deque[list[SequenceHash]] = deque(maxlen=50)
+        self._rng = rng
+        self._system_prompts = system_prompts
+
+    def serve(self) -> list[CacheEvent]:
+        """Prefill and decode one request."""
+        chain = self._next_turn()
+        self.conversations.append(chain)
+        onboarded = tuple(block for block in chain if self.host.pop(block, self) is not self)
+        # The last block first: parents are to outlive their children.
+        for block, parent in zip(reversed(chain), reversed([None, *chain[:-1]]), strict=True):
+            self.device[block] = parent
+            self.device.move_to_end(block)
+        return [Stored(tuple(chain), None), Removed(onboarded, Tier.HOST), *self._evict()]
+
+    def _evict(self) -> Iterator[CacheEvent]:
+        while len(self.device) > DEVICE_BLOCKS:
+            block, parent = self.device.popitem(last=False)
+            self.host[block] = parent
+            yield Stored((block,), parent, Tier.HOST)
+            yield Removed((block,))
+        while len(self.host) > HOST_BLOCKS:
+            block, _ = self.host.popitem(last=False)
+            self.num_evicted += 1
+            yield Removed((block,), Tier.HOST)
+
+    def _next_turn(self) -> list[SequenceHash]:
+        rng = self._rng
+        if self.conversations and rng.random() < 0.5:
+            before = rng.choice(self.conversations)
+        else:
+            before = rng.choice(self._system_prompts)
+        return [*before, *new_blocks(rng, rng.randint(16, 64))][:MAX_CHAIN]
+
+    def held(self) -> list[CacheEvent]:
+        """What an agent that knows nothing must be told."""
+        tiers = ((Tier.DEVICE, self.device), (Tier.HOST, self.host))
+        return [Stored((b,), parent, tier) for tier, held in tiers for b, parent in held.items()]
+
+
+def new_blocks(rng: random.Random, number: int) -> list[SequenceHash]:
+    return [SequenceHash(rng.getrandbits(64)) for _ in range(number)]
+
+
+class Worker:
+    """An engine that serves on whatever becomes of its agent."""
+
+    def __init__(self, redis: Client, name: str, engine: Engine) -> None:
+        self.agent: Agent
+        self.engine = engine
+        self._redis = redis
+        self._info = WorkerInfo(WorkerKey(name), f"http://{name}:80", BLOCK_SIZE, 10_000, 256)
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def num_pending(self) -> int:
+        return self.agent._ownership.num_pending
+
+    async def start(self) -> None:
+        self.agent = Agent(
+            ScriptRunner(self._redis, TIMEOUT_S),
+            KEYS,
+            self._info,
+            AgentSettings(LEASE_TTL_S, INDEX_BLOCKS, len(SHARDS)),
+            lambda: (ForwardPassMetrics(kv_total_blocks=10_000), DEFAULT_SPEED),
+        )
+        self.agent.notify(self.engine.held())
+        await self.agent.start()
+        self._running = asyncio.ensure_future(self.agent.run())
+
+    async def crash(self) -> None:
+        assert self._running is not None
+        self._running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self._running
+
+    async def work(self) -> None:
+        while True:
+            self.agent.notify(self.engine.serve())
+            await asyncio.sleep(STEP_S)
+
+    async def lose_lease(self) -> None:
+        """As if it had long not been renewed: retired before it is, the agent resyncs."""
+        await self._redis.zadd(KEYS["leases"], {str(self.agent.incarnation): 1}, xx=True)
+
+    async def lease(self) -> float | None:
+        return await self._redis.zscore(KEYS["leases"], str(self.agent.incarnation))
+
+
+class Cluster:
+    """Some workers, a router, and somebody who sends requests."""
+
+    def __init__(self, redis: Client) -> None:
+        self.redis = redis
+        self.rng = random.Random(7)
+        system_prompts = [new_blocks(self.rng, 8 + n) for n in range(8)]
+        self.workers = [
+            Worker(redis, f"w{n}", Engine(random.Random(n), system_prompts))
+            for n in range(NUM_WORKERS)
+        ]
+        settings = RouterSettings(
+            namespace=KEYS.namespace,
+            seed=7,
+            reservation_ttl_s=1.0,
+            count_in_flight=True,
+            prediction_ttl_s=2.0,
+            prediction_entries=PREDICTIONS,
+        )
+        self.fleet = Fleet(redis, KEYS, TIMEOUT_S)
+        self.router = Router(
+            ScriptRunner(redis, TIMEOUT_S), KEYS, settings, self.fleet, Telemetry()
+        )
+
+    async def send(self) -> None:
+        """Requests of which some are served, and some lose their client or their router."""
+        in_flight: deque[Decision] = deque()
+        for n in count():
+            chain = self.rng.choice(self.rng.choice(self.workers).engine.conversations)
+            request = RouteRequest(f"r{n}", chain, len(chain) * BLOCK_SIZE, "latency")
+            with suppress(RoutingError):
+                in_flight.append(await self.router.route(request))
+            if len(in_flight) > MAX_IN_FLIGHT:
+                await self._end(in_flight.popleft())
+            await asyncio.sleep(REQUEST_INTERVAL_S)
+
+    async def _end(self, decision: Decision) -> None:
+        match self.rng.randrange(4):
+            case 0:
+                await self.router.prefill_complete(decision.request_id)
+                await self.router.release(decision.request_id)
+            case 1:
+                await self.router.release(decision.request_id)
+            case 2:
+                self.router.abandon(decision)
+            case _:
+                pass  # it expires
+
+    async def crash(self) -> None:
+        worker = self.rng.choice(self.workers)
+        await worker.crash()
+        await worker.start()
+
+    async def lose_lease(self) -> None:
+        await self.rng.choice(self.workers).lose_lease()
+
+    async def stay_away(self) -> None:
+        """A worker is missed for so long that it is retired, and comes back."""
+        worker = self.rng.choice(self.workers)
+        await worker.crash()
+        await eventually(worker.lease, lambda lease: lease is None)
+        await worker.start()
+
+    async def age(self, turnovers: int, metrics_maxlen: int) -> None:
+        """Wait until everything is full, and has been replaced some times."""
+
+        async def num_turnovers() -> float:
+            evicted = min(worker.engine.num_evicted for worker in self.workers)
+            return evicted / (DEVICE_BLOCKS + HOST_BLOCKS)
+
+        await eventually(num_turnovers, lambda n: n >= turnovers, within_s=300.0)
+        await eventually(
+            lambda: self.redis.xlen(KEYS["metrics"]),
+            lambda entries: entries >= metrics_maxlen,
+            within_s=300.0,
+        )
+
+    async def memory(self) -> float:
+        """Bytes that Redis uses for data: the median of some looks, once nothing of the dead is
+        left. A server just started and clients' buffers do not count."""
+        await eventually(self._leftovers, lambda found: not found, within_s=30.0)
+        looks: list[float] = []
+        for _ in range(25):
+            info = await self.redis.info("memory")
+            aside = info["used_memory_startup"] + info["mem_clients_normal"]
+            looks.append(info["used_memory"] - aside)
+            await asyncio.sleep(0.04)
+        return median(looks)
+
+    async def _leftovers(self) -> list[str]:
+        """What is not as it is while nobody dies."""
+        sizes = {
+            "workers": await self.redis.hlen(KEYS["workers"]),
+            "current": await self.redis.hlen(KEYS["current"]),
+            "leases": await self.redis.zcard(KEYS["leases"]),
+            "writers": await self.redis.hlen(KEYS["writers"]),
+            "load": await self.redis.hlen(KEYS["load"]),
+        } | {shard["applied"]: await self.redis.hlen(shard["applied"]) for shard in SHARDS}
+        found = [f"{name} has {size}" for name, size in sizes.items() if size != NUM_WORKERS]
+        behind = [
+            f"{w.agent.info.key} is behind" for w in self.workers if w.num_pending > MAX_CHAIN
+        ]
+        transient = [key for shard in SHARDS for key in (shard["dead"], shard["sweep"])]
+        return found + behind + [key for key in transient if await self.redis.exists(key)]
+
+    async def busy_keys(self) -> list[str]:
+        """Keys that are there only while requests are in flight or were a moment ago."""
+        kept = [KEYS[name] for name in CONTROL_KEYS]
+        kept += [shard[name] for shard in SHARDS for name in ("shard", "applied", "predictions")]
+        keys = [key.decode() async for key in self.redis.scan_iter(count=1000)]
+        return [k for k in keys if k not in kept and not re.search(":(blocks|predicted):", k)]
+
+
+def sizes(of: object) -> dict[str, int]:
+    """Length of each collection that an object keeps."""
+    kept = vars(of).items()
+    return {n: len(v) for n, v in kept if isinstance(v, Sized) and not isinstance(v, str)}
+
+
+async def soak(
+    redis: Client, duration_s: float, turnovers: int, metrics_maxlen: int = METRICS_MAXLEN
+) -> None:
+    """Work for so long after a warm-up in which everything is replaced so many times."""
+    await redis.hset(KEYS["meta"], "incarnations", str(OLD))
+    cluster = Cluster(redis)
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        for worker in cluster.workers:
+            await worker.start()
+            stack.push_async_callback(worker.crash)
+        routing = tasks.create_task(cluster.router.run())
+        working = [tasks.create_task(worker.work()) for worker in cluster.workers]
+        working.append(tasks.create_task(cluster.send()))
+        await cluster.age(turnovers, metrics_maxlen)
+        before = await cluster.memory()
+        end = loop.time() + duration_s
+        for disturb in cycle((cluster.crash, cluster.lose_lease, cluster.stay_away)):
+            await disturb()
+            if loop.time() >= end:
+                break
+        after = await cluster.memory()
+        assert after == pytest.approx(before, rel=GROWTH)
+        assert await redis.xlen(KEYS["metrics"]) < 1.1 * metrics_maxlen + 100
+        assert await redis.hlen(KEYS["reservations"]) < 4 * MAX_IN_FLIGHT
+        for task in working:
+            task.cancel()
+        await eventually(cluster.busy_keys, lambda keys: not keys)
+        await is_bounded(cluster)
+        routing.cancel()
+
+
+async def is_bounded(cluster: Cluster) -> None:
+    """With all engines still, what is kept is what they hold, and nothing contradicts itself."""
+    engines = [worker.engine for worker in cluster.workers]
+    held = set().union(*(engine.device.keys() | engine.host.keys() for engine in engines))
+
+    async def unique_blocks() -> int:
+        summary = await inspection.summary(cluster.redis, KEYS)
+        assert summary is not None
+        return summary.unique_blocks
+
+    await eventually(unique_blocks, lambda number: number == len(held))
+    assert await inspection.verify(cluster.redis, KEYS, 1 << 24) == ([], ANY)
+    for worker in cluster.workers:
+        ownership = sizes(worker.agent._ownership)
+        assert max(ownership.values()) == DEVICE_BLOCKS + HOST_BLOCKS, ownership
+    for keeper in (cluster.fleet, cluster.router):
+        assert all(size <= NUM_WORKERS for size in sizes(keeper).values()), sizes(keeper)
+
+
+@asynccontextmanager
+async def no_histograms(redis: Client) -> AsyncIterator[None]:
+    """Redis 7 keeps one of each command's times, from its first use on: more than all our data."""
+    known: dict[Any, Any] = await redis.config_get("latency-tracking")
+    for name in known:
+        await redis.config_set(name, "no")
+    yield
+    for name, value in known.items():
+        await redis.config_set(name, value)
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "RETIRE_GRACE_MS", GRACE_MS)
+
+
+async def test_a_cluster_at_constant_occupancy_does_not_grow(
+    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The stream is full as soon as the rest.
+    monkeypatch.setattr(agents, "METRICS_MAXLEN", FEW_METRICS)
+    monkeypatch.setattr(agents, "METRICS_INTERVAL_S", 0.02)
+    async with connect(one_redis_server.url) as redis, no_histograms(redis):
+        await soak(redis, 3.0, turnovers=2, metrics_maxlen=FEW_METRICS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 900)
+async def test_a_cluster_at_constant_occupancy_does_not_grow_in_half_an_hour(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """KVROUTE_SOAK_S: seconds for each kind of server, 1800 unless set."""
+    async with connect(redis_server.url) as redis, no_histograms(redis):
+        await soak(redis, SOAK_S, turnovers=10)
