@@ -12,7 +12,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from app.core.embedded import EmbeddedRedis
 from app.core.redis import connect
-from tests.redis_servers import KINDS, newest_kind, require_redis
+from tests.redis_servers import kinds_here, newest_kind, require_redis
 
 StartedServer = Callable[[str], EmbeddedRedis]
 
@@ -35,7 +35,7 @@ def emptied(server: EmbeddedRedis) -> EmbeddedRedis:
     return server
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=kinds_here())
 def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) -> EmbeddedRedis:
     """A server of each kind in turn; do not stop it."""
     return emptied(started_server(request.param))

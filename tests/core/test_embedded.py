@@ -10,7 +10,7 @@ from redis import Redis
 from app.core import embedded
 from app.core.embedded import EmbeddedRedis, free_port, redis_binary, system_binary
 from app.core.errors import RedisUnavailable
-from tests.redis_servers import KINDS, require_redis
+from tests.redis_servers import kinds_here, require_redis
 
 
 def exists(pid: int) -> bool:
@@ -22,7 +22,7 @@ def exists(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kinds_here())
 def test_a_started_server_answers_and_a_stopped_one_leaves_no_process(kind: str) -> None:
     server = EmbeddedRedis(require_redis(kind))
     server.start()

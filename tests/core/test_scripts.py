@@ -17,7 +17,7 @@ from app.core.reservations import Reservation
 from app.core.scripts import Call, ScriptRunner, call, load_script
 from app.core.topology import Client, Node
 from app.core.types import Incarnation, WorkerInfo, WorkerKey
-from tests.redis_servers import KINDS, require_redis
+from tests.redis_servers import kinds_here, require_redis
 
 KEYS = Keyspace("test")
 REGISTER = leases.register(
@@ -126,7 +126,7 @@ async def test_a_call_without_an_answer_leaves_those_of_the_others(redis: Client
     assert "release: WRONGTYPE" in str(lost)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kinds_here())
 async def test_what_a_replica_refuses_to_write_is_sent_again_once_it_is_master(kind: str) -> None:
     class Promoting(ScriptRunner):
         promote = False

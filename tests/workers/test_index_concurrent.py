@@ -403,7 +403,7 @@ async def test_an_answer_is_what_was_published_while_it_was_asked_for(
 async def test_answers_are_what_was_published_through_long_histories(
     redis_server: EmbeddedRedis, num_workers: int
 ) -> None:
-    """About XX minutes for each kind of server."""
+    """Ten histories for each kind of server."""
     async with connect(redis_server.url) as redis:
         for seed in range(10):
             await redis.flushall()
