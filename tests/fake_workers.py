@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from app.core import index, leases, metrics, reservations
-from app.core.hashing import compute_hashes, seed_for
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from app.core.reservations import Load
@@ -67,10 +67,14 @@ class FakeWorkers:
         tier: Tier = Tier.DEVICE,
         *,
         lora_name: str | None = None,
+        mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """`name` now holds the full blocks of `tokens` in `tier`."""
         worker = self._workers[_key(name)]
-        _, chain = compute_hashes(tokens, BLOCK_SIZE, seed=seed_for(lora_name))
+        local = compute_local_hashes(
+            tokens, BLOCK_SIZE, seed=seed_for(lora_name), mm_hashes=mm_hashes
+        )
+        chain = compute_sequence_hashes(local)
         worker.batches += 1
         changes = index.chain_changes(chain, tier)
         call = index.apply(SHARD, worker.incarnation, f"nonce-{name}", worker.batches, changes)

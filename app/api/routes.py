@@ -269,7 +269,9 @@ async def _prompt(
     if (body.token_ids is None) == (body.local_hashes is None):
         raise InvalidRequest("token_ids", "give either token_ids or local_hashes and num_tokens")
     if body.token_ids is not None:
-        return await _chain_of_tokens(router, settings, body, body.token_ids)
+        return await _chain_of_tokens(router, settings, body, body.token_ids, body.mm_hashes)
+    if body.mm_hashes is not None:
+        raise InvalidRequest("mm_hashes", "belongs to token_ids; local_hashes hold it already")
     if body.num_tokens is None:
         raise InvalidRequest("num_tokens", "is needed with local_hashes")
     assert body.local_hashes is not None
@@ -278,12 +280,23 @@ async def _prompt(
 
 
 async def _chain_of_tokens(
-    router: Router, settings: RouterSettings, options: schemas.RouteOptions, tokens: Tokens
+    router: Router,
+    settings: RouterSettings,
+    options: schemas.RouteOptions,
+    tokens: Tokens,
+    mm_hashes: list[list[int]] | None = None,
 ) -> tuple[list[SequenceHash], int]:
     num_tokens = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
     _check_length("token_ids", num_tokens, settings)
+    block_size = await _block_size(router)
+    if mm_hashes is not None and len(mm_hashes) != num_tokens // block_size:
+        raise InvalidRequest(
+            "mm_hashes",
+            f"{len(mm_hashes)} lists; {num_tokens} tokens are {num_tokens // block_size} full "
+            f"blocks of {block_size}",
+        )
     seed = seed_for(options.lora_name, options.cache_namespace)
-    local = compute_local_hashes(tokens, await _block_size(router), seed=seed)
+    local = compute_local_hashes(tokens, block_size, seed=seed, mm_hashes=mm_hashes)
     return compute_sequence_hashes(local), num_tokens
 
 

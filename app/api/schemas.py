@@ -67,6 +67,11 @@ class RouteBody(RouteOptions):
     token_ids: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
     local_hashes: list[HashValue] | None = None
     num_tokens: int | None = Field(default=None, ge=1)
+    mm_hashes: list[list[HashValue]] | None = Field(
+        default=None,
+        description="with token_ids: for each full block the hashes of the images or other items "
+        "that touch it",
+    )
 
 
 class TierOverlapModel(BaseModel):

@@ -78,6 +78,9 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     ),
     "hash a float": (HASHES | {"local_hashes": [1.0]}, "local_hashes.0", "1.0"),
     "hash a boolean": (HASHES | {"local_hashes": [True]}, "local_hashes.0", "True"),
+    "items of too few blocks": (TOKENS | {"mm_hashes": []}, "mm_hashes", "0 lists"),
+    "items no lists": (TOKENS | {"mm_hashes": [1]}, "mm_hashes.0", "got 1"),
+    "items and hashes": (HASHES | {"mm_hashes": [[]]}, "mm_hashes", "belongs to token_ids"),
     "a JSON array": ([1, 2], "body", "got [1, 2]"),
     "unknown field": (TOKENS | {"polcy": "logit"}, "polcy", "got 'logit'"),
     "unknown policy": (TOKENS | {"policy": "fastest"}, "policy", "got 'fastest'"),
@@ -319,6 +322,7 @@ class TestOpenApi:
             "token_ids",
             "local_hashes",
             "num_tokens",
+            "mm_hashes",
             "request_id",
             "lora_name",
             "cache_namespace",
@@ -330,7 +334,7 @@ class TestOpenApi:
         assert set(content["application/json"]["schema"]["properties"]) == fields
         assert content["application/octet-stream"]["schema"]["format"] == "binary"
         query = {p["name"] for p in operation["parameters"] if p["in"] == "query"}
-        assert query == fields - {"token_ids", "local_hashes", "num_tokens"}
+        assert query == fields - {"token_ids", "local_hashes", "num_tokens", "mm_hashes"}
         body = document["paths"]["/find_best_worker"]["post"]["requestBody"]["content"]
         schema = body["application/json"]["schema"]
         assert schema["required"] == ["local_hashes", "num_tokens"]

@@ -137,6 +137,17 @@ async def test_a_lora_finds_the_blocks_computed_with_it(
     assert (await routed(client, lora_name="sql"))["worker_id"] == "w2"
 
 
+async def test_a_prompt_with_another_image_shares_no_blocks_from_there_on(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    image, other = "00000000000000ff", 2**63 + 1
+    await two.publish("w2", PROMPT, mm_hashes=[[], [0xFF]])
+    found = await routed(client, mm_hashes=[[], [image]])
+    assert (found["worker_id"], found["overlap_blocks"]["device"]) == ("w2", 2)
+    found = await routed(client, mm_hashes=[[], [other]], exclude=["w1"])
+    assert found["overlap_blocks"]["device"] == 1
+
+
 async def test_a_prompt_below_one_block_is_routed_without_overlap(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:

@@ -1,0 +1,388 @@
+"""Engines' events in, what lies where out; `Holder` is what an index makes of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import InvalidRequest
+from app.core.events import Cleared, Removed, Stored
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
+from app.core.keys import Keyspace
+from app.core.matching import match
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.types import SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
+from tests.workers.cache_model import CacheModel
+from workers import external
+from workers.agent import Agent, AgentSettings
+from workers.external import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    EngineEvent,
+    ExternalBlocks,
+)
+from workers.ownership import Ownership
+
+SIZE = 4
+TOKENS = list(range(100, 100 + 8 * SIZE))
+
+
+def chain_of(
+    tokens: list[int],
+    lora: str | None = None,
+    salt: str | None = None,
+    items: list[list[int]] | None = None,
+) -> list[SequenceHash]:
+    local = compute_local_hashes(tokens, SIZE, seed=seed_for(lora, salt), mm_hashes=items)
+    return compute_sequence_hashes(local)
+
+
+CHAIN = chain_of(TOKENS)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Holder:
+    """An engine's events, through ExternalBlocks, into a plain model of what lies where."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.external = ExternalBlocks(SIZE, self.clock)
+        self.cache = CacheModel()
+
+    def take(self, *events: EngineEvent) -> None:
+        for event in events:
+            for change in self.external.take(event):
+                self.cache.take(change)
+
+    def overlap(self, chain: list[SequenceHash] = CHAIN) -> TierOverlap:
+        return self.cache.scan(chain)
+
+
+@pytest.fixture
+def holder() -> Holder:
+    return Holder()
+
+
+def stored(
+    hashes: list[BlockHash], start: int = 0, parent: BlockHash | None = None, size: int = SIZE
+) -> BlockStored:
+    """Blocks of `size` tokens of TOKENS, from block `start` on."""
+    tokens = TOKENS[start * size : (start + len(hashes)) * size]
+    return BlockStored(hashes, parent, tokens, size)
+
+
+def announced(hashes: list[BlockHash], medium: str = "CPU") -> BlockStored:
+    return BlockStored(hashes, None, [], 0, medium=medium)
+
+
+def test_a_chain_is_hashed_again_from_its_tokens(holder: Holder) -> None:
+    holder.take(stored([11, 12, 13]))
+    assert holder.overlap() == TierOverlap(device=3)
+    holder.take(stored([14], start=3, parent=13))
+    assert holder.overlap() == TierOverlap(device=4)
+    holder.take(BlockRemoved([14, 13]))
+    assert holder.overlap() == TierOverlap(device=2)
+    holder.take(AllBlocksCleared())
+    assert holder.overlap() == TierOverlap()
+
+
+@pytest.mark.parametrize(
+    ("as_stored", "as_named"), [(-1, 2**64 - 1), (2**64 - 1, -1), (b"\x01" * 32, b"\x01" * 32)]
+)
+def test_a_hash_is_the_same_signed_unsigned_or_bytes(
+    holder: Holder, as_stored: BlockHash, as_named: BlockHash
+) -> None:
+    holder.take(stored([as_stored]), stored([7], start=1, parent=as_named))
+    assert holder.overlap() == TierOverlap(device=2)
+    holder.take(BlockRemoved([as_named]))
+    assert holder.overlap() == TierOverlap()
+
+
+def test_an_engines_block_may_be_several_of_the_index(holder: Holder) -> None:
+    holder.take(stored([11, 12], size=2 * SIZE), stored([13], start=2, parent=12, size=2 * SIZE))
+    assert holder.overlap() == TierOverlap(device=6)
+    holder.take(BlockRemoved([12]))
+    assert holder.overlap() == TierOverlap(device=2)
+
+
+@pytest.mark.parametrize(
+    ("medium", "expected"),
+    [
+        (None, TierOverlap(device=1)),
+        ("GPU", TierOverlap(device=1)),
+        ("Cpu_Pinned", TierOverlap(host=1)),
+        ("CPU_TIER2", TierOverlap(disk=1)),
+        ("external", TierOverlap()),
+    ],
+)
+def test_the_medium_is_the_tier(holder: Holder, medium: str | None, expected: TierOverlap) -> None:
+    holder.take(replace(stored([11]), medium=medium))
+    assert holder.overlap() == expected
+    holder.take(BlockRemoved([11], medium))
+    assert holder.overlap() == TierOverlap()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_offload_is_joined_to_the_block_whose_tokens_are_known(
+    holder: Holder, late: bool
+) -> None:
+    events = [stored([11, 12]), announced([11, 12])]
+    holder.take(*(reversed(events) if late else events))
+    holder.take(BlockRemoved([11, 12]))
+    assert holder.overlap() == TierOverlap(host=2)
+    assert not holder.external.is_blind
+
+
+def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder: Holder) -> None:
+    holder.take(stored([11]), BlockRemoved([11]), announced([11], "DISK"))
+    assert holder.overlap() == TierOverlap(disk=1)
+
+
+def test_of_blocks_that_lie_nowhere_only_so_many_stay_known(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "REMEMBERED", 2)
+    holder.take(stored([11, 12, 13]), BlockRemoved([13, 12, 11]))
+    holder.take(announced([12]), announced([11]))
+    assert holder.overlap() == TierOverlap(host=2)
+    holder.take(announced([13]))
+    assert holder.overlap() == TierOverlap(host=2)
+
+
+def test_each_announcement_of_a_block_wants_a_removal(holder: Holder) -> None:
+    holder.take(stored([11]), stored([11]), BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap(device=1)
+    holder.take(BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap()
+    holder.take(BlockRemoved([11]), stored([11]))
+    assert holder.overlap() == TierOverlap(device=1)
+
+
+def test_groups_count_each_for_itself(holder: Holder) -> None:
+    holder.take(*(replace(stored([11]), group_idx=group) for group in (0, 1)))
+    holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], group_idx=0))
+    assert holder.overlap() == TierOverlap(device=1)
+    holder.take(BlockRemoved([11], group_idx=1))
+    assert holder.overlap() == TierOverlap()
+
+
+def test_two_names_for_the_same_tokens_want_both_to_go(holder: Holder) -> None:
+    holder.take(stored([11]), stored([21]), BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap(device=1)
+    holder.take(BlockRemoved([21]))
+    assert holder.overlap() == TierOverlap()
+
+
+def test_a_name_given_to_other_tokens_leaves_the_first(holder: Holder) -> None:
+    holder.take(stored([11]), BlockStored([11], None, TOKENS[SIZE : 2 * SIZE], SIZE))
+    assert holder.overlap() == TierOverlap()
+    assert holder.overlap(chain_of(TOKENS[SIZE : 2 * SIZE])) == TierOverlap(device=1)
+
+
+def test_windows_and_recurrent_states_are_not_prefixes(holder: Holder) -> None:
+    holder.take(
+        replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention"),
+        replace(stored([11, 12]), group_idx=1, kv_cache_spec_kind="sliding_window"),
+        BlockRemoved([11, 12], group_idx=0),
+    )
+    assert holder.overlap() == TierOverlap()
+    holder.take(replace(announced([12]), group_idx=1), BlockRemoved([11], group_idx=1))
+    assert holder.overlap() == TierOverlap()
+    holder.take(replace(stored([31]), kv_cache_spec_kind="mamba"))
+    assert holder.overlap() == TierOverlap()
+
+
+def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> None:
+    first = replace(stored([11]), lora_name="sql", cache_salt="tenant")
+    holder.take(first, stored([12], start=1, parent=11))
+    assert holder.overlap(chain_of(TOKENS, "sql", "tenant")) == TierOverlap(device=2)
+    assert holder.overlap() == TierOverlap()
+
+
+def test_what_a_block_holds_beside_tokens_is_part_of_its_hash(holder: Holder) -> None:
+    digest = "0123456789abcdef" + "5" * 48
+    holder.take(
+        replace(
+            stored([11, 12, 13, 14]),
+            lora_name="sql",
+            cache_salt="tenant",
+            extra_keys=[("sql", "tenant"), ((digest, -3), "sql"), None, (b"\x01", "my-image")],
+        )
+    )
+    others = [xxh3_64_intdigest(b"\x01"), xxh3_64_intdigest(b"my-image")]
+    items = [[], [0x0123456789ABCDEF], [], others]
+    tokens = TOKENS[: 4 * SIZE]
+    assert holder.overlap(chain_of(tokens, "sql", "tenant", items)) == TierOverlap(device=4)
+    assert holder.overlap(chain_of(tokens, "sql", "tenant")) == TierOverlap(device=1)
+
+
+def test_an_item_counts_for_all_blocks_of_the_engines_block(holder: Holder) -> None:
+    event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [("f" * 64, 0)]])
+    holder.take(event)
+    item = [int("f" * 16, 16)]
+    chain = chain_of(TOKENS[: 4 * SIZE], items=[[], [], item, item])
+    assert holder.overlap(chain) == TierOverlap(device=4)
+
+
+def test_of_pairs_of_tokens_the_first_counts(holder: Holder) -> None:
+    pairs = list(pairwise(TOKENS))[: 2 * SIZE]
+    holder.take(BlockStored([11, 12], None, pairs, SIZE))
+    assert holder.overlap() == TierOverlap(device=2)
+
+
+def test_blocks_wait_for_their_parent_in_order(holder: Holder) -> None:
+    holder.take(
+        stored([13], start=2, parent=12),
+        stored([14, 15], start=3, parent=13),
+        announced([14]),
+        BlockRemoved([15]),
+        BlockRemoved([14]),
+        stored([12], start=1, parent=11),
+    )
+    assert holder.overlap() == TierOverlap()
+    holder.take(stored([11]))
+    assert holder.overlap() == TierOverlap(device=3, host=1)
+    holder.clock.now = 2 * external.MAX_WAIT_S
+    assert not holder.external.is_blind
+
+
+def test_a_parent_that_never_comes_blinds(holder: Holder) -> None:
+    holder.take(stored([12], start=1, parent=11))
+    holder.clock.now = external.MAX_WAIT_S
+    assert not holder.external.is_blind
+    holder.clock.now += 0.1
+    assert holder.external.is_blind
+    holder.take(AllBlocksCleared())
+    assert not holder.external.is_blind
+
+
+def test_more_than_may_wait_blinds_at_once(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "MAX_WAITING", 3)
+    holder.take(stored([12, 13], start=1, parent=11), BlockRemoved([12]))
+    assert not holder.external.is_blind
+    holder.take(BlockRemoved([13]))
+    assert holder.external.is_blind
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (stored([11], size=SIZE + 2), "block_size: 6 is no multiple of the index's 4"),
+        (BlockStored([11], None, TOKENS, 0), "block_size: 0 is no multiple"),
+        (BlockStored([11, 12], None, TOKENS[:5], SIZE), "token_ids: 5 are not 2 blocks of 4"),
+        (BlockStored([11], None, [1, 2, 3, -1], SIZE), "token_ids: not all are integers"),
+        (replace(stored([11]), extra_keys=[]), "extra_keys: 0 do not fit 1 blocks"),
+        (replace(stored([11]), medium="tape"), "medium: 'tape' is none of gpu, "),
+        (BlockRemoved([1], "tape"), "medium: 'tape' is none of gpu, "),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(
+    holder: Holder, event: EngineEvent, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}"):
+        holder.take(event)
+    holder.take(stored([11]), BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap()
+
+
+def test_a_clear_is_passed_on(holder: Holder) -> None:
+    assert holder.external.take(AllBlocksCleared()) == [Cleared()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_any_order_of_offloads_and_removals_what_is_held_is_what_is_shown(seed: int) -> None:
+    """Against counting references of each name, tier and group by hand; three names share tokens,
+    and blocks of one and of two of the index are mixed."""
+    rng = random.Random(seed)
+    holder = Holder()
+    ownership = Ownership()
+    media = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK}
+    names: dict[BlockHash, tuple[BlockStored, list[SequenceHash]]] = {}
+    for base, size in ((10, SIZE), (20, SIZE), (30, 2 * SIZE)):
+        for n in range(8 * SIZE // size):
+            event = stored([base + n], n, base + n - 1 if n else None, size)
+            names[base + n] = event, CHAIN[n * size // SIZE : (n + 1) * size // SIZE]
+    for event, _ in names.values():
+        holder.take(event, BlockRemoved(event.block_hashes))
+    references: dict[tuple[BlockHash, str, int], int] = {}
+    for _ in range(400):
+        name, medium, group = rng.choice(list(names)), rng.choice(list(media)), rng.randrange(2)
+        key = name, medium, group
+        event, _ = names[name]
+        if rng.random() < 0.55:
+            again = event if medium == "GPU" else announced([name])
+            again = replace(again, medium=medium, group_idx=group)
+            references[key] = references.get(key, 0) + 1
+            changes = holder.external.take(again)
+        else:
+            references[key] = max(0, references.get(key, 0) - 1)
+            changes = holder.external.take(BlockRemoved([name], medium, group))
+        ownership.apply(changes)
+        ownership.check()
+        for change in changes:
+            assert isinstance(change, Stored | Removed)
+            holder.cache.take(change)
+        for at, block in enumerate(CHAIN):
+            held = {
+                media[medium]
+                for (name, medium, _), count in references.items()
+                if count and block in names[name][1]
+            }
+            assert holder.cache.tiers_of(block) == held, (seed, at)
+
+
+async def test_engines_with_hashes_and_block_sizes_of_their_own_share_an_index(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """One answers for two data-parallel ranks, with hashes as bytes and blocks twice as large."""
+    keys = Keyspace("external")
+    async with connect(redis_server.url) as redis:
+        runner = ScriptRunner(redis, 5.0)
+
+        async def publish(key: WorkerKey, *events: EngineEvent) -> Agent:
+            info = WorkerInfo(key, "http://127.0.0.1:1", SIZE, 1000, 8)
+            agent = Agent(
+                runner,
+                keys,
+                info,
+                AgentSettings(lease_ttl_s=60.0, index_blocks=1000),
+                lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+            )
+            await agent.start()
+            blocks = ExternalBlocks(SIZE)
+            for event in events:
+                agent.notify(blocks.take(event))
+            await agent._send(agent.incarnation, agent._ownership.drain())  # type: ignore[arg-type]
+            return agent
+
+        lora = replace(stored([5]), lora_name="sql")
+        one = await publish(WorkerKey("small"), stored([1, 2, 3]), lora)
+        large = [b"a" * 32, b"b" * 32]
+        ranks = [
+            await publish(WorkerKey("large", 0), stored(list(large), size=2 * SIZE)),
+            await publish(
+                WorkerKey("large", 1), stored([large[0]], size=2 * SIZE), announced([large[0]])
+            ),
+        ]
+        (plain, adapted), _ = await match(runner, keys, [CHAIN, chain_of(TOKENS, "sql")], 1)
+    assert plain == {
+        one.incarnation: TierOverlap(device=3),
+        ranks[0].incarnation: TierOverlap(device=4),
+        ranks[1].incarnation: TierOverlap(device=2),
+    }
+    assert adapted == {one.incarnation: TierOverlap(device=1)}

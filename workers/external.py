@@ -1,0 +1,346 @@
+"""An engine's own events of its KV cache, turned into ours.
+
+vLLM and SGLang name a block by a hash of their own making, in blocks of their own size. Both mean
+nothing to another engine, so the chain is hashed again from the token ids that the events carry.
+What the fields mean is taken from vllm/distributed/kv_events.py and its consumers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from xxhash import xxh3_64_intdigest
+
+from app.core.errors import InvalidRequest
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.hashing import U64, compute_local_hashes, next_sequence_hash, seed_for, token_bytes
+from app.core.types import SequenceHash, Tier
+
+BlockHash = int | bytes
+"""Opaque; an int may be signed or unsigned, and counts modulo 2^64."""
+
+MAX_WAIT_S = 5.0
+MAX_WAITING = 4096
+REMEMBERED = 16_384
+"""Blocks that lie nowhere any more and are still known: an offload may be announced after the
+block has left the device."""
+
+_TIERS: dict[str, Tier | None] = {
+    **dict.fromkeys(("gpu", "device"), Tier.DEVICE),
+    **dict.fromkeys(("cpu", "cpu_pinned", "cpu_tier1"), Tier.HOST),
+    **dict.fromkeys(("cpu_tier2", "disk", "nvme", "storage"), Tier.DISK),
+    # Not this worker's own.
+    **dict.fromkeys(("external", "network", "remote", "shared"), None),
+}
+_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Attention over the whole prefix: what a window or a recurrent state keeps cannot be reused block
+by block."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """token_ids: of all blocks, `block_size` each; pairs count by their first. Empty: an offload
+    of blocks that were, or will be, announced with their tokens.
+
+    extra_keys: for each block what its hash covers besides tokens, or None.
+    """
+
+    block_hashes: Sequence[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: Sequence[int] | Sequence[Sequence[int]]
+    block_size: int
+    medium: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    extra_keys: Sequence[Sequence[object] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    block_hashes: Sequence[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Every block of every tier is gone."""
+
+
+EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block of the engine: one or more of ours, and what its children inherit."""
+
+    blocks: tuple[SequenceHash, ...]
+    parent: SequenceHash | None
+    lora_name: str | None
+    cache_salt: str | None
+    references: Counter[tuple[Tier, int | None]] = field(default_factory=Counter)
+    """By tier and group: an engine may announce several copies of a block."""
+
+    def lies_in(self, tier: Tier) -> bool:
+        return any(held is tier for held, _ in self.references)
+
+
+class ExternalBlocks:
+    """What one engine holds, by its own hashes.
+
+    block_size: tokens per block of the index. The engine's must be a multiple of it.
+    now: seconds that only grow.
+    """
+
+    def __init__(self, block_size: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._block_size = block_size
+        self._now = now
+        self._known: dict[BlockHash, _Block] = {}
+        self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
+        self._copies: Counter[tuple[SequenceHash, Tier]] = Counter()
+        """Blocks of the engine that are, or contain, the same one of ours."""
+        self._other_groups: set[int] = set()
+        self._waiting: dict[BlockHash, list[BlockStored | BlockRemoved]] = {}
+        """What can be understood only once that block is known."""
+        self._awaits: dict[BlockHash, BlockHash] = {}
+        """Blocks in `_waiting`: the one that each waits for."""
+        self._waits_since: dict[BlockHash, float] = {}
+        self._num_waiting = 0
+        self._overrun = False
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether events were missed: some wait for a block that has not come in MAX_WAIT_S, or
+        more than MAX_WAITING would. Only a new incarnation, with a new one of these and what the
+        engine replays or tells from then on, is right again."""
+        oldest = next(iter(self._waits_since.values()), self._now())
+        return self._overrun or self._now() - oldest > MAX_WAIT_S
+
+    def take(self, event: EngineEvent) -> list[CacheEvent]:
+        """What `event` means for the index.
+
+        Raises InvalidRequest, having changed nothing: to be treated like an event that was missed.
+        """
+        match event:
+            case AllBlocksCleared():
+                self._clear()
+                return [Cleared()]
+            case BlockStored() if self._is_of_other_group(event):
+                return []
+            case BlockRemoved() if event.group_idx in self._other_groups:
+                return []
+        tier = _tier_of(event.medium)
+        if tier is None:
+            return []
+        if isinstance(event, BlockRemoved):
+            return self._remove(event, tier)
+        if not event.token_ids:
+            return self._store_announced(event, tier)
+        return self._store(event, tier)
+
+    def _clear(self) -> None:
+        self._known.clear()
+        self._unreferenced.clear()
+        self._copies.clear()
+        self._waiting.clear()
+        self._awaits.clear()
+        self._waits_since.clear()
+        self._num_waiting = 0
+        self._overrun = False
+
+    def _is_of_other_group(self, event: BlockStored) -> bool:
+        kind = event.kv_cache_spec_kind
+        if kind is None or kind.lower() in _PREFIX_KINDS:
+            return event.group_idx in self._other_groups
+        if event.group_idx is not None:
+            self._other_groups.add(event.group_idx)
+        return True
+
+    def _store(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
+        hashes = [_key(h) for h in event.block_hashes]
+        tokens = self._checked_tokens(event)
+        parent: _Block | None = None
+        if event.parent_block_hash is not None:
+            wanted = _key(event.parent_block_hash)
+            parent = self._known.get(wanted)
+            if parent is None:
+                self._wait(wanted, replace(event, block_hashes=hashes))
+                return []
+        lora_name = event.lora_name or (parent.lora_name if parent else None)
+        cache_salt = event.cache_salt or (parent.cache_salt if parent else None)
+        per_block = event.block_size // self._block_size
+        local = compute_local_hashes(
+            tokens,
+            self._block_size,
+            seed=seed_for(lora_name, cache_salt),
+            mm_hashes=_items(event, lora_name, cache_salt, per_block),
+        )
+        first_parent = last = parent.blocks[-1] if parent else None
+        chain: list[SequenceHash] = []
+        for block in local:
+            last = next_sequence_hash(last, block)
+            chain.append(last)
+        changes: list[CacheEvent] = [Stored(tuple(chain), first_parent, tier)]
+        for at, name in enumerate(hashes):
+            own = tuple(chain[at * per_block : (at + 1) * per_block])
+            block_parent = chain[at * per_block - 1] if at else first_parent
+            known = self._known.get(name)
+            if known is None or known.blocks != own:
+                changes += self._forget(name)
+                known = _Block(own, block_parent, lora_name, cache_salt)
+                self._known[name] = known
+            self._refer(name, known, tier, event.group_idx)
+        for name in hashes:
+            changes += self._release(name)
+        return changes
+
+    def _checked_tokens(self, event: BlockStored) -> bytes:
+        if event.block_size < 1 or event.block_size % self._block_size:
+            raise InvalidRequest(
+                "block_size",
+                f"{event.block_size} is no multiple of the index's {self._block_size}",
+            )
+        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            raise InvalidRequest(
+                "token_ids",
+                f"{len(event.token_ids)} are not {len(event.block_hashes)} blocks of "
+                f"{event.block_size}",
+            )
+        if event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes):
+            raise InvalidRequest(
+                "extra_keys",
+                f"{len(event.extra_keys)} do not fit {len(event.block_hashes)} blocks",
+            )
+        return token_bytes([t if isinstance(t, int) else t[0] for t in event.token_ids])
+
+    def _store_announced(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
+        changes: list[CacheEvent] = []
+        for name in map(_key, event.block_hashes):
+            known = self._known.get(name)
+            if known is None:
+                self._wait(name, replace(event, block_hashes=[name]))
+            else:
+                changes.append(Stored(known.blocks, known.parent, tier))
+                self._refer(name, known, tier, event.group_idx)
+        return changes
+
+    def _remove(self, event: BlockRemoved, tier: Tier) -> list[CacheEvent]:
+        gone: list[SequenceHash] = []
+        for name in map(_key, event.block_hashes):
+            known = self._known.get(name)
+            if known is not None:
+                gone += self._unrefer(name, known, tier, event.group_idx)
+            elif name in self._awaits:
+                # It was stored, only not understood yet.
+                self._wait(self._awaits[name], replace(event, block_hashes=[name]))
+        return [Removed(tuple(gone), tier)] if gone else []
+
+    def _refer(self, name: BlockHash, block: _Block, tier: Tier, group: int | None) -> None:
+        if not block.lies_in(tier):
+            self._copies.update((own, tier) for own in block.blocks)
+        block.references[tier, group] += 1
+        self._unreferenced.pop(name, None)
+
+    def _unrefer(
+        self, name: BlockHash, block: _Block, tier: Tier, group: int | None
+    ) -> Iterator[SequenceHash]:
+        """Our blocks that lie in `tier` no longer, the last one first."""
+        if (tier, group) not in block.references:
+            return
+        block.references[tier, group] -= 1
+        block.references += Counter()  # drops what is zero
+        if not block.lies_in(tier):
+            yield from self._give_up_copy(block, tier)
+        if not block.references:
+            self._unreferenced[name] = None
+            if len(self._unreferenced) > REMEMBERED:
+                oldest, _ = self._unreferenced.popitem(last=False)
+                del self._known[oldest]
+
+    def _give_up_copy(self, block: _Block, tier: Tier) -> Iterator[SequenceHash]:
+        for own in reversed(block.blocks):
+            self._copies[own, tier] -= 1
+            if not self._copies[own, tier]:
+                del self._copies[own, tier]
+                yield own
+
+    def _forget(self, name: BlockHash) -> Iterator[CacheEvent]:
+        """The engine gave this name to another block, and so the one before it is gone."""
+        block = self._known.pop(name, None)
+        if block is None:
+            return
+        self._unreferenced.pop(name, None)
+        for tier in Tier:
+            if block.lies_in(tier):
+                gone = tuple(self._give_up_copy(block, tier))
+                if gone:
+                    yield Removed(gone, tier)
+
+    def _wait(self, wanted: BlockHash, event: BlockStored | BlockRemoved) -> None:
+        self._num_waiting += len(event.block_hashes)
+        if self._num_waiting > MAX_WAITING:
+            self._overrun = True
+            return
+        self._waiting.setdefault(wanted, []).append(event)
+        self._waits_since.setdefault(wanted, self._now())
+        self._awaits.update(dict.fromkeys(event.block_hashes, wanted))
+
+    def _release(self, name: BlockHash) -> Iterator[CacheEvent]:
+        """What waited for this block, in the order in which it came."""
+        self._waits_since.pop(name, None)
+        for event in self._waiting.pop(name, ()):
+            self._num_waiting -= len(event.block_hashes)
+            for waited in event.block_hashes:
+                if self._awaits.get(waited) == name:
+                    del self._awaits[waited]
+            yield from self.take(event)
+
+
+def _key(block_hash: BlockHash) -> BlockHash:
+    return block_hash & U64 if isinstance(block_hash, int) else bytes(block_hash)
+
+
+def _tier_of(medium: str | None) -> Tier | None:
+    if medium is None:
+        return Tier.DEVICE
+    if medium.lower() not in _TIERS:
+        raise InvalidRequest("medium", f"{medium!r} is none of {', '.join(_TIERS)}")
+    return _TIERS[medium.lower()]
+
+
+def _items(
+    event: BlockStored, lora_name: str | None, cache_salt: str | None, per_block: int
+) -> list[list[int]] | None:
+    """For each of our blocks the hashes of what else it holds, images for instance.
+
+    Of an engine's block that is several of ours each counts as holding its items: events do not
+    say how far an item reaches.
+    """
+    if event.extra_keys is None:
+        return None
+    named = {name for name in (lora_name, cache_salt) if name}
+    return [
+        [_item_hash(key) for key in keys or () if key not in named]
+        for keys in event.extra_keys
+        for _ in range(per_block)
+    ]
+
+
+def _item_hash(key: object) -> int:
+    """u64 of an item's identifier: its first 16 digits where it is a digest in hex, else XXH3_64.
+
+    With newer engines an identifier comes with the place where the item begins.
+    """
+    if isinstance(key, list | tuple) and key:
+        key = key[0]
+    if isinstance(key, str) and len(key) == 64:
+        try:
+            return int(key[:16], 16)
+        except ValueError:
+            pass
+    return xxh3_64_intdigest(key if isinstance(key, bytes) else str(key).encode())
