@@ -78,6 +78,8 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
         "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
+        # Else each connection begins with CLIENT SETINFO, which users would have to be allowed.
+        "driver_info": None,
         **target.options,
     }
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -30,6 +30,7 @@ from app.core.matching import parse_owners
 from app.core.metrics import ForwardPassMetrics, Speed
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
+from app.core.topology import Client
 from app.core.types import Tier, TierOverlap, WorkerInfo, WorkerKey
 from app.fleet import Fleet
 from app.router import Decision, Router, RouteRequest
@@ -52,17 +53,20 @@ Damage = Callable[["World"], Awaitable[object]]
 
 
 class World:
-    """A cluster, what its engines hold, and the requests in flight."""
+    """A cluster, what its engines hold, and the requests in flight.
 
-    def __init__(self, redis: Redis, seed: int) -> None:
+    redis: for the damage and for looking at what became of it.
+    """
+
+    def __init__(self, redis: Redis, of_agents: Client, of_router: Client, seed: int) -> None:
         self.redis: Any = redis
         self.rng = random.Random(seed)
-        self.agents = {name: self._agent(name) for name in WORKERS}
+        self.agents = {name: agent_of(name, of_agents) for name in WORKERS}
         self.router = Router(
-            ScriptRunner(redis, timeout_s=0.5),
+            ScriptRunner(of_router, timeout_s=0.5),
             KEYS,
             RouterSettings(namespace=KEYS.namespace, policy="latency", seed=seed),
-            Fleet(redis, KEYS, timeout_s=0.5),
+            Fleet(of_router, KEYS, timeout_s=0.5),
             Telemetry(),
         )
         self.held = {(name, n): TierOverlap() for name in WORKERS for n in range(len(CHAINS))}
@@ -72,15 +76,6 @@ class World:
         self._ids = count()
         self._busy = asyncio.Event()
         self._idle = asyncio.Event()
-
-    def _agent(self, name: str) -> Agent:
-        return Agent(
-            ScriptRunner(self.redis, timeout_s=0.5),
-            KEYS,
-            WorkerInfo(WorkerKey(name), f"http://{name}:80", BLOCK_SIZE, 1000, 256),
-            AgentSettings(LEASE_S, INDEX_BLOCKS, SHARDS),
-            lambda: (ForwardPassMetrics(kv_total_blocks=1000), Speed()),
-        )
 
     def hold(self, name: str, prompt: int, device: int, host: int) -> None:
         """The engine of `name` now holds that much of a prompt, and no more."""
@@ -325,11 +320,27 @@ OF_SHARDS = ("shard", "applied", "dead", "sweep", "blocks")
 ALL_KEYS = CONTROL + OF_SHARDS
 
 
+def agent_of(name: str, redis: Client) -> Agent:
+    return Agent(
+        ScriptRunner(redis, timeout_s=0.5),
+        KEYS,
+        WorkerInfo(WorkerKey(name), f"http://{name}:80", BLOCK_SIZE, 1000, 256),
+        AgentSettings(LEASE_S, INDEX_BLOCKS, SHARDS),
+        lambda: (ForwardPassMetrics(kv_total_blocks=1000), Speed()),
+    )
+
+
 @asynccontextmanager
-async def world(redis_url: str, seed: int = 0) -> AsyncIterator[World]:
+async def world(
+    redis_url: str, seed: int = 0, *, agents_url: str = "", router_url: str = ""
+) -> AsyncIterator[World]:
     """Agents and router run, some blocks are held and some requests in flight."""
-    async with connect(redis_url, max_connections=32) as redis, asyncio.TaskGroup() as tasks:
-        made = World(redis, seed)
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        redis, of_agents, of_router = [
+            await stack.enter_async_context(connect(url, max_connections=32))
+            for url in (redis_url, agents_url or redis_url, router_url or redis_url)
+        ]
+        made = World(redis, of_agents, of_router, seed)
         for agent in made.agents.values():
             await agent.start()
         running = [tasks.create_task(agent.run()) for agent in made.agents.values()]
@@ -350,7 +361,7 @@ async def world(redis_url: str, seed: int = 0) -> AsyncIterator[World]:
 
 
 @pytest.fixture(autouse=True)
-def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "AUDIT_INTERVAL_S", 0.05)
     monkeypatch.setattr(routing, "MAINTENANCE_INTERVAL_S", 0.03)
     monkeypatch.setattr(routing, "SWEEP_PAUSE_S", 0.001)

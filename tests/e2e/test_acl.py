@@ -1,0 +1,340 @@
+"""The users of deploy/users.acl may do what their part of a cluster does, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from redis import Redis
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from app.cli import main
+from app.core.config import RouterSettings
+from app.core.embedded import LOOPBACK, EmbeddedRedis
+from app.core.redis import check_server, connect
+from app.core.scripts import ScriptRunner, load_script
+from app.fleet import Fleet
+from app.router import Router, RouteRequest
+from app.telemetry import Telemetry
+from tests.e2e.test_healing import (
+    CHAINS,
+    KEYS,
+    PROMPTS,
+    agent_of,
+    damages,
+    short_intervals,
+    world,
+)
+from tests.eventually import eventually
+from tests.redis_servers import ClusterServers, kinds_here, newest_kind, require_redis
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "deploy" / "users.acl"
+LUA = ROOT / "lua"
+ROLES = ("worker", "router", "operator")
+
+SCRIPTS = {
+    "worker": {
+        "activate",
+        "apply",
+        "audit",
+        "claims",
+        "lease_renew",
+        "open",
+        "register",
+        "retire",
+    },
+    "router": {
+        "absent",
+        "drop_buckets",
+        "drop_requests",
+        "expire",
+        "foresee",
+        "lapse",
+        "loads",
+        "match",
+        "predict",
+        "prefill_complete",
+        "prune",
+        "release",
+        "reserve",
+        "sweep",
+    },
+    "operator": {"match"},
+}
+ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
+BESIDE_SCRIPTS = {
+    "worker": {"xadd"},
+    "router": {"readonly", "scan", "unlink", "xread", "xrevrange"},
+    "operator": {
+        "exec",
+        "hgetall",
+        "hkeys",
+        "hlen",
+        "hvals",
+        "lrange",
+        "multi",
+        "readonly",
+        "scan",
+        "time",
+        "unlink",
+        "xrevrange",
+        "zrange",
+        "zrangebyscore",
+    },
+}
+
+short_intervals = short_intervals  # a fixture, used by its name
+
+
+def granted(role: str) -> tuple[set[str], set[str]]:
+    """Key patterns and commands that the file gives a role."""
+    [line] = [
+        line.split()
+        for line in FILE.read_text().splitlines()
+        if line.startswith(f"user kvroute-{role} ")
+    ]
+    assert line[2:4] == ["on", "resetpass"]
+    keys = {word[1:] for word in line[4:] if word.startswith("~")}
+    commands = {word[1:] for word in line[4:] if word.startswith("+")}
+    assert len(keys) + len(commands) == len(line) - 4
+    return keys, commands
+
+
+def test_every_script_is_somebodys() -> None:
+    assert set().union(*SCRIPTS.values()) == {path.stem for path in LUA.glob("*.lua")}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_has_the_commands_of_its_scripts_and_a_few_more(role: str) -> None:
+    called = {
+        command.lower()
+        for name in SCRIPTS[role]
+        for command in re.findall(r"redis\.p?call\('([A-Z]+)'", load_script(name).text)
+    }
+    assert granted(role)[1] == called | ALWAYS | BESIDE_SCRIPTS[role]
+
+
+def test_a_worker_has_the_keys_of_its_scripts_and_the_metrics() -> None:
+    named = {key for name in SCRIPTS["worker"] for key in load_script(name).key_names}
+    patterns = {f"{key}*" if key.endswith(":") else key for key in named | {"metrics"}}
+    assert granted("worker")[0] == {f"kvroute:1:{{*}}:{pattern}" for pattern in patterns}
+
+
+def test_an_operator_may_ask_all_questions_of_the_scripts_readme() -> None:
+    asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", (LUA / "README.md").read_text())}
+    assert len(asked) > 8
+    assert asked <= granted("operator")[1]
+
+
+class Guarded:
+    """A server with the users of the file; `admin` may do everything."""
+
+    def __init__(self, server: EmbeddedRedis) -> None:
+        self.server = server
+        self.admin: Any = Redis.from_url(server.url)
+
+    def url(self, role: str) -> str:
+        return f"redis://kvroute-{role}:{role}-secret@{LOOPBACK}:{self.server.port}"
+
+
+def as_in_the_file(admin: Any) -> None:
+    for line in FILE.read_text().splitlines():
+        _, name, *rules = line.split()
+        if name != "default":
+            role = name.removeprefix("kvroute-")
+            admin.execute_command("ACL", "SETUSER", name, *rules, f">{role}-secret")
+
+
+def denials(admin: Any) -> list[str]:
+    """What was refused since the start, in words."""
+    return [
+        f"{entry['username']}: {entry['reason']} {entry['object']} ({entry['context']})"
+        for entry in admin.acl_log()
+    ]
+
+
+@pytest.fixture(params=kinds_here(), scope="module")
+def guarded_server(request: pytest.FixtureRequest) -> Iterator[Guarded]:
+    with EmbeddedRedis(require_redis(request.param)) as server:
+        found = Guarded(server)
+        as_in_the_file(found.admin)
+        yield found
+        found.admin.close()
+
+
+@pytest.fixture
+def guarded(guarded_server: Guarded) -> Guarded:
+    guarded_server.admin.flushall()
+    guarded_server.admin.acl_log_reset()
+    return guarded_server
+
+
+def test_redis_takes_the_file_and_then_lets_nobody_in_without_a_password(tmp_path: Path) -> None:
+    """Until they are given one: `resetpass`."""
+    file = tmp_path / "users.acl"
+    admin = "user admin on >secret ~* &* +@all\n"
+    file.write_text(admin)
+    server = EmbeddedRedis(require_redis(newest_kind()), options=["--aclfile", str(file)])
+    with server, Redis(port=server.port) as nobody:
+        assert nobody.ping()
+        file.write_text(admin + FILE.read_text())
+        with Redis(port=server.port, username="admin", password="secret") as redis:
+            redis.acl_load()
+        nobody.connection_pool.disconnect()
+        with pytest.raises(AuthenticationError):
+            nobody.ping()
+        for role in ROLES:
+            with pytest.raises(AuthenticationError):
+                nobody.execute_command("AUTH", f"kvroute-{role}", "")
+
+
+@pytest.mark.parametrize("families", [("load", "requests", "leases"), ("shard", "blocks", "meta")])
+async def test_workers_and_routers_are_refused_nothing_even_when_they_heal(
+    guarded: Guarded, families: tuple[str, ...]
+) -> None:
+    async with world(
+        guarded.server.url, agents_url=guarded.url("worker"), router_url=guarded.url("router")
+    ) as cluster:
+        for family in families:
+            for name, damage in damages(family).items():
+                await cluster.suffers(f"{family}, {name}", damage)
+        agent = cluster.agents["w0"]
+        await check_server(agent._runner.redis, 1.0)
+        await check_server(cluster.router.fleet._redis, 1.0)
+        await agent.stop()
+    assert denials(guarded.admin) == []
+
+
+async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
+    settings = RouterSettings(
+        namespace=KEYS.namespace, kv_events=False, prediction_ttl_s=1.0, reservation_ttl_s=1.0
+    )
+    async with connect(guarded.url("worker")) as of_worker, connect(guarded.url("router")) as redis:
+        agent = agent_of("w0", of_worker)
+        await agent.start()
+        fleet = Fleet(redis, KEYS, 1.0)
+        router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
+        running = [asyncio.ensure_future(agent.run()), asyncio.ensure_future(router.run())]
+        request = RouteRequest("r1", CHAINS[0], len(PROMPTS[0]), "latency")
+        assert (await router.route(request)).reserved
+
+        async def predicted() -> list[bytes]:
+            found: list[bytes] = guarded.admin.keys("*:predicted:*")
+            return found
+
+        await eventually(predicted)
+        await eventually(predicted, lambda keys: not keys)
+        for task in running:
+            task.cancel()
+    assert denials(guarded.admin) == []
+
+
+async def test_an_operator_looks_at_everything_moves_it_and_clears_it(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "dump.jsonl")
+    text = tmp_path / "prompt.json"
+    text.write_text(str(PROMPTS[0]))
+
+    async def kvroute(role: str, *arguments: str) -> str:
+        where = ["--redis-url", guarded.url(role), "--namespace", KEYS.namespace]
+        result = await asyncio.to_thread(CliRunner().invoke, main, [*arguments, *where])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    async with world(
+        guarded.server.url, agents_url=guarded.url("worker"), router_url=guarded.url("router")
+    ):
+        assert "unique blocks" in await kvroute("operator", "inspect", "summary")
+        assert "w1" in await kvroute("operator", "inspect", "block", f"{CHAINS[0][0]:016x}")
+        assert "w1" in await kvroute("operator", "inspect", "worker", "w1")
+        assert "w1" in await kvroute("operator", "inspect", "prefix", str(text))
+        assert "nothing is wrong" in await kvroute("operator", "inspect", "verify")
+        await kvroute("operator", "dump", "--out", file)
+    await kvroute("operator", "reset", "--yes")
+    assert guarded.admin.dbsize() == 0
+    # Who restores, publishes as workers do.
+    assert "restored" in await kvroute("worker", "restore", "--in", file)
+    assert denials(guarded.admin) == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "FLUSHALL",
+        "CONFIG GET maxmemory",
+        "ACL LIST",
+        "KEYS *",
+        "SHUTDOWN NOSAVE",
+        "EVAL return(1) 0",
+        "GET sessions:1",
+        "HGET sessions:1 a",
+        "DEL sessions:1",
+        "UNLINK sessions:1",
+        "SCRIPT FLUSH",
+        "CLIENT KILL 1.2.3.4:5",
+    ],
+)
+def test_nobody_reaches_beyond(guarded: Guarded, role: str, command: str) -> None:
+    with (
+        Redis.from_url(guarded.url(role)) as client,
+        pytest.raises(NoPermissionError),
+    ):
+        client.execute_command(*command.split())
+
+
+@pytest.mark.parametrize(
+    ("role", "command"),
+    [
+        ("worker", "SCAN 0"),
+        ("worker", "UNLINK kvroute:1:{default}:load"),
+        ("worker", "HSET kvroute:1:{default#0}:predictions cutoff a"),
+        ("worker", "DEL kvroute:1:{default#0}:sweep"),
+        ("router", "XADD kvroute:1:{default}:metrics * worker w1:0"),
+        ("operator", "HSET kvroute:1:{default}:load 1 x"),
+        ("operator", "HDEL kvroute:1:{default#0}:blocks:0 00"),
+        ("operator", "DEL kvroute:1:{default}:load"),
+    ],
+)
+def test_each_keeps_to_its_own_part(guarded: Guarded, role: str, command: str) -> None:
+    with Redis.from_url(guarded.url(role)) as client, pytest.raises(NoPermissionError):
+        client.execute_command(*command.split())
+
+
+async def test_on_a_cluster_the_same_users_do() -> None:
+    with ClusterServers(newest_kind()) as servers:
+        admins: list[Any] = [Redis.from_url(server.url) for server in servers.servers]
+        for admin in admins:
+            as_in_the_file(admin)
+        urls = {
+            role: servers.url.replace("://", f"://kvroute-{role}:{role}-secret@") for role in ROLES
+        }
+        async with (
+            connect(urls["worker"]) as of_worker,
+            connect(urls["router"]) as redis,
+        ):
+            agent = agent_of("w0", of_worker)
+            await agent.start()
+            running = asyncio.ensure_future(agent.run())
+            fleet = Fleet(redis, KEYS, 1.0)
+            settings = RouterSettings(namespace=KEYS.namespace)
+            runner = ScriptRunner(redis, 1.0, on_replicas=["match"])
+            router = Router(runner, KEYS, settings, fleet, Telemetry())
+            maintaining = asyncio.ensure_future(router.run())
+            for n, chain in enumerate(CHAINS):
+                request = RouteRequest(f"r{n}", chain, len(PROMPTS[0]), "latency")
+                decision = await router.route(request)
+                assert decision.reserved
+                assert not decision.degraded
+            running.cancel()
+            maintaining.cancel()
+        for admin in admins:
+            assert denials(admin) == []
+            admin.close()
