@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.retry import Retry
 
 from app.cli import main
 from app.core.config import RouterSettings
@@ -181,7 +183,7 @@ def test_redis_takes_the_file_and_then_lets_nobody_in_without_a_password(tmp_pat
     admin = "user admin on >secret ~* &* +@all\n"
     file.write_text(admin)
     server = EmbeddedRedis(require_redis(newest_kind()), options=["--aclfile", str(file)])
-    with server, Redis(port=server.port) as nobody:
+    with server, Redis(port=server.port, retry=Retry(NoBackoff(), 0)) as nobody:
         assert nobody.ping()
         file.write_text(admin + FILE.read_text())
         with Redis(port=server.port, username="admin", password="secret") as redis:
