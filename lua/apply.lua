@@ -6,7 +6,8 @@
 -- ARGV[1] inc      int
 -- ARGV[2] nonce    str     as registered
 -- ARGV[3] seq      int     one more than the last batch's; the first is 1
--- ARGV[4...] group str     the first block of a group, 16 hex digits; then, 17 characters each, for
+-- ARGV[4] essential str    1: applied even when memory is full, as it adds no entries; else 0
+-- ARGV[5...] group str     the first block of a group, 16 hex digits; then, 17 characters each, for
 --                          changed blocks of the group, each once: tier now held (d h k) or - for
 --                          none, then the sequence hash
 -- Returns  1               applied, now or before
@@ -16,6 +17,7 @@ local shard, applied, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 local inc, nonce, seq = ARGV[1], ARGV[2], tonumber(ARGV[3])
 -- @include number
 -- @include bucket
+-- @include despite_full
 
 local mark = redis.call('HGET', applied, inc)
 local last, writer = string.match(mark or '', '^(%d+) (.*)$')
@@ -27,6 +29,9 @@ if seq <= tonumber(last) then
   return 1
 end
 
+if ARGV[4] == '1' then
+  despite_full(applied)
+end
 local bucket_name = bucket_namer(bits)
 local own_entry = '%f[%d]' .. inc .. '%a'
 local number = tonumber(inc)
@@ -69,7 +74,7 @@ local function owners_of(key, hashes)
   return owners
 end
 
-for i = 4, #ARGV do
+for i = 5, #ARGV do
   local group = ARGV[i]
   local key = blocks_prefix .. bucket_name(group)
   local tiers, hashes = {}, {}

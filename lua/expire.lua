@@ -21,7 +21,9 @@ local limit, ttl_ms, grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(A
 -- @include number
 -- @include load
 -- @include request
+-- @include despite_full
 
+despite_full(reservations)
 local now = now_ms()
 local latest = string.format('%d', now + ttl_ms)
 for _, request_id in ipairs(

@@ -22,7 +22,9 @@ local grace_ms = tonumber(ARGV[1])
 -- @include clock
 -- @include kinds
 -- @include retire
+-- @include despite_full
 
+despite_full(workers)
 local now = now_ms()
 local too_late = string.format('%d', now - grace_ms)
 local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)

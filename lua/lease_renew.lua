@@ -43,7 +43,9 @@ local staged, thorough = ARGV[8] == '1', ARGV[9] == '1'
 -- @include load
 -- @include request
 -- @include recount
+-- @include despite_full
 
+despite_full(meta)
 for _, key in ipairs({meta, workers, current, writers, load, reservations,
   requests_prefix .. inc}) do
   keep_kind(key, 'hash')

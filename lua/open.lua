@@ -16,7 +16,9 @@ local inc, nonce, bucket_bits = ARGV[1], ARGV[2], ARGV[3]
 -- @include kinds
 -- @include number
 -- @include bucket
+-- @include despite_full
 
+despite_full(shard)
 keep_kind(shard, 'hash')
 keep_kind(applied, 'hash')
 keep_kind(dead, 'set')

@@ -14,7 +14,9 @@ local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include number
 -- @include bucket
 -- @include slices
+-- @include despite_full
 
+despite_full(predictions)
 -- Anybody may write to Redis: what makes no sense is dropped, and made anew.
 local present = math.floor(now_ms() / slice_ms)
 keep_kind(predictions, 'hash')

@@ -31,7 +31,9 @@ local block_size, shards, held = ARGV[5], ARGV[6], ARGV[7]
 -- @include meta
 -- @include writer
 -- @include serving
+-- @include despite_full
 
+despite_full(meta)
 for _, key in ipairs({meta, workers, current, writers, load, reservations}) do
   keep_kind(key, 'hash')
 end

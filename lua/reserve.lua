@@ -30,7 +30,9 @@ local max_requests, seen_total = tonumber(ARGV[8]), tonumber(ARGV[9])
 -- @include load
 -- @include request
 -- @include snapshot
+-- @include despite_full
 
+despite_full(load)
 local now = now_ms()
 unreserve_expired(now, 16)
 unreserve(request_id, now)

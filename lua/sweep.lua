@@ -22,7 +22,9 @@ local max_buckets, scrub_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include kinds
 -- @include number
 -- @include bucket
+-- @include despite_full
 
+despite_full(applied)
 local function is_number(inc)
   return string.find(inc, '^[1-9]%d*$') ~= nil
 end

@@ -13,13 +13,13 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 import stamina
 
 from app.core import index, leases, metrics
-from app.core.errors import IncarnationLost, RedisUnavailable
+from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
 from app.core.events import CacheEvent
 from app.core.index import Change
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
@@ -36,6 +36,8 @@ BATCH_BLOCKS = 256
 """Changes per script run: under a millisecond of Redis's time."""
 BATCHES_IN_FLIGHT = 8
 METRICS_TIMEOUT_S = 1.0
+FULL_PAUSE_S = 0.25
+"""Between two attempts to store blocks in a Redis that is full. Removals wait as long."""
 AUDIT_INTERVAL_S = 2.0
 AUDIT_BLOCKS = 256
 """Looked at every AUDIT_INTERVAL_S, half a millisecond of Redis's time: a pool of 25,000 blocks
@@ -87,6 +89,8 @@ class Agent:
         self._staged: Incarnation | None = None
         self._lost = False
         self._audit_due = False
+        self._full = False
+        """Did Redis have no memory left for the last blocks to be stored?"""
         self._wake = asyncio.Event()
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
@@ -165,12 +169,20 @@ class Agent:
         answer: T = (await self._insist_all([call]))[0]
         return answer
 
-    async def _insist_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def _insist_all(
+        self, calls: Sequence[Call[Any]], *, unless_full: bool = False
+    ) -> list[Any]:
+        """unless_full: RedisFull is an answer too."""
+        final = RedisFull if unless_full else ()
         async for attempt in stamina.retry_context(
             on=RedisUnavailable, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
         ):
             with attempt:
-                return await self._runner.run(calls)
+                replies = await self._runner.run_each(calls)
+                for reply in replies:
+                    if isinstance(reply, RedisUnavailable) and not isinstance(reply, final):
+                        raise reply
+                return replies
         raise AssertionError("stamina retries without end")
 
     async def _keep_lease(self) -> None:
@@ -236,6 +248,9 @@ class Agent:
                     if self._audit_due:
                         self._audit_due = False
                         await self._compare(self.incarnation)
+                if self._full:
+                    self._wake.set()
+                    await asyncio.sleep(FULL_PAUSE_S)
             except IncarnationLost as error:
                 log.warning("%s: %s; resyncing", self.info.key, error)
                 self._lost = True
@@ -263,8 +278,10 @@ class Agent:
         """Apply `changes` in numbered batches, a few per round trip, to all shards at once.
 
         A round trip that failed half-way is sent again whole: what was applied is recognised by
-        its number. Raises IncarnationLost when a batch is refused.
+        its number. What Redis has no memory for is left for another time.
+        Raises IncarnationLost when a batch is refused.
         """
+        was_full, self._full = self._full, False
         async with asyncio.TaskGroup() as tasks:
             sent = [
                 tasks.create_task(self._send_to(shard, incarnation, of_shard))
@@ -272,18 +289,35 @@ class Agent:
             ]
         if not all(task.result() for task in sent):
             raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
+        if self._full and not was_full:
+            log.error("%s: Redis is full: new blocks are not published", self.info.key)
+        elif was_full and not self._full:
+            log.warning("%s: Redis has memory again: all blocks are published", self.info.key)
 
     async def _send_to(self, shard: int, incarnation: Incarnation, changes: list[Change]) -> bool:
         """False: a batch was refused, and the rest not sent."""
         keyspace = self._keyspace.of_shard(shard)
-        for group in _batched(_batched(changes, BATCH_BLOCKS), BATCHES_IN_FLIGHT):
+        essential = list(takewhile(lambda c: not self._ownership.adds(c), changes))
+        batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
+        batches += [(False, batch) for batch in _batched(changes[len(essential) :], BATCH_BLOCKS)]
+        for at in range(0, len(batches), BATCHES_IN_FLIGHT):
             calls = [
-                index.apply(keyspace, incarnation, self._nonce, seq, batch)
-                for seq, batch in enumerate(group, self._seqs[shard] + 1)
+                index.apply(keyspace, incarnation, self._nonce, seq, batch, essential=essential)
+                for seq, (essential, batch) in enumerate(
+                    batches[at : at + BATCHES_IN_FLIGHT], self._seqs[shard] + 1
+                )
             ]
-            if not all(await self._insist_all(calls)):
+            replies = await self._insist_all(calls, unless_full=True)
+            applied = len(list(takewhile(lambda reply: reply is True, replies)))
+            self._seqs[shard] += applied
+            if applied == len(calls):
+                continue
+            if not isinstance(replies[applied], RedisFull):
                 return False
-            self._seqs[shard] += len(calls)
+            self._full = True
+            for _, batch in batches[at + applied :]:
+                self._ownership.untell(batch)
+            break
         return True
 
     async def _compare(self, incarnation: Incarnation) -> None:

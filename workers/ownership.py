@@ -57,6 +57,8 @@ class Ownership:
         self._shards = 1
         self._told: dict[SequenceHash, _Told] = {}
         self._pending: set[SequenceHash] = set()
+        self._before: dict[SequenceHash, _Told | None] = {}
+        """Of the blocks that the last drain stored or made faster: what Redis knew until then."""
         self._audit: list[SequenceHash] = []
 
     @property
@@ -115,6 +117,7 @@ class Ownership:
         Removals and moves to a slower tier come first, from the leaves inward; stores and moves
         to a faster tier follow, from the root outward. So the invariant holds after each change.
         """
+        self._before.clear()
         slower: list[tuple[_Told, Change]] = []
         faster: list[tuple[_Told, Change]] = []
         for block in self._pending:
@@ -126,8 +129,12 @@ class Ownership:
                 continue
             now = told._replace(tier=node.published) if told else self._place(node)
             self._told[block] = now
-            turns = slower if told and now.tier > told.tier else faster
-            turns.append((now, Change(block, now.tier, now.leader)))
+            change = Change(block, now.tier, now.leader)
+            if told and now.tier > told.tier:
+                slower.append((now, change))
+            else:
+                faster.append((now, change))
+                self._before[block] = told
         self._pending.clear()
         slower.sort(key=lambda turn: turn[0].place(), reverse=True)
         faster.sort(key=lambda turn: turn[0].place())
@@ -135,6 +142,24 @@ class Ownership:
         for told, change in slower + faster:
             changes.setdefault(told.shard, []).append(change)
         return changes
+
+    def adds(self, change: Change) -> bool:
+        """Whether a change of the last drain stores a block, or makes it faster."""
+        return change.block in self._before
+
+    def untell(self, changes: Iterable[Change]) -> None:
+        """Redis did not take these, all that follows some cut of what the last drain `adds`."""
+        for change in changes:
+            before = self._before.pop(change.block)
+            if before is None:
+                del self._told[change.block]
+            else:
+                self._told[change.block] = before
+            node = self._nodes.get(change.block)
+            if (node and node.published) != (before and before.tier):
+                self._pending.add(change.block)
+            else:
+                self._pending.discard(change.block)
 
     def _place(self, node: _Node) -> _Told:
         assert node.published is not None

@@ -5,6 +5,7 @@ KvrouteError
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
+│   └── RedisFull         Redis has no memory left for what was to be written; nothing of it was
 ├── NamespaceMissing      Redis answers but holds no such namespace (yet, or any more)
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
@@ -40,6 +41,10 @@ class BodyTooLarge(KvrouteError):
 
 class RedisUnavailable(KvrouteError):
     """Redis cannot be reached, or missed its deadline."""
+
+
+class RedisFull(RedisUnavailable):
+    """Redis has no memory left for what was to be written, and wrote nothing of it."""
 
 
 class NamespaceMissing(KvrouteError):

@@ -92,13 +92,17 @@ def apply(
     nonce: str,
     seq: int,
     changes: Iterable[Change],
+    *,
+    essential: bool = False,
 ) -> Call[bool]:
     """Publish one batch. False: this incarnation is lost, or a batch is missing; resync.
 
     seq: 1 for an incarnation's first batch, then one more each time; the same batch may be sent
     again with the same seq.
+    essential: it adds no entries, and is published even if Redis is full.
     """
-    return call("apply", shard, incarnation, nonce, seq, *_groups(changes), parse=bool)
+    groups = _groups(changes)
+    return call("apply", shard, incarnation, nonce, seq, int(essential), *groups, parse=bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Generic, TypeVar
 
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 
-from app.core.errors import RedisUnavailable
+from app.core.errors import RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.redis import deadline
 from app.core.topology import MAX_REDIRECTS, Client, Node, did_not_run, exchange
@@ -88,8 +88,11 @@ class ScriptRunner:
         Raises RedisUnavailable if Redis cannot be reached or does not answer in time: then some of
         the calls may have taken effect.
         """
-        replies = await self._replies(calls)
-        return [c.parse(_checked(c, reply)) for c, reply in zip(calls, replies, strict=True)]
+        replies = await self.run_each(calls)
+        for reply in replies:
+            if isinstance(reply, RedisUnavailable):
+                raise reply
+        return replies
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Like `run`, with a RedisUnavailable in the place of each call that has no answer.
@@ -194,18 +197,13 @@ def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:
     return groups
 
 
-def _checked(c: Call[Any], reply: Any) -> Any:
-    """The reply, if it is none of Redis's errors (LOADING, READONLY, OOM, a script that failed)."""
-    if isinstance(reply, RedisUnavailable):
-        raise reply
-    if isinstance(reply, Exception):
-        raise RedisUnavailable(f"{c.script.name}: {reply}")
-    return reply
-
-
 def _parsed(c: Call[Any], reply: Any) -> Any:
-    try:
-        checked = _checked(c, reply)
-    except RedisUnavailable as error:
-        return error
-    return c.parse(checked)
+    """What the reply means; of Redis's errors (LOADING, READONLY, a script that failed), which one
+    it was."""
+    if isinstance(reply, RedisUnavailable):
+        return reply
+    if isinstance(reply, Exception):
+        # Before Redis 7, a script's error has the refusal only in its text.
+        is_full = isinstance(reply, OutOfMemoryError) or "-OOM command" in str(reply)
+        return (RedisFull if is_full else RedisUnavailable)(f"{c.script.name}: {reply}")
+    return c.parse(reply)

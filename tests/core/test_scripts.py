@@ -8,15 +8,16 @@ from unittest.mock import ANY
 
 import pytest
 
-from app.core import leases, reservations
+from app.core import index, leases, reservations
 from app.core.embedded import EmbeddedRedis, free_port
-from app.core.errors import RedisUnavailable
+from app.core.errors import RedisFull, RedisUnavailable
+from app.core.index import Change
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.reservations import Reservation
 from app.core.scripts import Call, ScriptRunner, call, load_script
 from app.core.topology import Client, Node
-from app.core.types import Incarnation, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from tests.redis_servers import kinds_here, require_redis
 
 KEYS = Keyspace("test")
@@ -36,6 +37,7 @@ RESERVE = reservations.reserve(
     max_requests=256,
     seen_total=None,
 )
+BLOCK = SequenceHash(7)
 RELEASE = reservations.release(KEYS, "r1")
 
 
@@ -104,15 +106,21 @@ async def test_an_error_reply_means_that_redis_is_unavailable(redis: Client) -> 
         await runner.one(LOADS)
 
 
-async def test_a_redis_that_refuses_writes_is_unavailable(redis: Client) -> None:
-    runner = ScriptRunner(redis, timeout_s=5)
-    await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE])
-    await redis.config_set("maxmemory", "1")
+async def test_a_redis_that_is_full_says_so_and_writes_nothing(redis_client: Client) -> None:
+    runner, shard, inc = ScriptRunner(redis_client, timeout_s=5), KEYS.of_shard(0), Incarnation(1)
+    await runner.run([REGISTER, index.open_shard(shard, inc, "nonce", 4), ACTIVATE])
+    store = index.apply(shard, inc, "nonce", 1, [Change(BLOCK, Tier.DEVICE, BLOCK)])
+    await redis_client.config_set("maxmemory", "1")
     try:
-        with pytest.raises(RedisUnavailable, match="maxmemory"):
-            await runner.one(RESERVE)
+        made, refused, released = await runner.run_each([RESERVE, store, RELEASE])
+        assert made is None
+        assert isinstance(refused, RedisFull)
+        assert "apply: " in str(refused)
+        assert "maxmemory" in str(refused)
+        assert released
+        assert await redis_client.keys(shard["blocks:*"]) == []
     finally:
-        await redis.config_set("maxmemory", "0")
+        await redis_client.config_set("maxmemory", "0")
 
 
 async def test_a_call_without_an_answer_leaves_those_of_the_others(redis: Client) -> None:

@@ -209,13 +209,13 @@ class DeafRunner(ScriptRunner):
         self.renewed_at: list[float] = []
         self._patience_s = timeout_s
 
-    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         if calls[0].script.name == "lease_renew":
             self.renewed_at.append(asyncio.get_running_loop().time())
             if len(self.renewed_at) == 1:
                 await asyncio.sleep(self._patience_s)
                 raise RedisUnavailable("no answer")
-        return await super().run(calls)
+        return await super().run_each(calls)
 
 
 async def test_a_renewal_without_an_answer_is_made_up_for_in_time(
@@ -323,11 +323,11 @@ class GatedRunner(ScriptRunner):
         self.gate.set()
         self._script = script
 
-    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         if any(c.script.name == self._script for c in calls):
             self.reached.set()
             await self.gate.wait()
-        return await super().run(calls)
+        return await super().run_each(calls)
 
 
 async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
@@ -528,9 +528,9 @@ class CountingRunner(ScriptRunner):
 
     searches = 0
 
-    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         self.searches += any(c.script.name == "claims" for c in calls)
-        return await super().run(calls)
+        return await super().run_each(calls)
 
 
 @pytest.mark.usefixtures("_audits_often")

@@ -155,7 +155,7 @@ class History:
         lives = self._lives.setdefault(call.keys[0], {})
         if call.script.name == "apply":
             life = lives.setdefault(call.args[0], Life())
-            state = life.enter(changes_in(call.args[3:]), now)
+            state = life.enter(changes_in(call.args[4:]), now)
             return lambda applied, at: life.settle(state, applied, at)
         if call.script.name == "sweep":
             lost = [lives[inc] for inc in call.args[2:] if inc in lives]
@@ -233,10 +233,10 @@ class Recorder(ScriptRunner):
         super().__init__(redis, TIMEOUT_S)
         self._history = history
 
-    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         now = self._history.tick()
         settles = [self._history.enter(call, now) for call in calls]
-        replies = await super().run(calls)
+        replies = await super().run_each(calls)
         now = self._history.tick()
         for settle, reply in zip(settles, replies, strict=True):
             settle(reply, now)

@@ -275,7 +275,9 @@ def tell(redis: Published, changes: list[Change], parents: Parents) -> None:
 
 @dataclass(frozen=True)
 class Drain:
-    pass
+    """num_taken: of the blocks stored or made faster; all where None."""
+
+    num_taken: int | None = None
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,8 @@ def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forge
         Removed, st.lists(st.sampled_from(BLOCKS), max_size=3).map(tuple), st.sampled_from(Tier)
     )
     rare = st.sampled_from([Cleared(), Forget()])
-    events = st.one_of(store, store, store, remove, remove, st.just(Drain()), rare)
+    drain = st.builds(Drain, st.none() | st.integers(0, 4))
+    events = st.one_of(store, store, store, remove, remove, drain, rare)
     return parents, draw(st.lists(events, max_size=60))
 
 
@@ -330,9 +333,17 @@ def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
     redis: Published = {}
     for event in events:
         match event:
-            case Drain():
+            case Drain(None):
                 tell(redis, ownership.drain().get(0, []), parents)
                 assert redis == plain_published(held, parents)
+            case Drain(num_taken):
+                changes = ownership.drain().get(0, [])
+                adding = [change for change in changes if ownership.adds(change)]
+                assert changes[len(changes) - len(adding) :] == adding
+                tell(redis, changes[: len(changes) - len(adding) + num_taken], parents)
+                ownership.untell(adding[num_taken:])
+                real = plain_published(held, parents)
+                assert all(block in real and tier >= real[block] for block, tier in redis.items())
             case Forget():
                 ownership.forget()
                 redis.clear()

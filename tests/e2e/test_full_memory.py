@@ -1,0 +1,107 @@
+"""Redis reaches maxmemory: new blocks are not published and somebody says so; nothing else changes.
+
+What was published stays exact, blocks that engines drop are withdrawn, leases and requests go on,
+and once there is memory again all is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from app.core.embedded import EmbeddedRedis
+from tests.e2e.test_healing import CHAINS, KEYS, LEASE_S, WORKERS, World, short_intervals, world
+from tests.eventually import eventually
+from workers import agent as agents
+
+short_intervals = short_intervals  # a fixture, used by its name
+
+
+async def fill_up(cluster: World) -> None:
+    """Redis takes no more from now on."""
+    await cluster.redis.config_set("maxmemory", 1)
+
+
+async def make_room(cluster: World) -> None:
+    await cluster.redis.config_set("maxmemory", 0)
+
+
+async def test_a_full_redis_routes_on_and_never_claims_too_much(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agents, "FULL_PAUSE_S", 0.02)
+    async with world(redis_server.url) as cluster:
+        before = {name: agent.incarnation for name, agent in cluster.agents.items()}
+        try:
+            await fill_up(cluster)
+            caplog.clear()
+            cluster.resume()
+            await asyncio.sleep(4 * LEASE_S)
+            await cluster.pause()
+            # To be withdrawn, moved down, and not to be published.
+            cluster.hold("w0", 0, 4, 0)
+            cluster.hold("w1", 0, 4, 16)
+            cluster.hold("w2", 1, 20, 0)
+
+            async def shown() -> list[object]:
+                of_0, of_1 = await cluster.overlaps(0), await cluster.overlaps(1)
+                assert of_0 is not None
+                assert of_1 is not None
+                return [of_0["w0"].total, (of_0["w1"].device, of_0["w1"].host), of_1["w2"].total]
+
+            async def claimed_too_much() -> list[str]:
+                found = []
+                for n in range(len(CHAINS)):
+                    for name, overlap in (await cluster.overlaps(n) or {}).items():
+                        if overlap.total > cluster.held[name, n].total:
+                            found.append(f"{name}, prompt {n}: {overlap}")
+                return found
+
+            await eventually(shown, lambda found: found == [4, (4, 16), 18])
+            await eventually(claimed_too_much, lambda found: not found)
+            assert {name: agent.incarnation for name, agent in cluster.agents.items()} == before
+            decision = await cluster.route(0)
+            assert decision.reserved
+            assert not decision.degraded
+            cluster.in_flight.append(decision.request_id)
+            assert decision.request_id in await cluster.records()
+            assert await cluster.router.release(cluster.in_flight.pop())
+            assert decision.request_id not in await cluster.records()
+            said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+            assert {
+                f"{name}:0: Redis is full: new blocks are not published" for name in WORKERS
+            } == {*said}
+        finally:
+            await make_room(cluster)
+        await cluster.heals("with room again")
+
+
+async def test_in_a_full_redis_workers_die_and_come_and_are_swept(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "FULL_PAUSE_S", 0.02)
+    async with world(redis_server.url) as cluster:
+        try:
+            await fill_up(cluster)
+            agent = cluster.agents["w1"]
+            old = agent.incarnation
+            await cluster.redis.hdel(KEYS["writers"], str(old))
+
+            async def sizes() -> tuple[int, int, bool]:
+                keys = await cluster.redis.keys(KEYS.pattern + ":blocks:*")
+                values = [v for key in keys for v in await cluster.redis.hvals(key)]
+                is_shown = any(v.startswith(b"%d" % old) for v in values)
+                return await cluster.redis.hlen(KEYS["load"]), len(values), is_shown
+
+            await eventually(sizes, lambda found: found[0] == 3 and not found[2])
+            assert agent.incarnation != old
+            decision = await cluster.route(2, explain=True)
+            assert decision.reserved
+            assert len(decision.candidates) == 3
+            cluster.in_flight.append(decision.request_id)
+        finally:
+            await make_room(cluster)
+        await cluster.heals("with room again")
+        assert (await cluster.overlaps(2) or {})["w1"].total == len(CHAINS[2]) - 2

@@ -1,0 +1,58 @@
+"""What Redis still takes once it has no memory left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from app.core import index
+from app.core.errors import RedisFull
+from app.core.index import Change
+from app.core.predictions import PredictionSettings
+from app.core.types import Incarnation
+from tests.lua.conftest import DEVICE, HOST, A, B, C, Namespace
+
+
+@pytest.fixture
+async def full(space: Namespace) -> AsyncIterator[Namespace]:
+    """A worker holds a chain and has a request; from then on nothing more fits."""
+    inc = await space.worker("a")
+    await space.hold(inc, [A, B])
+    await space.reserve(inc, "r1")
+    await space.redis.config_set("maxmemory", 1)
+    yield space
+    await space.redis.config_set("maxmemory", 0)
+
+
+async def test_new_blocks_are_refused_whole(full: Namespace) -> None:
+    inc = Incarnation(1)
+    before = await full.contents()
+    with pytest.raises(RedisFull, match=r"apply: .*maxmemory"):
+        await full.apply(inc, 2, [(C, DEVICE)])
+    assert await full.contents() == before
+    with pytest.raises(RedisFull, match="predict"):
+        await full.predict(inc, [A] * 20, PredictionSettings(lifetime_s=60, max_entries=100))
+
+
+async def test_what_adds_no_entries_is_applied(full: Namespace) -> None:
+    changes = [Change(B, None, A), Change(A, HOST, A)]
+    assert await full.do(
+        index.apply(full.shard, Incarnation(1), "nonce-a", 2, changes, essential=True)
+    )
+    assert await full.owners(A) == "1h"
+    assert await full.owners(B) is None
+
+
+async def test_workers_come_and_go_and_requests_too(full: Namespace) -> None:
+    inc = Incarnation(1)
+    assert await full.renew(inc)
+    assert await full.reserve(inc, "r2") is None
+    assert await full.prefill_complete("r1")
+    assert await full.release("r1")
+    assert await full.worker("b") == 2
+    assert await full.expire() == 0
+    assert await full.retire("a", inc)
+    await full.sweep()
+    assert await full.owners(A) is None
+    await full.prune(PredictionSettings(lifetime_s=60, max_entries=100))
