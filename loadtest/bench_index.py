@@ -11,8 +11,12 @@ with --redis must be one that nobody else needs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,34 +24,51 @@ from typing import Any
 import click
 import numpy as np
 import orjson
+from redis import Redis
+from rich.console import Console
+from rich.table import Table
 
 from app.core import index, leases
 from app.core.embedded import EmbeddedRedis
+from app.core.events import Stored
 from app.core.keys import Keyspace
 from app.core.matching import match
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
+from workers.agent import Agent, AgentSettings
 
+KEYS = Keyspace("bench-index")
+SHARD = KEYS.of_shard(0)
+NONCE = "bench"
 LENGTHS = (16, 64, 512, 2048, 4096, 8192)
 CHAIN = 8192
 SYSTEM_PROMPT = 64
 BATCH = 64
-QUERIES = ("matched, one owner", "matched, three owners", "half of that matched")
+QUERIES = ("one owner", "three owners", "half of that")
 PEER_LENGTHS = (512, 2048)
-PEER_CHAINS = 16
 PEER_PREFIX = "bench-index-peer:"
+PEER_QUERIES = 200
 CHANGE_BATCHES = 200
+MAX_OWNERS = 8
+OWNED_CHAINS = 8
+VISIBLE_KEYS = Keyspace("bench-index-visible")
+VISIBLE_BLOCKS = 64
+VISIBLE_PER_S = 10_000
+POLL_S = 0.0002
+WATCH_TIMEOUT_S = 60.0
+
+Chains = Sequence[Sequence[SequenceHash]]
 
 
-class Fleet:
+class Holders:
     """Workers that hold one system prompt together and long private chains each."""
 
-    def __init__(self, runner: ScriptRunner, keyspace: Keyspace, workers: int, seed: int) -> None:
+    def __init__(self, runner: ScriptRunner, workers: int, seed: int) -> None:
         self._runner = runner
-        self._keyspace = keyspace
         self._workers = workers
         self._rng = np.random.default_rng(seed)
         self._seqs: dict[Incarnation, int] = {}
@@ -57,18 +78,19 @@ class Fleet:
     def incarnations(self) -> list[Incarnation]:
         return list(self._seqs)
 
-    async def register(self, blocks: int) -> None:
+    @property
+    def num_blocks(self) -> int:
+        """Unique ones."""
+        return len(self.chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT
+
+    async def register(self, index_blocks: int) -> None:
+        """index_blocks: what the index is laid out for."""
+        bits = index.bucket_bits_for(index_blocks)
         for i in range(self._workers):
-            info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, blocks, 256)
-            bits = index.bucket_bits_for(blocks)
-            made = await self._runner.one(
-                leases.register(self._keyspace, info, "bench", ttl_ms=3_600_000)
-            )
-            shard = self._keyspace.of_shard(0)
-            assert await self._runner.one(index.open_shard(shard, made.incarnation, "bench", bits))
-            assert await self._runner.one(
-                leases.activate(self._keyspace, info.key, made.incarnation, "bench")
-            )
+            info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, index_blocks, 256)
+            made = await self._runner.one(leases.register(KEYS, info, NONCE, ttl_ms=3_600_000))
+            assert await self._runner.one(index.open_shard(SHARD, made.incarnation, NONCE, bits))
+            assert await self._runner.one(leases.activate(KEYS, info.key, made.incarnation, NONCE))
             self._seqs[made.incarnation] = 0
 
     async def fill(self, blocks: int) -> None:
@@ -102,36 +124,79 @@ class Fleet:
         for at in range(0, len(every), BATCH):
             self._seqs[inc] += 1
             changes = every[at : at + BATCH]
-            calls.append(
-                index.apply(self._keyspace.of_shard(0), inc, "bench", self._seqs[inc], changes)
-            )
+            calls.append(index.apply(SHARD, inc, NONCE, self._seqs[inc], changes))
         assert all(await self._runner.run(calls))
 
     def hashes(self, count: int) -> list[SequenceHash]:
-        return [SequenceHash(int(h)) for h in self._rng.integers(0, 2**64, count, np.uint64)]
+        return hashes(self._rng, count)
 
 
-async def server_us(
-    runner: ScriptRunner, keyspace: Keyspace, chains: list[list[SequenceHash]], repeats: int
-) -> float:
+def hashes(rng: np.random.Generator, count: int) -> list[SequenceHash]:
+    return [SequenceHash(h) for h in rng.integers(0, 2**64, count, np.uint64).tolist()]
+
+
+async def _evalsha(redis: Client) -> dict[str, float]:
+    stats: dict[str, float] = (await redis.info("commandstats"))["cmdstat_evalsha"]
+    return stats
+
+
+async def server_us(runner: ScriptRunner, chains: Chains, repeats: int) -> float:
     """Median over `repeats` of Redis's mean time per query, all its round trips together, µs."""
     means: list[float] = []
     for _ in range(repeats):
         await runner.redis.config_resetstat()
         for chain in chains:
-            await match(runner, keyspace, [chain])
-        stats = (await runner.redis.info("commandstats"))["cmdstat_evalsha"]
-        means.append(stats["usec"] / len(chains))
+            await match(runner, KEYS, [chain])
+        means.append((await _evalsha(runner.redis))["usec"] / len(chains))
     return float(median(means))
 
 
-async def change_us(redis: Client, fleet: Fleet) -> dict[str, float]:
+async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: int) -> Any:
+    """By kind and by length of the prompt: µs of Redis per query, in all and of all kinds mixed;
+    and for those with one owner the router's CPU, µs, and round trips."""
+    rng = np.random.default_rng(2)
+    unknown = hashes(rng, CHAIN)
+    us: dict[str, dict[str, float]] = {name: {} for name in (*QUERIES, "mixed")}
+    cpu_us: dict[str, float] = {}
+    trips: dict[str, float] = {}
+    for length in LENGTHS:
+        picks = rng.integers(0, len(chains) // 2, queries)
+        single = [chains[2 * i][:length] for i in picks]
+        nested = [chains[2 * i + 1][:length] for i in picks]
+        half = [[*c[: length // 2], *unknown[: length - length // 2]] for c in nested]
+        kinds: tuple[Chains, ...] = (single, nested, half)
+        mixed = [kinds[n % 3][n // 3] for n in rng.permutation(3 * queries)]
+        for name, asked in zip(us, (*kinds, mixed), strict=True):
+            us[name][str(length)] = await server_us(runner, asked, repeats)
+        cpu_us[str(length)], trips[str(length)] = await router_cost(runner, single)
+    return {"match_us": us, "router_cpu_us": cpu_us, "round_trips": trips}
+
+
+async def router_cost(runner: ScriptRunner, chains: Chains) -> tuple[float, float]:
+    """CPU of the router per look-up, µs, hashing apart, and round trips: alone, one at a time."""
+    await runner.redis.config_resetstat()
+    begin = time.process_time()
+    for chain in chains:
+        await match(runner, KEYS, [chain])
+    cpu_us = (time.process_time() - begin) / len(chains) * 1e6
+    return cpu_us, (await _evalsha(runner.redis))["calls"] / len(chains)
+
+
+async def ping_cpu_us(redis: Client, count: int) -> float:
+    """CPU of the client per PING, µs: what any round trip costs here."""
+    begin = time.process_time()
+    for _ in range(count):
+        await redis.ping()
+    return (time.process_time() - begin) / count * 1e6
+
+
+async def change_us(redis: Client, holders: Holders) -> dict[str, float]:
     """Median of Redis's time per block, µs, of batches of a chain of one worker: stored where
     nobody holds them, stored where another does, removed."""
     us: dict[str, list[float]] = {"stored": [], "stored beside another": [], "removed": []}
-    first, second = fleet.incarnations[:2]
+    first, second = holders.incarnations[:2]
     for _ in range(CHANGE_BATCHES):
-        chain = fleet.hashes(BATCH)
+        chain = holders.hashes(BATCH)
         stores = index.chain_changes(chain, Tier.DEVICE)
         for name, inc, changes in (
             ("stored", first, stores),
@@ -140,138 +205,210 @@ async def change_us(redis: Client, fleet: Fleet) -> dict[str, float]:
             ("removed", second, index.chain_changes(chain, None)),
         ):
             await redis.config_resetstat()
-            await fleet.store(inc, changes)
-            us[name].append(await _evalsha_us(redis) / BATCH)
+            await holders.store(inc, changes)
+            us[name].append((await _evalsha(redis))["usec"] / BATCH)
     return {name: float(median(times)) for name, times in us.items()}
 
 
-async def peer_us(redis: Client, chains: list[list[SequenceHash]], workers: int) -> float:
-    """Redis's mean time per query, µs, of a pipeline of one HKEYS per block. All but the system
-    prompt lies on one worker."""
-    for chain in chains:
+async def bytes_per_owner(redis: Client, holders: Holders) -> dict[str, float]:
+    """Bytes that each further owner of some blocks takes, on average of the owners so far."""
+    few = holders.chains[: 2 * OWNED_CHAINS : 2]
+    blocks = len(few) * (CHAIN - SYSTEM_PROMPT)
+    spare = [holders.incarnations[-n] for n in range(1, min(MAX_OWNERS, len(holders.incarnations)))]
+    before = await used_memory(redis)
+    grown: dict[str, float] = {}
+    for n, inc in enumerate(spare, 1):
+        for chain in few:
+            await holders.store(inc, index.chain_changes(chain, Tier.DEVICE, SYSTEM_PROMPT))
+        grown[str(n + 1)] = (await used_memory(redis) - before) / n / blocks
+    return grown
+
+
+async def used_memory(redis: Client) -> float:
+    """Without clients' buffers."""
+    info = await redis.info("memory")
+    return float(info["used_memory"] - info["mem_clients_normal"])
+
+
+async def peer_us(redis: Client, holders: Holders, workers: int) -> dict[str, float]:
+    """Redis's mean time per query, µs, of a pipeline of one HKEYS per block, by length. As many
+    blocks are there as in the index; all but the system prompt lies on one worker."""
+    for chain in holders.chains:
         async with redis.pipeline(transaction=False) as pipe:
             for at, block in enumerate(chain):
-                holders = workers if at < SYSTEM_PROMPT else 1
-                pipe.hset(
-                    f"{PEER_PREFIX}{block:016x}", mapping={f"w{i}": 1 for i in range(holders)}
-                )
+                owners = range(workers if at < SYSTEM_PROMPT else 1)
+                pipe.hset(f"{PEER_PREFIX}{block:016x}", mapping={f"w{i}": 1 for i in owners})
             await pipe.execute()
-    await redis.config_resetstat()
-    for chain in chains:
-        async with redis.pipeline(transaction=False) as pipe:
-            for block in chain:
-                pipe.hkeys(f"{PEER_PREFIX}{block:016x}")
-            await pipe.execute()
-    stats = (await redis.info("commandstats"))["cmdstat_hkeys"]
-    return float(stats["usec"]) / len(chains)
+    rng = np.random.default_rng(3)
+    us: dict[str, float] = {}
+    for length in PEER_LENGTHS:
+        await redis.config_resetstat()
+        for pick in rng.integers(0, len(holders.chains), PEER_QUERIES):
+            async with redis.pipeline(transaction=False) as pipe:
+                for block in holders.chains[pick][:length]:
+                    pipe.hkeys(f"{PEER_PREFIX}{block:016x}")
+                await pipe.execute()
+        stats = (await redis.info("commandstats"))["cmdstat_hkeys"]
+        us[str(length)] = float(stats["usec"]) / PEER_QUERIES
+    return us
 
 
-async def router_cost(
-    runner: ScriptRunner, keyspace: Keyspace, chains: list[list[SequenceHash]]
-) -> tuple[float, float]:
-    """CPU of the router per look-up, µs, hashing apart, and round trips: alone, one at a time."""
-    await runner.redis.config_resetstat()
-    begin = time.process_time()
-    for chain in chains:
-        await match(runner, keyspace, [chain])
-    cpu_us = (time.process_time() - begin) / len(chains) * 1e6
-    calls = (await runner.redis.info("commandstats"))["cmdstat_evalsha"]["calls"]
-    return cpu_us, calls / len(chains)
+def visible_chains(count: int) -> list[list[SequenceHash]]:
+    rng = np.random.default_rng(4)
+    return [hashes(rng, VISIBLE_BLOCKS) for _ in range(count)]
 
 
-async def _evalsha_us(redis: Client) -> float:
-    return float((await redis.info("commandstats"))["cmdstat_evalsha"]["usec"])
+def watch(url: str, count: int, to: Connection) -> None:
+    """A process of its own: send when each chain's last block was seen, seconds since the epoch."""
+    shard = VISIBLE_KEYS.of_shard(0)
+    with Redis.from_url(url) as redis:
+        bits = int(redis.hget(shard["shard"], "bucket_bits") or 0)
+        seen: list[float] = []
+        to.send(None)
+        for chain in visible_chains(count):
+            last = len(chain) - 1
+            leader = chain[last - last % index.GROUP_BLOCKS]
+            bucket = index.bucket_name(leader >> (64 - bits), bits)
+            key = shard[f"blocks:{bucket}"]
+            while not redis.hexists(key, f"{chain[last]:016x}"):
+                time.sleep(POLL_S)
+            seen.append(time.time())
+        to.send(seen)
+
+
+def _received(connection: Connection) -> Any:
+    if not connection.poll(WATCH_TIMEOUT_S):
+        raise TimeoutError(f"nothing was seen within {WATCH_TIMEOUT_S:g} s")
+    return connection.recv()
+
+
+async def visible_ms(url: str, chunks: int) -> dict[str, float]:
+    """From an engine's event to its last block being seen in Redis by another process, ms: an agent
+    is told of VISIBLE_BLOCKS at a time, VISIBLE_PER_S in all."""
+    redis = connect(url)
+    agent = Agent(
+        ScriptRunner(redis, timeout_s=10),
+        VISIBLE_KEYS,
+        WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", 16, 1_000_000, 256),
+        AgentSettings(lease_ttl_s=60, index_blocks=chunks * VISIBLE_BLOCKS),
+        lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+    )
+    await agent.start()
+    gc.freeze()  # as workers do
+    running = asyncio.ensure_future(agent.run())
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    watcher = spawn.Process(target=watch, args=(url, chunks, theirs), daemon=True)
+    watcher.start()
+    try:
+        await asyncio.to_thread(_received, ours)
+        told: list[float] = []
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        for chain in visible_chains(chunks):
+            await asyncio.sleep(due - loop.time())
+            due += VISIBLE_BLOCKS / VISIBLE_PER_S
+            told.append(time.time())
+            agent.notify([Stored(tuple(chain), None)])
+        seen = await asyncio.to_thread(_received, ours)
+    finally:
+        running.cancel()
+        watcher.terminate()
+        await reset(redis, VISIBLE_KEYS)
+        await redis.aclose()
+    took = np.subtract(seen, told) * 1000
+    return {f"p{q}": float(np.percentile(took, q)) for q in (50, 90, 99)}
 
 
 async def measure(
-    url: str, blocks: int, workers: int, queries: int, repeats: int
+    url: str, blocks: int, index_blocks: int, workers: int, queries: int, repeats: int
 ) -> dict[str, Any]:
     redis = connect(url)
-    keyspace = Keyspace("bench-index")
     runner = ScriptRunner(redis, timeout_s=60)
     try:
-        await _delete(runner, keyspace)
-        before = (await redis.info("memory"))["used_memory"]
-        fleet = Fleet(runner, keyspace, workers, seed=1)
-        await fleet.register(blocks)
-        await fleet.fill(blocks)
-        memory = (await redis.info("memory"))["used_memory"] - before
-        unique = len(fleet.chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT
-        rng = np.random.default_rng(2)
-        unknown = [SequenceHash(int(h)) for h in rng.integers(0, 2**64, CHAIN, np.uint64)]
-        us: dict[str, dict[str, float]] = {name: {} for name in QUERIES}
-        cpu_us: dict[str, float] = {}
-        trips: dict[str, float] = {}
-        for length in LENGTHS:
-            picks = rng.integers(0, len(fleet.chains) // 2, queries)
-            single = [fleet.chains[2 * i][:length] for i in picks]
-            nested = [fleet.chains[2 * i + 1][:length] for i in picks]
-            half = [c[: length // 2] + unknown[: length - length // 2] for c in nested]
-            for name, chains in zip(QUERIES, (single, nested, half), strict=True):
-                us[name][str(length)] = await server_us(runner, keyspace, chains, repeats)
-            cpu_us[str(length)], trips[str(length)] = await router_cost(runner, keyspace, single)
-        changes = await change_us(redis, fleet)
-        peer = {
-            str(length): await peer_us(
-                redis, [c[:length] for c in fleet.chains[: 2 * PEER_CHAINS : 2]], workers
-            )
-            for length in PEER_LENGTHS
-        }
+        await _delete(redis)
+        before = await used_memory(redis)
+        holders = Holders(runner, workers, seed=1)
+        await holders.register(index_blocks)
+        await holders.fill(blocks)
+        memory = await used_memory(redis) - before
         return {
-            "change_us_per_block": changes,
-            "peer_us": peer,
-            "router_cpu_us": cpu_us,
-            "round_trips": trips,
             "redis": (await redis.info("server"))["redis_version"],
             "workers": workers,
-            "unique_blocks": unique,
-            "bytes_per_block": memory / unique,
-            "match_us": us,
+            "unique_blocks": holders.num_blocks,
+            "laid_out_for": index_blocks,
+            "bytes_per_block": memory / holders.num_blocks,
+            **await look_ups(runner, holders.chains, queries, repeats),
+            "ping_cpu_us": await ping_cpu_us(redis, queries),
+            "change_us_per_block": await change_us(redis, holders),
+            "bytes_per_further_owner": await bytes_per_owner(redis, holders),
+            "peer_us": await peer_us(redis, holders, workers),
+            "visible_ms": await visible_ms(url, chunks=queries),
         }
     finally:
-        await _delete(runner, keyspace)
+        await _delete(redis)
         await redis.aclose()
 
 
-async def _delete(runner: ScriptRunner, keyspace: Keyspace) -> None:
-    await reset(runner.redis, keyspace)
-    async for key in runner.redis.scan_iter(match=f"{PEER_PREFIX}*", count=1000):
-        await runner.redis.unlink(key)
+async def _delete(redis: Client) -> None:
+    await reset(redis, KEYS)
+    async for key in redis.scan_iter(match=f"{PEER_PREFIX}*", count=1000):
+        await redis.unlink(key)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"Redis {result['redis']}, {result['workers']} workers, {result['unique_blocks']:,} unique "
+        f"blocks in an index laid out for {result['laid_out_for']:,}: "
+        f"{result['bytes_per_block']:.1f} bytes a block"
+    )
+    owners = result["bytes_per_further_owner"].items()
+    console.print("  " + ", ".join(f"{b:.1f} for each of {int(n) - 1} further" for n, b in owners))
+    for name, figure in result["change_us_per_block"].items():
+        console.print(f"  {figure:.1f} µs of Redis a block {name}, in batches of {BATCH}")
+    shown = ", ".join(f"{name} {ms:.1f}" for name, ms in result["visible_ms"].items())
+    console.print(f"  {shown} ms from an event to its blocks, at {VISIBLE_PER_S:,} blocks/s")
+    table = Table(title="A look-up: µs of Redis; the router's CPU, µs, and round trips")
+    us = result["match_us"]
+    for name in ("blocks", *us, "HKEYS per block", "CPU", "trips"):
+        table.add_column(name, justify="right")
+    for length in map(str, LENGTHS):
+        peer = result["peer_us"].get(length)
+        table.add_row(
+            length,
+            *(f"{us[name][length]:.0f}" for name in us),
+            f"{peer:.0f}, {peer / us['one owner'][length]:.0f}x" if peer else "",
+            f"{result['router_cpu_us'][length]:.0f}",
+            f"{result['round_trips'][length]:.1f}",
+        )
+    console.print(table)
+    console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")
 
 
 @click.command()
 @click.option("--redis", "url", help="Redis to measure; none: one of its own.")
 @click.option("--blocks", default=1_000_000, show_default=True, help="Unique blocks.")
+@click.option("--index-blocks", type=int, help="What the index is laid out for; none: --blocks.")
 @click.option("--workers", default=64, show_default=True)
-@click.option("--queries", default=200, show_default=True, help="Per length and round.")
-@click.option("--repeats", default=5, show_default=True, help="Rounds; the median counts.")
+@click.option("--queries", default=700, show_default=True, help="Per kind, length and round.")
+@click.option("--repeats", default=3, show_default=True, help="Rounds; the median counts.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
 def main(
-    url: str | None, blocks: int, workers: int, queries: int, repeats: int, out: Path | None
+    url: str | None,
+    blocks: int,
+    index_blocks: int | None,
+    workers: int,
+    queries: int,
+    repeats: int,
+    out: Path | None,
 ) -> None:
     """Measure the index in a real Redis."""
     with ExitStack() as stack:
         url = url or stack.enter_context(EmbeddedRedis()).url
-        result = asyncio.run(measure(url, blocks, workers, queries, repeats))
-    click.echo(
-        f"Redis {result['redis']}, {workers} workers, {result['unique_blocks']:,} unique blocks: "
-        f"{result['bytes_per_block']:.0f} bytes per block"
-    )
-    for name, figure in result["change_us_per_block"].items():
-        click.echo(f"  {figure:.1f} µs of Redis per block {name}, in batches of {BATCH}")
-    click.echo("\nserver time per query, µs")
-    click.echo("  blocks" + "".join(f"{name:>22}" for name in QUERIES))
-    for length in map(str, LENGTHS):
-        figures = (result["match_us"][name][length] for name in QUERIES)
-        click.echo(f"{length:>8}" + "".join(f"{figure:>22.1f}" for figure in figures))
-    click.echo("\nbeside a pipeline of one HKEYS per block of a prompt with one owner")
-    for length in map(str, PEER_LENGTHS):
-        ours, theirs = result["match_us"][QUERIES[0]][length], result["peer_us"][length]
-        click.echo(f"{length:>8}{theirs:>22.1f} µs, {theirs / ours:.0f} times as much")
-    click.echo("\nrouter, per look-up that is alone: CPU in µs without hashing, round trips")
-    for length in map(str, LENGTHS):
-        cpu, trips = result["router_cpu_us"][length], result["round_trips"][length]
-        click.echo(f"{length:>8}{cpu:>22.0f}{trips:>22.1f}")
+        result = asyncio.run(
+            measure(url, blocks, index_blocks or blocks, workers, queries, repeats)
+        )
+    show(result, Console())
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))

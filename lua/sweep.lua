@@ -86,15 +86,28 @@ for bucket = cursor, stop - 1 do
   if entries.err then
     redis.call('DEL', key)
   end
+  local kept, longest = {}, 0
   for i = 1, #entries, 2 do
     local owners = of_writers(entries[i + 1])
     if owners == '' then
       redis.call('HDEL', key, entries[i])
       removed = removed + 1
-    elseif owners ~= entries[i + 1] then
-      redis.call('HSET', key, entries[i], owners)
-      removed = removed + 1
+    else
+      kept[#kept + 1] = entries[i]
+      kept[#kept + 1] = owners
+      longest = math.max(longest, #owners)
+      if owners ~= entries[i + 1] then
+        redis.call('HSET', key, entries[i], owners)
+        removed = removed + 1
+      end
     end
+  end
+  -- A bucket that so many owned for a moment that Redis gave up its compact encoding would never
+  -- have it again.
+  if longest > 0 and longest <= 64 and #kept <= 512
+    and redis.call('OBJECT', 'ENCODING', key) == 'hashtable' then
+    redis.call('DEL', key)
+    redis.call('HSET', key, unpack(kept))
   end
 end
 

@@ -21,7 +21,8 @@ SLOT = re.compile(r"\b(KEYS|ARGV)\[(\d+)\]")
 DECLARED_SLOT = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\] +(\S+) +(\S+)", re.MULTILINE)
 DOCUMENTED_KEY = re.compile(r"^    (\w+:?)(?:<\w+>)? +(hash|zset|set|list|stream) ", re.MULTILINE)
 INCLUDE = re.compile(r"^-- @include (\w+)$", re.MULTILINE)
-COMMAND = re.compile(r"\bredis\.p?call\(\s*'(\w+)'\s*,?\s*(.)")
+COMMAND = re.compile(r"\bredis\.p?call\(\s*'(\w+)'\s*,?\s*(?:(?<='OBJECT', )'ENCODING', )?(.)")
+"""A command, and how its first argument begins, which is a key."""
 
 GIVEN = set(
     re.findall(

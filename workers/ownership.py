@@ -16,33 +16,76 @@ from app.core.types import SequenceHash, Tier
 
 
 class _Node:
-    """A block that is held, or a hole: the missing ancestor of one that is."""
+    """A block that is held, or a hole: the missing ancestor of one that is.
 
-    __slots__ = ("children", "depth", "held", "leader", "linked", "parent", "published", "root")
+    One object a block: with millions of them, what the garbage collector has to look at is time in
+    which nothing is published.
+    """
+
+    __slots__ = (
+        "children",
+        "depth",
+        "held",
+        "leader",
+        "linked",
+        "parent",
+        "published",
+        "root",
+        "told",
+    )
 
     def __init__(self) -> None:
         self.parent: SequenceHash | None = None
         self.linked = False
         """Is the parent known? Not before the block has been stored once."""
-        self.children: set[SequenceHash] = set()
-        self.held: set[Tier] = set()
+        self.children: SequenceHash | set[SequenceHash] | None = None
+        """Most have one, which stands here by itself."""
+        self.held = 0
+        """Bit 1 << tier for each tier."""
         self.published: Tier | None = None
+        self.told: Tier | None = None
+        """What Redis knows as published."""
         self.depth = 0
-        """Blocks before it in its chain; right whenever the block is published."""
+        """Blocks before it in its chain; right whenever the block is published or told."""
         self.root: SequenceHash | None = None
         self.leader: SequenceHash | None = None
-        """First blocks of its chain and of its group; right whenever the block is published."""
+        """First blocks of its chain and of its group; right whenever depth is."""
+
+    def each_child(self) -> Iterable[SequenceHash]:
+        children = self.children
+        if children is None:
+            return ()
+        return children if isinstance(children, set) else (children,)
+
+    def adopt(self, child: SequenceHash) -> None:
+        if self.children is None:
+            self.children = child
+        elif isinstance(self.children, set):
+            self.children.add(child)
+        elif self.children != child:
+            self.children = {self.children, child}
+
+    def disown(self, child: SequenceHash) -> None:
+        if isinstance(self.children, set) and len(self.children) > 1:
+            self.children.remove(child)
+        else:
+            self.children = None
+
+    def fastest(self) -> Tier | None:
+        return _FASTEST[self.held]
+
+
+_FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 1 << len(Tier))))
+"""Tier by the bits of `_Node.held`."""
 
 
 class _Told(NamedTuple):
+    """What Redis knows of a block."""
+
     tier: Tier
     depth: int
-    shard: int
+    root: SequenceHash
     leader: SequenceHash
-
-    def place(self) -> tuple[int, SequenceHash, int]:
-        """Sorts parents before their children, and the blocks of a group together."""
-        return self.depth // GROUP_BLOCKS, self.leader, self.depth
 
 
 class Ownership:
@@ -54,10 +97,11 @@ class Ownership:
 
     def __init__(self) -> None:
         self._nodes: dict[SequenceHash, _Node] = {}
+        self._gone: dict[SequenceHash, _Told] = {}
+        """Blocks that Redis has been told of and that are no nodes any more."""
         self._shards = 1
-        self._told: dict[SequenceHash, _Told] = {}
         self._pending: set[SequenceHash] = set()
-        self._before: dict[SequenceHash, _Told | None] = {}
+        self._before: dict[SequenceHash, Tier | None] = {}
         """Of the blocks that the last drain stored or made faster: what Redis knew until then."""
         self._audit: list[SequenceHash] = []
 
@@ -65,11 +109,6 @@ class Ownership:
     def num_pending(self) -> int:
         """Blocks whose published state Redis has not been told."""
         return len(self._pending)
-
-    @property
-    def num_published(self) -> int:
-        """Blocks in Redis once all drained changes are."""
-        return len(self._told)
 
     def apply(self, events: Iterable[CacheEvent]) -> None:
         """Take in what the engine did, in order."""
@@ -86,23 +125,25 @@ class Ownership:
     def next_to_audit(self, count: int) -> dict[int, list[Change]]:
         """The next `count` blocks, in turn, as Redis should show them, by shard."""
         if not self._audit:
-            self._audit = list(self._told)
+            self._audit = [b for b, node in self._nodes.items() if node.told is not None]
         blocks, self._audit = self._audit[-count:], self._audit[:-count]
         entries: dict[int, list[Change]] = {}
         for block in blocks:
-            told = self._told.get(block)
+            told = self._told(block)
             if told:
-                entries.setdefault(told.shard, []).append(Change(block, told.tier, told.leader))
+                of_shard = entries.setdefault(shard_of(told.root, self._shards), [])
+                of_shard.append(Change(block, told.tier, told.leader))
         return entries
 
     def shows(self, shard: int, claims: Claims) -> bool:
         """Whether that shard shows nothing in `claims` but what it was told, where it belongs."""
         seen = set()
         for bucket, tier, block in claims.entries:
-            told = self._told.get(block) if block is not None else None
+            told = self._told(block) if block is not None else None
             if (
                 told is None
-                or (told.shard, told.tier) != (shard, tier)
+                or told.tier != tier
+                or shard_of(told.root, self._shards) != shard
                 or told.leader >> (64 - claims.bucket_bits) != bucket
                 or block in seen
             ):
@@ -118,29 +159,35 @@ class Ownership:
         to a faster tier follow, from the root outward. So the invariant holds after each change.
         """
         self._before.clear()
-        slower: list[tuple[_Told, Change]] = []
-        faster: list[tuple[_Told, Change]] = []
+        slower: list[tuple[tuple[int, SequenceHash, int], SequenceHash, Change]] = []
+        faster: list[tuple[tuple[int, SequenceHash, int], SequenceHash, Change]] = []
         for block in self._pending:
-            told = self._told.pop(block, None)
             node = self._nodes.get(block)
-            if node is None or node.published is None:
-                assert told is not None
-                slower.append((told, Change(block, None, told.leader)))
-                continue
-            now = told._replace(tier=node.published) if told else self._place(node)
-            self._told[block] = now
-            change = Change(block, now.tier, now.leader)
-            if told and now.tier > told.tier:
-                slower.append((now, change))
+            before: Tier | None
+            now: Tier | None
+            if node is None:
+                before, depth, root, leader = self._gone.pop(block)
+                now = None
             else:
-                faster.append((now, change))
-                self._before[block] = told
+                assert node.root is not None
+                assert node.leader is not None
+                depth, root, leader = node.depth, node.root, node.leader
+                before, now = node.told, node.published
+                node.told = now
+            if now is not None and (before is None or now < before):
+                turns = faster
+                self._before[block] = before
+            else:
+                turns = slower
+            # Parents before their children, and the blocks of a group together.
+            place = depth // GROUP_BLOCKS, leader, depth
+            turns.append((place, root, Change(block, now, leader)))
         self._pending.clear()
-        slower.sort(key=lambda turn: turn[0].place(), reverse=True)
-        faster.sort(key=lambda turn: turn[0].place())
+        slower.sort(key=_place, reverse=True)
+        faster.sort(key=_place)
         changes: dict[int, list[Change]] = {}
-        for told, change in slower + faster:
-            changes.setdefault(told.shard, []).append(change)
+        for _, root, change in slower + faster:
+            changes.setdefault(shard_of(root, self._shards), []).append(change)
         return changes
 
     def adds(self, change: Change) -> bool:
@@ -149,23 +196,17 @@ class Ownership:
 
     def untell(self, changes: Iterable[Change]) -> None:
         """Redis did not take these, all that follows some cut of what the last drain `adds`."""
-        for change in changes:
-            before = self._before.pop(change.block)
-            if before is None:
-                del self._told[change.block]
+        for block, _, _ in changes:
+            before = self._before.pop(block)
+            node = self._nodes.get(block)
+            if node is not None:
+                node.told = before
+                self._note(block, node)
+            elif before is None:
+                del self._gone[block]
+                self._pending.remove(block)
             else:
-                self._told[change.block] = before
-            node = self._nodes.get(change.block)
-            if (node and node.published) != (before and before.tier):
-                self._pending.add(change.block)
-            else:
-                self._pending.discard(change.block)
-
-    def _place(self, node: _Node) -> _Told:
-        assert node.published is not None
-        assert node.root is not None
-        assert node.leader is not None
-        return _Told(node.published, node.depth, shard_of(node.root, self._shards), node.leader)
+                self._gone[block] = self._gone[block]._replace(tier=before)
 
     def forget(self, shards: int = 1) -> None:
         """Redis knows nothing of this worker (any more): the next drain tells it everything.
@@ -173,22 +214,24 @@ class Ownership:
         shards: of the index, from now on.
         """
         self._shards = shards
-        self._told.clear()
-        self._pending = {block for block, node in self._nodes.items() if node.published is not None}
+        self._gone.clear()
+        self._pending.clear()
+        for block, node in self._nodes.items():
+            node.told = None
+            self._note(block, node)
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         for block, node in self._nodes.items():
             parent = self._nodes.get(node.parent) if node.parent is not None else None
             assert node.held or node.children, f"{block:016x} is an empty leaf"
-            assert node.parent is None or (parent and block in parent.children)
-            assert all(self._nodes[child].parent == block for child in node.children)
+            assert node.parent is None or (parent and block in parent.each_child())
+            assert all(self._nodes[child].parent == block for child in node.each_child())
             assert node.published == self._tier(node), f"{block:016x} is out of date"
             assert node.published is None or node.depth == (parent.depth + 1 if parent else 0)
-            told = self._told.get(block)
-            if block not in self._pending:
-                assert node.published == (told and told.tier), f"{block:016x} was never told"
-        assert all(b in self._nodes or b in self._pending for b in self._told)
+            assert (block in self._pending) == (node.published != node.told)
+        assert not self._gone.keys() & self._nodes.keys()
+        assert self._gone.keys() == self._pending - self._nodes.keys()
 
     def _store(self, event: Stored) -> None:
         parent = event.parent
@@ -198,9 +241,9 @@ class Ownership:
                 node.linked = True
                 node.parent = parent
                 if parent is not None:
-                    self._node(parent).children.add(block)
-            if event.tier not in node.held:
-                node.held.add(event.tier)
+                    self._node(parent).adopt(block)
+            if not node.held >> event.tier & 1:
+                node.held |= 1 << event.tier
                 self._republish(block)
             parent = block
 
@@ -208,34 +251,62 @@ class Ownership:
         node = self._nodes.get(block)
         if node is None:
             node = self._nodes[block] = _Node()
+            gone = self._gone.pop(block, None)
+            if gone:
+                node.told, node.depth, node.root, node.leader = gone
         return node
 
     def _remove(self, block: SequenceHash, tier: Tier) -> None:
         node = self._nodes.get(block)
-        if node is not None and tier in node.held:
-            node.held.remove(tier)
+        if node is not None and node.held >> tier & 1:
+            node.held &= ~(1 << tier)
             self._republish(block)
             self._prune(block, node)
 
     def _prune(self, block: SequenceHash, node: _Node) -> None:
         """Drop `node`, and holes above it, while nothing is held in or below them."""
-        while not node.held and not node.children:
+        while not node.held and node.children is None:
             del self._nodes[block]
+            self._bury(block, node)
             if node.parent is None:
                 return
             parent = self._nodes[node.parent]
-            parent.children.remove(block)
+            parent.disown(block)
             block, node = node.parent, parent
 
     def _clear(self) -> None:
+        for block, node in self._nodes.items():
+            self._bury(block, node)
         self._nodes.clear()
-        self._pending = set(self._told)
+        self._pending = set(self._gone)
+
+    def _bury(self, block: SequenceHash, node: _Node) -> None:
+        """Keep what Redis knows of a block that is no node any more."""
+        if node.told is not None:
+            assert node.root is not None
+            assert node.leader is not None
+            self._gone[block] = _Told(node.told, node.depth, node.root, node.leader)
+
+    def _told(self, block: SequenceHash) -> _Told | None:
+        node = self._nodes.get(block)
+        if node is None:
+            return self._gone.get(block)
+        if node.told is None:
+            return None
+        assert node.root is not None
+        assert node.leader is not None
+        return _Told(node.told, node.depth, node.root, node.leader)
+
+    def _note(self, block: SequenceHash, node: _Node) -> None:
+        """Is there anything to tell of it?"""
+        if node.published == node.told:
+            self._pending.discard(block)
+        else:
+            self._pending.add(block)
 
     def _tier(self, node: _Node) -> Tier | None:
-        if not node.held:
-            return None
-        fastest = min(node.held)
-        if node.parent is None:
+        fastest = node.fastest()
+        if fastest is None or node.parent is None:
             return fastest
         above = self._nodes[node.parent].published
         return None if above is None else max(above, fastest)
@@ -257,9 +328,11 @@ class Ownership:
                     node.leader = above.leader
                 else:
                     node.leader = block
-            told = self._told.get(block)
-            if tier == (told and told.tier):
-                self._pending.discard(block)
-            else:
-                self._pending.add(block)
-            stack.extend(node.children)
+            self._note(block, node)
+            stack.extend(node.each_child())
+
+
+def _place(
+    turn: tuple[tuple[int, SequenceHash, int], SequenceHash, Change],
+) -> tuple[int, int, int]:
+    return turn[0]

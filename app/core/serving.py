@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -72,6 +73,9 @@ async def serve(
     on_stop: awaited first, while requests are still accepted: to take oneself out of rotation.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
+    # What is loaded by now stays. Left out of collections, it does not hold up requests and news of
+    # blocks while it is looked through in vain.
+    gc.freeze()
     server = _Server(
         uvicorn.Config(
             app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S

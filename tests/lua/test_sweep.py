@@ -33,6 +33,21 @@ async def test_without_dead_there_is_nothing_to_sweep(space: Namespace) -> None:
     assert await space.contents() == before
 
 
+async def test_a_bucket_is_compact_again_once_few_own_its_blocks(space: Namespace) -> None:
+    first, *others = [await space.worker(f"w{i}") for i in range(60)]
+    for inc in (first, *others):
+        await space.hold(inc, [A])
+    await space.hold(first, [B])
+    bucket = space.key("blocks:aa")
+    assert await space.redis.object("encoding", bucket) == b"hashtable"
+    for i, inc in enumerate(others[1:], 2):
+        await space.retire(f"w{i}", inc)
+    space.know([A])
+    await space.sweep()
+    assert await space.redis.object("encoding", bucket) in (b"listpack", b"ziplist")
+    assert await space.owners(A) == f"{first}d{others[0]}d"
+
+
 async def test_a_missing_namespace_has_nothing_to_sweep(space: Namespace) -> None:
     assert await swept(space) == (0, 0)
     assert await space.redis.dbsize() == 0
