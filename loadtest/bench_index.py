@@ -135,7 +135,7 @@ def hashes(rng: np.random.Generator, count: int) -> list[SequenceHash]:
     return [SequenceHash(h) for h in rng.integers(0, 2**64, count, np.uint64).tolist()]
 
 
-async def _evalsha(redis: Client) -> dict[str, float]:
+async def evalsha(redis: Client) -> dict[str, float]:
     stats: dict[str, float] = (await redis.info("commandstats"))["cmdstat_evalsha"]
     return stats
 
@@ -147,7 +147,7 @@ async def server_us(runner: ScriptRunner, chains: Chains, repeats: int) -> float
         await runner.redis.config_resetstat()
         for chain in chains:
             await match(runner, KEYS, [chain])
-        means.append((await _evalsha(runner.redis))["usec"] / len(chains))
+        means.append((await evalsha(runner.redis))["usec"] / len(chains))
     return float(median(means))
 
 
@@ -179,7 +179,7 @@ async def router_cost(runner: ScriptRunner, chains: Chains) -> tuple[float, floa
     for chain in chains:
         await match(runner, KEYS, [chain])
     cpu_us = (time.process_time() - begin) / len(chains) * 1e6
-    return cpu_us, (await _evalsha(runner.redis))["calls"] / len(chains)
+    return cpu_us, (await evalsha(runner.redis))["calls"] / len(chains)
 
 
 async def ping_cpu_us(redis: Client, count: int) -> float:
@@ -206,7 +206,7 @@ async def change_us(redis: Client, holders: Holders) -> dict[str, float]:
         ):
             await redis.config_resetstat()
             await holders.store(inc, changes)
-            us[name].append((await _evalsha(redis))["usec"] / BATCH)
+            us[name].append((await evalsha(redis))["usec"] / BATCH)
     return {name: float(median(times)) for name, times in us.items()}
 
 

@@ -1,0 +1,284 @@
+"""The index swept over depth, width, length of the match and share of a common prefix.
+
+    python -m loadtest.bench_index_sweeps --json out/bench_index_sweeps.json
+
+Beside it two plain in-process indexes written for this: a radix tree, and a flat hash map from
+block to owners. They are shared with nobody and cost no round trip; what they show is what finding
+an overlap takes by itself. Ours is measured in Redis's own time (INFO commandstats); theirs in CPU
+of this process. A namespace is filled and deleted, and the server's statistics are reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+import numpy as np
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from app.core import index
+from app.core.embedded import EmbeddedRedis
+from app.core.matching import match
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.topology import Client
+from app.core.types import SequenceHash, Tier
+from app.dump import reset
+from loadtest.bench_index import KEYS, Holders, evalsha, hashes, used_memory
+
+BLOCKS = 131_072
+QUERIES = 300
+
+Chain = Sequence[SequenceHash]
+
+
+@dataclass(frozen=True)
+class Point:
+    """depth: blocks of a chain. width: workers; each holds every width-th chain.
+    match: part of a query that is held. share: part of the chains that is common to all."""
+
+    depth: int = 512
+    width: int = 64
+    match: float = 1.0
+    share: float = 0.25
+
+
+SWEEPS: dict[str, Sequence[float]] = {
+    "depth": (32, 128, 512, 2048, 8192),
+    "width": (4, 16, 64, 256),
+    "match": (0.0, 0.25, 0.5, 1.0),
+    "share": (0.0, 0.25, 0.5, 0.9),
+}
+
+
+class InProcess(Protocol):
+    def store(self, worker: int, chain: Chain) -> None: ...
+
+    def remove(self, worker: int, chain: Chain) -> None: ...
+
+    def match(self, chain: Chain) -> dict[int, int]: ...
+
+
+class FlatMap:
+    """Block -> its owners."""
+
+    def __init__(self) -> None:
+        self._owners: dict[SequenceHash, set[int]] = {}
+
+    def store(self, worker: int, chain: Chain) -> None:
+        for block in chain:
+            self._owners.setdefault(block, set()).add(worker)
+
+    def remove(self, worker: int, chain: Chain) -> None:
+        for block in chain:
+            owners = self._owners.get(block)
+            if owners is not None:
+                owners.discard(worker)
+                if not owners:
+                    del self._owners[block]
+
+    def match(self, chain: Chain) -> dict[int, int]:
+        """Leading blocks that each worker holds."""
+        return overlaps([self._owners.get(block) for block in chain])
+
+
+@dataclass(eq=False)
+class TreeNode:
+    owners: set[int] = field(default_factory=set)
+    children: dict[SequenceHash, TreeNode] = field(default_factory=dict)
+
+
+class RadixTree:
+    """A node per block, below its parent's."""
+
+    def __init__(self) -> None:
+        self._root = TreeNode()
+
+    def store(self, worker: int, chain: Chain) -> None:
+        node = self._root
+        for block in chain:
+            child = node.children.get(block)
+            if child is None:
+                child = node.children[block] = TreeNode()
+            child.owners.add(worker)
+            node = child
+
+    def remove(self, worker: int, chain: Chain) -> None:
+        path, node = [], self._root
+        for block in chain:
+            child = node.children.get(block)
+            if child is None:
+                break
+            path.append((node, block, child))
+            node = child
+        for parent, block, child in reversed(path):
+            child.owners.discard(worker)
+            if not child.owners and not child.children:
+                del parent.children[block]
+
+    def match(self, chain: Chain) -> dict[int, int]:
+        """Leading blocks that each worker holds."""
+        found: list[set[int] | None] = []
+        node = self._root
+        for block in chain:
+            child = node.children.get(block)
+            if child is None:
+                break
+            found.append(child.owners)
+            node = child
+        return overlaps(found)
+
+
+def overlaps(owners: Sequence[set[int] | None]) -> dict[int, int]:
+    scores: dict[int, int] = {}
+    active: set[int] = set()
+    for depth, of_block in enumerate(owners):
+        still = (of_block or set()) if depth == 0 else active & (of_block or set())
+        if len(still) != len(active):
+            scores.update(dict.fromkeys(active - still, depth))
+        active = still
+        if not active:
+            break
+    scores.update(dict.fromkeys(active, len(owners)))
+    return scores
+
+
+@dataclass(frozen=True)
+class Workload:
+    """chains: each with the worker that holds it. queries: as chains, in part unknown."""
+
+    chains: list[tuple[int, list[SequenceHash]]]
+    queries: list[list[SequenceHash]]
+    unique_blocks: int
+
+
+def workload(point: Point) -> Workload:
+    rng = np.random.default_rng(1)
+    common = hashes(rng, int(point.depth * point.share))
+    own = point.depth - len(common)
+    chains = [(n % point.width, [*common, *hashes(rng, own)]) for n in range(max(1, BLOCKS // own))]
+    held = int(point.depth * point.match)
+    picks = rng.integers(0, len(chains), QUERIES)
+    queries = [[*chains[i][1][:held], *hashes(rng, point.depth - held)] for i in picks]
+    return Workload(chains, queries, len(common) + own * len(chains))
+
+
+def in_process(load: Workload, made: InProcess) -> dict[str, float]:
+    """CPU, µs: per block stored and removed, and per query."""
+    blocks = sum(len(chain) for _, chain in load.chains)
+
+    def timed(run: Any, calls: list[tuple[Any, ...]]) -> float:
+        begin = time.process_time()
+        for arguments in calls:
+            run(*arguments)
+        return (time.process_time() - begin) * 1e6
+
+    return {
+        "store": timed(made.store, list(load.chains)) / blocks,
+        "match": timed(made.match, [(query,) for query in load.queries]) / QUERIES,
+        "remove": timed(made.remove, list(load.chains)) / blocks,
+    }
+
+
+def traced_bytes(load: Workload, made: InProcess) -> float:
+    """Bytes per unique block; the hashes themselves were there before."""
+    tracemalloc.start()
+    try:
+        for worker, chain in load.chains:
+            made.store(worker, chain)
+        return tracemalloc.get_traced_memory()[0] / load.unique_blocks
+    finally:
+        tracemalloc.stop()
+
+
+async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float]:
+    """Redis's time, µs: per block stored and removed, and per query; and bytes per unique block."""
+    runner = ScriptRunner(redis, timeout_s=60)
+    await reset(redis, KEYS)
+    before = await used_memory(redis)
+    holders = Holders(runner, width, seed=1)
+    await holders.register(load.unique_blocks)
+    blocks = sum(len(chain) for _, chain in load.chains)
+
+    async def change(tier: Tier | None) -> float:
+        await redis.config_resetstat()
+        for worker, chain in load.chains:
+            inc = holders.incarnations[worker]
+            await holders.store(inc, index.chain_changes(chain, tier))
+        return (await evalsha(redis))["usec"] / blocks
+
+    store = await change(Tier.DEVICE)
+    size = (await used_memory(redis) - before) / load.unique_blocks
+    await redis.config_resetstat()
+    for query in load.queries:
+        await match(runner, KEYS, [query])
+    found = (await evalsha(redis))["usec"] / QUERIES
+    return {"store": store, "match": found, "remove": await change(None), "bytes": size}
+
+
+async def measure(url: str, sweeps: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """A row for each point."""
+    rows: list[dict[str, Any]] = []
+    async with connect(url) as redis:
+        try:
+            for name, values in sweeps.items():
+                for value in values:
+                    point = replace(Point(), **{name: value})  # type: ignore[arg-type]
+                    load = workload(point)
+                    rows.append(
+                        {
+                            "sweep": name,
+                            **asdict(point),
+                            "unique_blocks": load.unique_blocks,
+                            "kvroute": await in_redis(redis, load, point.width),
+                            "radix_tree": in_process(load, RadixTree())
+                            | {"bytes": traced_bytes(load, RadixTree())},
+                            "flat_map": in_process(load, FlatMap())
+                            | {"bytes": traced_bytes(load, FlatMap())},
+                        }
+                    )
+        finally:
+            await reset(redis, KEYS)
+    return rows
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    indexes = ("kvroute", "radix_tree", "flat_map")
+    units = {"match": "µs a query", "store": "µs a block", "remove": "µs a block", "bytes": "bytes"}
+    for name in SWEEPS:
+        table = Table(title=f"By {name}")
+        table.add_column(name, justify="right")
+        for what, unit in units.items():
+            for made in indexes:
+                table.add_column(f"{what}, {unit}\n{made}", justify="right")
+        for row in (row for row in rows if row["sweep"] == name):
+            figures = [row[made][what] for what in units for made in indexes]
+            table.add_row(f"{row[name]:g}", *(f"{figure:.3g}" for figure in figures))
+        console.print(table)
+
+
+@click.command()
+@click.option("--redis", "url", help="Redis to measure; none: one of its own.")
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+def main(url: str | None, out: Path | None) -> None:
+    """Sweep the index and two plain ones over depth, width, match and share."""
+    with ExitStack() as stack:
+        url = url or stack.enter_context(EmbeddedRedis()).url
+        rows = asyncio.run(measure(url, SWEEPS))
+    show(rows, Console(width=160))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
+
+
+if __name__ == "__main__":
+    main()
