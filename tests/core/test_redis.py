@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 from app.core.embedded import LOOPBACK, EmbeddedRedis, free_port
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.redis import check_server, connect
-from tests.redis_servers import SERVICE, newest_kind, require_binary, require_redis
+from loadtest.topologies import SERVICE
+from tests.redis_servers import newest_kind, require_binary, require_redis
 
 USER, PASSWORD = "router", "p@ss/w?rd#1:%"
 IN_URL = "router:p%40ss%2Fw%3Frd%231%3A%25@"

@@ -28,9 +28,10 @@ from app.core.redis import check_server, connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
 from app.core.types import Incarnation, SequenceHash, WorkerInfo, WorkerKey
+from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
-from tests.redis_servers import NUM_SHARDS, ClusterServers, newest_kind
+from tests.redis_servers import ClusterServers, newest_kind
 
 TIMEOUT_S = 5.0
 FAILOVER_S = 15.0

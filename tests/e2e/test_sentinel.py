@@ -24,8 +24,9 @@ from app.core.redis import check_server, connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, WorkerInfo, WorkerKey
+from loadtest.topologies import SERVICE
 from tests.eventually import eventually
-from tests.redis_servers import KINDS, SERVICE, SentinelServers, installed, newest_kind
+from tests.redis_servers import KINDS, SentinelServers, installed, newest_kind
 
 KEYS = Keyspace("test")
 TIMEOUT_S = 5.0

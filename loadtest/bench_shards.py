@@ -1,0 +1,197 @@
+"""Shards of the index on a Redis Cluster: how look-ups spread, and what replicas take over.
+
+    python -m loadtest.bench_shards --json out/bench_shards.json
+
+Three masters with a replica each, on this machine. Prompts either begin each in its own way, or
+all with the same system prompt: then all of them lie in the one shard of that prompt's first
+block. With `--read-from replica` a router has replicas look overlap up; how far they are behind is
+measured too, from a change being applied to its being seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import orjson
+from redis import Redis
+from rich.console import Console
+from rich.table import Table
+
+from app.core import index, leases
+from app.core.embedded import EmbeddedRedis, redis_binary
+from app.core.keys import Keyspace
+from app.core.matching import match
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from loadtest.bench_index import hashes
+from loadtest.topologies import ClusterServers
+
+KEYS = Keyspace("bench-shards")
+NONCE = "bench"
+SHARDS = 12
+WORKERS = 8
+CHAINS = 96
+SYSTEM_PROMPT = 64
+DEPTH = 512
+BATCH = 64
+FROM = ("master", "replica")
+
+
+class Holders:
+    """Workers that each hold some of the chains, in whichever shard those belong."""
+
+    def __init__(self, runner: ScriptRunner) -> None:
+        self._runner = runner
+        self._incarnations: list[Incarnation] = []
+        self._seqs: dict[tuple[Incarnation, int], int] = {}
+
+    async def register(self) -> None:
+        bits = index.bucket_bits_for(CHAINS * DEPTH // SHARDS)
+        for n in range(WORKERS):
+            info = WorkerInfo(WorkerKey(f"w{n}"), "http://127.0.0.1:1", 16, 100_000, 256)
+            made = await self._runner.one(
+                leases.register(KEYS, info, NONCE, ttl_ms=3_600_000, shards=SHARDS)
+            )
+            for shard in range(SHARDS):
+                place = KEYS.of_shard(shard)
+                assert await self._runner.one(
+                    index.open_shard(place, made.incarnation, NONCE, bits)
+                )
+            self._incarnations.append(made.incarnation)
+
+    async def store(self, worker: int, chain: list[SequenceHash]) -> None:
+        inc, shard = self._incarnations[worker], index.shard_of(chain[0], SHARDS)
+        changes = index.chain_changes(chain, Tier.DEVICE)
+        for at in range(0, len(changes), BATCH):
+            seq = self._seqs[inc, shard] = self._seqs.get((inc, shard), 0) + 1
+            batch = changes[at : at + BATCH]
+            assert await self._runner.one(index.apply(KEYS.of_shard(shard), inc, NONCE, seq, batch))
+
+
+def look_up_us(servers: list[EmbeddedRedis]) -> list[float]:
+    """Redis's time in scripts since the last reset, µs, by server."""
+    spent: list[float] = []
+    for server in servers:
+        with Redis.from_url(server.url) as redis:
+            stats: Any = redis.info("commandstats")
+            spent.append(float(stats.get("cmdstat_evalsha", {}).get("usec", 0)))
+    return spent
+
+
+def reset_statistics(servers: list[EmbeddedRedis]) -> None:
+    for server in servers:
+        with Redis.from_url(server.url) as redis:
+            redis.config_resetstat()
+
+
+async def spread(
+    servers: ClusterServers, runner: ScriptRunner, chains: list[list[SequenceHash]], queries: int
+) -> dict[str, Any]:
+    """µs of the masters and of the replicas per look-up, and the busiest server's part."""
+    rng = np.random.default_rng(2)
+    reset_statistics(servers.servers)
+    for n in rng.integers(0, len(chains), queries):
+        await match(runner, KEYS, [chains[n]], SHARDS)
+    masters, replicas = look_up_us(servers.masters), look_up_us(servers.replicas)
+    spent = masters + replicas
+    return {
+        "masters_us": sum(masters) / queries,
+        "replicas_us": sum(replicas) / queries,
+        "busiest": max(spent) / sum(spent),
+    }
+
+
+async def behind_ms(
+    holders: Holders, runner: ScriptRunner, rng: np.random.Generator, changes: int
+) -> dict[str, float]:
+    """From a stored chain's being applied to a look-up's finding all of it, ms."""
+    took: list[float] = []
+    for _ in range(changes):
+        chain = hashes(rng, BATCH)
+        await holders.store(0, chain)
+        applied = time.perf_counter()
+        while True:
+            (found,), _ = await match(runner, KEYS, [chain], SHARDS)
+            if any(overlap.total == len(chain) for overlap in (found or {}).values()):
+                break
+        took.append((time.perf_counter() - applied) * 1000)
+    return {f"p{q}": float(np.percentile(took, q)) for q in (50, 99)}
+
+
+async def measure(servers: ClusterServers, queries: int, changes: int) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(connect(servers.url))
+        runners = {
+            "master": ScriptRunner(redis, 10),
+            "replica": ScriptRunner(redis, 10, on_replicas=["match"]),
+        }
+        holders = Holders(runners["master"])
+        await holders.register()
+        rng = np.random.default_rng(1)
+        own = [hashes(rng, DEPTH) for _ in range(CHAINS)]
+        system = hashes(rng, SYSTEM_PROMPT)
+        shared = [[*system, *hashes(rng, DEPTH - SYSTEM_PROMPT)] for _ in range(CHAINS)]
+        for chains in (own, shared):
+            for n, chain in enumerate(chains):
+                await holders.store(n % WORKERS, chain)
+        await asyncio.sleep(1)  # replicas are in step before look-ups are counted
+        return {
+            "look_ups": {
+                name: {
+                    kind: await spread(servers, runner, chains, queries)
+                    for kind, chains in (("own", own), ("same", shared))
+                }
+                for name, runner in runners.items()
+            },
+            "behind_ms": {
+                name: await behind_ms(holders, runner, rng, changes)
+                for name, runner in runners.items()
+            },
+        }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"Look-ups of {DEPTH} blocks in {SHARDS} shards on three masters")
+    for name in ("read from", "beginnings", "µs of masters", "µs of replicas", "busiest server"):
+        table.add_column(name, justify="right")
+    for name, kinds in result["look_ups"].items():
+        for kind, found in kinds.items():
+            table.add_row(
+                name,
+                kind,
+                f"{found['masters_us']:.0f}",
+                f"{found['replicas_us']:.0f}",
+                f"{found['busiest']:.0%}",
+            )
+    console.print(table)
+    for name, behind in result["behind_ms"].items():
+        shown = ", ".join(f"{q} {ms:.1f} ms" for q, ms in behind.items())
+        console.print(f"From applied to found by a look-up, alone, read from {name}: {shown}")
+
+
+@click.command()
+@click.option("--queries", default=2000, show_default=True, help="Of each kind.")
+@click.option("--changes", default=500, show_default=True, help="Stored to see replicas lag.")
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+def main(queries: int, changes: int, out: Path | None) -> None:
+    """Measure shards and replicas on a Redis Cluster of this machine."""
+    binary = redis_binary()
+    if binary is None:
+        raise click.ClickException("no redis-server found")
+    with ClusterServers(binary) as servers:
+        result = asyncio.run(measure(servers, queries, changes))
+    show(result, Console())
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+
+
+if __name__ == "__main__":
+    main()
