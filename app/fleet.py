@@ -18,7 +18,7 @@ import numpy as np
 from redis.asyncio import Redis
 
 from app.core import leases, metrics
-from app.core.errors import RedisUnavailable
+from app.core.errors import RedisRecovering, RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.matching import Overlaps
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 STALE_AFTER_MS = 10 * round(METRICS_INTERVAL_S * 1000)
 MAX_AHEAD_S = 60.0
 """Of the Redis clock, an entry of the metrics stream."""
+RECOVERY_S = 5.0
+"""After Redis was away. Agents renew a third of a lease after it is back, a second as a rule."""
 NO_OVERLAP = TierOverlap()
 
 
@@ -129,6 +131,9 @@ class Fleet:
         """Of the namespace's index; None: not seen yet."""
         self._redis_ahead_ms: float | None = None
         """The Redis clock less our monotonic one."""
+        self._missed: frozenset[Incarnation] = frozenset()
+        """Who was live when Redis went away."""
+        self._recovers_until = 0.0
 
     @property
     def block_size(self) -> int | None:
@@ -136,11 +141,25 @@ class Fleet:
         view = self.last_view
         return view.infos[0].block_size if view and view.infos else None
 
+    @property
+    def recovers(self) -> bool:
+        """Has Redis been away so lately that a lease may have run out though its owner lives?"""
+        return time.monotonic() < self._recovers_until
+
+    def lost_sight(self) -> None:
+        """Redis did not answer."""
+        self._recovers_until = time.monotonic() + RECOVERY_S
+        if not self._missed and self.last_view is not None:
+            self._missed = frozenset(self.last_view.incarnations)
+
     async def view(self, snapshot: Snapshot) -> View:
         """`snapshot` with what is known of its incarnations. Asks Redis only about new ones.
 
-        Raises RedisUnavailable.
+        Raises RedisUnavailable, and RedisRecovering while the last view is the better one.
         """
+        if self.recovers and self._missed & snapshot.lapsed:
+            raise RedisRecovering(f"{len(snapshot.lapsed)} leases ran out while Redis was away")
+        self._missed = frozenset()
         self._redis_ahead_ms = snapshot.now_ms - time.monotonic() * 1000
         if snapshot.workers_ms not in (None, self._workers_ms):
             await self._learn(list(snapshot.loads))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from app.core.errors import (
     AllWorkersBusy,
     NamespaceMissing,
     NoWorkers,
+    RedisRecovering,
     RedisUnavailable,
     RouterOverloaded,
     RoutingError,
@@ -248,6 +250,7 @@ class Router:
         try:
             view = await self._look_up(batch)
         except (RedisUnavailable, NamespaceMissing) as error:
+            self._note(error)
             # Who came meanwhile shall not wait for a deadline each.
             while not self._queue.empty():
                 batch.append(self._queue.get_nowait())
@@ -268,6 +271,7 @@ class Router:
                     return
                 view = await self.fleet.view(refusal.fresh)
             except RedisUnavailable as error:
+                self._note(error)
                 undecided = [p for p in waiting if not p.answer.done()]
                 # Redis may still run what it has been sent.
                 self._orphans.extend((p.request.request_id, p.attempt) for p in undecided)
@@ -442,6 +446,10 @@ class Router:
                 _answer(plan.pending, plan.decision)
         return left, last
 
+    def _note(self, error: Exception) -> None:
+        if isinstance(error, RedisUnavailable) and not isinstance(error, RedisRecovering):
+            self.fleet.lost_sight()
+
     def _decide_degraded(self, batch: list[_Pending], reason: Exception) -> None:
         """Spread by the loads last seen, counting on what is decided meanwhile."""
         log.warning("deciding without Redis: %s", reason)
@@ -470,24 +478,27 @@ class Router:
             tasks.create_task(self._watch_fill())
 
     async def _maintain_workers(self) -> None:
-        calls = (
-            reservations.expire(
-                self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
-            ),
-            self._loads,
-            leases.lapse(self._keyspace, RETIRE_GRACE_MS),
+        expire = reservations.expire(
+            self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
         )
+        heard_ms = 0
         while True:
+            calls: list[Call[Any]] = [expire, self._loads]
+            # Nobody could renew in a Redis that was away.
+            if not self.fleet.recovers:
+                calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             orphans = list(islice(self._orphans, EXPIRE_LIMIT))
             releases = [reservations.release(self._keyspace, *orphan) for orphan in orphans]
             try:
                 expired, snapshot, *_ = await self._runner.run([*calls, *releases])
+                heard_ms = snapshot.now_ms
                 for _ in orphans:
                     self._orphans.popleft()
                 self.telemetry.reservations.labels("expired").inc(expired)
                 await self.fleet.view(snapshot)
                 await self._runner.run(self._prune())
             except (RedisUnavailable, NamespaceMissing) as error:
+                self._note(error)
                 log.debug("maintenance: %s", error)
             if self.fleet.last_view is not None:
                 self.fleet.forget_except(self.fleet.last_view.incarnations)

@@ -14,11 +14,13 @@
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
 -- ARGV[1] grace_ms      int    a lease that lapsed less long ago may still be renewed: nobody is
 --                              routed there meanwhile, but its requests and blocks are kept
+-- ARGV[2] heard_ms      int    when Redis last answered, by its clock. Nobody could renew since, and
+--                              this may have waited in a Redis that hung
 -- Returns  how many were retired, at most 16
 -- Cost     O(16 * (log workers + requests of a worker)). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local grace_ms = tonumber(ARGV[1])
+local grace_ms, heard_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include kinds
 -- @include retire
@@ -26,7 +28,7 @@ local grace_ms = tonumber(ARGV[1])
 
 despite_full(workers)
 local now = now_ms()
-local too_late = string.format('%d', now - grace_ms)
+local too_late = string.format('%d', math.min(now, heard_ms) - grace_ms)
 local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)
 for _, inc in ipairs(lapsed) do
   retire(inc)

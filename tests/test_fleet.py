@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.asyncio import Redis
 
+from app import fleet as fleets
 from app.core import metrics
 from app.core.embedded import EmbeddedRedis
-from app.core.errors import RedisUnavailable
+from app.core.errors import RedisRecovering, RedisUnavailable
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from app.core.redis import connect
 from app.core.reservations import Load, Reservation, Snapshot
@@ -140,6 +141,43 @@ async def test_without_redis_newcomers_cannot_be_learned(
         own_redis_server.kill()
         with pytest.raises(RedisUnavailable, match="ConnectionError"):
             await fleet.view(Snapshot(now_ms=0, loads={ONE: Load()}))
+
+
+async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    for name in ("a", "b"):
+        await space.worker(name)
+    await fleet.view(await space.loads())
+    fleet.lost_sight()
+    assert fleet.recovers
+    await space.redis.zadd(space.keys["leases"], {"1": 1, "2": 1})
+    with pytest.raises(RedisRecovering, match="2 leases ran out while Redis was away"):
+        await fleet.view(await space.loads())
+    assert await space.renew(ONE)
+    with pytest.raises(RedisRecovering, match="1 leases ran out"):
+        await fleet.view(await space.loads())
+    assert fleet.last_view is not None
+    assert fleet.last_view.incarnations == [ONE, TWO]
+    assert await space.renew(TWO)
+    assert (await fleet.view(await space.loads())).incarnations == [ONE, TWO]
+    # From then on a lease that runs out is its owner's fault.
+    await space.redis.zadd(space.keys["leases"], {"2": 1})
+    assert (await fleet.view(await space.loads())).incarnations == [ONE]
+
+
+async def test_who_does_not_renew_soon_after_an_outage_is_gone(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    monkeypatch.setattr(fleets, "RECOVERY_S", 0.0)
+    fleet.lost_sight()
+    assert not fleet.recovers
+    await space.redis.zadd(space.keys["leases"], {"1": 1})
+    assert (await fleet.view(await space.loads())).incarnations == []
 
 
 async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace) -> None:

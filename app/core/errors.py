@@ -5,7 +5,8 @@ KvrouteError
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
-│   └── RedisFull         Redis has no memory left for what was to be written; nothing of it was
+│   ├── RedisFull         Redis has no memory left for what was to be written; nothing of it was
+│   └── RedisRecovering   leases ran out while Redis was away; their owners are about to renew them
 ├── NamespaceMissing      Redis answers but holds no such namespace (yet, or any more)
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
@@ -45,6 +46,10 @@ class RedisUnavailable(KvrouteError):
 
 class RedisFull(RedisUnavailable):
     """Redis has no memory left for what was to be written, and wrote nothing of it."""
+
+
+class RedisRecovering(RedisUnavailable):
+    """Redis answers again, but leases ran out meanwhile that their owners are about to renew."""
 
 
 class NamespaceMissing(KvrouteError):

@@ -152,9 +152,12 @@ def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> 
     return call("retire", keyspace, str(key), inc, nonce, parse=bool)
 
 
-def lapse(keyspace: Keyspace, grace_ms: int) -> Call[int]:
-    """Retire incarnations whose lease lapsed `grace_ms` ago; how many were, a few at most."""
-    return call("lapse", keyspace, grace_ms, parse=int)
+def lapse(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
+    """Retire incarnations whose lease lapsed `grace_ms` before Redis was last heard from.
+
+    heard_ms: by its own clock, as a Snapshot tells it. Returns how many were, a few at most.
+    """
+    return call("lapse", keyspace, grace_ms, heard_ms, parse=int)
 
 
 def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:

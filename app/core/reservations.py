@@ -72,6 +72,8 @@ class Snapshot:
     """When an incarnation was last registered or set right; None: not asked."""
     shards: int | None = None
     """Of the namespace's index; None: not asked."""
+    lapsed: frozenset[Incarnation] = frozenset()
+    """Incarnations that would be routable, had their leases not run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ def _snapshot(
     load_of = {}
     for inc in live:
         # One that somebody spoilt is not routed to, until its worker has noticed.
-        numbers = _LOAD.fullmatch(by_inc.get(inc, b""))
+        numbers = _LOAD.fullmatch(by_inc.pop(inc, b""))
         if numbers and inc.isdigit():
             load_of[Incarnation(int(inc))] = Load(*map(int, numbers.groups()))
-    return Snapshot(now_ms, load_of, workers_ms, shards)
+    lapsed = frozenset(Incarnation(int(inc)) for inc in by_inc if inc.isdigit())
+    return Snapshot(now_ms, load_of, workers_ms, shards, lapsed)

@@ -148,7 +148,7 @@ class Namespace:
         return [{inc: o for inc, o in found.items() if inc not in over} for found in overlaps]
 
     async def lapse(self, grace_ms: int = 0) -> int:
-        return await self.do(leases.lapse(self.keys, grace_ms))
+        return await self.do(leases.lapse(self.keys, grace_ms, await self.now_ms()))
 
     async def lost(self) -> list[Incarnation]:
         """Those that may publish in the shard, though they are over."""

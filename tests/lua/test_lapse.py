@@ -2,8 +2,18 @@ from __future__ import annotations
 
 import pytest
 
+from app.core import leases
 from app.core.types import Incarnation
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, Namespace
+
+
+async def test_what_waited_in_a_redis_that_hung_retires_nobody(space: Namespace) -> None:
+    inc = await space.worker("a", ttl_ms=1)
+    heard_ms = await space.now_ms()
+    await space.redis.zadd(space.keys["leases"], {str(inc): heard_ms + 50})
+    await space.lease_lapses(inc)
+    assert await space.do(leases.lapse(space.keys, 0, heard_ms)) == 0
+    assert await space.lapse() == 1
 
 
 async def test_a_lapsed_lease_is_retired(space: Namespace) -> None:

@@ -27,6 +27,7 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerI
 from tests.eventually import eventually
 from workers.agent import BATCH_BLOCKS, Agent, AgentSettings
 
+LATER = 1 << 53
 KEYS = Keyspace("agents")
 SHARD = KEYS.of_shard(0)
 CHAIN = [SequenceHash(0x1111_0000_0000_0000 + i) for i in range(8)]
@@ -250,7 +251,7 @@ async def test_after_its_incarnation_is_retired_everything_is_published_again(
         held = TierOverlap(device=6, host=1)
         await eventually(observer.overlaps, lambda o: o == {1: held})
         await observer.lapse(Incarnation(1))
-        await observer.runner.one(leases.lapse(KEYS, grace_ms=0))
+        await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
         await eventually(observer.overlaps, lambda o: o == {2: held})
         assert await redis.hgetall(KEYS["current"]) == {b"w0:0": b"2"}
         # What happens from now on is published under the new incarnation.
@@ -273,7 +274,7 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         assert made is None
         await observer.lapse(Incarnation(1))
         # Routers sweep all the time.
-        assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000)) == 0
+        assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000, heard_ms=LATER)) == 0
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
         loads = (await observer.runner.one(reservations.loads(KEYS))).loads
         assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {1: (1, 7)}

@@ -343,7 +343,7 @@ async def maintain(runner: ScriptRunner) -> None:
     """Retire whose lease lapsed, and sweep, as routers do but without a pause; until cancelled."""
     lost: list[Incarnation] = []
     while True:
-        await runner.one(leases.lapse(KEYS, grace_ms=0))
+        await runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=1 << 53))
         steps = await runner.run(
             [
                 index.sweep(KEYS.of_shard(shard), lost, max_buckets=8, scrub_ms=60_000)

@@ -1,0 +1,41 @@
+"""Redis is away for longer than leases last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from app.core.embedded import EmbeddedRedis
+from tests.e2e.test_healing import LEASE_S, WORKERS, short_intervals, world
+from tests.eventually import eventually
+
+short_intervals = short_intervals  # a fixture, used by its name
+
+
+async def test_every_request_is_routed_and_no_worker_has_to_start_over(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    async with world(own_redis_server.url) as cluster:
+        for agent in cluster.agents.values():
+            agent.resyncs = 0
+        assert own_redis_server.pid
+        degraded = []
+
+        async def is_degraded() -> bool:
+            # Raises NoWorkers where nobody were left.
+            degraded.append((await cluster.route(0, reserve=False)).degraded)
+            return degraded[-1]
+
+        os.kill(own_redis_server.pid, signal.SIGSTOP)
+        try:
+            loop = asyncio.get_running_loop()
+            end = loop.time() + 8 * LEASE_S
+            while loop.time() < end:
+                await is_degraded()
+        finally:
+            os.kill(own_redis_server.pid, signal.SIGCONT)
+        await eventually(is_degraded, lambda found: not found)
+        assert any(degraded)
+        await cluster.heals("once Redis is back")
+        assert [agent.resyncs for agent in cluster.agents.values()] == [0] * len(WORKERS)
