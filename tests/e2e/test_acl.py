@@ -72,7 +72,7 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
 BESIDE_SCRIPTS = {
     "worker": {"xadd"},
-    "router": {"readonly", "scan", "unlink", "xread", "xrevrange"},
+    "router": {"hlen", "readonly", "scan", "unlink", "xread", "xrevrange"},
     "operator": {
         "exec",
         "hgetall",
