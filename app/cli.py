@@ -31,6 +31,8 @@ class _LazyGroup(click.Group):
         "demo": "loadtest.demo",
         "inspect": "app.operate",
         "dump": "app.operate",
+        "explain": "app.operate",
+        "whatif": "app.operate",
         "restore": "app.operate",
         "reset": "app.operate",
     }

@@ -74,6 +74,10 @@ class View:
                 matrix[:3, position] = (overlap.device, overlap.host, overlap.disk)
         return Candidates(*matrix)
 
+    def position(self, inc: Incarnation) -> int | None:
+        """Place of an incarnation; None: it is not routed to."""
+        return self._position.get(inc)
+
     def add(self, position: int, reservation: Reservation) -> None:
         """Count a reservation made, or about to be made, on the worker at `position`."""
         load = self.loads[position]

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, BinaryIO, TypeVar
 
 import click
+import numpy as np
 import orjson
 
 from app import dump as dumping
-from app import inspection
+from app import inspection, recording
 from app.core import config
-from app.core.config import Command, CommonSettings
+from app.core.config import POLICY_NAMES, Command, CommonSettings
+from app.core.errors import RoutingError
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier
+from app.policy.cost import POLICIES, CostFunction, blocks, predicted_prefill_s
+from app.policy.select import choose
+from app.recording import Record
 
 T = TypeVar("T")
 TIMEOUT_S = 5.0
@@ -322,3 +327,199 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
     if not yes:
         click.confirm(f"Delete {keys:,} keys of namespace {keyspace.namespace!r}?", abort=True)
     click.echo(f"{await dumping.reset(redis, keyspace):,} keys deleted")
+
+
+@inspect.command(cls=Command)
+@click.option(
+    "--window-s",
+    default=600.0,
+    show_default=True,
+    type=config.POSITIVE_SECONDS,
+    help="Back from the latest decision that is kept.",
+)
+@_COMMON
+@as_json
+@_on_redis
+async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
+    """How often prefixes of prompts were asked for, by the decisions that are kept."""
+    records: list[Record] = []
+    async for record in recording.read(redis, keyspace):
+        if records and record.at_ms < records[0].at_ms - window_s * 1000:
+            break
+        records.append(record)
+    found = list(recording.usages(records))
+    if as_json:
+        click.echo(_json({"decisions": len(records), "prefixes": [asdict(u) for u in found]}))
+        return
+    click.echo(f"{len(records):,} decisions; prefixes that no longer one continues as often")
+    rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
+    click.echo(_table(("last block", "blocks", "requests"), rows) if rows else "none is kept")
+
+
+@click.command(cls=Command)
+@click.argument("request_id")
+@_COMMON
+@as_json
+@_on_redis
+async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
+    """Why a request went where it went, as long as the decision is kept."""
+    async for record in recording.read(redis, keyspace):
+        if record.request_id == request_id:
+            break
+    else:
+        raise click.ClickException(f"no decision about {request_id!r} is kept (any more)")
+    rows, terms = _scored(record)
+    if as_json:
+        plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
+        head = ("worker", "eligible", "requests", "overlap_blocks", "cost", *terms)
+        plain["candidates"] = [dict(zip(head, row, strict=True)) for row in rows]
+        click.echo(_json(plain))
+        return
+    o = record.overlap
+    click.echo(
+        f"{request_id}: {record.isl_tokens:,} tokens to {record.worker} by {record.policy}, which "
+        f"held {o.total:,} of {record.isl_blocks:,} full blocks ({o.device:,} on its device, "
+        f"{o.host:,} in host memory, {o.disk:,} on disk)"
+    )
+    longest = f"; {record.best} held most, {record.best_overlap:,}" if record.best else ""
+    click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided at try {record.tries}")
+    if not rows:
+        click.echo("what the other workers were like was not kept: see --details-per-s")
+        return
+    shown = [[_short(cell) for cell in row] for row in rows]
+    click.echo(_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
+
+
+LOCALITY_TEXT = {
+    "kept": "the longest overlap was taken",
+    "none": "nobody held its beginning",
+    "tie": "another was drawn, at the same cost",
+    "load": "another was cheaper, overlap and load together",
+    "full": "the longest overlap was on a worker that was full",
+    "excluded": "the longest overlap was on a worker that the request excludes",
+    "lease": "the longest overlap was on a worker whose lease had run out",
+    "degraded": "Redis was away, and so overlap was not known",
+}
+
+
+def _scored(record: Record) -> tuple[list[list[Any]], list[str]]:
+    """Every candidate with its cost and terms, the cheapest first; and the terms' names."""
+    if record.seen is None:
+        return [], []
+    seen, candidates = record.seen, record.seen.candidates
+    costs = POLICIES[record.policy](candidates, record.size)
+    overlap = candidates.overlap_device + candidates.overlap_host + candidates.overlap_disk
+    rows = [
+        [
+            worker,
+            bool(seen.eligible[i]),
+            int(candidates.active_requests[i]),
+            int(overlap[i]),
+            float(costs.cost[i]),
+            *(float(values[i]) for values in costs.terms.values()),
+        ]
+        for i, worker in enumerate(seen.workers)
+    ]
+    return sorted(rows, key=lambda row: row[4]), list(costs.terms)
+
+
+def _short(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+@click.command(cls=Command)
+@click.option("--policy", required=True, type=click.Choice(POLICY_NAMES), help="To score with.")
+@click.option(
+    "--prefill-weight",
+    type=click.FloatRange(min=0),
+    help="Of `blocks`, in the place of 1.",
+)
+@click.option("--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions.")
+@_COMMON
+@as_json
+@_on_redis
+async def whatif(
+    redis: Client,
+    keyspace: Keyspace,
+    policy: str,
+    prefill_weight: float | None,
+    last: int,
+    as_json: bool,
+) -> None:
+    """Score the last decisions again with another policy, each by itself.
+
+    Only those of which all candidates are kept: see --details-per-s. What the other choices would
+    have made of the load is not followed up.
+    """
+    if prefill_weight is not None and policy != "blocks":
+        raise click.BadParameter("only blocks has one", param_hint="--prefill-weight")
+    cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
+    rng = np.random.default_rng(0)
+    found = Comparison()
+    async for record in recording.read(redis, keyspace):
+        if record.seen is None:
+            continue
+        found.add(record, policy, cost, rng)
+        if found.decisions == last:
+            break
+    if not found.decisions:
+        raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
+    if as_json:
+        click.echo(_json(found.means()))
+        return
+    click.echo(f"{found.decisions:,} decisions; {found.changed:,} would have gone elsewhere")
+    rows = [
+        (name, _short(mean["were"]), _short(mean["would be"]))
+        for name, mean in found.means()["mean"].items()
+    ]
+    click.echo(_table(("mean", "were", "would be"), rows))
+
+
+class Comparison:
+    """Choices as they were, and as another policy would have made them."""
+
+    def __init__(self) -> None:
+        self.decisions = 0
+        self.changed = 0
+        self._sums = {
+            name: [0.0, 0.0]
+            for name in ("overlap blocks", "predicted start, s", "requests on the worker")
+        }
+
+    def add(
+        self, record: Record, policy: str, cost: CostFunction | None, rng: np.random.Generator
+    ) -> None:
+        seen = record.seen
+        assert seen is not None
+        eligible = np.array(seen.eligible, dtype=bool)
+        try:
+            choice = choose(
+                policy,
+                seen.candidates,
+                record.size,
+                eligible=eligible,
+                rng=rng,
+                turn=self.decisions,
+                cost=cost,
+            )
+            was = seen.workers.index(record.worker)
+        except (RoutingError, ValueError):
+            return
+        c = seen.candidates
+        overlap = c.overlap_device + c.overlap_host + c.overlap_disk
+        start = c.prefill_s + predicted_prefill_s(c, record.size)
+        for name, values in zip(self._sums, (overlap, start, c.active_requests), strict=True):
+            self._sums[name][0] += float(values[was])
+            self._sums[name][1] += float(values[choice.index])
+        self.decisions += 1
+        self.changed += was != choice.index
+
+    def means(self) -> dict[str, Any]:
+        return {
+            "decisions": self.decisions,
+            "changed": self.changed,
+            "mean": {
+                name: {"were": were / self.decisions, "would be": would / self.decisions}
+                for name, (were, would) in self._sums.items()
+            },
+        }

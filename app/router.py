@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import re
 import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app import inspection
 from app.core import index, leases, matching, predictions, reservations
@@ -30,13 +33,16 @@ from app.core.errors import (
 )
 from app.core.keys import Keyspace
 from app.core.matching import Overlaps
+from app.core.redis import deadline
 from app.core.reservations import Load, Refused, Reservation
 from app.core.scripts import Call, ScriptRunner
 from app.core.strays import Strays
+from app.core.topology import exchange
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
-from app.policy.cost import RequestSize, predicted_prefill_s
+from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
 from app.policy.select import Choice, choose
+from app.recording import Record, Seen, encode, sampled
 from app.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -61,6 +67,10 @@ PRUNE_BUCKETS = 64
 SCRUB_INTERVAL_MS = 300_000
 """What nobody's death explains is looked for so often: about 20 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
+SPOILT = re.compile("WRONGTYPE|exhausted the last possible ID")
+"""What Redis says of a stream that somebody made into something that takes no more."""
+RECORD_PAUSE_S = 0.05
+"""Between two writes of decisions to their stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,11 @@ class Decision:
     reserved: bool
     attempt: str
     """Tells the reservation from others of the same request."""
+    locality: str
+    """One of recording.LOCALITIES: was the worker chosen that holds most, and if not, why."""
+    best: str
+    """The worker that holds most of the prompt, and how many blocks; "" where nobody holds any."""
+    best_overlap: int
     candidates: list[Candidate]
     """Filled where the request asked to explain."""
 
@@ -134,6 +149,9 @@ class _Plan:
     seen_total: int
     reservation: Reservation
     decision: Decision
+    view: View
+    seen: Candidates
+    eligible: NDArray[np.bool_]
 
 
 class Router:
@@ -168,6 +186,9 @@ class Router:
         # Past the limit the oldest are lost, which costs a little overlap.
         self._routed: deque[Call[int]] = deque(maxlen=MAX_QUEUED)
         self._has_routed = asyncio.Event()
+        # Past the limit the oldest are not recorded.
+        self._decided: deque[_Plan] = deque(maxlen=MAX_QUEUED)
+        self._has_decided = asyncio.Event()
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
         self._nonce = secrets.token_hex(4)
         self._attempts = 0
@@ -180,7 +201,8 @@ class Router:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._decide_forever())
             tasks.create_task(self._maintain())
-            tasks.create_task(self._record())
+            tasks.create_task(self._record_predictions())
+            tasks.create_task(self._record_decisions())
             tasks.create_task(self.fleet.follow())
 
     async def route(self, request: RouteRequest) -> Decision:
@@ -326,7 +348,7 @@ class Router:
             )
             self._has_routed.set()
 
-    async def _record(self) -> None:
+    async def _record_predictions(self) -> None:
         """Write predictions, those that wait together in one round trip."""
         while True:
             await self._has_routed.wait()
@@ -337,6 +359,40 @@ class Router:
                 await self._runner.run(calls)
             except RedisUnavailable as error:
                 log.debug("%d predictions are lost: %s", len(calls), error)
+
+    def _note_decision(self, plan: _Plan) -> None:
+        decision = plan.decision
+        self.telemetry.locality.labels(decision.locality).inc()
+        self.telemetry.count_blocks(
+            str(decision.worker.key), decision.isl_blocks, decision.overlap.total
+        )
+        if self._settings.decisions_kept:
+            self._decided.append(plan)
+            self._has_decided.set()
+
+    async def _record_decisions(self) -> None:
+        """Write decisions to their stream, those of some time in one round trip."""
+        redis, key = self._runner.redis, self._keyspace["decisions"]
+        timeout_s = self._settings.redis_timeout_ms / 1000
+        details = Pace(self._settings.details_per_s)
+        while True:
+            await self._has_decided.wait()
+            self._has_decided.clear()
+            plans = list(self._decided)
+            self._decided.clear()
+            commands = [
+                ["XADD", key, "MAXLEN", "~", self._settings.decisions_kept, "*", *fields]
+                for plan in plans
+                for fields in [chain.from_iterable(encode(_recorded(plan, details)).items())]
+            ]
+            try:
+                async with deadline(timeout_s):
+                    replies = await exchange(redis.node_of(key), commands)
+                    if any(SPOILT.search(str(reply)) for reply in replies):
+                        await redis.unlink(key)
+            except RedisUnavailable as error:
+                log.debug("%d decisions are not recorded: %s", len(plans), error)
+            await asyncio.sleep(RECORD_PAUSE_S)
 
     def _plan_all(self, waiting: list[_Pending], view: View) -> list[_Plan]:
         """Decide one after another; answer those who get no worker or want no reservation."""
@@ -380,6 +436,9 @@ class Router:
         incarnation = view.incarnations[position]
         overlap = pending.overlaps.get(incarnation, NO_OVERLAP)
         cached = min(overlap.total * size.block_size, request.isl_tokens)
+        locality, best, best_overlap = _locality(
+            view, candidates, pending.overlaps, eligible, choice, overlap.total
+        )
         reservation = Reservation(
             request.request_id,
             prefill_tokens=max(1, request.isl_tokens - cached),
@@ -399,12 +458,25 @@ class Router:
             degraded=degraded,
             reserved=request.reserve and not degraded,
             attempt=pending.attempt,
+            locality="degraded" if degraded else locality,
+            best=best,
+            best_overlap=best_overlap,
             candidates=(
                 _seen(view, pending.overlaps, eligible.tolist(), choice) if request.explain else []
             ),
         )
         seen_total = view.loads[position].total
-        return _Plan(pending, position, incarnation, seen_total, reservation, decision)
+        return _Plan(
+            pending,
+            position,
+            incarnation,
+            seen_total,
+            reservation,
+            decision,
+            view,
+            candidates,
+            eligible,
+        )
 
     def _reserve(self, plan: _Plan, *, final: bool) -> Call[Refused | None]:
         return reservations.reserve(
@@ -443,6 +515,7 @@ class Router:
             else:
                 self.telemetry.reservations.labels("made").inc()
                 self._predict(plan)
+                self._note_decision(plan)
                 _answer(plan.pending, plan.decision)
         return left, last
 
@@ -466,6 +539,7 @@ class Router:
                 continue
             view.add(plan.position, plan.reservation)
             self.telemetry.degraded.inc()
+            self._note_decision(plan)
             _answer(pending, plan.decision)
 
     async def _maintain(self) -> None:
@@ -620,3 +694,74 @@ def _seen(view: View, overlaps: Overlaps, eligible: list[bool], choice: Choice) 
             zip(view.incarnations, view.infos, view.loads, eligible, strict=True)
         )
     ]
+
+
+def _locality(
+    view: View,
+    candidates: Candidates,
+    overlaps: Overlaps,
+    eligible: NDArray[np.bool_],
+    choice: Choice,
+    overlap: int,
+) -> tuple[str, str, int]:
+    """What became of the longest overlap, one of recording.LOCALITIES; whose it is, and blocks.
+
+    overlap: of the worker that was chosen.
+    """
+    best, best_overlap = choice.index, overlap
+    lapsed: Incarnation | None = None
+    for inc, known in overlaps.items():
+        if known.total > best_overlap:
+            position = view.position(inc)
+            best_overlap = known.total
+            lapsed = inc if position is None else None
+            best = choice.index if position is None else position
+    if lapsed is not None:
+        return "lease", f"#{lapsed}", best_overlap
+    name = str(view.infos[best].key) if best_overlap else ""
+    if best == choice.index:
+        return ("kept" if overlap else "none"), name, best_overlap
+    if not eligible[best]:
+        return "excluded", name, best_overlap
+    if candidates.active_requests[best] >= candidates.max_requests[best]:
+        return "full", name, best_overlap
+    tied = choice.costs.cost[best] == choice.costs.cost[choice.index]
+    return ("tie" if tied else "load"), name, best_overlap
+
+
+class Pace:
+    """Lets through so many a second, evenly."""
+
+    def __init__(self, per_s: int) -> None:
+        self._pause_s = 1 / per_s if per_s else math.inf
+        self._due = 0.0 if per_s else math.inf
+
+    def lets_through(self) -> bool:
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + self._pause_s
+        return True
+
+
+def _recorded(plan: _Plan, details: Pace) -> Record:
+    decision, request = plan.decision, plan.pending.request
+    seen: Seen | None = None
+    if request.explain or details.lets_through():
+        workers = [str(info.key) for info in plan.view.infos]
+        seen = Seen(workers, decision.worker.block_size, plan.seen, plan.eligible.tolist())
+    return Record(
+        request_id=decision.request_id,
+        at_ms=plan.view.now_ms,
+        worker=str(decision.worker.key),
+        policy=decision.policy,
+        locality=decision.locality,
+        isl_tokens=decision.isl_tokens,
+        isl_blocks=len(request.chain),
+        overlap=decision.overlap,
+        best=decision.best,
+        best_overlap=decision.best_overlap,
+        tries=decision.tries,
+        blocks=sampled(request.chain),
+        seen=seen,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -48,6 +50,20 @@ class Telemetry:
             buckets=_FRACTIONS,
             registry=r,
         )
+        self.locality = Counter(
+            "kvroute_locality",
+            "Routed requests by whether the worker with the longest overlap was chosen, and why "
+            "not: kept, none, tie, load, full, excluded, lease, degraded.",
+            ["reason"],
+            registry=r,
+        )
+        self.worker_blocks = Counter(
+            "kvroute_worker_routed_blocks",
+            "Per worker: blocks of the prompts routed to it (isl), and those that it held "
+            "(overlap).",
+            ["worker", "what"],
+            registry=r,
+        )
         self.isl_blocks = Counter("kvroute_isl_blocks", "Blocks of routed prompts.", registry=r)
         self.overlap_blocks = Counter(
             "kvroute_overlap_blocks",
@@ -87,6 +103,7 @@ class Telemetry:
         self.load_std = Gauge(
             "kvroute_load_std", "Sample standard deviation of the same.", registry=r
         )
+        self._counted: set[str] = set()
         self.worker_load = Gauge(
             "kvroute_worker_load",
             "Per worker: reserved requests, blocks, prefill_tokens and queue_seconds; reported "
@@ -94,3 +111,16 @@ class Telemetry:
             ["worker", "what"],
             registry=r,
         )
+
+    def count_blocks(self, worker: str, isl: int, overlap: int) -> None:
+        """A prompt of so many blocks was routed to a worker that held so many of them."""
+        self._counted.add(worker)
+        self.worker_blocks.labels(worker, "isl").inc(isl)
+        self.worker_blocks.labels(worker, "overlap").inc(overlap)
+
+    def keep_workers(self, names: Collection[str]) -> None:
+        """Forget what was counted of others."""
+        for gone in self._counted.difference(names):
+            for what in ("isl", "overlap"):
+                self.worker_blocks.remove(gone, what)
+        self._counted.intersection_update(names)

@@ -101,12 +101,14 @@ def test_the_help_lists_all_commands() -> None:
     assert re.findall(r"^  (\w+)  ", result.output, re.MULTILINE) == [
         "demo",
         "dump",
+        "explain",
         "inspect",
         "replay",
         "reset",
         "restore",
         "router",
         "up",
+        "whatif",
         "worker",
     ]
 

@@ -192,6 +192,7 @@ async def metrics(request: Request) -> Response:
         # Gauges of workers that nobody can vouch for are left out.
         pass
     else:
+        telemetry.keep_workers({str(info.key) for info in view.infos})
         for worker in _worker_models(view):
             gauge = telemetry.worker_load
             name = f"{worker.worker_id}:{worker.dp_rank}"
@@ -343,6 +344,8 @@ def _routed(decision: Decision) -> dict[str, Any]:
     }
     if decision.candidates:
         answer["tied"] = decision.tied
+        answer["locality"] = decision.locality
+        answer["best_overlap"] = {"worker": decision.best, "blocks": decision.best_overlap}
         answer["tries"] = decision.tries
         answer["candidates"] = [_candidate(c) for c in decision.candidates]
     return answer

@@ -108,6 +108,13 @@ class CandidateModel(BaseModel):
     terms: dict[str, float | None]
 
 
+class BestOverlap(BaseModel):
+    """The longest overlap that anybody had. worker: `<worker_id>:<dp_rank>`; "" for nobody."""
+
+    worker: str
+    blocks: int
+
+
 class Routed(BaseModel):
     request_id: str
     worker_id: str
@@ -125,6 +132,13 @@ class Routed(BaseModel):
     tries: int | None = Field(
         default=None, description="with explain: more than one, if another replica was first"
     )
+    locality: str | None = Field(
+        default=None,
+        description="with explain: kept, where the worker with the longest overlap was chosen; "
+        "none, where nobody had any; else why it was not: tie, load, full, excluded, lease, "
+        "degraded",
+    )
+    best_overlap: BestOverlap | None = None
     candidates: list[CandidateModel] | None = None
 
 

@@ -160,6 +160,16 @@ class RouterSettings(CommonSettings):
         "So many blocks are recorded as routed, in each shard; then the oldest fifth is given up.",
         POSITIVE,
     )
+    decisions_kept: int = setting(
+        8192,
+        "Decisions kept in Redis for `kvroute explain`, `whatif` and `inspect usage`; 0: none.",
+        click.IntRange(min=0),
+    )
+    details_per_s: int = setting(
+        20,
+        "Of so many a second, and of those that ask to be explained, all candidates are kept too.",
+        click.IntRange(min=0),
+    )
     reservation_ttl_s: float = setting(
         600.0,
         "A reservation not released by then is forgotten.",

@@ -30,6 +30,7 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics and
                                 Speed; by agents every METRICS_INTERVAL_S; trimmed to about
                                 METRICS_MAXLEN entries
+    decisions           stream  a routed request each: see app/recording.py; by routers; trimmed
 
     kvroute:1:{<namespace>#<shard>}:...
     shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass

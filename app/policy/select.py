@@ -9,7 +9,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.errors import AllWorkersBusy, NoWorkers
-from app.policy.cost import POLICIES, Candidates, Costs, Floats, RequestSize
+from app.policy.cost import POLICIES, Candidates, CostFunction, Costs, Floats, RequestSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ def choose(
     rng: Generator,
     turn: int = 0,
     temperature: float = 0.0,
+    cost: CostFunction | None = None,
 ) -> Choice:
     """The worker that `policy`, a key of POLICIES, prefers among the eligible.
 
@@ -40,12 +41,13 @@ def choose(
     turn: for round_robin, which is even if it grows by one with each decision.
     temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
     of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
+    cost: in the place of the policy's own.
     Raises NoWorkers if none is eligible, AllWorkersBusy if all of those are full.
     """
     num_eligible = np.count_nonzero(eligible)
     if num_eligible == 0:
         raise NoWorkers(f"none of {eligible.size} live workers is eligible")
-    costs = POLICIES[policy](candidates, size)
+    costs = (cost or POLICIES[policy])(candidates, size)
     has_room = (candidates.active_requests < candidates.max_requests) & (costs.cost < np.inf)
     workers = np.flatnonzero(eligible & has_room)
     if workers.size == 0:
@@ -54,10 +56,10 @@ def choose(
         workers = workers[[turn % workers.size]]
     elif policy == "power_of_two":
         workers = _two_of(workers, rng)
-    cost = costs.cost[workers]
-    lowest = np.flatnonzero(cost == cost.min())
+    compared = costs.cost[workers]
+    lowest = np.flatnonzero(compared == compared.min())
     if temperature > 0.0:
-        place = _sample(cost, temperature, rng)
+        place = _sample(compared, temperature, rng)
     elif lowest.size > 1:
         place = int(lowest[rng.integers(lowest.size)])
     else:

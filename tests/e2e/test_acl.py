@@ -72,7 +72,7 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
 BESIDE_SCRIPTS = {
     "worker": {"xadd"},
-    "router": {"hlen", "readonly", "scan", "unlink", "xread", "xrevrange"},
+    "router": {"hlen", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
         "exec",
         "hgetall",
@@ -301,7 +301,7 @@ def test_nobody_reaches_beyond(guarded: Guarded, role: str, command: str) -> Non
         ("worker", "UNLINK kvroute:1:{default}:load"),
         ("worker", "HSET kvroute:1:{default#0}:predictions cutoff a"),
         ("worker", "DEL kvroute:1:{default#0}:sweep"),
-        ("router", "XADD kvroute:1:{default}:metrics * worker w1:0"),
+        ("worker", "XADD kvroute:1:{default}:decisions * request_id r1"),
         ("operator", "HSET kvroute:1:{default}:load 1 x"),
         ("operator", "HDEL kvroute:1:{default#0}:blocks:0 00"),
         ("operator", "DEL kvroute:1:{default}:load"),

@@ -315,6 +315,7 @@ CONTROL = (
     "requests",
     "prefills",
     "metrics",
+    "decisions",
 )
 OF_SHARDS = ("shard", "applied", "dead", "sweep", "blocks")
 ALL_KEYS = CONTROL + OF_SHARDS
@@ -555,6 +556,8 @@ def damages(family: str) -> dict[str, Damage]:
             "twice": push(family, None),
             "pop": pop(family),
         }
+    if family == "decisions":
+        return done
     if family == "metrics":
         return done | {
             "junk": append("*"),
@@ -574,7 +577,7 @@ def damages(family: str) -> dict[str, Damage]:
 @pytest.mark.parametrize(
     "families",
     [
-        ("meta", "workers", "current", "writers", "metrics"),
+        ("meta", "workers", "current", "writers", "metrics", "decisions"),
         ("load", "prefills", "leases", "reservations", "expiry", "requests"),
         ("shard", "applied", "dead", "sweep", "blocks"),
     ],

@@ -58,7 +58,17 @@ LEASE_TTL_S = 1.0
 GRACE_MS = 500
 TIMEOUT_S = 5.0
 GROWTH = 0.05
-CONTROL_KEYS = ("meta", "workers", "current", "leases", "writers", "load", "metrics")
+CONTROL_KEYS = (
+    "meta",
+    "workers",
+    "current",
+    "leases",
+    "writers",
+    "load",
+    "metrics",
+    "decisions",
+)
+DECISIONS = 200
 OLD = 100_000
 """Incarnations before: their numbers have as many digits all along, and so entries their size."""
 SOAK_S = float(os.environ.get("KVROUTE_SOAK_S", "1800"))
@@ -180,6 +190,7 @@ class Cluster:
             count_in_flight=True,
             prediction_ttl_s=2.0,
             prediction_entries=PREDICTIONS,
+            decisions_kept=DECISIONS,
         )
         self.fleet = Fleet(redis, KEYS, TIMEOUT_S)
         self.router = Router(
@@ -233,6 +244,11 @@ class Cluster:
             return evicted / (DEVICE_BLOCKS + HOST_BLOCKS)
 
         await eventually(num_turnovers, lambda n: n >= turnovers, within_s=300.0)
+        await eventually(
+            lambda: self.redis.xlen(KEYS["decisions"]),
+            lambda entries: entries >= DECISIONS,
+            within_s=300.0,
+        )
         await eventually(
             lambda: self.redis.xlen(KEYS["metrics"]),
             lambda entries: entries >= metrics_maxlen,

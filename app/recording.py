@@ -1,0 +1,190 @@
+"""What was decided and why: a trimmed stream in Redis, for looking back and for scoring again.
+
+Written behind the decisions, never before their answers; what Redis does not take in time is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import orjson
+
+from app.core.index import hex_text
+from app.core.keys import Keyspace
+from app.core.predictions import positions
+from app.core.redis import deadline
+from app.core.topology import Client
+from app.core.types import SequenceHash, TierOverlap
+from app.policy.cost import Candidates, RequestSize
+
+PAGE = 256
+PAGE_TIMEOUT_S = 5.0
+LOCALITIES = ("kept", "none", "tie", "load", "full", "excluded", "lease", "degraded")
+"""Whether the worker with the longest overlap was chosen: kept; or nobody held anything (none); or
+another one was, as costs were equal, its load outweighed its overlap, it was full, the request
+excluded it, its lease had run out, or Redis was away."""
+FIELDS = tuple(field.name for field in fields(Candidates))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """All that one choice was made from. eligible: as the request allows, (workers,)."""
+
+    workers: list[str]
+    block_size: int
+    candidates: Candidates
+    eligible: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One decision.
+
+    at_ms: of the Redis clock, when loads were looked up. best: the worker with the longest overlap,
+    "" if nobody had any. blocks: of the prompt, those at `predictions.positions` of `isl_blocks`.
+    seen: of a few decisions only.
+    """
+
+    request_id: str
+    at_ms: int
+    worker: str
+    policy: str
+    locality: str
+    isl_tokens: int
+    isl_blocks: int
+    overlap: TierOverlap
+    best: str
+    best_overlap: int
+    tries: int
+    blocks: Sequence[SequenceHash]
+    seen: Seen | None = None
+
+    @property
+    def size(self) -> RequestSize:
+        """Raises AssertionError for a record without `seen`."""
+        assert self.seen is not None
+        return RequestSize(self.isl_tokens, self.seen.block_size)
+
+
+def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
+    """The blocks of a chain that are recorded: the same of all chains that share them."""
+    return [chain[at - 1] for at in positions(len(chain))]
+
+
+def encode(record: Record) -> dict[str, Any]:
+    """Fields of a stream entry, text."""
+    overlap = record.overlap
+    entry = {
+        "request_id": record.request_id,
+        "at_ms": record.at_ms,
+        "worker": record.worker,
+        "policy": record.policy,
+        "locality": record.locality,
+        "isl_tokens": record.isl_tokens,
+        "isl_blocks": record.isl_blocks,
+        "overlap": f"{overlap.device} {overlap.host} {overlap.disk}",
+        "best": f"{record.best} {record.best_overlap}",
+        "tries": record.tries,
+        "blocks": hex_text(record.blocks),
+    }
+    if record.seen is not None:
+        seen = record.seen
+        columns = {name: getattr(seen.candidates, name).astype(np.float32) for name in FIELDS}
+        entry["seen"] = orjson.dumps(
+            {
+                "workers": seen.workers,
+                "block_size": seen.block_size,
+                "eligible": [bool(ok) for ok in seen.eligible],
+                **columns,
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
+    return entry
+
+
+def decode(entry: dict[bytes, bytes]) -> Record:
+    """Raises ValueError or KeyError for an entry that is none."""
+    text = {name.decode(): value.decode() for name, value in entry.items()}
+    best, _, best_overlap = text["best"].rpartition(" ")
+    blocks = text["blocks"]
+    return Record(
+        request_id=text["request_id"],
+        at_ms=int(text["at_ms"]),
+        worker=text["worker"],
+        policy=text["policy"],
+        locality=text["locality"],
+        isl_tokens=int(text["isl_tokens"]),
+        isl_blocks=int(text["isl_blocks"]),
+        overlap=TierOverlap(*map(int, text["overlap"].split())),
+        best=best,
+        best_overlap=int(best_overlap),
+        tries=int(text["tries"]),
+        blocks=[SequenceHash(int(blocks[i : i + 16], 16)) for i in range(0, len(blocks), 16)],
+        seen=_seen(text["seen"]) if "seen" in text else None,
+    )
+
+
+def _seen(text: str) -> Seen:
+    found = orjson.loads(text)
+    matrix = np.array([found[name] for name in FIELDS], dtype=np.float64)
+    if matrix.shape != (len(FIELDS), len(found["workers"])):
+        raise ValueError(f"seen: {matrix.shape} does not fit {len(found['workers'])} workers")
+    return Seen(found["workers"], found["block_size"], Candidates(*matrix), found["eligible"])
+
+
+async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:
+    """All records that are kept, the latest first. Raises RedisUnavailable.
+
+    Entries that somebody spoilt are left out.
+    """
+    newest = "+"
+    while True:
+        async with deadline(PAGE_TIMEOUT_S):
+            page: Any = await redis.xrevrange(keyspace["decisions"], max=newest, count=PAGE)
+        for _, entry in page:
+            try:
+                record = decode(entry)
+            except (KeyError, TypeError, ValueError):
+                continue
+            yield record
+        if len(page) < PAGE:
+            return
+        newest = f"({page[-1][0].decode()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A prefix of prompts. block: its last one. requests: that had all of it in the window."""
+
+    block: SequenceHash
+    num_blocks: int
+    requests: int
+
+
+def usages(records: Iterable[Record]) -> Iterator[Usage]:
+    """How often prefixes were asked for, the most frequent first, among equals the longest.
+
+    Only those that no longer recorded one with as many requests continues: the system prompt, and
+    not each of its blocks.
+    """
+    counts: dict[SequenceHash, int] = {}
+    place: dict[SequenceHash, int] = {}
+    continued: dict[SequenceHash, int] = {}
+    for record in records:
+        at = positions(record.isl_blocks)
+        for block, position, child in zip(
+            record.blocks, at, [*record.blocks[1:], None], strict=False
+        ):
+            counts[block] = counts.get(block, 0) + 1
+            place[block] = position
+            if child is not None:
+                continued[block] = max(continued.get(block, 0), counts.get(child, 0) + 1)
+    found = [
+        Usage(block, place[block], count)
+        for block, count in counts.items()
+        if continued.get(block, 0) < count
+    ]
+    yield from sorted(found, key=lambda usage: (-usage.requests, -usage.num_blocks))

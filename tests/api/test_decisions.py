@@ -1,0 +1,280 @@
+"""Routed requests, looked at afterwards: their stream, and the commands that read it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+from redis.asyncio import Redis
+
+from app import recording
+from app.cli import main
+from app.core.embedded import EmbeddedRedis
+from app.core.redis import connect
+from app.recording import LOCALITIES, Record
+from tests.api.conftest import StartReplica
+from tests.eventually import eventually
+from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers
+
+PROMPT = list(range(1, 42))
+"""Ten full blocks of four, and one begun."""
+SHORT = PROMPT[:9]
+OTHER = list(range(100, 141))
+
+
+@pytest.fixture
+async def two(workers: FakeWorkers) -> FakeWorkers:
+    """w1 holds PROMPT, w2 its first two blocks."""
+    await workers.register("w1", max_requests=2)
+    await workers.register("w2")
+    await workers.publish("w1", PROMPT)
+    await workers.publish("w2", SHORT)
+    return workers
+
+
+async def route(client: httpx.AsyncClient, request_id: str, **body: Any) -> dict[str, Any]:
+    answer = await client.post(
+        "/v1/route", json={"token_ids": PROMPT, "request_id": request_id} | body
+    )
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def recorded(url: str, request_id: str) -> Record:
+    async with connect(url) as redis:
+
+        async def look() -> Record | None:
+            async for record in recording.read(redis, KEYS):
+                if record.request_id == request_id:
+                    return record
+            return None
+
+        found = await eventually(look)
+    assert found is not None
+    return found
+
+
+async def kvroute(url: str, *arguments: str) -> Result:
+    where = ["--redis-url", url, "--namespace", NAMESPACE]
+    return await asyncio.to_thread(CliRunner().invoke, main, [*arguments, *where])
+
+
+async def as_json(url: str, *arguments: str) -> Any:
+    result = await kvroute(url, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+async def test_a_record_says_what_was_chosen_and_what_held_most(
+    client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis
+) -> None:
+    await route(client, "r1", exclude=["w1"])
+    found = await recorded(one_redis_server.url, "r1")
+    assert (found.worker, found.policy, found.locality) == ("w2:0", "latency", "excluded")
+    assert (found.isl_tokens, found.isl_blocks, found.overlap.total) == (41, 10, 2)
+    assert (found.best, found.best_overlap, found.tries) == ("w1:0", 10, 1)
+    assert len(found.blocks) == 10
+    assert found.seen is not None
+    assert found.seen.workers == ["w1:0", "w2:0"]
+    assert found.seen.eligible == [False, True]
+    assert found.seen.candidates.overlap_device.tolist() == [10, 2]
+
+
+async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body: Any) -> str:
+    """As the answer, the record and the counter have it."""
+
+    async def counted() -> dict[str, float]:
+        text = (await client.get("/metrics")).text
+        return {
+            reason: float(line.split()[1])
+            for reason in LOCALITIES
+            for line in text.splitlines()
+            if line.startswith(f'kvroute_locality_total{{reason="{reason}"}}')
+        }
+
+    before = await counted()
+    answer = await route(client, request_id, explain=True, **body)
+    found = await recorded(url, request_id)
+    assert answer["locality"] == found.locality
+    assert answer["best_overlap"] == {"worker": found.best, "blocks": found.best_overlap}
+    after = await counted()
+    assert after == before | {found.locality: before.get(found.locality, 0) + 1}
+    return found.locality
+
+
+async def test_why_locality_was_lost(
+    client: httpx.AsyncClient,
+    two: FakeWorkers,
+    one_redis_server: EmbeddedRedis,
+    redis: Redis,
+) -> None:
+    url = one_redis_server.url
+    assert await locality(client, url, "kept") == "kept"
+    assert await locality(client, url, "none", token_ids=OTHER) == "none"
+    assert await locality(client, url, "excluded", exclude=["w1"]) == "excluded"
+    for request_id in ("kept", "none", "excluded"):
+        await client.delete(f"/v1/requests/{request_id}")
+    random = {
+        await locality(client, url, f"random-{n}", policy="random", reserve=True)
+        for n in range(8)
+        if not (await client.delete(f"/v1/requests/random-{n - 1}")).is_error
+    }
+    assert random == {"kept", "tie"}
+    await client.delete("/v1/requests/random-7")
+
+    # A long prompt that prefills on w1 makes w2 the one that starts sooner.
+    await route(client, "long", token_ids=list(range(1000, 60_000)), exclude=["w2"])
+    assert await locality(client, url, "load") == "load"
+    await route(client, "second", exclude=["w2"])
+    assert await locality(client, url, "full") == "full"
+
+    await redis.zadd(KEYS["leases"], {"1": 1})
+    assert await locality(client, url, "lease") == "lease"
+    assert (await recorded(url, "lease")).best == "#1"
+
+
+async def test_a_degraded_decision_is_recorded_once_redis_is_back(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with replica(own_redis_server.url, redis_timeout_ms=100) as client:
+        async with connect(own_redis_server.url) as redis:
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await route(client, "r1")
+        own_redis_server.kill()
+        answer = await route(client, "r2", explain=True)
+        assert (answer["degraded"], answer["locality"]) == (True, "degraded")
+        text = (await client.get("/metrics")).text
+        assert 'kvroute_locality_total{reason="degraded"} 1.0' in text
+
+
+async def test_nothing_is_recorded_where_nothing_is_to_be_kept(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers, redis: Redis
+) -> None:
+    async with replica(one_redis_server.url, decisions_kept=0) as client:
+        await route(client, "r1")
+    async with replica(one_redis_server.url, details_per_s=0) as client:
+        await route(client, "r2")
+        await route(client, "r3", explain=True)
+        assert (await recorded(one_redis_server.url, "r3")).seen is not None
+    assert (await recorded(one_redis_server.url, "r2")).seen is None
+    assert await redis.xlen(KEYS["decisions"]) == 2
+
+
+async def test_the_stream_is_trimmed(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers, redis: Redis
+) -> None:
+    async with replica(one_redis_server.url, decisions_kept=20) as client:
+        for n in range(300):
+            await route(client, f"r{n}")
+            await client.delete(f"/v1/requests/r{n}")
+        await recorded(one_redis_server.url, "r299")
+    # Redis drops whole nodes of its stream, of about 4 kB.
+    assert 20 <= await redis.xlen(KEYS["decisions"]) < 60
+
+
+async def test_a_key_that_somebody_made_into_something_else_is_made_anew(
+    client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    await redis.set(KEYS["decisions"], "mine")
+    await route(client, "r1")
+
+    async def is_gone() -> bool:
+        return not await redis.exists(KEYS["decisions"])
+
+    await eventually(is_gone)
+    await route(client, "r2")
+    assert (await recorded(one_redis_server.url, "r2")).worker
+    await redis.xadd(KEYS["decisions"], {"a": "b"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    await route(client, "r3")
+    await eventually(is_gone)
+    await route(client, "r2")
+    # An entry that is none does not hide the others.
+    await redis.xadd(KEYS["decisions"], {"request_id": "r9"})
+    assert (await recorded(one_redis_server.url, "r2")).worker
+
+
+@pytest.fixture
+async def decided(
+    client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis
+) -> str:
+    """Three requests with one prefix, and one with another; URL of their Redis."""
+    for n in range(3):
+        await route(client, f"r{n}", explain=True, exclude=["w1"] if n == 2 else [])
+        await client.delete(f"/v1/requests/r{n}")
+    await route(client, "r3", explain=True, token_ids=OTHER)
+    await recorded(one_redis_server.url, "r3")
+    return one_redis_server.url
+
+
+async def test_explain_shows_every_candidate_and_why(decided: str) -> None:
+    text = (await kvroute(decided, "explain", "r2")).output
+    assert "r2: 41 tokens to w2:0 by latency, which held 2 of 10 full blocks" in text
+    assert "on a worker that the request excludes; w1:0 held most, 10; decided at try 1" in text
+    assert [line.split()[:2] for line in text.splitlines()[-2:]] == [
+        ["w1:0", "False"],
+        ["w2:0", "True"],
+    ]
+    found = await as_json(decided, "explain", "r2")
+    assert (found["locality"], found["best"], found["best_overlap"]) == ("excluded", "w1:0", 10)
+    cheapest = found["candidates"][0]
+    assert cheapest["worker"] == "w1:0"
+    terms = ("queue_s", "memory_wait_s", "prefill_s", "blocking_s", "decode_s", "interference_s")
+    assert sum(cheapest[term] for term in terms) == pytest.approx(cheapest["cost"])
+
+
+async def test_explain_knows_only_what_is_kept(decided: str) -> None:
+    result = await kvroute(decided, "explain", "r77")
+    assert result.exit_code == 1
+    assert "no decision about 'r77' is kept (any more)" in result.output
+
+
+async def test_whatif_scores_again_with_another_policy(decided: str) -> None:
+    same = await as_json(decided, "whatif", "--policy", "latency")
+    assert (same["decisions"], same["changed"]) in [(4, 0), (4, 1)]  # r3 is a tie
+    assert same["mean"]["overlap blocks"]["were"] == same["mean"]["overlap blocks"]["would be"]
+    away = await as_json(decided, "whatif", "--policy", "blocks", "--prefill-weight", "0")
+    assert away["mean"]["overlap blocks"]["were"] == (10 + 10 + 2 + 0) / 4
+    assert (await as_json(decided, "whatif", "--policy", "latency", "--last", "2"))[
+        "decisions"
+    ] == 2
+    text = (await kvroute(decided, "whatif", "--policy", "round_robin")).output
+    assert text.startswith("4 decisions; ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "latency", "--prefill-weight", "2"), "only blocks has one"),
+        (("--policy", "fastest"), "'fastest' is not one of"),
+    ],
+)
+async def test_whatif_refuses_what_makes_no_sense(
+    decided: str, arguments: tuple[str, ...], message: str
+) -> None:
+    result = await kvroute(decided, "whatif", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+async def test_whatif_wants_decisions_with_their_candidates(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    result = await kvroute(one_redis_server.url, "whatif", "--policy", "blocks")
+    assert result.exit_code == 1
+    assert "no decision is kept with its candidates" in result.output
+
+
+async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
+    found = await as_json(decided, "inspect", "usage")
+    assert found["decisions"] == 4
+    assert [(p["num_blocks"], p["requests"]) for p in found["prefixes"]] == [(10, 3), (10, 1)]
+    text = (await kvroute(decided, "inspect", "usage")).output
+    assert text.splitlines()[-2].split()[1:] == ["10", "3"]
+    none = await as_json(decided, "inspect", "usage", "--window-s", "0.000001")
+    assert none["decisions"] >= 1

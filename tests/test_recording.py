@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.core.types import SequenceHash, TierOverlap
+from app.policy.cost import Candidates
+from app.recording import FIELDS, Record, Seen, Usage, decode, encode, sampled, usages
+
+
+def record(request_id: str, blocks: list[SequenceHash], seen: Seen | None = None) -> Record:
+    return Record(
+        request_id=request_id,
+        at_ms=1_700_000_000_123,
+        worker="w1:0",
+        policy="latency",
+        locality="load",
+        isl_tokens=16 * len(blocks) + 3,
+        isl_blocks=len(blocks),
+        overlap=TierOverlap(3, 2, 1),
+        best="w2:1",
+        best_overlap=9,
+        tries=2,
+        blocks=sampled(blocks),
+        seen=seen,
+    )
+
+
+def as_redis_gives_it(entry: dict[str, object]) -> dict[bytes, bytes]:
+    return {
+        name.encode(): value if isinstance(value, bytes) else str(value).encode()
+        for name, value in entry.items()
+    }
+
+
+CHAIN = [SequenceHash(2**63 + i) for i in range(100)]
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    written = record("r1", CHAIN)
+    assert decode(as_redis_gives_it(encode(written))) == written
+    nobody = record("r1", [])
+    assert decode(as_redis_gives_it(encode(nobody))) == nobody
+
+
+def test_what_a_choice_was_made_from_is_read_as_it_was_written() -> None:
+    matrix = np.arange(len(FIELDS) * 3, dtype=np.float64).reshape(-1, 3) + 0.5
+    seen = Seen(["w0:0", "w1:0", "w2:1"], 16, Candidates(*matrix), [True, False, True])
+    found = decode(as_redis_gives_it(encode(record("r1", CHAIN, seen)))).seen
+    assert found is not None
+    assert (found.workers, found.block_size, found.eligible) == (seen.workers, 16, seen.eligible)
+    for name, values in zip(FIELDS, matrix, strict=True):
+        assert getattr(found.candidates, name).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("missing", ["worker", "best", "overlap", "blocks"])
+def test_an_entry_that_lacks_something_is_none(missing: str) -> None:
+    entry = as_redis_gives_it(encode(record("r1", CHAIN)))
+    del entry[missing.encode()]
+    with pytest.raises(KeyError, match=missing):
+        decode(entry)
+
+
+def test_candidates_that_do_not_fit_the_workers_are_none() -> None:
+    matrix = np.zeros((len(FIELDS), 2))
+    seen = Seen(["w0:0"], 16, Candidates(*matrix), [True])
+    with pytest.raises(ValueError, match="does not fit 1 workers"):
+        decode(as_redis_gives_it(encode(record("r1", CHAIN, seen))))
+
+
+def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
+    system, document = CHAIN[:20], CHAIN[:40]
+
+    def private(n: int, stem: list[SequenceHash], length: int) -> list[SequenceHash]:
+        return [*stem, *(SequenceHash(1000 * n + i) for i in range(length))]
+
+    prompts = [private(1, system, 30), private(2, document, 8), private(3, document, 60), CHAIN[:4]]
+    found = list(usages(record(f"r{n}", prompt) for n, prompt in enumerate(prompts)))
+    # 40 and 20 are among the recorded positions, and so is 4.
+    assert found[:3] == [Usage(CHAIN[3], 4, 4), Usage(CHAIN[19], 20, 3), Usage(CHAIN[39], 40, 2)]
+    assert [(usage.num_blocks, usage.requests) for usage in found[3:]] == [
+        (96, 1),
+        (48, 1),
+        (48, 1),
+    ]
