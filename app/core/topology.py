@@ -55,11 +55,11 @@ def did_not_run(reply: Any) -> bool:
     )
 
 
-async def exchange(node: Node, commands: Iterable[Sequence[Any]], **options: Any) -> list[Any]:
-    """The replies to one pipeline, one a command, errors among them as values.
+async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
+    """The replies to one pipeline as they came, one a command, errors among them as values.
 
-    options: for redis-py's parsers of replies. Raises RedisError or OSError if the connection
-    fails after sending: then some of the commands may have run.
+    Raises RedisError or OSError if the connection fails after sending: then some of the commands
+    may have run.
     """
     commands = list(commands)
     pool: Any = node.client.connection_pool
@@ -67,13 +67,22 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]], **options: Any
         connection = await pool.get_connection()
     except (RedisError, OSError) as error:
         return [NotSent(f"{type(error).__name__}: {error}")] * len(commands)
-    async with node.client.pipeline(transaction=False) as pipe:
-        pipe.connection = connection
-        for command in commands:
-            if node.asking:
-                pipe.execute_command("ASKING")
-            pipe.execute_command(*command, **options)
-        replies: list[Any] = await pipe.execute(raise_on_error=False)
+    # Not by redis-py's pipeline, which takes twice the CPU in all.
+    sent = [part for c in commands for part in (("ASKING",), c)] if node.asking else commands
+    replies: list[Any] = []
+    try:
+        await connection.send_packed_command(connection.pack_commands(sent), check_health=False)
+        for _ in sent:
+            try:
+                replies.append(await connection.read_response())
+            except ResponseError as error:
+                replies.append(error)
+    except BaseException:
+        # What is still to come would be taken for the replies to other commands.
+        await connection.disconnect(nowait=True)
+        raise
+    finally:
+        await pool.release(connection)
     return replies[1::2] if node.asking else replies
 
 
@@ -236,7 +245,7 @@ class ClusterClient(Client):
                 await self.refresh()
             node = self.node_of(key)
             for _ in range(MAX_REDIRECTS + 1):
-                [reply] = await exchange(node, [args], **options)
+                [reply] = await exchange(node, [args])
                 if not did_not_run(reply):
                     break
                 nodes = await self.redirect(node, {key: reply})
@@ -248,7 +257,8 @@ class ClusterClient(Client):
             raise
         if isinstance(reply, Exception):
             raise reply
-        return reply
+        parse = self.response_callbacks.get(args[0])
+        return parse(reply, **options) if parse else reply
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> NoReturn:
         raise TypeError("a pipeline has one node: use exchange()")
