@@ -36,6 +36,7 @@ from app.core.matching import match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
+from app.core.serving import run
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
@@ -405,9 +406,7 @@ def main(
     """Measure the index in a real Redis."""
     with ExitStack() as stack:
         url = url or stack.enter_context(EmbeddedRedis()).url
-        result = asyncio.run(
-            measure(url, blocks, index_blocks or blocks, workers, queries, repeats)
-        )
+        result = run(measure(url, blocks, index_blocks or blocks, workers, queries, repeats))
     show(result, Console())
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)

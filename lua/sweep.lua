@@ -104,7 +104,7 @@ for bucket = cursor, stop - 1 do
   end
   -- A bucket that so many owned for a moment that Redis gave up its compact encoding would never
   -- have it again.
-  if longest > 0 and longest <= 64 and #kept <= 512
+  if longest > 0 and longest <= 64 and #kept <= 2 * 512
     and redis.call('OBJECT', 'ENCODING', key) == 'hashtable' then
     redis.call('DEL', key)
     redis.call('HSET', key, unpack(kept))

@@ -24,6 +24,7 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 WHOLE_CHAIN = 512
 """Chains up to this length are sent whole: the hashes cost Redis less than a round trip more."""
 
+NOTHING = TierOverlap()
 NOBODY = b"-"
 UNKNOWN = b""
 _OWNER = re.compile(rb"(\d+)([dhk])")
@@ -156,17 +157,43 @@ def _between(gap: Gap, runs: list[Run]) -> list[Run]:
 
 
 def _overlaps(runs: list[Run]) -> Overlaps:
-    counts: dict[Incarnation, list[int]] = {}
+    """Workers that hold the same go through this together: of many, most share the beginning."""
+    found: Overlaps = {}
+    alive: list[tuple[frozenset[Incarnation], TierOverlap]] = []
+    reached = 0
     for start, end, owners in runs:
-        for incarnation, tier in parse_owners(owners):
-            count = counts.setdefault(incarnation, [0, 0, 0])
-            # A gap ends the overlap: one who is absent from a run holds nothing behind it.
-            if sum(count) == start:
-                count[tier] += end - start
-    return {inc: TierOverlap(*count) for inc, count in counts.items() if any(count)}
+        # A gap ends the overlap: one who is absent from a run holds nothing behind it.
+        if start != reached:
+            break
+        by_tier = _by_tier(owners)
+        before = alive if start else [(incs, NOTHING) for incs in by_tier.values()]
+        alive = [
+            (both, _longer(overlap, tier, end - start))
+            for members, overlap in before
+            for tier, incs in by_tier.items()
+            if (both := members & incs)
+        ]
+        for members, overlap in alive:
+            found.update(dict.fromkeys(members, overlap))
+        reached = end
+    return found
+
+
+def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
+    return TierOverlap(
+        overlap.device + blocks * (tier is Tier.DEVICE),
+        overlap.host + blocks * (tier is Tier.HOST),
+        overlap.disk + blocks * (tier is Tier.DISK),
+    )
 
 
 @lru_cache(maxsize=4096)
+def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
+    entries = parse_owners(owners)
+    found = {tier: frozenset(inc for inc, its in entries if its is tier) for tier in Tier}
+    return {tier: incs for tier, incs in found.items() if incs}
+
+
 def parse_owners(owners: bytes) -> tuple[tuple[Incarnation, Tier], ...]:
     """The entries of a field in a `blocks:` hash."""
     return tuple(

@@ -178,7 +178,7 @@ class Cluster:
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self.rng = random.Random(7)
-        system_prompts = [new_blocks(self.rng, 8 + n) for n in range(8)]
+        system_prompts = [new_blocks(self.rng, 8 + n) for n in range(24)]
         self.workers = [
             Worker(redis, f"w{n}", Engine(random.Random(n), system_prompts))
             for n in range(NUM_WORKERS)
