@@ -137,6 +137,8 @@ class _Pending:
     answer: asyncio.Future[Decision]
     overlaps: Overlaps = field(default_factory=dict)
     tries: int = 0
+    held: _Plan | None = None
+    """What is reserved for it already, though it may be decided again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +302,9 @@ class Router:
                 self._decide_degraded(undecided, error)
                 return
         for pending in waiting:
+            if pending.held is not None:
+                self._take(pending.held)
+                continue
             self._orphans.append((pending.request.request_id, pending.attempt))
             _fail(pending, AllWorkersBusy(f"every choice of {MAX_TRIES} was full by then"))
 
@@ -402,7 +407,10 @@ class Router:
             try:
                 plan = self._plan(pending, view, degraded=False)
             except RoutingError as error:
-                _fail(pending, error)
+                if pending.held is not None:
+                    self._take(pending.held)
+                else:
+                    _fail(pending, error)
                 continue
             if pending.request.reserve:
                 view.add(plan.position, plan.reservation)
@@ -504,6 +512,8 @@ class Router:
                 self.telemetry.conflicts.labels(reply.reason).inc()
                 if reply.reason == "changed":
                     overtaken.add(plan.incarnation)
+                # Refused or not, what the request had before was given back.
+                plan.pending.held = None
                 left.append(plan.pending)
                 last = reply
                 continue
@@ -511,13 +521,18 @@ class Router:
                 last.fresh.loads[plan.incarnation].add(plan.reservation, last.fresh.now_ms)
             if plan.incarnation in overtaken:
                 self.telemetry.conflicts.labels("changed").inc()
+                plan.pending.held = plan
                 left.append(plan.pending)
             else:
-                self.telemetry.reservations.labels("made").inc()
-                self._predict(plan)
-                self._note_decision(plan)
-                _answer(plan.pending, plan.decision)
+                self._take(plan)
         return left, last
+
+    def _take(self, plan: _Plan) -> None:
+        """Answer with what is reserved."""
+        self.telemetry.reservations.labels("made").inc()
+        self._predict(plan)
+        self._note_decision(plan)
+        _answer(plan.pending, plan.decision)
 
     def _note(self, error: Exception) -> None:
         if isinstance(error, RedisUnavailable) and not isinstance(error, RedisRecovering):

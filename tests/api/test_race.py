@@ -1,0 +1,76 @@
+"""Clients of several replicas that ask at the same moment for what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from app import inspection
+from app.core.embedded import EmbeddedRedis
+from app.core.redis import connect
+from tests.api.conftest import StartReplica
+from tests.fake_workers import KEYS, FakeWorkers
+
+CLIENTS = 200
+REPLICAS = 4
+PROMPT = list(range(1, 42))
+
+
+async def route(client: httpx.AsyncClient, request_id: str) -> str | int:
+    """The worker, or the status where there is none."""
+    answer = await client.post("/v1/route", json={"token_ids": PROMPT, "request_id": request_id})
+    if answer.status_code == 200:
+        assert answer.json()["reserved"]
+        return str(answer.json()["worker_id"])
+    assert answer.json()["error"]["code"] == "all_workers_busy"
+    assert answer.headers["retry-after"] == "1"
+    return answer.status_code
+
+
+@pytest.mark.parametrize("slots", [{"w1": 1}, {"w1": 1, "w2": 1}, {"w1": 3, "w2": 40, "w3": 7}])
+async def test_never_more_is_promised_than_there_is(
+    workers: FakeWorkers,
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    slots: dict[str, int],
+) -> None:
+    incarnations = {
+        name: await workers.register(name, max_requests=count) for name, count in slots.items()
+    }
+    await workers.publish("w1", PROMPT)
+    async with AsyncExitStack() as stack:
+        url = one_redis_server.url
+        clients = [await stack.enter_async_context(replica(url)) for _ in range(REPLICAS)]
+        for turn in range(3):
+            answers = await asyncio.gather(
+                *(route(clients[n % REPLICAS], f"r{n}") for n in range(CLIENTS))
+            )
+            assert Counter(answers) == slots | {429: CLIENTS - sum(slots.values())}, turn
+            assert await workers.reserved() == {
+                f"r{n}": f"{answer}:0" for n, answer in enumerate(answers) if answer != 429
+            }
+            assert {name: (await workers.load(name)).requests for name in slots} == slots
+            # Given back twice, through whichever replica, and by some who had nothing.
+            ended = [f"r{n}" for n in range(CLIENTS)] * 2
+            random.Random(turn).shuffle(ended)
+            await asyncio.gather(
+                *(clients[i % REPLICAS].delete(f"/v1/requests/{r}") for i, r in enumerate(ended))
+            )
+            for name in slots:
+                load = await workers.load(name)
+                assert (load.requests, load.blocks, load.prefill_tokens, load.prefill_us) == (
+                    0,
+                    0,
+                    0,
+                    0,
+                )
+        assert await workers.reserved() == {}
+    async with connect(one_redis_server.url) as redis:
+        findings, _ = await inspection.verify(redis, KEYS, 1 << 10)
+    assert findings == []
+    assert len(incarnations) == len(slots)
