@@ -48,6 +48,15 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _fault)
 
 
+async def answer(request: Request, error: Exception) -> Response:
+    """What `install` has an application answer. Raises what nobody foresaw."""
+    if isinstance(error, KvrouteError):
+        return await _kvroute_error(request, error)
+    if isinstance(error, ValidationError):
+        return await _validation_error(request, error)
+    raise error
+
+
 def _body(code: str, message: str, field: str | None = None) -> dict[str, object]:
     return {"error": {"code": code, "message": message, "field": field}}
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Awaitable, Callable, Mapping
 from math import isfinite
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api import schemas
+from app.api import errors, schemas
 from app.api.errors import json_response
 from app.core.config import RouterSettings
 from app.core.errors import (
@@ -320,6 +322,37 @@ def _check_length(field: str, num_tokens: int, settings: RouterSettings) -> None
         raise InvalidRequest(
             field, f"{num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
         )
+
+
+HOT_ROUTES: Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
+    ("POST", "/v1/route"): route,
+    ("POST", "/find_best_worker"): find_best_worker,
+}
+
+
+class HotRoutes:
+    """Middleware that calls the endpoints of decisions itself.
+
+    They read their bodies and write their answers on their own, so that all FastAPI has for them
+    is documentation; what it does besides took a fifth of a decision's CPU.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = None
+        if scope["type"] == "http":
+            endpoint = HOT_ROUTES.get((scope["method"], scope["path"]))
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            response = await errors.answer(request, error)
+        await response(scope, receive, send)
 
 
 def _worker(decision: Decision) -> dict[str, Any]:
