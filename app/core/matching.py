@@ -189,8 +189,9 @@ def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
 
 @lru_cache(maxsize=4096)
 def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
-    entries = parse_owners(owners)
-    found = {tier: frozenset(inc for inc, its in entries if its is tier) for tier in Tier}
+    # Of an incarnation that a spoilt field names twice, the first mention counts.
+    tiers = dict(reversed(parse_owners(owners)))
+    found = {tier: frozenset(inc for inc, its in tiers.items() if its is tier) for tier in Tier}
     return {tier: incs for tier, incs in found.items() if incs}
 
 
