@@ -255,7 +255,7 @@ def _plot_distribution(axes: Axes, runs: Sequence[PolicyRun]) -> None:
     axes.grid(color=FAINT, linewidth=0.7)
     axes.set_xlabel("seconds, log scale", color=GREY)
     axes.legend(frameon=False, loc="lower right")
-    _style(axes, "Requests with their first token within ...")
+    style(axes, "Requests with their first token within ...")
 
 
 def _plot_bars(
@@ -272,7 +272,7 @@ def _plot_bars(
     axes.margins(x=0.18)
     axes.xaxis.set_visible(False)
     axes.spines["bottom"].set_visible(False)
-    _style(axes, title)
+    style(axes, title)
 
 
 def _plot_workers(
@@ -293,10 +293,10 @@ def _plot_workers(
     axes.set_xticks(places, workers)
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
-    _style(axes, "Requests per worker")
+    style(axes, "Requests per worker")
 
 
-def _style(axes: Axes, title: str) -> None:
+def style(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.tick_params(which="both", colors=GREY, length=0)
     for side in ("top", "right", "left"):

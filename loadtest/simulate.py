@@ -1,246 +1,286 @@
 """Policies compared offline: a trace against simulated workers, in virtual time, without sockets.
 
-    python -m loadtest.simulate --policy blocks --policy latency --load 1.1 --load 1.5
+    python -m loadtest.simulate --policy blocks --policy latency
+    python -m loadtest.simulate --load 1.1 --replicas 16 --sharing late --sync-ms 50
 
-The policies, the engine and the books of reservations are the real ones; Redis, HTTP and clocks are
-not there, so every decision sees the exact state of the moment, as routers that share one Redis do.
-The demo's part of the trace takes a few seconds per policy.
+The policies, the engine and the books of reservations are the real ones (loadtest/virtual.py). No
+load given, the knee is looked for first, and 50, 70 and 90 % of it are played.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import count
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import cycle, groupby
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
+import orjson
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from app.core.config import POLICY_NAMES, POSITIVE
-from app.core.reservations import Load, Reservation
-from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
-from app.policy.select import choose
 from loadtest import report
 from loadtest.client import Outcome
-from loadtest.report import PolicyRun
-from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
+from loadtest.report import PolicyRun, PolicySummary, summarise
+from loadtest.traces import DEMO_TRACE, Trace, read_trace
+from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
 from workers.engines.profiles import PROFILES
-from workers.engines.sim import SimEngine
-from workers.engines.steps import Finished, SimRequest, Step
-from workers.speed import SpeedLearner
 
-BLOCK_SIZE = 64
-SPEED_INTERVAL_S = 1.0
-"""How often routers learn of a worker's speed. Live it is ten times a second, for the same values:
-they hardly move."""
+WARMUP = 0.25
+NO_LOAD = 0.1
+"""Requests hardly ever meet."""
+KNEE = 3.0
+"""Of the mean TTFT without load: where the queues begin to run away."""
+SHARES_OF_KNEE = (0.5, 0.7, 0.9)
+MAX_LOAD = 64.0
+STEP = 1.02
+"""How close a search comes."""
+SLO_TTFT_S = 2.0
+SLO_PREFILLS = 1.5
+SLO_TOKEN_S = 0.1
 
-
-class Worker:
-    """One engine, and what is reserved on it: the books that lua/ keeps in Redis."""
-
-    def __init__(self, profile: str) -> None:
-        self.engine = SimEngine(PROFILES[profile], block_size=BLOCK_SIZE)
-        self.load = Load()
-        self.is_stepping = False
-        self.learner = SpeedLearner(PROFILES[profile].max_batch_tokens)
-        self.speed = self.learner.speed()
-        self._reserved: dict[str, Reservation] = {}
-        self._prefilling: list[str] = []
-
-    def reserve(self, reservation: Reservation, now_s: float) -> None:
-        self.load.add(reservation, round(now_s * 1000))
-        self._reserved[reservation.request_id] = reservation
-        self._prefilling.append(reservation.request_id)
-
-    def prefill_complete(self, request_id: str, now_s: float) -> None:
-        """As lua/prefill_complete.lua: the next in line becomes the head."""
-        reservation = self._reserved[request_id]
-        self.load.prefill_tokens -= reservation.prefill_tokens
-        self.load.prefill_us -= reservation.prefill_us
-        self.load.decoding += 1
-        was_head = self._prefilling[0] == request_id
-        self._prefilling.remove(request_id)
-        if was_head:
-            head = self._reserved[self._prefilling[0]] if self._prefilling else None
-            self.load.head_us = head.prefill_us if head else 0
-            self.load.head_since_ms = round(now_s * 1000)
-
-    def release(self, request_id: str) -> None:
-        """As lua/release.lua, for a request that has its first token."""
-        self.load.blocks -= self._reserved.pop(request_id).blocks
-        self.load.requests -= 1
-        self.load.decoding -= 1
-
-    def column(self, request: SimRequest, now_s: float) -> tuple[float, ...]:
-        """This worker in the order of Candidates."""
-        load, m, s = self.load, self.engine.metrics(), self.speed
-        return (
-            *(self.engine.pool.match(request.blocks), 0.0, 0.0),
-            *(load.prefill_tokens, load.queue_s(round(now_s * 1000)), load.blocks),
-            *(load.requests, load.decoding, m.request_total_slots),
-            *(m.kv_active_blocks, m.kv_total_blocks, m.num_requests_waiting),
-            *(m.gpu_cache_usage_perc, m.request_active_slots, m.request_total_slots),
-            *(s.prefill_s_per_token, s.prefill_s_per_token2),
-            *(s.decode_s_per_kv_token, s.decode_s_per_seq),
-            *(s.host_s_per_token, s.disk_s_per_token, s.mean_output_tokens),
-        )
+Played = Mapping[str, Sequence["Figures"]]
+"""By policy, its seeds."""
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A request on its way: its turn of a session, and when what happened."""
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything but policy, load and seed."""
 
-    session: Session
-    turn: int
-    arrival_s: float
-    worker: int = 0
-    first_token_s: float = 0.0
-
-    @property
-    def request(self) -> TraceRequest:
-        return self.session.turns[self.turn]
+    trace: Trace
+    setting: Setting
 
 
-class Simulation:
-    """One policy against one trace. `run` once."""
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One policy at one load, from one seed."""
 
-    def __init__(self, policy: str, num_workers: int, profile: str, seed: int) -> None:
-        self.workers = [Worker(profile) for _ in range(num_workers)]
-        self.outcomes: list[Outcome] = []
-        self._policy = policy
-        self._rng = np.random.default_rng(seed)
-        self._seed = seed
-        self._turn = 0
-        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = count()
-        self._flights: dict[str, _Flight] = {}
-
-    def run(self, trace: Trace) -> list[Outcome]:
-        """Outcomes in order of arrival; times in engine seconds."""
-        for session in trace.sessions:
-            self._send_at(_Flight(session, 0, session.start_s + session.turns[0].think_s))
-        self._at(SPEED_INTERVAL_S, self._learn)
-        while self._agenda:
-            now_s, _, act = heapq.heappop(self._agenda)
-            act(now_s)
-        return sorted(self.outcomes, key=lambda outcome: outcome.arrival_s)
-
-    def _at(self, when_s: float, act: Callable[[float], None]) -> None:
-        heapq.heappush(self._agenda, (when_s, next(self._order), act))
-
-    def _send_at(self, flight: _Flight) -> None:
-        self._at(flight.arrival_s, lambda now_s: self._send(flight, now_s))
-
-    def _learn(self, now_s: float) -> None:
-        for worker in self.workers:
-            worker.speed = worker.learner.speed()
-        if self._agenda:
-            self._at(now_s + SPEED_INTERVAL_S, self._learn)
-
-    def _send(self, flight: _Flight, now_s: float) -> None:
-        request = SimRequest.from_tokens(
-            str(flight.request.index),
-            flight.request.prompt(self._seed),
-            flight.request.output_tokens,
-            block_size=BLOCK_SIZE,
-        )
-        flight.worker = self._choose(request, now_s)
-        self._flights[request.request_id] = flight
-        worker = self.workers[flight.worker]
-        worker.engine.submit(request)
-        if not worker.is_stepping:
-            self._step(worker, now_s)
-
-    def _choose(self, request: SimRequest, now_s: float) -> int:
-        columns = [worker.column(request, now_s) for worker in self.workers]
-        candidates = Candidates(*np.array(columns, dtype=np.float64).T)
-        size = RequestSize(request.prompt_tokens, BLOCK_SIZE)
-        choice = choose(
-            self._policy,
-            candidates,
-            size,
-            eligible=np.ones(len(self.workers), dtype=bool),
-            rng=self._rng,
-            turn=self._turn,
-        )
-        self._turn += 1
-        cached = int(candidates.overlap_device[choice.index]) * BLOCK_SIZE
-        prefill_s = float(predicted_prefill_s(candidates, size)[choice.index])
-        reservation = Reservation(
-            request.request_id,
-            prefill_tokens=max(1, request.prompt_tokens - cached),
-            prefill_us=round(1e6 * prefill_s),
-            blocks=size.isl_blocks,
-        )
-        self.workers[choice.index].reserve(reservation, now_s)
-        return choice.index
-
-    def _step(self, worker: Worker, now_s: float) -> None:
-        step = worker.engine.step()
-        worker.is_stepping = step is not None
-        if step is not None:
-            self._at(now_s + step.duration_s, lambda end_s: self._end_step(worker, step, end_s))
-
-    def _end_step(self, worker: Worker, step: Step, now_s: float) -> None:
-        worker.learner.observe(step, step.duration_s)
-        worker.engine.take_events()
-        for request_id in step.first_tokens:
-            worker.prefill_complete(request_id, now_s)
-            self._flights[request_id].first_token_s = now_s
-        for finished in step.finished:
-            worker.release(finished.request_id)
-            self._finish(self._flights.pop(finished.request_id), finished, now_s)
-        self._step(worker, now_s)
-
-    def _finish(self, flight: _Flight, finished: Finished, now_s: float) -> None:
-        self.outcomes.append(
-            Outcome(
-                request_id=finished.request_id,
-                arrival_s=flight.arrival_s,
-                sent_s=flight.arrival_s,
-                prompt_tokens=finished.prompt_tokens,
-                attempts=1,
-                worker=f"w{flight.worker}:0",
-                first_token_s=flight.first_token_s,
-                end_s=now_s,
-                cached_tokens=finished.cached_tokens,
-                output_tokens=finished.output_tokens,
-            )
-        )
-        turn = flight.turn + 1
-        if turn < len(flight.session.turns):
-            think_s = flight.session.turns[turn].think_s
-            self._send_at(_Flight(flight.session, turn, now_s + think_s))
+    policy: str
+    load: float
+    seed: int
+    summary: PolicySummary
+    within_slo: float
+    """Share of the measured requests: first token within 2 s and 1.5 times the prefill that the
+    prompt would take alone and uncached, and at most 100 ms for each further token."""
+    goodput_per_s: float
+    """Of requests within the SLO, in engine seconds."""
+    token_s: float
+    """Mean time for a token after the first."""
+    conflicts: int
+    """Reservations refused, as another replica's came first."""
 
 
-def simulate(
-    trace: Trace,
-    policy: str,
-    *,
-    load: float = 1.0,
-    num_workers: int = 8,
-    profile: str = "70b-4xh100",
-    warmup: float = 0.25,
-    seed: int = 0,
-) -> PolicyRun:
-    """Play `trace` under one policy of POLICY_NAMES, in virtual time.
+ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
+    ("TTFT mean, s", lambda f: f.summary.ttft_mean_s, "{:.2f}"),
+    ("TTFT p50, s", lambda f: f.summary.ttft_p50_s, "{:.2f}"),
+    ("TTFT p90, s", lambda f: f.summary.ttft_p90_s, "{:.2f}"),
+    ("TTFT p99, s", lambda f: f.summary.ttft_p99_s, "{:.2f}"),
+    ("whole request, mean, s", lambda f: f.summary.request_mean_s, "{:.2f}"),
+    ("time per further token, ms", lambda f: f.token_s * 1000, "{:.1f}"),
+    ("within SLO", lambda f: f.within_slo, "{:.1%}"),
+    ("goodput, requests/s", lambda f: f.goodput_per_s, "{:.2f}"),
+    ("tokens from cache", lambda f: f.summary.hit_rate, "{:.1%}"),
+    ("busiest worker / mean", lambda f: f.summary.balance, "{:.2f}"),
+    ("refused, all full", lambda f: float(f.summary.failed), "{:.0f}"),
+    ("reservations refused", lambda f: float(f.conflicts), "{:.0f}"),
+)
+RELATIVE = frozenset({"TTFT mean, s", "TTFT p99, s", "whole request, mean, s"})
+"""Rows that also say how many times the last policy's figure this is."""
 
-    load: arrival rate, as a multiple of the recorded one. warmup: share of the requests, the first
-    ones, that figures leave out. Raises AllWorkersBusy once every worker's slots are reserved.
+
+@cache
+def alone_s(profile_name: str, prompt_tokens: int) -> float:
+    """Seconds to prefill a prompt with nothing cached, on a worker with nothing else to do."""
+    profile = PROFILES[profile_name]
+    starts = range(0, prompt_tokens, profile.max_batch_tokens)
+    chunks = [(start, min(profile.max_batch_tokens, prompt_tokens - start)) for start in starts]
+    return sum(profile.compute_s(n, n * (start + n / 2), 0) for start, n in chunks)
+
+
+def meets_slo(outcome: Outcome, profile_name: str) -> bool:
+    if outcome.first_token_s is None or outcome.end_s is None:
+        return False
+    ttft_s = outcome.first_token_s - outcome.arrival_s
+    allowed_s = SLO_TTFT_S + SLO_PREFILLS * alone_s(profile_name, outcome.prompt_tokens)
+    return ttft_s <= allowed_s and _token_s(outcome) <= SLO_TOKEN_S
+
+
+def _token_s(outcome: Outcome) -> float:
+    assert outcome.first_token_s is not None
+    assert outcome.end_s is not None
+    return (outcome.end_s - outcome.first_token_s) / max(1, outcome.output_tokens - 1)
+
+
+@cache
+def _prompts(trace_name: str, block_size: int) -> Prompts:
+    return Prompts(block_size)
+
+
+def offered(trace: Trace, load: float) -> Trace:
+    """The trace at a multiple of its recorded rate.
+
+    Sessions that wait for their answers are copied: compressed in time, all of them would soon be
+    under way, and no load could be higher than that.
     """
-    simulation = Simulation(policy, num_workers, profile, seed)
-    return PolicyRun(
+    is_closed_loop = any(len(session.turns) > 1 for session in trace.sessions)
+    copies = math.ceil(load) if is_closed_loop else 1
+    return (trace.repeated(copies) if copies > 1 else trace).at_load(load / copies)
+
+
+def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Figures:
+    """Play the scenario's trace once; the first quarter of the requests is not measured."""
+    trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
+    simulation = Simulation(policy, setting, _prompts(trace.name, setting.block_size))
+    outcomes = simulation.run(offered(trace, load))
+    workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
+    run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
+    good = sum(meets_slo(outcome, setting.profile) for outcome in run.measured)
+    answered = [outcome for outcome in run.measured if outcome.end_s is not None]
+    span_s = run.measured[-1].arrival_s - run.measured[0].arrival_s
+    return Figures(
         policy=policy,
-        trace=trace.name,
-        speedup=1.0,
         load=load,
-        warmup=warmup,
-        outcomes=tuple(simulation.run(trace.at_load(load))),
-        workers=tuple(f"w{i}:0" for i in range(num_workers)),
+        seed=seed,
+        summary=summarise(run),
+        within_slo=good / len(run.measured),
+        goodput_per_s=good / span_s if span_s else math.nan,
+        token_s=float(np.mean([_token_s(outcome) for outcome in answered])),
+        conflicts=simulation.conflicts,
     )
+
+
+def highest(is_fine: Callable[[float], bool]) -> float:
+    """The highest load that is fine, to within STEP; 0 if none is, MAX_LOAD if all are."""
+    low, high = 0.0, 1.0
+    while is_fine(high):
+        low, high = high, 2 * high
+        if low >= MAX_LOAD:
+            return MAX_LOAD
+    while high / STEP > low and high > NO_LOAD:
+        middle = math.sqrt(low * high) if low else high / 2
+        low, high = (middle, high) if is_fine(middle) else (low, middle)
+    return low
+
+
+def knee(scenario: Scenario, policy: str) -> float:
+    """The highest load at which mean TTFT is at most KNEE times that without load."""
+    ttft_s = partial(_ttft_mean_s, scenario, policy)
+    bound_s = KNEE * ttft_s(NO_LOAD)
+    return highest(lambda load: ttft_s(load) <= bound_s)
+
+
+def _ttft_mean_s(scenario: Scenario, policy: str, load: float) -> float:
+    mean_s = simulate(scenario, policy, load).summary.ttft_mean_s
+    return math.inf if mean_s is None else mean_s
+
+
+def limit(scenario: Scenario, policy: str, share: float) -> float:
+    """The highest load at which this share of the requests is within the SLO."""
+    return highest(lambda load: simulate(scenario, policy, load).within_slo >= share)
+
+
+# What a worker process plays; it inherits this, as a trace is long to send.
+_scenario: Scenario
+
+
+def _simulate(policy: str, load: float, seed: int) -> Figures:
+    return simulate(_scenario, policy, load, seed)
+
+
+def _knee(policy: str) -> float:
+    return knee(_scenario, policy)
+
+
+def _limit(policy: str, share: float) -> float:
+    return limit(_scenario, policy, share)
+
+
+@contextmanager
+def processes(scenario: Scenario, number: int) -> Iterator[Executor]:
+    global _scenario
+    _scenario = scenario
+    with ProcessPoolExecutor(number, mp_context=get_context("fork")) as executor:
+        yield executor
+
+
+def _mean(seeds: Sequence[Figures], of: Callable[[Figures], float | None]) -> float | None:
+    values = [value for value in map(of, seeds) if value is not None]
+    return float(np.mean(values)) if values else None
+
+
+def table(title: str, played: Played) -> Table:
+    """A column for each policy; means over seeds."""
+    cells = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    cells.add_column(no_wrap=True)
+    for policy in played:
+        cells.add_column(policy, justify="right")
+    for label, of, form in ROWS:
+        values = [_mean(seeds, of) for seeds in played.values()]
+        last = values[-1]
+        row = ["-" if value is None else form.format(value) for value in values]
+        if label in RELATIVE and len(values) > 1 and last:
+            times = [value / last if value is not None else math.nan for value in values]
+            row = [f"{cell} {ratio:5.2f}x" for cell, ratio in zip(row, times, strict=True)]
+        cells.add_row(label, *row)
+    return cells
+
+
+def plot(figures: Sequence[Figures], title: str, path: Path) -> None:
+    """Writes a PNG: four figures over the load, a line for each policy."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 7.2), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=report.INK)
+    shown = [row for row in ROWS if row[0] in RELATIVE or row[0] == "within SLO"]
+    for axes, (label, of, _) in zip(figure.subplots(2, 2).flat, shown, strict=True):
+        by_policy = groupby(sorted(figures, key=lambda f: f.policy), lambda f: f.policy)
+        for (policy, its), colour in zip(by_policy, cycle(report.COLOURS), strict=False):
+            at = {
+                load: _mean(list(seeds), of)
+                for load, seeds in groupby(sorted(its, key=lambda f: f.load), lambda f: f.load)
+            }
+            loads, values = list(at), [math.nan if v is None else v for v in at.values()]
+            axes.plot(loads, values, color=colour, linewidth=2, marker="o", label=policy)
+        if label in RELATIVE:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.grid(color=report.FAINT, linewidth=0.7)
+        axes.set_xlabel("load, times the recorded rate", color=report.GREY)
+        report.style(axes, label)
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+class _PolicyName(click.ParamType[str]):
+    """A policy's name, or `blocks:W`."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            policy = Policy(value)
+            is_weighted = policy.cost is not None
+            if policy.key not in POLICY_NAMES or (is_weighted and policy.key != "blocks"):
+                raise ValueError
+        except ValueError:
+            self.fail(f"{value!r} is none of {', '.join(POLICY_NAMES)}, blocks:WEIGHT", param, ctx)
+        return str(value)
+
+
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
+FROM_0 = click.FloatRange(min=0)
 
 
 @click.command()
@@ -257,41 +297,133 @@ def simulate(
     "policies",
     multiple=True,
     default=POLICY_NAMES,
-    type=click.Choice(POLICY_NAMES),
-    help="Default: all.",
+    type=_PolicyName(),
+    help="Default: all. blocks:W is blocks with a prefill weight of W.",
 )
 @click.option(
     "--load",
     "loads",
     multiple=True,
-    default=(1.1,),
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
-    help="Arrival rates, as multiples of the recorded one.",
+    type=ABOVE_0,
+    help="Arrival rates, as multiples of the recorded one. Default: 50, 70 and 90 % of the knee, "
+    f"the load at which the last policy's mean TTFT is {KNEE:g} times that without load.",
+)
+@click.option(
+    "--limit",
+    "share",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Also find the highest load at which this share of the requests meets the SLO.",
 )
 @click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
 @click.option(
     "--profile", default="70b-4xh100", show_default=True, type=click.Choice(list(PROFILES))
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
+@click.option(
+    "--host-tokens", default=0, show_default=True, type=click.IntRange(min=0), help="A worker's."
+)
+@click.option("--block-size", default=256, show_default=True, type=POSITIVE)
+@click.option("--replicas", default=1, show_default=True, type=POSITIVE)
+@click.option(
+    "--sharing",
+    default="exact",
+    show_default=True,
+    type=click.Choice([str(sharing) for sharing in Sharing]),
+    help="What replicas know of each other's reservations.",
+)
+@click.option("--sync-ms", default=5.0, show_default=True, type=FROM_0, help="How late `late` is.")
+@click.option(
+    "--trip-ms", default=0.5, show_default=True, type=FROM_0, help="From look-up to reservation."
+)
+@click.option("--event-delay-ms", default=0.0, show_default=True, type=FROM_0)
+@click.option("--metrics-ms", default=100.0, show_default=True, type=ABOVE_0, help="Interval.")
+@click.option(
+    "--misjudged",
+    default=1.0,
+    show_default=True,
+    type=ABOVE_0,
+    help="Workers' speeds as routers believe them, over what was learned.",
+)
+@click.option(
+    "--count-in-flight", is_flag=True, help="Blocks count as cached from the reservation on."
+)
+@click.option("--seeds", default=1, show_default=True, type=POSITIVE)
+@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=POSITIVE)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write figures there.")
+@click.option("--png", "png_file", type=click.Path(path_type=Path), help="Draw figures there.")
 def main(
     trace_file: Path,
     requests: int | None,
     policies: tuple[str, ...],
     loads: tuple[float, ...],
-    num_workers: int,
-    profile: str,
-    seed: int,
+    share: float | None,
+    seeds: int,
+    jobs: int,
+    json_file: Path | None,
+    png_file: Path | None,
+    **options: Any,
 ) -> None:
-    """Compare policies on a trace, in virtual time: a table per load."""
+    """Compare policies on a trace, in virtual time: a table for each load."""
     console = Console()
-    trace = read_trace(trace_file).cut(0.0, None, requests)
-    for load in loads:
-        runs = [
-            simulate(trace, policy, load=load, num_workers=num_workers, profile=profile, seed=seed)
-            for policy in policies
-        ]
-        console.print(report.table(runs))
+    scenario = Scenario(read_trace(trace_file).cut(0.0, None, requests), _setting(**options))
+    result: dict[str, Any] = {
+        "trace": scenario.trace.name,
+        "requests": scenario.trace.num_requests,
+        "setting": asdict(scenario.setting),
+    }
+    with processes(scenario, jobs) as executor:
+        if not loads:
+            result["knee"] = found = executor.submit(_knee, policies[-1]).result()
+            console.print(f"{policies[-1]} reaches its knee at {found:.2f}x the recorded rate")
+            loads = tuple(part * found for part in SHARES_OF_KNEE)
+        asked = [(p, load, seed) for load in loads for p in policies for seed in range(seeds)]
+        figures = list(executor.map(_simulate, *zip(*asked, strict=True)))
+        for load, at_load in groupby(figures, key=lambda f: f.load):
+            played = {policy: list(its) for policy, its in groupby(at_load, lambda f: f.policy)}
+            console.print(table(_title(scenario, load), played))
+        if share is not None:
+            limits = dict(
+                zip(policies, executor.map(partial(_limit, share=share), policies), strict=True)
+            )
+            result["limit"] = {"share": share, "load": limits}
+            for policy, load in limits.items():
+                console.print(f"{policy} keeps {share:.0%} within the SLO up to {load:.2f}x")
+    result["figures"] = [asdict(one) for one in figures]
+    for path in filter(None, (json_file, png_file)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if json_file:
+        json_file.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    if png_file:
+        plot(figures, _title(scenario, None), png_file)
+
+
+def _setting(
+    sharing: str,
+    host_tokens: int,
+    sync_ms: float,
+    trip_ms: float,
+    event_delay_ms: float,
+    metrics_ms: float,
+    **same: Any,
+) -> Setting:
+    return Setting(
+        sharing=Sharing(sharing),
+        host_pool_tokens=host_tokens,
+        sync_s=sync_ms / 1000,
+        trip_s=trip_ms / 1000,
+        event_delay_s=event_delay_ms / 1000,
+        metrics_interval_s=metrics_ms / 1000,
+        **same,
+    )
+
+
+def _title(scenario: Scenario, load: float | None) -> str:
+    trace, setting = scenario.trace, scenario.setting
+    at = "" if load is None else f" at {load:.2f}x the recorded rate"
+    host = f", {setting.host_pool_tokens:,} tokens on the host" * bool(setting.host_pool_tokens)
+    return (
+        f"{trace.name}: {trace.num_requests:,} requests{at}, {setting.num_workers} workers{host}, "
+        f"{setting.replicas} replicas ({setting.sharing})"
+    )
 
 
 if __name__ == "__main__":

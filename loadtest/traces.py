@@ -14,6 +14,7 @@ previous turn followed by `hash_ids`. A session's first turn has `timestamp` (ms
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -29,6 +30,9 @@ DEMO_TRACE = Path(__file__).parent / "data" / "conversation-demo.jsonl"
 OPEN_LOOP_BLOCK_TOKENS = 512
 CLOSED_LOOP_BLOCK_TOKENS = 256
 BIN_MS = 3_000
+
+COPY_STRIDE = 1 << 40
+"""Between the ids of a block and of its copy: more than there are in any trace."""
 
 VOCABULARY = 32_000
 """Tokens are below this, so that any model of the Llama family accepts them."""
@@ -97,6 +101,35 @@ class Trace:
         inside = (s for s in self.sessions if start_s <= s.start_s < end_s)
         shifted = (replace(s, start_s=s.start_s - start_s) for s in inside)
         return replace(self, sessions=tuple(_first_requests(shifted, requests)))
+
+    def repeated(self, times: int) -> Trace:
+        """Each session `times` times over the same while, spread evenly, with tokens of its own.
+
+        Blocks that several sessions share, as a system prompt is, stay shared.
+        """
+        sessions_of = Counter(
+            block for s in self.sessions for block in {b for turn in s.turns for b in turn.blocks}
+        )
+        # As if another session followed the last one after the mean time between two.
+        span_s = (
+            self.sessions[-1].start_s * len(self.sessions) / max(1, len(self.sessions) - 1) or 1.0
+        )
+        alone = {block for block, sessions in sessions_of.items() if sessions == 1}
+        size = self.num_requests
+
+        def copied(request: TraceRequest, number: int) -> TraceRequest:
+            blocks = (b + number * COPY_STRIDE if b in alone else b for b in request.blocks)
+            return replace(request, index=request.index + number * size, blocks=tuple(blocks))
+
+        copies = [
+            Session(
+                (session.start_s + number / times * span_s) % span_s,
+                tuple(copied(turn, number) for turn in session.turns),
+            )
+            for number in range(times)
+            for session in self.sessions
+        ]
+        return replace(self, sessions=tuple(sorted(copies, key=lambda session: session.start_s)))
 
     def at_load(self, factor: float) -> Trace:
         """Sessions start `factor` times as often; think times stay."""

@@ -1,63 +1,157 @@
-"""The offline comparison of policies: what it plays, and that its books balance."""
+"""The offline comparison of policies: its figures, its searches, its command."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import orjson
 import pytest
+from click.testing import CliRunner
 
-from app.core.reservations import Load
-from loadtest.report import summarise
-from loadtest.simulate import Simulation, simulate
+from loadtest.client import Outcome
+from loadtest.simulate import (
+    Scenario,
+    alone_s,
+    highest,
+    knee,
+    limit,
+    main,
+    meets_slo,
+    offered,
+    simulate,
+)
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
+from loadtest.virtual import Setting, Sharing
+from workers.engines.profiles import PROFILES
+
+H100 = "70b-4xh100"
 
 
-def request(index: int, blocks: tuple[int, ...], *, think_s: float = 0.0) -> TraceRequest:
-    """Of 1,024 tokens a block, and 10 tokens of output."""
-    return TraceRequest(index, 1024 * len(blocks), 10, blocks, 1024, think_s)
+@pytest.fixture(scope="module")
+def demo() -> Trace:
+    return read_trace(DEMO_TRACE)
 
 
-def open_loop(*requests: TraceRequest, every_s: float) -> Trace:
-    sessions = [Session(i * every_s, (one,)) for i, one in enumerate(requests)]
-    return Trace("made up", tuple(sessions))
+def outcome(prompt_tokens: int, ttft_s: float, token_s: float) -> Outcome:
+    return Outcome(
+        request_id="r",
+        arrival_s=10.0,
+        sent_s=10.0,
+        prompt_tokens=prompt_tokens,
+        attempts=1,
+        first_token_s=10.0 + ttft_s,
+        end_s=10.0 + ttft_s + 10 * token_s,
+        output_tokens=11,
+    )
 
 
-def test_a_prompt_goes_where_its_prefix_lies() -> None:
-    # Far enough apart to find every worker idle, so only the cache tells them apart.
-    trace = open_loop(*(request(i, (7, 8, 9)) for i in range(6)), every_s=10.0)
-    outcomes = Simulation("latency", num_workers=4, profile="70b-4xh100", seed=1).run(trace)
-    assert len({outcome.worker for outcome in outcomes}) == 1
-    # Of 48 blocks of 64 tokens the last is computed again: its logits give the first new token.
-    assert [outcome.cached_tokens for outcome in outcomes] == [0, *[47 * 64] * 5]
-
-
-def test_all_that_was_reserved_is_given_back() -> None:
-    trace = read_trace(DEMO_TRACE).cut(0.0, None, 200)
-    simulation = Simulation("latency", num_workers=3, profile="70b-4xh200", seed=1)
-    assert len(simulation.run(trace)) == 200
-    for worker in simulation.workers:
-        load = worker.load
-        assert load == Load(head_since_ms=load.head_since_ms, total=load.total)
-        assert worker.engine.metrics().kv_active_blocks == 0
-        worker.engine.check()
-    assert sum(worker.load.total for worker in simulation.workers) == 200
-
-
-def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
-    turns = (request(0, (1,)), request(1, (1, 2), think_s=5.0))
-    trace = Trace("made up", (Session(2.0, turns),))
-    first, second = Simulation("latency", num_workers=2, profile="8b-1xh100", seed=1).run(trace)
-    assert first.arrival_s == 2.0
-    assert first.end_s is not None
-    assert second.arrival_s == pytest.approx(first.end_s + 5.0)
-    assert second.cached_tokens == 1024
-
-
-def test_a_run_can_be_repeated_and_ranks_the_policies_as_they_are() -> None:
-    trace = read_trace(DEMO_TRACE).cut(0.0, None, 500)
+def test_a_run_can_be_repeated_and_ranks_the_policies_as_they_are(demo: Trace) -> None:
+    scenario = Scenario(demo.cut(0.0, None, 500), Setting())
     ttft = {}
     for policy in ("random", "blocks", "latency"):
-        mean = summarise(simulate(trace, policy, load=1.1, seed=3)).ttft_mean_s
+        mean = simulate(scenario, policy, load=1.1, seed=3).summary.ttft_mean_s
         assert mean is not None
         ttft[policy] = mean
     assert ttft["latency"] < ttft["blocks"] < ttft["random"]
-    again = summarise(simulate(trace, "latency", load=1.1, seed=3))
-    assert again.ttft_mean_s == ttft["latency"]
+    assert simulate(scenario, "latency", load=1.1, seed=3).summary.ttft_mean_s == ttft["latency"]
+    assert simulate(scenario, "latency", load=1.1, seed=4).summary.ttft_mean_s != ttft["latency"]
+
+
+def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) -> None:
+    trace = demo.cut(0.0, None, 800)
+
+    def ttft(setting: Setting) -> float:
+        mean = simulate(Scenario(trace, setting), "latency", load=1.1).summary.ttft_mean_s
+        assert mean is not None
+        return mean
+
+    one = ttft(Setting())
+    assert ttft(Setting(replicas=16)) == pytest.approx(one, rel=0.05)
+    assert ttft(Setting(replicas=16, sharing=Sharing.NONE)) > 1.5 * one
+
+
+def test_a_prompt_alone_takes_its_full_steps() -> None:
+    # 2,048 tokens: 2 ms + 9.5 ms + 80.3 us a token, and 1.1 ns for each pair that attends.
+    assert alone_s(H100, 2048) == pytest.approx(0.1759 + 1.10e-9 * 2048 * 1024, rel=1e-3)
+    profile = PROFILES[H100]
+    rest = profile.compute_s(52, 52 * (2048 + 26), 0)
+    assert alone_s(H100, 2100) == pytest.approx(alone_s(H100, 2048) + rest)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "token_s", "met"), [(2.26, 0.1, True), (2.28, 0.1, False), (2.26, 0.101, False)]
+)
+def test_the_slo_bounds_the_first_token_and_the_time_for_others(
+    ttft_s: float, token_s: float, met: bool
+) -> None:
+    # 2 s + 1.5 * 178 ms.
+    assert meets_slo(outcome(2048, ttft_s, token_s), H100) is met
+
+
+def test_what_never_got_its_answer_misses_the_slo() -> None:
+    assert not meets_slo(Outcome("r", 0.0, 0.0, 100, 1), H100)
+
+
+def test_a_search_ends_close_below_the_highest_load_that_is_fine() -> None:
+    for bound in (0.3, 1.0, 1.7, 13.0):
+        assert bound / 1.02 <= highest(lambda load, bound=bound: load <= bound) <= bound
+    assert highest(lambda _: False) == 0.0
+    assert highest(lambda _: True) == 64.0
+
+
+def test_a_knee_and_a_limit_lie_where_the_figures_say(demo: Trace) -> None:
+    scenario = Scenario(demo.cut(0.0, None, 150), Setting(num_workers=2))
+
+    def ttft(load: float) -> float:
+        return simulate(scenario, "random", load).summary.ttft_mean_s or 0.0
+
+    found = knee(scenario, "random")
+    assert ttft(found) <= 3 * ttft(0.1) < ttft(found * 1.1)
+    found = limit(scenario, "random", 0.9)
+    assert simulate(scenario, "random", found).within_slo >= 0.9
+    assert simulate(scenario, "random", found * 1.1).within_slo < 0.9
+
+
+def test_more_than_all_sessions_at_once_are_offered_as_copies() -> None:
+    turns = tuple(TraceRequest(i, 512, 1, (1, 10 + i), 256) for i in range(2))
+    closed = Trace("closed", (Session(0.0, turns), Session(8.0, turns)))
+    assert [session.start_s for session in offered(closed, 2.0).sessions] == [0, 0, 8, 8]
+    assert [session.start_s for session in offered(closed, 1.6).sessions] == [0, 0, 10, 10]
+    open_loop = Trace("open", (Session(0.0, turns[:1]), Session(8.0, turns[:1])))
+    assert [session.start_s for session in offered(open_loop, 4.0).sessions] == [0, 2]
+
+
+def test_the_command_prints_a_table_for_each_load_and_saves_the_figures(tmp_path: Path) -> None:
+    args = ["--requests", "60", "--workers", "2", "--policy", "random", "--policy", "blocks:8"]
+    args += ["--load", "0.5", "--load", "1", "--seeds", "2", "--jobs", "2", "--limit", "0.5"]
+    args += ["--json", str(tmp_path / "f.json"), "--png", str(tmp_path / "f.png")]
+    result = CliRunner().invoke(main, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "0.50x the recorded rate" in result.output
+    assert "1.00x the recorded rate" in result.output
+    saved = orjson.loads((tmp_path / "f.json").read_bytes())
+    asked = [(f["policy"], f["load"], f["seed"]) for f in saved["figures"]]
+    assert asked == [
+        (policy, load, seed)
+        for load in (0.5, 1.0)
+        for policy in ("random", "blocks:8")
+        for seed in (0, 1)
+    ]
+    assert set(saved["limit"]["load"]) == {"random", "blocks:8"}
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_load_shares_of_the_knee_are_played(tmp_path: Path) -> None:
+    args = ["--requests", "40", "--workers", "2", "--policy", "random", "--jobs", "1"]
+    result = CliRunner().invoke(main, [*args, "--json", str(tmp_path / "f.json")])
+    assert result.exit_code == 0, result.output
+    saved = orjson.loads((tmp_path / "f.json").read_bytes())
+    shares = [figures["load"] / saved["knee"] for figures in saved["figures"]]
+    assert shares == pytest.approx([0.5, 0.7, 0.9])
+
+
+@pytest.mark.parametrize("name", ["lowest", "blocks:many", "latency:2"])
+def test_a_policy_that_is_none_is_refused_by_name(name: str) -> None:
+    result = CliRunner().invoke(main, ["--policy", name])
+    assert result.exit_code == 2
+    assert name in result.output

@@ -134,6 +134,18 @@ def test_twice_the_load_halves_the_times_of_arrival_but_not_those_of_thinking(
     assert trace.sessions[1].turns[1].think_s == 1.5
 
 
+def test_copies_of_sessions_share_only_what_sessions_share(closed_loop: Path) -> None:
+    trace = read_trace(closed_loop)
+    twice = trace.repeated(2)
+    assert twice.num_requests == 2 * trace.num_requests
+    assert len({turn.index for s in twice.sessions for turn in s.turns}) == twice.num_requests
+    # Block 0 begins both sessions; 1, 2 and 3 are the first one's alone.
+    long = [[turn.blocks for turn in s.turns] for s in twice.sessions if len(s.turns) == 2]
+    far = 1 << 40
+    assert sorted(long) == [[(0, 1), (0, 2, 3)], [(0, far + 1), (0, far + 2, far + 3)]]
+    assert [s.turns[0].blocks for s in twice.sessions if len(s.turns) == 1] == [(0,), (0,)]
+
+
 @pytest.mark.parametrize(
     ("records", "message"),
     [

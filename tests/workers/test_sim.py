@@ -538,3 +538,43 @@ def test_random_work_keeps_the_books_and_the_events_say_what_the_pool_holds(seed
     }
     assert engine.metrics().gpu_prefix_cache_hit_rate > 0.1
     assert engine.metrics().kv_active_blocks == 0
+
+
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_quiet_steps_can_be_skipped(host_blocks: int) -> None:
+    """Skipped in one go, they leave the same engine, after as long, as one by one."""
+    engines = [engine_of(32, host_blocks=host_blocks) for _ in range(2)]
+    for engine in engines:
+        engine.submit(request_of("a", ABC, max_tokens=9))
+        engine.submit(request_of("b", ABC[:3], max_tokens=20))
+    skipping, stepping = engines
+    skipped = 0
+    while (quiet := skipping.quiet_steps()) > 0 or skipping.num_waiting or skipping._running:
+        if quiet < 2:
+            assert skipping.step() == stepping.step()
+        else:
+            seconds = skipping.decode_s(quiet)
+            step = skipping.skip(quiet)
+            singly = [stepping.step() for _ in range(quiet)]
+            assert all(one is not None and not one.finished for one in singly)
+            assert sum(one.duration_s for one in singly if one) == pytest.approx(seconds)
+            assert step.duration_s == pytest.approx(seconds / quiet)
+            skipped += quiet
+        skipping.check()
+        assert skipping.metrics() == stepping.metrics()
+        assert skipping.take_events() == stepping.take_events()
+    assert stepping.step() is None
+    assert skipped > 5
+
+
+def test_no_step_is_quiet_while_somebody_waits_or_prefills() -> None:
+    engine = engine_of(32)
+    assert engine.quiet_steps() == 0
+    engine.submit(request_of("a", ABC * 2, max_tokens=9))
+    engine.step()  # 8 of 20 tokens
+    assert engine.quiet_steps() == 0
+    engine.step()
+    engine.step()
+    assert engine.quiet_steps() == 3  # the fourth token after the first fills a block
+    engine.submit(request_of("b", ABC))
+    assert engine.quiet_steps() == 0

@@ -158,6 +158,42 @@ class SimEngine:
             finished=self._settle(due),
         )
 
+    def quiet_steps(self) -> int:
+        """How many of the coming steps do nothing but decode, if nothing is submitted or cancelled.
+
+        Nobody ends in them and no block fills: for `skip`, in virtual time.
+        """
+        if self._waiting or self._prefilling or not self._decoding:
+            return 0
+        return min(running.due - running.emitted for running in self._decoding) - 1
+
+    def decode_s(self, num_steps: int) -> float:
+        """Seconds that the next `num_steps` take, if all of them are quiet."""
+        seqs = len(self._decoding)
+        context = num_steps * self._decode_context + seqs * num_steps * (num_steps - 1) // 2
+        return num_steps * self.profile.compute_s(seqs, 0.0, 0) + self.profile.c_s * context
+
+    def skip(self, num_steps: int) -> Step:
+        """As many quiet steps at once; tells what one of them was on average."""
+        seqs = len(self._decoding)
+        duration_s = self.decode_s(num_steps) / num_steps
+        context = self._decode_context + seqs * (num_steps - 1) // 2
+        for running in self._decoding:
+            running.emitted += num_steps
+        self._decode_context += seqs * num_steps
+        return Step(
+            duration_s=duration_s,
+            load_s=0.0,
+            loaded_tokens=0,
+            prefill_tokens=0,
+            attention_pairs=0.0,
+            decode_seqs=seqs,
+            decode_context_tokens=context,
+            emitted=[running.request.request_id for running in self._decoding],
+            first_tokens=[],
+            finished=[],
+        )
+
     def take_events(self) -> list[CacheEvent]:
         """Cache changes since the last call, in order. They are kept until taken."""
         return self.pool.take_events()

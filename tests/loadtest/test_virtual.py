@@ -1,0 +1,140 @@
+"""The cluster in virtual time: what decisions see, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.core.reservations import Load, Reservation
+from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
+from loadtest.virtual import Books, Setting, Sharing, Simulation
+
+SMALL = Setting(num_workers=4, seed=1)
+
+
+def request(index: int, blocks: tuple[int, ...], *, think_s: float = 0.0) -> TraceRequest:
+    """Of 1,024 tokens a block, and 10 tokens of output."""
+    return TraceRequest(index, 1024 * len(blocks), 10, blocks, 1024, think_s)
+
+
+def open_loop(*requests: TraceRequest, every_s: float) -> Trace:
+    sessions = [Session(i * every_s, (one,)) for i, one in enumerate(requests)]
+    return Trace("made up", tuple(sessions))
+
+
+def workers_of(trace: Trace, setting: Setting, policy: str = "latency") -> list[str | None]:
+    return [outcome.worker for outcome in Simulation(policy, setting).run(trace)]
+
+
+def test_a_prompt_goes_where_its_prefix_lies() -> None:
+    # Far enough apart to find every worker idle, so only the cache tells them apart.
+    trace = open_loop(*(request(i, (7, 8, 9)) for i in range(6)), every_s=10.0)
+    outcomes = Simulation("latency", SMALL).run(trace)
+    assert len({outcome.worker for outcome in outcomes}) == 1
+    # Of 12 blocks of 256 tokens the last is computed again: its logits give the first new token.
+    assert [outcome.cached_tokens for outcome in outcomes] == [0, *[11 * 256] * 5]
+
+
+@pytest.mark.parametrize("sharing", list(Sharing))
+def test_all_that_was_reserved_is_given_back(sharing: Sharing) -> None:
+    trace = read_trace(DEMO_TRACE).cut(0.0, None, 200)
+    simulation = Simulation(
+        "latency", Setting(num_workers=3, replicas=4, sharing=sharing, host_pool_tokens=100_000)
+    )
+    assert len(simulation.run(trace)) == 200
+    for replica in simulation.replicas:
+        for books in replica.books:
+            load = books.load
+            assert load == Load(head_since_ms=load.head_since_ms, total=load.total)
+    for worker in simulation.workers:
+        assert worker.engine.metrics().kv_active_blocks == 0
+        worker.engine.check()
+    made = [sum(books.load.total for books in replica.books) for replica in simulation.replicas]
+    assert made == ([50] * 4 if sharing is Sharing.NONE else [200] * 4)
+
+
+def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
+    turns = (request(0, (1,)), request(1, (1, 2), think_s=5.0))
+    trace = Trace("made up", (Session(2.0, turns),))
+    setting = Setting(num_workers=2, profile="8b-1xh100")
+    first, second = Simulation("latency", setting).run(trace)
+    assert first.arrival_s == 2.0
+    assert first.end_s is not None
+    assert second.arrival_s == pytest.approx(first.end_s + 5.0)
+    assert second.cached_tokens == 1024
+
+
+def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker() -> None:
+    """One request of the burst to each replica; its prefix lies on one worker."""
+    first = Session(0.0, (request(0, (7, 8, 9, 10)),))
+    burst = [Session(30.0, (request(i, (7, 8, 9, 10, 100 + i)),)) for i in range(1, 9)]
+    trace = Trace("made up", (first, *burst))
+
+    def on_owner(sharing: Sharing) -> int:
+        setting = Setting(num_workers=4, replicas=8, sharing=sharing, sync_s=0.05)
+        owner, *rest = workers_of(trace, setting)
+        return rest.count(owner)
+
+    assert on_owner(Sharing.NONE) == on_owner(Sharing.LATE) == 8
+    assert on_owner(Sharing.EXACT) < 8
+
+
+def test_replicas_with_exact_books_refuse_what_another_overtook() -> None:
+    burst = open_loop(*(request(i, (i,)) for i in range(8)), every_s=0.0)
+    simulation = Simulation("latency", Setting(num_workers=8, replicas=8))
+    workers = [outcome.worker for outcome in simulation.run(burst)]
+    assert len(set(workers)) == 8
+    assert simulation.conflicts > 0
+    assert max(outcome.attempts for outcome in simulation.outcomes) > 1
+
+
+def test_blocks_count_only_once_their_events_have_arrived() -> None:
+    trace = open_loop(*(request(i, (7, 8, 9)) for i in range(2)), every_s=5.0)
+
+    def owners(event_delay_s: float) -> int:
+        # Ties are broken at random; over some seeds an unseen prefix lies elsewhere once.
+        settings = [
+            Setting(num_workers=4, event_delay_s=event_delay_s, seed=seed) for seed in range(8)
+        ]
+        return max(len(set(workers_of(trace, setting))) for setting in settings)
+
+    assert owners(0.0) == 1
+    assert owners(60.0) == 2
+
+
+def test_blocks_of_requests_in_flight_count_where_asked() -> None:
+    # The second comes while the first is in its prefill; all else is equal but the queue.
+    long = tuple(range(60))
+    trace = open_loop(request(0, long), request(1, long), every_s=0.2)
+    apart = workers_of(trace, Setting(num_workers=2))
+    assert apart[0] != apart[1]
+    together = workers_of(trace, Setting(num_workers=2, count_in_flight=True))
+    assert together[0] == together[1]
+
+
+def test_blocks_on_the_host_count_as_such() -> None:
+    filler = [request(1 + i, tuple(range(100 * i, 100 * i + 60))) for i in range(1, 8)]
+    trace = open_loop(request(0, (1, 2, 3)), *filler, request(99, (1, 2, 3)), every_s=60.0)
+    kept = Setting(num_workers=1, host_pool_tokens=1_000_000)
+    cached = [outcome.cached_tokens for outcome in Simulation("latency", kept).run(trace)]
+    assert cached[-1] == 11 * 256
+    lost = Simulation("latency", Setting(num_workers=1)).run(trace)
+    assert lost[-1].cached_tokens == 0
+
+
+def test_a_request_that_finds_all_slots_taken_fails() -> None:
+    trace = open_loop(*(request(i, (i,)) for i in range(300)), every_s=0.0)
+    outcomes = Simulation("random", Setting(num_workers=1)).run(trace)
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    # A worker has 256 slots; what is held up by the pool's size has its slot all the same.
+    assert len(failed) == 300 - 256
+
+
+def test_books_follow_the_head_of_the_queue() -> None:
+    books = Books()
+    for name, seconds in (("a", 2.0), ("b", 3.0)):
+        books.reserve(Reservation(name, 100, round(seconds * 1e6), 4), now_s=10.0)
+    assert books.load.queue_s(11_000) == 4.0
+    books.prefill_complete("a", now_s=12.0)
+    assert books.load.queue_s(13_000) == 2.0
+    books.release("a")
+    assert (books.load.requests, books.load.blocks, books.load.prefill_tokens) == (1, 4, 100)
