@@ -65,6 +65,11 @@ class View:
         self._matrix = np.array(columns, dtype=np.float64).reshape(len(columns), 22).T.copy()
         self._position = {inc: i for i, inc in enumerate(self.incarnations)}
 
+    @property
+    def shortest_queue_s(self) -> float:
+        """Predicted prefill still to do where there is least of it; 0 without workers."""
+        return min((load.queue_s(self.now_ms) for load in self.loads), default=0.0)
+
     def candidates(self, overlaps: Overlaps) -> Candidates:
         """The workers as a cost function sees them, for a prompt with these overlaps."""
         matrix = self._matrix.copy()

@@ -306,7 +306,8 @@ class Router:
                 self._take(pending.held)
                 continue
             self._orphans.append((pending.request.request_id, pending.attempt))
-            _fail(pending, AllWorkersBusy(f"every choice of {MAX_TRIES} was full by then"))
+            busy = f"every choice of {MAX_TRIES} was full by then"
+            _fail(pending, AllWorkersBusy(busy, view.shortest_queue_s))
 
     async def _look_up(self, batch: list[_Pending]) -> View:
         """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import orjson
@@ -32,6 +33,7 @@ _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     RedisUnavailable: (503, "redis_unavailable", _RETRY),
 }
 """Status, code (stable, part of the interface) and headers."""
+MAX_RETRY_AFTER_S = 60
 
 
 def json_response(
@@ -65,7 +67,14 @@ async def _kvroute_error(_: Request, error: Exception) -> Response:
     known = (_ANSWERS[kind] for kind in type(error).__mro__ if kind in _ANSWERS)
     status, code, headers = next(known, (500, "internal", {}))
     field = error.field if isinstance(error, InvalidRequest) else None
+    if isinstance(error, AllWorkersBusy):
+        headers = {"Retry-After": str(_retry_after_s(error.retry_after_s))}
     return json_response(_body(code, str(error), field), status, headers)
+
+
+def _retry_after_s(seconds: float) -> int:
+    """Whole seconds, as the header has them."""
+    return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:

@@ -81,9 +81,16 @@ class NoWorkers(RoutingError):
 
 
 class AllWorkersBusy(RoutingError):
-    """Every eligible worker has as many requests as it takes."""
+    """Every eligible worker has as many requests as it takes.
+
+    retry_after_s: predicted, until the one that is busy for the shortest time has prefilled all.
+    """
 
     outcome = "all_busy"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RouterOverloaded(RoutingError):

@@ -51,7 +51,10 @@ def choose(
     has_room = (candidates.active_requests < candidates.max_requests) & (costs.cost < np.inf)
     workers = np.flatnonzero(eligible & has_room)
     if workers.size == 0:
-        raise AllWorkersBusy(f"all {num_eligible} eligible workers are full")
+        raise AllWorkersBusy(
+            f"all {num_eligible} eligible workers are full",
+            retry_after_s=float(candidates.prefill_s[eligible].min()),
+        )
     if policy == "round_robin":
         workers = workers[[turn % workers.size]]
     elif policy == "power_of_two":

@@ -77,9 +77,10 @@ def test_no_worker_at_all_is_an_error(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_full_workers_among_the_eligible_is_an_error(policy: str) -> None:
-    seen = candidates(3, active_requests=[8, 9, 0])
-    with pytest.raises(AllWorkersBusy, match="all 2 eligible workers"):
+    seen = candidates(3, active_requests=[8, 9, 0], prefill_s=[7.5, 3.5, 0.5])
+    with pytest.raises(AllWorkersBusy, match="all 2 eligible workers") as busy:
         choose_one(policy, seen, eligible=[True, True, False])
+    assert busy.value.retry_after_s == 3.5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
