@@ -330,6 +330,24 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
 
 
 @inspect.command(cls=Command)
+@_COMMON
+@as_json
+@_on_redis
+async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+    """Who waits for a worker, in the order of turns."""
+    found = await inspection.waiting(redis, keyspace)
+    if as_json:
+        click.echo(_json([asdict(flow) for flow in found]))
+        return
+    rows = [
+        (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
+    ]
+    click.echo(
+        _table(("tenant", "priority", "requests", "oldest"), rows) if rows else "nobody waits"
+    )
+
+
+@inspect.command(cls=Command)
 @click.option(
     "--window-s",
     default=600.0,

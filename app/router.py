@@ -10,9 +10,10 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any
 
@@ -44,6 +45,7 @@ from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
 from app.policy.select import Choice, choose
 from app.recording import Record, Seen, encode, sampled
 from app.telemetry import Telemetry
+from app.waiting import Waiter, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,10 @@ RECORD_PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys."""
+    """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
+
+    tenant, priority, hung_up: for one that has to wait; see Waiting.
+    """
 
     request_id: str
     chain: list[SequenceHash]
@@ -84,6 +89,9 @@ class RouteRequest:
     reserve: bool = True
     explain: bool = False
     exclude: frozenset[str] = frozenset()
+    tenant: str = ""
+    priority: str = "normal"
+    hung_up: Callable[[], Awaitable[object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,8 @@ class Decision:
     best: str
     """The worker that holds most of the prompt, and how many blocks; "" where nobody holds any."""
     best_overlap: int
+    waited_ms: int
+    """For a worker that could take it."""
     candidates: list[Candidate]
     """Filled where the request asked to explain."""
 
@@ -139,6 +149,8 @@ class _Pending:
     tries: int = 0
     held: _Plan | None = None
     """What is reserved for it already, though it may be decided again."""
+    waiter: Waiter | None = None
+    """Its place in line, if it had to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +189,7 @@ class Router:
         self._keyspace = keyspace
         self._settings = settings
         self._loads = reservations.loads(keyspace)
+        self._max_queue_s = settings.max_queue_s
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._rng = np.random.default_rng(settings.seed)
         self._turn = 0
@@ -192,6 +205,9 @@ class Router:
         self._decided: deque[_Plan] = deque(maxlen=MAX_QUEUED)
         self._has_decided = asyncio.Event()
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
+        self._waiting = (
+            Waiting(runner, keyspace, settings, fleet, telemetry) if settings.wait_queue else None
+        )
         self._nonce = secrets.token_hex(4)
         self._attempts = 0
         # Ids of requests, and attempts, that nobody will end, though Redis may hold a reservation
@@ -201,6 +217,8 @@ class Router:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            if self._waiting is not None:
+                tasks.create_task(self._waiting.run())
             tasks.create_task(self._decide_forever())
             tasks.create_task(self._maintain())
             tasks.create_task(self._record_predictions())
@@ -210,18 +228,16 @@ class Router:
     async def route(self, request: RouteRequest) -> Decision:
         """Choose a worker and reserve it.
 
-        Raises NoWorkers, AllWorkersBusy, and RouterOverloaded if MAX_QUEUED requests are waiting.
+        Raises NoWorkers, AllWorkersBusy, CallerGone, and RouterOverloaded if MAX_QUEUED requests
+        are to be decided.
         """
         started = time.perf_counter()
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        pending = _Pending(request, self._new_attempt(), answer)
         try:
-            self._attempts += 1
-            pending = _Pending(request, f"{self._nonce}-{self._attempts}", answer)
-            try:
-                self._queue.put_nowait(pending)
-            except asyncio.QueueFull:
-                raise RouterOverloaded(f"{MAX_QUEUED} requests wait for a decision") from None
+            if not self._submit(pending):
+                raise RouterOverloaded(f"{MAX_QUEUED} requests wait for a decision")
             decision = await answer
             outcome = "routed"
         except RoutingError as error:
@@ -229,9 +245,15 @@ class Router:
             raise
         finally:
             self.telemetry.decisions.labels(request.policy, outcome).inc()
-            self.telemetry.decision_seconds.observe(time.perf_counter() - started)
+            ended = time.perf_counter() if pending.waiter is None else pending.waiter.since_s
+            self.telemetry.decision_seconds.observe(ended - started)
         self._count(decision)
         return decision
+
+    async def stop(self) -> None:
+        """Lets nobody wait any longer: the replica is about to end."""
+        if self._waiting is not None:
+            self._waiting.stop()
 
     async def refresh(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
@@ -255,13 +277,25 @@ class Router:
         self.telemetry.reservations.labels("released" if known else "unknown").inc()
         return known
 
+    def _new_attempt(self) -> str:
+        self._attempts += 1
+        return f"{self._nonce}-{self._attempts}"
+
+    def _submit(self, pending: _Pending) -> bool:
+        """Have it decided; False: too many are to be."""
+        try:
+            self._queue.put_nowait(pending)
+        except asyncio.QueueFull:
+            return False
+        return True
+
     async def _decide_forever(self) -> None:
         while True:
             batch = [await self._queue.get()]
             while len(batch) < MAX_BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
             # Who asked may have gone: then nothing must be reserved for them.
-            batch = [pending for pending in batch if not pending.answer.cancelled()]
+            batch = [pending for pending in batch if not pending.answer.done()]
             try:
                 await self._decide(batch)
             except Exception as error:
@@ -280,7 +314,7 @@ class Router:
                 batch.append(self._queue.get_nowait())
             self._decide_degraded(batch, error)
             return
-        waiting = batch
+        waiting = self._those_who_need_not_wait(batch, view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self.telemetry.retries.inc(len(waiting))
@@ -306,8 +340,9 @@ class Router:
                 self._take(pending.held)
                 continue
             self._orphans.append((pending.request.request_id, pending.attempt))
+            pending.attempt = self._new_attempt()
             busy = f"every choice of {MAX_TRIES} was full by then"
-            _fail(pending, AllWorkersBusy(busy, view.shortest_queue_s))
+            self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
     async def _look_up(self, batch: list[_Pending]) -> View:
         """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each."""
@@ -411,7 +446,7 @@ class Router:
                 if pending.held is not None:
                     self._take(pending.held)
                 else:
-                    _fail(pending, error)
+                    self._turn_away(pending, view, error)
                 continue
             if pending.request.reserve:
                 view.add(plan.position, plan.reservation)
@@ -419,6 +454,48 @@ class Router:
             else:
                 _answer(pending, plan.decision)
         return plans
+
+    def _those_who_need_not_wait(self, batch: list[_Pending], view: View) -> list[_Pending]:
+        """All but those who came while others wait, at whichever replica: they wait as well."""
+        if self._waiting is None or not (view.somebody_waits or self._waiting.somebody):
+            return batch
+        going = []
+        for pending in batch:
+            if pending.waiter is None and pending.request.reserve:
+                self._let_wait(pending, view)
+            else:
+                going.append(pending)
+        return going
+
+    def _turn_away(self, pending: _Pending, view: View, error: RoutingError) -> None:
+        """Nobody can take it now: let it wait, if that is of use, else fail."""
+        if (
+            self._waiting is None
+            or not pending.request.reserve
+            or not isinstance(error, AllWorkersBusy)
+        ):
+            _fail(pending, error)
+        elif pending.waiter is None:
+            self._let_wait(pending, view)
+        else:
+            pending.waiter.deciding = False
+
+    def _let_wait(self, pending: _Pending, view: View) -> None:
+        assert self._waiting is not None
+        request = pending.request
+        longest = max((o.total for o in pending.overlaps.values()), default=0)
+        block_size = view.infos[0].block_size if view.infos else 1
+        pending.waiter = self._waiting.enter(
+            request.tenant,
+            request.priority,
+            # What is cached somewhere costs the fleet little; a block at least is to be computed.
+            tokens=max(request.isl_tokens - longest * block_size, block_size),
+            picky=bool(request.exclude),
+            now_ms=view.now_ms,
+            answer=pending.answer,
+            decide=partial(self._submit, pending),
+            hung_up=request.hung_up,
+        )
 
     def _plan(self, pending: _Pending, view: View, *, degraded: bool) -> _Plan:
         request = pending.request
@@ -439,6 +516,7 @@ class Router:
             rng=self._rng,
             turn=self._turn,
             temperature=self._settings.temperature,
+            max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
         self._turn += 1
         position = choice.index
@@ -470,6 +548,11 @@ class Router:
             locality="degraded" if degraded else locality,
             best=best,
             best_overlap=best_overlap,
+            waited_ms=(
+                round(1000 * (time.perf_counter() - pending.waiter.since_s))
+                if pending.waiter is not None
+                else 0
+            ),
             candidates=(
                 _seen(view, pending.overlaps, eligible.tolist(), choice) if request.explain else []
             ),
@@ -533,6 +616,9 @@ class Router:
         self.telemetry.reservations.labels("made").inc()
         self._predict(plan)
         self._note_decision(plan)
+        if plan.pending.answer.done():
+            # Who waited has hung up meanwhile.
+            self.abandon(plan.decision)
         _answer(plan.pending, plan.decision)
 
     def _note(self, error: Exception) -> None:

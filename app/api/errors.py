@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from app.core.errors import (
     AllWorkersBusy,
     BodyTooLarge,
+    CallerGone,
     InvalidRequest,
     KvrouteError,
     NamespaceMissing,
@@ -26,6 +27,7 @@ _RETRY = {"Retry-After": "1"}
 _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     InvalidRequest: (422, "invalid_request", {}),
     BodyTooLarge: (413, "body_too_large", {}),
+    CallerGone: (499, "caller_gone", {}),
     AllWorkersBusy: (429, "all_workers_busy", _RETRY),
     RouterOverloaded: (429, "router_overloaded", _RETRY),
     NoWorkers: (503, "no_workers", _RETRY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -118,6 +119,9 @@ async def route(request: Request) -> Response:
             reserve=options.reserve,
             explain=options.explain,
             exclude=frozenset(options.exclude),
+            tenant=_tenant(request, options) if settings.wait_queue else "",
+            priority=options.priority,
+            hung_up=partial(_hung_up, request) if settings.wait_queue else None,
         )
     )
     if decision.reserved and await request.is_disconnected():
@@ -227,6 +231,20 @@ def _request_id(request: Request, options: schemas.RouteOptions) -> str:
         return options.request_id
     header = request.headers.get("x-request-id")
     return schemas.RouteOptions(request_id=header).request_id or _new_id()
+
+
+def _tenant(request: Request, options: schemas.RouteOptions) -> str:
+    """As the body says, else the header; "" for nobody's."""
+    header = request.headers.get("x-tenant-id")
+    if options.tenant is not None or header is None:
+        return options.tenant or ""
+    return schemas.RouteOptions(tenant=header).tenant or ""
+
+
+async def _hung_up(request: Request) -> None:
+    """Returns once the caller is gone; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -375,6 +393,8 @@ def _routed(decision: Decision) -> dict[str, Any]:
         "degraded": decision.degraded,
         "reserved": decision.reserved,
     }
+    if decision.waited_ms:
+        answer["waited_ms"] = decision.waited_ms
     if decision.candidates:
         answer["tied"] = decision.tied
         answer["locality"] = decision.locality

@@ -58,6 +58,7 @@ SCRIPTS = {
         "expire",
         "foresee",
         "lapse",
+        "leave",
         "loads",
         "match",
         "predict",
@@ -66,6 +67,8 @@ SCRIPTS = {
         "release",
         "reserve",
         "sweep",
+        "turns",
+        "wait",
     },
     "operator": {"match"},
 }
