@@ -9,11 +9,15 @@
 -- Cost     O(tickets * log waiting). Writes. Safe to retry.
 local line, flows, waiting_prefix = KEYS[1], KEYS[2], KEYS[3]
 -- @include number
+-- @include kinds
 -- @include line
 -- @include despite_full
 
+keep_kind(line, 'hash')
+keep_kind(flows, 'zset')
 despite_full(line)
 for i = 1, #ARGV, 3 do
+  keep_kind(waiting_prefix .. ARGV[i], 'zset')
   take_out(ARGV[i], ARGV[i + 1], ARGV[i + 2] == '1')
 end
 drop_if_empty()

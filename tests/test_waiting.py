@@ -399,17 +399,21 @@ class TestTrouble:
             assert (decision.degraded, decision.reserved) == (True, False)
             assert await waiting_at(router) == 0
 
-    async def test_a_line_that_somebody_removed_is_made_anew(
-        self, router: Replica, workers: FakeWorkers, redis: Redis
+    @pytest.mark.parametrize("key", ["line", "flows", "waiting:normal:"])
+    @pytest.mark.parametrize("value", [None, "spoilt"])
+    async def test_a_line_that_somebody_spoilt_is_made_anew(
+        self, router: Replica, workers: FakeWorkers, redis: Redis, key: str, value: str | None
     ) -> None:
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         crowd = Crowd(redis)
         await crowd.joins(router, "r1")
-        await redis.delete(KEYS["line"], KEYS["flows"], KEYS["waiting:normal:"])
-        await all_announced(redis, 1)
+        await redis.delete(KEYS[key])
+        if value is not None:
+            await redis.set(KEYS[key], value)
         await router.release("x")
         assert (await crowd.tasks["r1"]).reserved
+        await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)
 
     async def test_two_replicas_with_many_that_wait_promise_no_more_than_there_is(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
