@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app import inspection
-from app.core import index, leases, matching, predictions, reservations
+from app.core import index, leases, matching, predictions, reservations, sessions
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
@@ -41,7 +41,8 @@ from app.core.strays import Strays
 from app.core.topology import exchange
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
-from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
+from app.policy.affinity import Affinity, discounted
+from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
 from app.policy.select import Choice, choose
 from app.recording import Record, Seen, encode, sampled
 from app.telemetry import Telemetry
@@ -79,7 +80,7 @@ RECORD_PAUSE_S = 0.05
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
-    tenant, priority, hung_up: for one that has to wait; see Waiting.
+    session: "" for none. tenant, priority, hung_up: for one that has to wait; see Waiting.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class RouteRequest:
     reserve: bool = True
     explain: bool = False
     exclude: frozenset[str] = frozenset()
+    session: str = ""
     tenant: str = ""
     priority: str = "normal"
     hung_up: Callable[[], Awaitable[object]] | None = None
@@ -146,6 +148,8 @@ class _Pending:
     attempt: str
     answer: asyncio.Future[Decision]
     overlaps: Overlaps = field(default_factory=dict)
+    session_at: Incarnation | None = None
+    """Where its session last went."""
     tries: int = 0
     held: _Plan | None = None
     """What is reserved for it already, though it may be decided again."""
@@ -166,6 +170,7 @@ class _Plan:
     view: View
     seen: Candidates
     eligible: NDArray[np.bool_]
+    affinity: Affinity | None
 
 
 class Router:
@@ -190,6 +195,7 @@ class Router:
         self._settings = settings
         self._loads = reservations.loads(keyspace)
         self._max_queue_s = settings.max_queue_s
+        self._session_ttl_ms = round(settings.session_ttl_s * 1000)
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._rng = np.random.default_rng(settings.seed)
         self._turn = 0
@@ -221,7 +227,7 @@ class Router:
                 tasks.create_task(self._waiting.run())
             tasks.create_task(self._decide_forever())
             tasks.create_task(self._maintain())
-            tasks.create_task(self._record_predictions())
+            tasks.create_task(self._record_routed())
             tasks.create_task(self._record_decisions())
             tasks.create_task(self.fleet.follow())
 
@@ -345,18 +351,21 @@ class Router:
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
     async def _look_up(self, batch: list[_Pending]) -> View:
-        """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each."""
+        """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each, and
+        `session_at`."""
         while True:
             shards = self.fleet.shards or (await self._runner.one(self._loads)).shards or 1
             chains = [pending.request.chain for pending in batch]
+            recall = self._recall(batch)
             with self._timed("look_up"):
-                overlaps, (snapshot, *foreseen) = await matching.match(
+                overlaps, (snapshot, *others) = await matching.match(
                     self._runner,
                     self._keyspace,
                     chains if self._settings.kv_events else [],
                     shards,
-                    along=[self._loads, *self._foresee(chains, shards)],
+                    along=[self._loads, *recall, *self._foresee(chains, shards)],
                 )
+            recalled, foreseen = others[: len(recall)], others[len(recall) :]
             if isinstance(snapshot, RedisUnavailable):
                 raise snapshot
             view = await self.fleet.view(snapshot)
@@ -367,7 +376,18 @@ class Router:
         for pending, found, ahead in zip_longest(batch, overlaps, foreseen):
             known = ahead if isinstance(ahead, dict) else {}
             pending.overlaps = with_predicted(found or {}, known)
+        for found_at in recalled:
+            if isinstance(found_at, list):
+                for pending, incarnation in zip(batch, found_at, strict=True):
+                    pending.session_at = incarnation
         return view
+
+    def _recall(self, batch: list[_Pending]) -> list[Call[list[Incarnation | None]]]:
+        """At most one call, for all of them, if any counts on it."""
+        asked = [pending.request.session for pending in batch]
+        if not self._settings.session_affinity or not any(asked):
+            return []
+        return [sessions.recall(self._keyspace, asked, self._session_ttl_ms)]
 
     def _foresee(
         self, chains: list[list[SequenceHash]], shards: int
@@ -389,8 +409,17 @@ class Router:
             )
             self._has_routed.set()
 
-    async def _record_predictions(self) -> None:
-        """Write predictions, those that wait together in one round trip."""
+    def _remember(self, plan: _Plan) -> None:
+        """Record, soon, where the request's session went."""
+        session = plan.pending.request.session
+        if self._settings.session_affinity and session:
+            self._routed.append(
+                sessions.remember(self._keyspace, session, plan.incarnation, self._session_ttl_ms)
+            )
+            self._has_routed.set()
+
+    async def _record_routed(self) -> None:
+        """Write predictions and sessions, those that wait together in one round trip."""
         while True:
             await self._has_routed.wait()
             self._has_routed.clear()
@@ -399,7 +428,7 @@ class Router:
             try:
                 await self._runner.run(calls)
             except RedisUnavailable as error:
-                log.debug("%d predictions are lost: %s", len(calls), error)
+                log.debug("%d predictions and sessions are lost: %s", len(calls), error)
 
     def _note_decision(self, plan: _Plan) -> None:
         decision = plan.decision
@@ -507,6 +536,7 @@ class Router:
         if degraded:
             # Nobody tells of requests that end meanwhile: all would look full before long.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
+        affinity = self._affinity(pending, view)
         eligible = np.array([not _excluded(info, request.exclude) for info in view.infos])
         choice = choose(
             policy,
@@ -516,6 +546,7 @@ class Router:
             rng=self._rng,
             turn=self._turn,
             temperature=self._settings.temperature,
+            cost=discounted(POLICIES[policy], affinity) if affinity is not None else None,
             max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
         self._turn += 1
@@ -524,7 +555,7 @@ class Router:
         overlap = pending.overlaps.get(incarnation, NO_OVERLAP)
         cached = min(overlap.total * size.block_size, request.isl_tokens)
         locality, best, best_overlap = _locality(
-            view, candidates, pending.overlaps, eligible, choice, overlap.total
+            view, candidates, pending.overlaps, eligible, choice, overlap.total, affinity
         )
         reservation = Reservation(
             request.request_id,
@@ -568,7 +599,17 @@ class Router:
             view,
             candidates,
             eligible,
+            affinity,
         )
+
+    def _affinity(self, pending: _Pending, view: View) -> Affinity | None:
+        """For its session, if that went to a worker that still lives."""
+        if pending.session_at is None:
+            return None
+        position = view.position(pending.session_at)
+        if position is None:
+            return None
+        return Affinity(position, self._settings.session_affinity, self._max_queue_s)
 
     def _reserve(self, plan: _Plan, *, final: bool) -> Call[Refused | None]:
         return reservations.reserve(
@@ -615,6 +656,7 @@ class Router:
         """Answer with what is reserved."""
         self.telemetry.reservations.labels("made").inc()
         self._predict(plan)
+        self._remember(plan)
         self._note_decision(plan)
         if plan.pending.answer.done():
             # Who waited has hung up meanwhile.
@@ -805,6 +847,7 @@ def _locality(
     eligible: NDArray[np.bool_],
     choice: Choice,
     overlap: int,
+    affinity: Affinity | None,
 ) -> tuple[str, str, int]:
     """What became of the longest overlap, one of recording.LOCALITIES; whose it is, and blocks.
 
@@ -827,8 +870,14 @@ def _locality(
         return "excluded", name, best_overlap
     if candidates.active_requests[best] >= candidates.max_requests[best]:
         return "full", name, best_overlap
-    tied = choice.costs.cost[best] == choice.costs.cost[choice.index]
-    return ("tie" if tied else "load"), name, best_overlap
+    cost = choice.costs.cost
+    if cost[best] == cost[choice.index]:
+        return "tie", name, best_overlap
+    if affinity is not None and affinity.position == choice.index:
+        discount = choice.costs.terms["affinity"][choice.index]
+        if cost[best] < cost[choice.index] - discount:
+            return "session", name, best_overlap
+    return "load", name, best_overlap
 
 
 class Pace:
@@ -851,7 +900,9 @@ def _recorded(plan: _Plan, details: Pace) -> Record:
     seen: Seen | None = None
     if request.explain or details.lets_through():
         workers = [str(info.key) for info in plan.view.infos]
-        seen = Seen(workers, decision.worker.block_size, plan.seen, plan.eligible.tolist())
+        seen = Seen(
+            workers, decision.worker.block_size, plan.seen, plan.eligible.tolist(), plan.affinity
+        )
     return Record(
         request_id=decision.request_id,
         at_ms=plan.view.now_ms,
@@ -864,6 +915,7 @@ def _recorded(plan: _Plan, details: Pace) -> Record:
         best=decision.best,
         best_overlap=decision.best_overlap,
         tries=decision.tries,
+        waited_ms=decision.waited_ms,
         blocks=sampled(request.chain),
         seen=seen,
     )

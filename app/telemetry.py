@@ -55,7 +55,7 @@ class Telemetry:
         self.locality = Counter(
             "kvroute_locality",
             "Routed requests by whether the worker with the longest overlap was chosen, and why "
-            "not: kept, none, tie, load, full, excluded, lease, degraded.",
+            "not: kept, none, tie, load, session, full, excluded, lease, degraded.",
             ["reason"],
             registry=r,
         )

@@ -34,6 +34,8 @@ from app.fleet import View
 from app.router import Candidate, Decision, Router, RouteRequest
 
 RAW_TOKENS = "application/octet-stream"
+HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
+"""What proxies may set where a client does not."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -119,7 +121,10 @@ async def route(request: Request) -> Response:
             reserve=options.reserve,
             explain=options.explain,
             exclude=frozenset(options.exclude),
-            tenant=_tenant(request, options) if settings.wait_queue else "",
+            session=(
+                _or_header(request, options, "session_id") if settings.session_affinity else ""
+            ),
+            tenant=_or_header(request, options, "tenant") if settings.wait_queue else "",
             priority=options.priority,
             hung_up=partial(_hung_up, request) if settings.wait_queue else None,
         )
@@ -233,12 +238,12 @@ def _request_id(request: Request, options: schemas.RouteOptions) -> str:
     return schemas.RouteOptions(request_id=header).request_id or _new_id()
 
 
-def _tenant(request: Request, options: schemas.RouteOptions) -> str:
-    """As the body says, else the header; "" for nobody's."""
-    header = request.headers.get("x-tenant-id")
-    if options.tenant is not None or header is None:
-        return options.tenant or ""
-    return schemas.RouteOptions(tenant=header).tenant or ""
+def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> str:
+    """A field as the body says, else its header; "" for neither."""
+    text = request.headers.get(HEADER_OF[field]) if getattr(options, field) is None else None
+    if text is not None:
+        options = schemas.RouteOptions.model_validate({field: text})
+    return getattr(options, field) or ""
 
 
 async def _hung_up(request: Request) -> None:

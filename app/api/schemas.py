@@ -59,6 +59,11 @@ class RouteOptions(_Body):
     cache_namespace: str | None = None
     policy: PolicyName | None = None
     exclude: list[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
+    session_id: RequestId | None = Field(
+        default=None,
+        description="with --session-affinity, requests of a session rather go where the last one "
+        "went; else the header x-session-id",
+    )
     tenant: TenantId | None = Field(
         default=None,
         description="where requests wait, turns are shared between tenants; else the header "
@@ -144,8 +149,8 @@ class Routed(BaseModel):
     locality: str | None = Field(
         default=None,
         description="with explain: kept, where the worker with the longest overlap was chosen; "
-        "none, where nobody had any; else why it was not: tie, load, full, excluded, lease, "
-        "degraded",
+        "none, where nobody had any; else why it was not: tie, load, session, full, excluded, "
+        "lease, degraded",
     )
     best_overlap: BestOverlap | None = None
     candidates: list[CandidateModel] | None = None

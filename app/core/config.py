@@ -219,6 +219,15 @@ class RouterSettings(CommonSettings):
     tenant_weights: str = setting(
         "", "Shares of turns of the tenants that wait, NAME=WEIGHT,...; others weigh 1.", _Weights()
     )
+    session_affinity: float = setting(
+        0.0,
+        "0-1: so much of what the worker that a session last went to lacks of a prompt is taken "
+        "to be there all the same; 0: sessions do not count.",
+        click.FloatRange(0, 1),
+    )
+    session_ttl_s: float = setting(
+        600.0, "Where a session went is forgotten after so long.", POSITIVE_SECONDS
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE
     )

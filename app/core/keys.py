@@ -34,6 +34,8 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 "<priority>:<tenant>" of requests that wait; as line
     waiting:<flow>      zset    "<replica>-<number> <charge> <x or ->" scored by since when the
                                 request waits, ms, Redis clock; x: it excludes workers; as line
+    sessions            hash    <session> -> "<inc> <when it went there last, ms, Redis clock>"; by
+                                remember; until --session-ttl-s later, or there are too many
     metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics and
                                 Speed; by agents every METRICS_INTERVAL_S; trimmed to about
                                 METRICS_MAXLEN entries

@@ -51,7 +51,15 @@ async def test_an_answer_says_how_long_it_waited(
         assert answer.status_code == 200
         assert answer.json()["waited_ms"] > 0
         await client.delete("/v1/requests/r1")
+        await eventually(lambda: flows(redis), lambda found: not found)
         assert "waited_ms" not in (await route(client, "r2")).json()
+        where = ["--redis-url", one_redis_server.url, "--namespace", KEYS.namespace]
+
+        async def explained() -> str:
+            return str((await asyncio.to_thread(invoke, main, ["explain", "r1", *where])).output)
+
+        invoke = CliRunner().invoke
+        assert await eventually(explained, lambda text: "it waited 0." in text)
         metrics = (await client.get("/metrics")).text
     assert "kvroute_waiting_requests 0.0" in metrics
     assert "kvroute_waited_seconds_count 1.0" in metrics

@@ -64,7 +64,9 @@ SCRIPTS = {
         "predict",
         "prefill_complete",
         "prune",
+        "recall",
         "release",
+        "remember",
         "reserve",
         "sweep",
         "turns",
@@ -242,8 +244,8 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
     assert denials(guarded.admin) == []
 
 
-async def test_requests_may_wait_for_their_turn(guarded: Guarded) -> None:
-    settings = RouterSettings(namespace=KEYS.namespace, wait_queue=10)
+async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -> None:
+    settings = RouterSettings(namespace=KEYS.namespace, wait_queue=10, session_affinity=0.5)
     async with connect(guarded.url("worker")) as of_worker, connect(guarded.url("router")) as redis:
         agent = agent_of("w0", of_worker)
         await agent.start()
@@ -251,7 +253,7 @@ async def test_requests_may_wait_for_their_turn(guarded: Guarded) -> None:
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
         running = [asyncio.ensure_future(agent.run()), asyncio.ensure_future(router.run())]
         requests = [
-            RouteRequest(f"r{n}", CHAINS[0], len(PROMPTS[0]), "latency")
+            RouteRequest(f"r{n}", CHAINS[0], len(PROMPTS[0]), "latency", session="s")
             for n in range(agent.info.max_requests + 2)
         ]
         decisions = [asyncio.ensure_future(router.route(request)) for request in requests]
@@ -263,6 +265,7 @@ async def test_requests_may_wait_for_their_turn(guarded: Guarded) -> None:
         for request in requests[:2]:
             await router.release(request.request_id)
         assert all(d.reserved for d in await asyncio.gather(*decisions))
+        assert guarded.admin.hkeys(KEYS["sessions"]) == [b"s"]
         for task in running:
             task.cancel()
     assert denials(guarded.admin) == []

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from redis.asyncio import Redis
 
-from app.core import index, leases, matching, predictions, reservations, turns
+from app.core import index, leases, matching, predictions, reservations, sessions, turns
 from app.core.index import GROUP_BLOCKS, Change, SweepStep
 from app.core.keys import Keyspace
 from app.core.leases import Registration
@@ -192,6 +192,14 @@ class Namespace:
 
     async def release(self, request_id: str, attempt: str = "") -> bool:
         return await self.do(reservations.release(self.keys, request_id, attempt))
+
+    async def remember(
+        self, session: str, inc: Incarnation, ttl_ms: int = LONG_MS, limit: int = 1000
+    ) -> int:
+        return await self.do(sessions.remember(self.keys, session, inc, ttl_ms, limit))
+
+    async def recall(self, *asked: str, ttl_ms: int = LONG_MS) -> list[Incarnation | None]:
+        return await self.do(sessions.recall(self.keys, asked, ttl_ms))
 
     async def wait(self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS) -> int:
         return await self.do(turns.wait(self.keys, replica, tickets, ttl_ms))
