@@ -271,6 +271,7 @@ class Router:
         """False if there is no such reservation. Raises RedisUnavailable."""
         known = await self._runner.one(reservations.prefill_complete(self._keyspace, request_id))
         self.telemetry.reservations.labels("prefill_complete" if known else "unknown").inc()
+        self._look_again()
         return known
 
     def abandon(self, decision: Decision) -> None:
@@ -281,7 +282,12 @@ class Router:
         """False if there is no such reservation (any more). Raises RedisUnavailable."""
         known = await self._runner.one(reservations.release(self._keyspace, request_id))
         self.telemetry.reservations.labels("released" if known else "unknown").inc()
+        self._look_again()
         return known
+
+    def _look_again(self) -> None:
+        if self._waiting is not None:
+            self._waiting.look_again()
 
     def _new_attempt(self) -> str:
         self._attempts += 1

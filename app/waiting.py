@@ -197,6 +197,11 @@ class Waiting:
         self._telemetry.waiting.set(len(self._room))
         return waiter
 
+    def look_again(self) -> None:
+        """Something ended, and a worker may take requests now; without this it is seen later."""
+        if self.somebody:
+            self._wake.set()
+
     def stop(self) -> None:
         """Turns everybody away."""
         for waiter in self._room:

@@ -8,8 +8,9 @@
 -- KEYS[3] waiting:   zsets  flow -> ticket -> waits since, ms
 -- ARGV[1] replica    str    whose requests they are; without spaces
 -- ARGV[2] ttl_ms     int    > 0; for so long without another call
--- ARGV[3...] flow    str    then its ticket, "<replica>-<number> <charge> <x where the request
---                           excludes workers, else ->", and since_ms; and so on
+-- ARGV[3...] flow    str    how many of its tickets follow, at most 2,000, and for each since_ms, then
+--                           "<replica>-<number> <charge> <x where the request excludes workers, else
+--                           ->"; and so on
 -- Returns  how many did not wait before
 -- Cost     O(tickets * log waiting). Writes. Safe to retry.
 local line, flows, waiting_prefix = KEYS[1], KEYS[2], KEYS[3]
@@ -24,19 +25,19 @@ keep_kind(line, 'hash')
 keep_kind(flows, 'zset')
 despite_full(line)
 redis.call('HSET', line, replica, string.format('%d', now_ms() + ttl_ms))
-local added = 0
-for i = 3, #ARGV, 3 do
-  local flow, ticket, since_ms = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+local added, at = 0, 3
+while at < #ARGV do
+  local flow, last = ARGV[at], at + 1 + 2 * ARGV[at + 1]
   local tickets = waiting_prefix .. flow
   keep_kind(tickets, 'zset')
   local first = redis.call('ZRANGE', tickets, 0, 0)[1]
   local tag = redis.call('ZSCORE', flows, flow)
-  local is_new = redis.call('ZADD', tickets, 'NX', since_ms, ticket)
-  if is_new == 1 or not tag then
+  local are_new = redis.call('ZADD', tickets, 'NX', unpack(ARGV, at + 2, last))
+  if are_new > 0 or not tag then
     set_tag(flow, first and tag and tag - charge_of(first) or virtual_time())
   end
-  added = added + is_new
   redis.call('PEXPIRE', tickets, ttl_ms)
+  added, at = added + are_new, last + 1
 end
 redis.call('PEXPIRE', line, ttl_ms)
 redis.call('PEXPIRE', flows, ttl_ms)

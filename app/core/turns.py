@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from app.core.keys import Keyspace
@@ -12,6 +14,7 @@ from app.core.scripts import Call, call
 CHARGE_UNIT = 16
 """Charges are whole numbers; so many of them are a token of a flow that weighs 1."""
 MAX_CHARGE = 10**12
+MAX_TICKETS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,17 @@ def ticket(
 
 
 def wait(keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], ttl_ms: int) -> Call[int]:
-    """Wait, or go on waiting, for another `ttl_ms`; how many did not wait before."""
-    fields = [field for t in tickets for field in (t.flow, t.name, t.since_ms)]
+    """Wait, or go on waiting, for another `ttl_ms`; how many did not wait before.
+
+    Redis takes half a microsecond a ticket where those of a flow stand together.
+    """
+    fields: list[str | int] = []
+    for flow, some in groupby(tickets, key=attrgetter("flow")):
+        waiting = list(some)
+        # As many as a script can hand to a command.
+        for at in range(0, len(waiting), MAX_TICKETS):
+            part = waiting[at : at + MAX_TICKETS]
+            fields += [flow, len(part), *(f for t in part for f in (t.since_ms, t.name))]
     return call("wait", keyspace, replica, ttl_ms, *fields, parse=int)
 
 

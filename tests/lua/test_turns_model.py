@@ -96,3 +96,27 @@ async def test_turns_are_as_in_the_model(space: Namespace, seed: int) -> None:
     for one in waiting:
         await space.leave(one)
     assert await space.contents() == ""
+
+
+async def test_a_tenant_most_of_whose_requests_give_up_has_its_share_all_the_same(
+    space: Namespace,
+) -> None:
+    # In each step there is one turn; `flood` asks for ten and `modest` for one, and who has waited
+    # for ten steps gives up.
+    waiting: list[Ticket] = []
+    served = {"normal:flood": 0, "normal:modest": 0}
+    for step in range(100):
+        come = [
+            ticket(flow, "x", 100 * step + n, since_ms=step)
+            for n, flow in enumerate(["normal:flood"] * 10 + ["normal:modest"])
+        ]
+        late = [one for one in waiting if one.since_ms < step - 10]
+        waiting = [one for one in waiting if one.since_ms >= step - 10] + come
+        await space.leave(*late)
+        await space.wait("x", *come)
+        [name] = await space.turns("x", 1)
+        one = next(one for one in waiting if one.name == name)
+        waiting.remove(one)
+        await space.leave(one, had_turn=True)
+        served[one.flow] += 1
+    assert abs(served["normal:flood"] - served["normal:modest"]) <= 2
