@@ -44,7 +44,7 @@ def parse_weights(text: str) -> dict[str, float]:
         name, _, weight = part.rpartition("=")
         weights[name] = float(weight)
         if not name or not 0.001 <= weights[name] <= 1000:
-            raise ValueError(f"{part!r}: NAME=WEIGHT is wanted, a weight from 0.001 to 1000")
+            raise ValueError("a name and a weight from 0.001 to 1000 are wanted for each")
     return weights
 
 
@@ -57,7 +57,7 @@ class _Weights(click.ParamType[str]):
         try:
             parse_weights(value)
         except ValueError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(f"{value!r}: {error}", param, ctx)
         return str(value)
 
 
