@@ -141,6 +141,7 @@ class Waiting:
         self._wake = asyncio.Event()
         self._renew_at_s = 0.0
         self._retry_after_s = 0.0
+        self._stopped = False
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -194,6 +195,8 @@ class Waiting:
         if crowded_out is not None:
             busy = f"{len(self._room)} requests wait for a worker already"
             self._end(crowded_out, "crowded_out", AllWorkersBusy(busy, self._retry_after_s))
+        if self._stopped:
+            self._turn_away_as_stopped(waiter)
         self._telemetry.waiting.set(len(self._room))
         return waiter
 
@@ -203,9 +206,13 @@ class Waiting:
             self._wake.set()
 
     def stop(self) -> None:
-        """Turns everybody away."""
+        """Turns everybody away, from now on."""
+        self._stopped = True
         for waiter in self._room:
-            self._end(waiter, "stopped", AllWorkersBusy("this router replica stops", 0.0))
+            self._turn_away_as_stopped(waiter)
+
+    def _turn_away_as_stopped(self, waiter: Waiter) -> None:
+        self._end(waiter, "stopped", AllWorkersBusy("this router replica stops", 0.0))
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -339,6 +339,8 @@ class TestWhoGivesUp:
         with pytest.raises(AllWorkersBusy, match="this router replica stops"):
             await crowd.tasks["r1"]
         await all_announced(redis, 0)
+        with pytest.raises(AllWorkersBusy, match="this router replica stops"):
+            await router.route(request("r2"))
 
     async def test_where_too_many_wait_the_tenant_with_most_gives_way(
         self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis

@@ -38,7 +38,9 @@ def ticket(
     picky: the request excludes workers.
     """
     charge = min(max(1, round(CHARGE_UNIT * tokens / weight)), MAX_CHARGE)
-    return Ticket(flow, f"{replica}-{number} {charge} {'x' if picky else '-'}", since_ms)
+    # Of the same millisecond, Redis has them in the order of their names.
+    name = f"{replica}-{number:09} {charge} {'x' if picky else '-'}"
+    return Ticket(flow, name, since_ms)
 
 
 def wait(keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], ttl_ms: int) -> Call[int]:

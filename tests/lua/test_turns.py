@@ -3,6 +3,12 @@ from __future__ import annotations
 from tests.lua.conftest import Namespace, ticket
 
 
+def short(name: str) -> str:
+    """x-7, of the ticket x-000000007 with its charge."""
+    replica, _, number = name.split()[0].partition("-")
+    return f"{replica}-{int(number)}"
+
+
 async def test_within_a_flow_who_waits_longest_is_first(space: Namespace) -> None:
     late, early = ticket("normal:a", "x", 1, since_ms=20), ticket("normal:a", "y", 2, since_ms=10)
     await space.wait("x", late)
@@ -11,6 +17,12 @@ async def test_within_a_flow_who_waits_longest_is_first(space: Namespace) -> Non
     assert await space.turns("y", 1) == [early.name]
     await space.leave(early, had_turn=True)
     assert await space.turns("x", 1) == [late.name]
+
+
+async def test_of_the_same_millisecond_who_came_first_is_first(space: Namespace) -> None:
+    tickets = [ticket("normal:a", "x", n, since_ms=5) for n in (9, 10, 99, 100)]
+    await space.wait("x", *reversed(tickets))
+    assert await space.turns("x", 4) == [t.name for t in tickets]
 
 
 async def test_each_replica_is_told_of_its_own_alone(space: Namespace) -> None:
@@ -28,7 +40,7 @@ async def test_flows_take_turns_by_weight_and_by_what_they_ask_for(space: Namesp
     await space.wait("x", *(ticket("normal:a", "x", n, weight=3.0) for n in range(1, 10)))
     await space.wait("x", *(ticket("normal:b", "x", n) for n in range(10, 14)))
     await space.wait("x", *(ticket("normal:c", "x", n, tokens=250) for n in range(14, 16)))
-    order = [name.split()[0] for name in await space.turns("x", 15)]
+    order = [short(name) for name in await space.turns("x", 15)]
     flow_of = {f"x-{n}": "a" if n < 10 else "b" if n < 14 else "c" for n in range(1, 16)}
     assert "".join(flow_of[name] for name in order) == "aaabaaabacaabbc"
 
@@ -42,7 +54,7 @@ async def test_a_flow_that_comes_late_neither_waits_for_what_others_had_nor_catc
         await space.leave(one, had_turn=True)
     b = [ticket("normal:b", "x", n) for n in range(9, 12)]
     await space.wait("x", *b)
-    order = [name.split()[0] for name in await space.turns("x")]
+    order = [short(name) for name in await space.turns("x")]
     assert order == ["x-5", "x-9", "x-6", "x-10", "x-7", "x-11", "x-8"]
 
 
@@ -51,7 +63,7 @@ async def test_who_gives_up_is_not_charged(space: Namespace) -> None:
     b = [ticket("normal:b", "x", n) for n in range(6, 8)]
     await space.wait("x", *a, *b)
     await space.leave(*a[:3])
-    order = [name.split()[0] for name in await space.turns("x")]
+    order = [short(name) for name in await space.turns("x")]
     assert order == ["x-4", "x-6", "x-5", "x-7"]
 
 
@@ -59,8 +71,8 @@ async def test_a_ticket_that_excludes_workers_holds_up_nobody(space: Namespace) 
     picky = [ticket("normal:a", "x", n, picky=True) for n in range(1, 6)]
     await space.wait("x", *picky, ticket("normal:a", "x", 6), ticket("normal:a", "x", 7))
     names = [f"x-{n}" for n in range(1, 8)]
-    assert [name.split()[0] for name in await space.turns("x", 1)] == names[:6]
-    assert [name.split()[0] for name in await space.turns("x", 2)] == names
+    assert [short(name) for name in await space.turns("x", 1)] == names[:6]
+    assert [short(name) for name in await space.turns("x", 2)] == names
 
 
 async def test_tickets_of_a_replica_that_is_gone_are_taken_out(space: Namespace) -> None:
