@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class View:
 
     def __init__(self, snapshot: Snapshot, known: list[tuple[Incarnation, WorkerInfo, Measured]]):
         self.now_ms = snapshot.now_ms
+        self.somebody_waits = snapshot.somebody_waits
         self.incarnations = [inc for inc, _, _ in known]
         self.infos = [info for _, info, _ in known]
         self.measured = [measured for _, _, measured in known]
@@ -64,6 +66,23 @@ class View:
         ]
         self._matrix = np.array(columns, dtype=np.float64).reshape(len(columns), 22).T.copy()
         self._position = {inc: i for i, inc in enumerate(self.incarnations)}
+
+    @property
+    def shortest_queue_s(self) -> float:
+        """Predicted prefill still to do where there is least of it; 0 without workers."""
+        return min((load.queue_s(self.now_ms) for load in self.loads), default=0.0)
+
+    def openings(self, max_queue_s: float) -> int:
+        """How many requests the workers take at once, if none does whose queue is longer.
+
+        Where that is a limit a request may be the last that its worker takes: it counts as one.
+        """
+        free = [
+            info.max_requests - load.requests
+            for info, load in zip(self.infos, self.loads, strict=True)
+            if load.requests < info.max_requests and load.queue_s(self.now_ms) <= max_queue_s
+        ]
+        return sum(free) if math.isinf(max_queue_s) else len(free)
 
     def candidates(self, overlaps: Overlaps) -> Candidates:
         """The workers as a cost function sees them, for a prompt with these overlaps."""

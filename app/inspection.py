@@ -65,6 +65,19 @@ class Summary:
         return self.unique_blocks > FULL_FACTOR * self.laid_out_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Requests of one tenant and priority that wait for a worker.
+
+    oldest_s: how long the first one has waited.
+    """
+
+    tenant: str
+    priority: str
+    requests: int
+    oldest_s: float
+
+
 @dataclass(slots=True)
 class Finding:
     """What is wrong, how often, and some of the places."""
@@ -198,6 +211,27 @@ async def requests_on(
     async with deadline(STEP_TIMEOUT_S):
         found: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
     return {name.decode(): text.decode() for name, text in found.items()}
+
+
+async def waiting(redis: Client, keyspace: Keyspace) -> list[Flow]:
+    """Flows in the order in which the first of each has its turn. Raises RedisUnavailable."""
+    node = redis.node_of(keyspace["flows"]).client
+    async with deadline(STEP_TIMEOUT_S):
+        seconds, micros = await node.time()
+        flows: Any = await node.zrange(keyspace["flows"], 0, -1)
+        names = [flow.decode(errors="replace") for flow in flows]
+        async with node.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.zrange(keyspace[f"waiting:{name}"], 0, -1, withscores=True)
+            queues = await pipe.execute()
+    now_ms = seconds * 1000 + micros // 1000
+    found = []
+    for name, tickets in zip(names, queues, strict=True):
+        if tickets:
+            priority, _, tenant = name.partition(":")
+            oldest_s = max(0.0, (now_ms - tickets[0][1]) / 1000)
+            found.append(Flow(tenant, priority, len(tickets), oldest_s))
+    return found
 
 
 async def prefix(

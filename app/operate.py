@@ -330,6 +330,24 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
 
 
 @inspect.command(cls=Command)
+@_COMMON
+@as_json
+@_on_redis
+async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+    """Who waits for a worker, in the order of turns."""
+    found = await inspection.waiting(redis, keyspace)
+    if as_json:
+        click.echo(_json([asdict(flow) for flow in found]))
+        return
+    rows = [
+        (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
+    ]
+    click.echo(
+        _table(("tenant", "priority", "requests", "oldest"), rows) if rows else "nobody waits"
+    )
+
+
+@inspect.command(cls=Command)
 @click.option(
     "--window-s",
     default=600.0,
@@ -383,6 +401,8 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
     )
     longest = f"; {record.best} held most, {record.best_overlap:,}" if record.best else ""
     click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided at try {record.tries}")
+    if record.waited_ms:
+        click.echo(f"it waited {record.waited_ms / 1000:.2f} s for a worker that could take it")
     if not rows:
         click.echo("what the other workers were like was not kept: see --details-per-s")
         return
@@ -395,6 +415,7 @@ LOCALITY_TEXT = {
     "none": "nobody held its beginning",
     "tie": "another was drawn, at the same cost",
     "load": "another was cheaper, overlap and load together",
+    "session": "another was cheaper, as the session had gone there before",
     "full": "the longest overlap was on a worker that was full",
     "excluded": "the longest overlap was on a worker that the request excludes",
     "lease": "the longest overlap was on a worker whose lease had run out",
@@ -407,7 +428,7 @@ def _scored(record: Record) -> tuple[list[list[Any]], list[str]]:
     if record.seen is None:
         return [], []
     seen, candidates = record.seen, record.seen.candidates
-    costs = POLICIES[record.policy](candidates, record.size)
+    costs = seen.priced(POLICIES[record.policy])(candidates, record.size)
     overlap = candidates.overlap_device + candidates.overlap_host + candidates.overlap_disk
     rows = [
         [
@@ -500,7 +521,7 @@ class Comparison:
                 eligible=eligible,
                 rng=rng,
                 turn=self.decisions,
-                cost=cost,
+                cost=seen.priced(cost or POLICIES[policy]),
             )
             was = seen.workers.index(record.worker)
         except (RoutingError, ValueError):

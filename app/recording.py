@@ -5,8 +5,9 @@ Written behind the decisions, never before their answers; what Redis does not ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,25 @@ from app.core.predictions import positions
 from app.core.redis import deadline
 from app.core.topology import Client
 from app.core.types import SequenceHash, TierOverlap
-from app.policy.cost import Candidates, RequestSize
+from app.policy.affinity import Affinity, discounted
+from app.policy.cost import Candidates, CostFunction, RequestSize
 
 PAGE = 256
 PAGE_TIMEOUT_S = 5.0
-LOCALITIES = ("kept", "none", "tie", "load", "full", "excluded", "lease", "degraded")
+LOCALITIES = (
+    "kept",
+    "none",
+    "tie",
+    "load",
+    "session",
+    "full",
+    "excluded",
+    "lease",
+    "degraded",
+)
 """Whether the worker with the longest overlap was chosen: kept; or nobody held anything (none); or
-another one was, as costs were equal, its load outweighed its overlap, it was full, the request
-excluded it, its lease had run out, or Redis was away."""
+another one was, as costs were equal, its load outweighed its overlap, the session had gone to the
+other one, it was full, the request excluded it, its lease had run out, or Redis was away."""
 FIELDS = tuple(field.name for field in fields(Candidates))
 
 
@@ -37,6 +49,11 @@ class Seen:
     block_size: int
     candidates: Candidates
     eligible: Sequence[bool]
+    affinity: Affinity | None = None
+
+    def priced(self, cost: CostFunction) -> CostFunction:
+        """`cost`, with what the request's session was worth."""
+        return cost if self.affinity is None else discounted(cost, self.affinity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,7 @@ class Record:
     best: str
     best_overlap: int
     tries: int
+    waited_ms: int
     blocks: Sequence[SequenceHash]
     seen: Seen | None = None
 
@@ -88,6 +106,7 @@ def encode(record: Record) -> dict[str, Any]:
         "overlap": f"{overlap.device} {overlap.host} {overlap.disk}",
         "best": f"{record.best} {record.best_overlap}",
         "tries": record.tries,
+        "waited_ms": record.waited_ms,
         "blocks": hex_text(record.blocks),
     }
     if record.seen is not None:
@@ -98,6 +117,7 @@ def encode(record: Record) -> dict[str, Any]:
                 "workers": seen.workers,
                 "block_size": seen.block_size,
                 "eligible": [bool(ok) for ok in seen.eligible],
+                "affinity": seen.affinity and astuple(seen.affinity),
                 **columns,
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
@@ -122,6 +142,7 @@ def decode(entry: dict[bytes, bytes]) -> Record:
         best=best,
         best_overlap=int(best_overlap),
         tries=int(text["tries"]),
+        waited_ms=int(text["waited_ms"]),
         blocks=[SequenceHash(int(blocks[i : i + 16], 16)) for i in range(0, len(blocks), 16)],
         seen=_seen(text["seen"]) if "seen" in text else None,
     )
@@ -132,7 +153,13 @@ def _seen(text: str) -> Seen:
     matrix = np.array([found[name] for name in FIELDS], dtype=np.float64)
     if matrix.shape != (len(FIELDS), len(found["workers"])):
         raise ValueError(f"seen: {matrix.shape} does not fit {len(found['workers'])} workers")
-    return Seen(found["workers"], found["block_size"], Candidates(*matrix), found["eligible"])
+    affinity: Affinity | None = None
+    if found["affinity"] is not None:
+        position, fraction, max_queue_s = found["affinity"]
+        affinity = Affinity(position, fraction, math.inf if max_queue_s is None else max_queue_s)
+    return Seen(
+        found["workers"], found["block_size"], Candidates(*matrix), found["eligible"], affinity
+    )
 
 
 async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:

@@ -10,9 +10,10 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app import inspection
-from app.core import index, leases, matching, predictions, reservations
+from app.core import index, leases, matching, predictions, reservations, sessions
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
@@ -40,10 +41,12 @@ from app.core.strays import Strays
 from app.core.topology import exchange
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
-from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
+from app.policy.affinity import Affinity, discounted
+from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
 from app.policy.select import Choice, choose
 from app.recording import Record, Seen, encode, sampled
 from app.telemetry import Telemetry
+from app.waiting import Waiter, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +78,10 @@ RECORD_PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys."""
+    """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
+
+    session: "" for none. tenant, priority, hung_up: for one that has to wait; see Waiting.
+    """
 
     request_id: str
     chain: list[SequenceHash]
@@ -84,6 +90,10 @@ class RouteRequest:
     reserve: bool = True
     explain: bool = False
     exclude: frozenset[str] = frozenset()
+    session: str = ""
+    tenant: str = ""
+    priority: str = "normal"
+    hung_up: Callable[[], Awaitable[object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,8 @@ class Decision:
     best: str
     """The worker that holds most of the prompt, and how many blocks; "" where nobody holds any."""
     best_overlap: int
+    waited_ms: int
+    """For a worker that could take it."""
     candidates: list[Candidate]
     """Filled where the request asked to explain."""
 
@@ -136,9 +148,13 @@ class _Pending:
     attempt: str
     answer: asyncio.Future[Decision]
     overlaps: Overlaps = field(default_factory=dict)
+    session_at: Incarnation | None = None
+    """Where its session last went."""
     tries: int = 0
     held: _Plan | None = None
     """What is reserved for it already, though it may be decided again."""
+    waiter: Waiter | None = None
+    """Its place in line, if it had to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +170,7 @@ class _Plan:
     view: View
     seen: Candidates
     eligible: NDArray[np.bool_]
+    affinity: Affinity | None
 
 
 class Router:
@@ -177,6 +194,8 @@ class Router:
         self._keyspace = keyspace
         self._settings = settings
         self._loads = reservations.loads(keyspace)
+        self._max_queue_s = settings.max_queue_s
+        self._session_ttl_ms = round(settings.session_ttl_s * 1000)
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._rng = np.random.default_rng(settings.seed)
         self._turn = 0
@@ -192,6 +211,9 @@ class Router:
         self._decided: deque[_Plan] = deque(maxlen=MAX_QUEUED)
         self._has_decided = asyncio.Event()
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
+        self._waiting = (
+            Waiting(runner, keyspace, settings, fleet, telemetry) if settings.wait_queue else None
+        )
         self._nonce = secrets.token_hex(4)
         self._attempts = 0
         # Ids of requests, and attempts, that nobody will end, though Redis may hold a reservation
@@ -201,27 +223,27 @@ class Router:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            if self._waiting is not None:
+                tasks.create_task(self._waiting.run())
             tasks.create_task(self._decide_forever())
             tasks.create_task(self._maintain())
-            tasks.create_task(self._record_predictions())
+            tasks.create_task(self._record_routed())
             tasks.create_task(self._record_decisions())
             tasks.create_task(self.fleet.follow())
 
     async def route(self, request: RouteRequest) -> Decision:
         """Choose a worker and reserve it.
 
-        Raises NoWorkers, AllWorkersBusy, and RouterOverloaded if MAX_QUEUED requests are waiting.
+        Raises NoWorkers, AllWorkersBusy, CallerGone, and RouterOverloaded if MAX_QUEUED requests
+        are to be decided.
         """
         started = time.perf_counter()
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        pending = _Pending(request, self._new_attempt(), answer)
         try:
-            self._attempts += 1
-            pending = _Pending(request, f"{self._nonce}-{self._attempts}", answer)
-            try:
-                self._queue.put_nowait(pending)
-            except asyncio.QueueFull:
-                raise RouterOverloaded(f"{MAX_QUEUED} requests wait for a decision") from None
+            if not self._submit(pending):
+                raise RouterOverloaded(f"{MAX_QUEUED} requests wait for a decision")
             decision = await answer
             outcome = "routed"
         except RoutingError as error:
@@ -229,9 +251,15 @@ class Router:
             raise
         finally:
             self.telemetry.decisions.labels(request.policy, outcome).inc()
-            self.telemetry.decision_seconds.observe(time.perf_counter() - started)
+            ended = time.perf_counter() if pending.waiter is None else pending.waiter.since_s
+            self.telemetry.decision_seconds.observe(ended - started)
         self._count(decision)
         return decision
+
+    async def stop(self) -> None:
+        """Lets nobody wait any longer: the replica is about to end."""
+        if self._waiting is not None:
+            self._waiting.stop()
 
     async def refresh(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
@@ -243,6 +271,7 @@ class Router:
         """False if there is no such reservation. Raises RedisUnavailable."""
         known = await self._runner.one(reservations.prefill_complete(self._keyspace, request_id))
         self.telemetry.reservations.labels("prefill_complete" if known else "unknown").inc()
+        self._look_again()
         return known
 
     def abandon(self, decision: Decision) -> None:
@@ -253,7 +282,24 @@ class Router:
         """False if there is no such reservation (any more). Raises RedisUnavailable."""
         known = await self._runner.one(reservations.release(self._keyspace, request_id))
         self.telemetry.reservations.labels("released" if known else "unknown").inc()
+        self._look_again()
         return known
+
+    def _look_again(self) -> None:
+        if self._waiting is not None:
+            self._waiting.look_again()
+
+    def _new_attempt(self) -> str:
+        self._attempts += 1
+        return f"{self._nonce}-{self._attempts}"
+
+    def _submit(self, pending: _Pending) -> bool:
+        """Have it decided; False: too many are to be."""
+        try:
+            self._queue.put_nowait(pending)
+        except asyncio.QueueFull:
+            return False
+        return True
 
     async def _decide_forever(self) -> None:
         while True:
@@ -261,7 +307,7 @@ class Router:
             while len(batch) < MAX_BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
             # Who asked may have gone: then nothing must be reserved for them.
-            batch = [pending for pending in batch if not pending.answer.cancelled()]
+            batch = [pending for pending in batch if not pending.answer.done()]
             try:
                 await self._decide(batch)
             except Exception as error:
@@ -280,7 +326,7 @@ class Router:
                 batch.append(self._queue.get_nowait())
             self._decide_degraded(batch, error)
             return
-        waiting = batch
+        waiting = self._those_who_need_not_wait(batch, view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self.telemetry.retries.inc(len(waiting))
@@ -306,21 +352,26 @@ class Router:
                 self._take(pending.held)
                 continue
             self._orphans.append((pending.request.request_id, pending.attempt))
-            _fail(pending, AllWorkersBusy(f"every choice of {MAX_TRIES} was full by then"))
+            pending.attempt = self._new_attempt()
+            busy = f"every choice of {MAX_TRIES} was full by then"
+            self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
     async def _look_up(self, batch: list[_Pending]) -> View:
-        """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each."""
+        """Overlaps of all prompts and the loads of all workers. Sets `overlaps` of each, and
+        `session_at`."""
         while True:
             shards = self.fleet.shards or (await self._runner.one(self._loads)).shards or 1
             chains = [pending.request.chain for pending in batch]
+            recall = self._recall(batch)
             with self._timed("look_up"):
-                overlaps, (snapshot, *foreseen) = await matching.match(
+                overlaps, (snapshot, *others) = await matching.match(
                     self._runner,
                     self._keyspace,
                     chains if self._settings.kv_events else [],
                     shards,
-                    along=[self._loads, *self._foresee(chains, shards)],
+                    along=[self._loads, *recall, *self._foresee(chains, shards)],
                 )
+            recalled, foreseen = others[: len(recall)], others[len(recall) :]
             if isinstance(snapshot, RedisUnavailable):
                 raise snapshot
             view = await self.fleet.view(snapshot)
@@ -331,7 +382,18 @@ class Router:
         for pending, found, ahead in zip_longest(batch, overlaps, foreseen):
             known = ahead if isinstance(ahead, dict) else {}
             pending.overlaps = with_predicted(found or {}, known)
+        for found_at in recalled:
+            if isinstance(found_at, list):
+                for pending, incarnation in zip(batch, found_at, strict=True):
+                    pending.session_at = incarnation
         return view
+
+    def _recall(self, batch: list[_Pending]) -> list[Call[list[Incarnation | None]]]:
+        """At most one call, for all of them, if any counts on it."""
+        asked = [pending.request.session for pending in batch]
+        if not self._settings.session_affinity or not any(asked):
+            return []
+        return [sessions.recall(self._keyspace, asked, self._session_ttl_ms)]
 
     def _foresee(
         self, chains: list[list[SequenceHash]], shards: int
@@ -353,8 +415,17 @@ class Router:
             )
             self._has_routed.set()
 
-    async def _record_predictions(self) -> None:
-        """Write predictions, those that wait together in one round trip."""
+    def _remember(self, plan: _Plan) -> None:
+        """Record, soon, where the request's session went."""
+        session = plan.pending.request.session
+        if self._settings.session_affinity and session:
+            self._routed.append(
+                sessions.remember(self._keyspace, session, plan.incarnation, self._session_ttl_ms)
+            )
+            self._has_routed.set()
+
+    async def _record_routed(self) -> None:
+        """Write predictions and sessions, those that wait together in one round trip."""
         while True:
             await self._has_routed.wait()
             self._has_routed.clear()
@@ -363,7 +434,7 @@ class Router:
             try:
                 await self._runner.run(calls)
             except RedisUnavailable as error:
-                log.debug("%d predictions are lost: %s", len(calls), error)
+                log.debug("%d predictions and sessions are lost: %s", len(calls), error)
 
     def _note_decision(self, plan: _Plan) -> None:
         decision = plan.decision
@@ -410,7 +481,7 @@ class Router:
                 if pending.held is not None:
                     self._take(pending.held)
                 else:
-                    _fail(pending, error)
+                    self._turn_away(pending, view, error)
                 continue
             if pending.request.reserve:
                 view.add(plan.position, plan.reservation)
@@ -418,6 +489,48 @@ class Router:
             else:
                 _answer(pending, plan.decision)
         return plans
+
+    def _those_who_need_not_wait(self, batch: list[_Pending], view: View) -> list[_Pending]:
+        """All but those who came while others wait, at whichever replica: they wait as well."""
+        if self._waiting is None or not (view.somebody_waits or self._waiting.somebody):
+            return batch
+        going = []
+        for pending in batch:
+            if pending.waiter is None and pending.request.reserve:
+                self._let_wait(pending, view)
+            else:
+                going.append(pending)
+        return going
+
+    def _turn_away(self, pending: _Pending, view: View, error: RoutingError) -> None:
+        """Nobody can take it now: let it wait, if that is of use, else fail."""
+        if (
+            self._waiting is None
+            or not pending.request.reserve
+            or not isinstance(error, AllWorkersBusy)
+        ):
+            _fail(pending, error)
+        elif pending.waiter is None:
+            self._let_wait(pending, view)
+        else:
+            pending.waiter.deciding = False
+
+    def _let_wait(self, pending: _Pending, view: View) -> None:
+        assert self._waiting is not None
+        request = pending.request
+        longest = max((o.total for o in pending.overlaps.values()), default=0)
+        block_size = view.infos[0].block_size if view.infos else 1
+        pending.waiter = self._waiting.enter(
+            request.tenant,
+            request.priority,
+            # What is cached somewhere costs the fleet little; a block at least is to be computed.
+            tokens=max(request.isl_tokens - longest * block_size, block_size),
+            picky=bool(request.exclude),
+            now_ms=view.now_ms,
+            answer=pending.answer,
+            decide=partial(self._submit, pending),
+            hung_up=request.hung_up,
+        )
 
     def _plan(self, pending: _Pending, view: View, *, degraded: bool) -> _Plan:
         request = pending.request
@@ -429,6 +542,7 @@ class Router:
         if degraded:
             # Nobody tells of requests that end meanwhile: all would look full before long.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
+        affinity = self._affinity(pending, view)
         eligible = np.array([not _excluded(info, request.exclude) for info in view.infos])
         choice = choose(
             policy,
@@ -438,6 +552,8 @@ class Router:
             rng=self._rng,
             turn=self._turn,
             temperature=self._settings.temperature,
+            cost=discounted(POLICIES[policy], affinity) if affinity is not None else None,
+            max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
         self._turn += 1
         position = choice.index
@@ -445,7 +561,7 @@ class Router:
         overlap = pending.overlaps.get(incarnation, NO_OVERLAP)
         cached = min(overlap.total * size.block_size, request.isl_tokens)
         locality, best, best_overlap = _locality(
-            view, candidates, pending.overlaps, eligible, choice, overlap.total
+            view, candidates, pending.overlaps, eligible, choice, overlap.total, affinity
         )
         reservation = Reservation(
             request.request_id,
@@ -469,6 +585,11 @@ class Router:
             locality="degraded" if degraded else locality,
             best=best,
             best_overlap=best_overlap,
+            waited_ms=(
+                round(1000 * (time.perf_counter() - pending.waiter.since_s))
+                if pending.waiter is not None
+                else 0
+            ),
             candidates=(
                 _seen(view, pending.overlaps, eligible.tolist(), choice) if request.explain else []
             ),
@@ -484,7 +605,17 @@ class Router:
             view,
             candidates,
             eligible,
+            affinity,
         )
+
+    def _affinity(self, pending: _Pending, view: View) -> Affinity | None:
+        """For its session, if that went to a worker that still lives."""
+        if pending.session_at is None:
+            return None
+        position = view.position(pending.session_at)
+        if position is None:
+            return None
+        return Affinity(position, self._settings.session_affinity, self._max_queue_s)
 
     def _reserve(self, plan: _Plan, *, final: bool) -> Call[Refused | None]:
         return reservations.reserve(
@@ -531,7 +662,11 @@ class Router:
         """Answer with what is reserved."""
         self.telemetry.reservations.labels("made").inc()
         self._predict(plan)
+        self._remember(plan)
         self._note_decision(plan)
+        if plan.pending.answer.done():
+            # Who waited has hung up meanwhile.
+            self.abandon(plan.decision)
         _answer(plan.pending, plan.decision)
 
     def _note(self, error: Exception) -> None:
@@ -718,6 +853,7 @@ def _locality(
     eligible: NDArray[np.bool_],
     choice: Choice,
     overlap: int,
+    affinity: Affinity | None,
 ) -> tuple[str, str, int]:
     """What became of the longest overlap, one of recording.LOCALITIES; whose it is, and blocks.
 
@@ -740,8 +876,14 @@ def _locality(
         return "excluded", name, best_overlap
     if candidates.active_requests[best] >= candidates.max_requests[best]:
         return "full", name, best_overlap
-    tied = choice.costs.cost[best] == choice.costs.cost[choice.index]
-    return ("tie" if tied else "load"), name, best_overlap
+    cost = choice.costs.cost
+    if cost[best] == cost[choice.index]:
+        return "tie", name, best_overlap
+    if affinity is not None and affinity.position == choice.index:
+        discount = choice.costs.terms["affinity"][choice.index]
+        if cost[best] < cost[choice.index] - discount:
+            return "session", name, best_overlap
+    return "load", name, best_overlap
 
 
 class Pace:
@@ -764,7 +906,9 @@ def _recorded(plan: _Plan, details: Pace) -> Record:
     seen: Seen | None = None
     if request.explain or details.lets_through():
         workers = [str(info.key) for info in plan.view.infos]
-        seen = Seen(workers, decision.worker.block_size, plan.seen, plan.eligible.tolist())
+        seen = Seen(
+            workers, decision.worker.block_size, plan.seen, plan.eligible.tolist(), plan.affinity
+        )
     return Record(
         request_id=decision.request_id,
         at_ms=plan.view.now_ms,
@@ -777,6 +921,7 @@ def _recorded(plan: _Plan, details: Pace) -> Record:
         best=decision.best,
         best_overlap=decision.best_overlap,
         tries=decision.tries,
+        waited_ms=decision.waited_ms,
         blocks=sampled(request.chain),
         seen=seen,
     )

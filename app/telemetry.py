@@ -7,6 +7,7 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 
 
@@ -18,8 +19,8 @@ class Telemetry:
         r = self.registry
         self.decisions = Counter(
             "kvroute_decisions",
-            "Decisions by policy and outcome: routed, no_workers, all_busy, overloaded, "
-            "or failed (given up, or a fault).",
+            "Decisions by policy and outcome: routed, no_workers, all_busy, overloaded, gone (the "
+            "caller, from waiting), or failed (given up, or a fault).",
             ["policy", "outcome"],
             registry=r,
         )
@@ -33,7 +34,8 @@ class Telemetry:
         )
         self.decision_seconds = Histogram(
             "kvroute_decision_seconds",
-            "From a request's hashes to its worker, reservation included.",
+            "From a request's hashes to its worker, reservation included; of one that had to wait, "
+            "until then.",
             buckets=_SECONDS,
             registry=r,
         )
@@ -53,7 +55,7 @@ class Telemetry:
         self.locality = Counter(
             "kvroute_locality",
             "Routed requests by whether the worker with the longest overlap was chosen, and why "
-            "not: kept, none, tie, load, full, excluded, lease, degraded.",
+            "not: kept, none, tie, load, session, full, excluded, lease, degraded.",
             ["reason"],
             registry=r,
         )
@@ -85,6 +87,25 @@ class Telemetry:
         )
         self.retries = Counter(
             "kvroute_decision_retries", "Decisions made again after a refusal.", registry=r
+        )
+        self.waiting = Gauge(
+            "kvroute_waiting_requests",
+            "Requests that wait at this replica for a worker.",
+            registry=r,
+        )
+        self.waited_seconds = Histogram(
+            "kvroute_waited_seconds",
+            "How long requests waited for a worker, whatever became of them.",
+            buckets=_WAITED_SECONDS,
+            registry=r,
+        )
+        self.waits = Counter(
+            "kvroute_waits",
+            "Requests that had to wait, by tenant (those with a weight, all others together), "
+            "priority, and outcome: routed, timed_out, crowded_out (too many waited), gone (the "
+            "caller), stopped (the replica), failed.",
+            ["tenant", "priority", "outcome"],
+            registry=r,
         )
         self.metrics_age = Gauge(
             "kvroute_metrics_stream_lag_seconds",

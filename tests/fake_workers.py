@@ -92,14 +92,16 @@ class FakeWorkers:
         }
         await self.redis.xadd(KEYS["metrics"], entry)
 
-    async def occupy(self, name: str, *request_ids: str, blocks: int = 3) -> None:
-        """Other people's requests, of 4 tokens to prefill in 1 ms each, are reserved on `name`."""
+    async def occupy(
+        self, name: str, *request_ids: str, blocks: int = 3, prefill_s: float = 0.001
+    ) -> None:
+        """Other people's requests, of 4 tokens to prefill each, are reserved on `name`."""
         worker = self._workers[_key(name)]
         for request_id in request_ids:
             reserve = reservations.reserve(
                 KEYS,
                 worker.incarnation,
-                reservations.Reservation(request_id, 4, 1000, blocks),
+                reservations.Reservation(request_id, 4, round(1e6 * prefill_s), blocks),
                 ttl_ms=TTL_MS,
                 max_requests=worker.info.max_requests,
                 seen_total=None,

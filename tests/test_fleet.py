@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -221,6 +222,24 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
     assert after.prefill_s[0] == 0.002
     assert after.active_blocks.tolist() == [3, 7]
     assert seen.active_blocks.tolist() == [0, 7], "what was handed out stays as it was"
+
+
+async def test_openings_are_free_slots_or_where_queues_count_one_a_worker(
+    space: Namespace,
+) -> None:
+    # Each takes 256 requests.
+    a, b = await space.worker("a"), await space.worker("b")
+    fleet = fleet_of(space)
+    await space.reserve(a, "r1", us=30_000_000)
+    await space.reserve(b, "r2", us=90_000_000)
+    view = await fleet.view(await space.loads())
+    assert view.openings(math.inf) == 510
+    assert [view.openings(limit) for limit in (20.0, 60.0, 100.0)] == [0, 1, 2]
+    assert 20.0 < view.shortest_queue_s <= 30.0
+    await space.retire("a", a)
+    await space.retire("b", b)
+    empty = await fleet.view(await space.loads())
+    assert (empty.openings(math.inf), empty.shortest_queue_s) == (0, 0.0)
 
 
 async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:

@@ -21,6 +21,7 @@ def record(request_id: str, blocks: list[SequenceHash], seen: Seen | None = None
         best="w2:1",
         best_overlap=9,
         tries=2,
+        waited_ms=40,
         blocks=sampled(blocks),
         seen=seen,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import orjson
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from app.core.errors import (
     AllWorkersBusy,
     BodyTooLarge,
+    CallerGone,
     InvalidRequest,
     KvrouteError,
     NamespaceMissing,
@@ -25,6 +27,7 @@ _RETRY = {"Retry-After": "1"}
 _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     InvalidRequest: (422, "invalid_request", {}),
     BodyTooLarge: (413, "body_too_large", {}),
+    CallerGone: (499, "caller_gone", {}),
     AllWorkersBusy: (429, "all_workers_busy", _RETRY),
     RouterOverloaded: (429, "router_overloaded", _RETRY),
     NoWorkers: (503, "no_workers", _RETRY),
@@ -32,6 +35,7 @@ _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     RedisUnavailable: (503, "redis_unavailable", _RETRY),
 }
 """Status, code (stable, part of the interface) and headers."""
+MAX_RETRY_AFTER_S = 60
 
 
 def json_response(
@@ -65,7 +69,14 @@ async def _kvroute_error(_: Request, error: Exception) -> Response:
     known = (_ANSWERS[kind] for kind in type(error).__mro__ if kind in _ANSWERS)
     status, code, headers = next(known, (500, "internal", {}))
     field = error.field if isinstance(error, InvalidRequest) else None
+    if isinstance(error, AllWorkersBusy):
+        headers = {"Retry-After": str(_retry_after_s(error.retry_after_s))}
     return json_response(_body(code, str(error), field), status, headers)
+
+
+def _retry_after_s(seconds: float) -> int:
+    """Whole seconds, as the header has them."""
+    return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:

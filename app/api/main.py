@@ -35,7 +35,7 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
         # Without Redis the replica starts all the same.
         with suppress(RedisUnavailable):
             await check_server(redis, CHECK_TIMEOUT_S)
-    await serve(app, *sockets)
+    await serve(app, *sockets, on_stop=app.state.router.stop)
 
 
 def create_app(settings: RouterSettings) -> FastAPI:

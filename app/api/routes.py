@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ from app.fleet import View
 from app.router import Candidate, Decision, Router, RouteRequest
 
 RAW_TOKENS = "application/octet-stream"
+HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
+"""What proxies may set where a client does not."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -118,6 +121,12 @@ async def route(request: Request) -> Response:
             reserve=options.reserve,
             explain=options.explain,
             exclude=frozenset(options.exclude),
+            session=(
+                _or_header(request, options, "session_id") if settings.session_affinity else ""
+            ),
+            tenant=_or_header(request, options, "tenant") if settings.wait_queue else "",
+            priority=options.priority,
+            hung_up=partial(_hung_up, request) if settings.wait_queue else None,
         )
     )
     if decision.reserved and await request.is_disconnected():
@@ -227,6 +236,20 @@ def _request_id(request: Request, options: schemas.RouteOptions) -> str:
         return options.request_id
     header = request.headers.get("x-request-id")
     return schemas.RouteOptions(request_id=header).request_id or _new_id()
+
+
+def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> str:
+    """A field as the body says, else its header; "" for neither."""
+    text = request.headers.get(HEADER_OF[field]) if getattr(options, field) is None else None
+    if text is not None:
+        options = schemas.RouteOptions.model_validate({field: text})
+    return getattr(options, field) or ""
+
+
+async def _hung_up(request: Request) -> None:
+    """Returns once the caller is gone; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -375,6 +398,8 @@ def _routed(decision: Decision) -> dict[str, Any]:
         "degraded": decision.degraded,
         "reserved": decision.reserved,
     }
+    if decision.waited_ms:
+        answer["waited_ms"] = decision.waited_ms
     if decision.candidates:
         answer["tied"] = decision.tied
         answer["locality"] = decision.locality

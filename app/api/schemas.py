@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from app.core.config import POLICY_NAMES
+from app.core.config import POLICY_NAMES, PRIORITIES
 
 U64 = 1 << 64
 
@@ -33,6 +33,8 @@ HashValue = Annotated[
     ),
 ]
 RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+TenantId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")]
+Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
 PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICY_NAMES)})$")]
 
 
@@ -57,6 +59,17 @@ class RouteOptions(_Body):
     cache_namespace: str | None = None
     policy: PolicyName | None = None
     exclude: list[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
+    session_id: RequestId | None = Field(
+        default=None,
+        description="with --session-affinity, requests of a session rather go where the last one "
+        "went; else the header x-session-id",
+    )
+    tenant: TenantId | None = Field(
+        default=None,
+        description="where requests wait, turns are shared between tenants; else the header "
+        "x-tenant-id",
+    )
+    priority: Priority = "normal"
     reserve: bool = True
     explain: bool = False
 
@@ -126,6 +139,7 @@ class Routed(BaseModel):
     policy: str
     degraded: bool = Field(description="decided without Redis, by the last loads seen")
     reserved: bool
+    waited_ms: int | None = Field(default=None, description="if it had to, for a worker")
     tied: bool | None = Field(
         default=None, description="with explain: several shared the lowest cost, one was drawn"
     )
@@ -135,8 +149,8 @@ class Routed(BaseModel):
     locality: str | None = Field(
         default=None,
         description="with explain: kept, where the worker with the longest overlap was chosen; "
-        "none, where nobody had any; else why it was not: tie, load, full, excluded, lease, "
-        "degraded",
+        "none, where nobody had any; else why it was not: tie, load, session, full, excluded, "
+        "lease, degraded",
     )
     best_overlap: BestOverlap | None = None
     candidates: list[CandidateModel] | None = None

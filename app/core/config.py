@@ -6,6 +6,7 @@ and its help stand in one place. Nothing else reads the environment.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -28,11 +29,36 @@ POLICY_NAMES = (
     "round_robin",
     "random",
 )
+PRIORITIES = ("high", "normal", "low")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 PORT = click.IntRange(0, 65535)
 POSITIVE = click.IntRange(min=1)
 POSITIVE_SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Tenant -> weight, of `a=4,b=0.5`. Raises ValueError for what is none."""
+    weights: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, weight = part.rpartition("=")
+        weights[name] = float(weight)
+        if not name or not 0.001 <= weights[name] <= 1000:
+            raise ValueError("a name and a weight from 0.001 to 1000 are wanted for each")
+    return weights
+
+
+class _Weights(click.ParamType[str]):
+    """Text that `parse_weights` reads."""
+
+    name = "NAME=WEIGHT,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        try:
+            parse_weights(value)
+        except ValueError as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
+        return str(value)
 
 
 class Command(click.Command):
@@ -175,6 +201,33 @@ class RouterSettings(CommonSettings):
         "A reservation not released by then is forgotten.",
         POSITIVE_SECONDS,
     )
+    wait_queue: int = setting(
+        0,
+        "So many requests wait at this replica while no worker can take them; 0: they are refused "
+        "(429).",
+        click.IntRange(0, 4096),
+    )
+    wait_above_s: float | None = setting(
+        None,
+        "A worker whose queue of prefills is predicted to last longer takes no further request "
+        "then; none: one with --max-requests.",
+        click.FloatRange(min=0),
+    )
+    wait_timeout_s: float = setting(
+        10.0, "Who has waited for so long is refused (429).", POSITIVE_SECONDS
+    )
+    tenant_weights: str = setting(
+        "", "Shares of turns of the tenants that wait, NAME=WEIGHT,...; others weigh 1.", _Weights()
+    )
+    session_affinity: float = setting(
+        0.0,
+        "0-1: so much of what the worker that a session last went to lacks of a prompt is taken "
+        "to be there all the same; 0: sessions do not count.",
+        click.FloatRange(0, 1),
+    )
+    session_ttl_s: float = setting(
+        600.0, "Where a session went is forgotten after so long.", POSITIVE_SECONDS
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE
     )
@@ -182,6 +235,11 @@ class RouterSettings(CommonSettings):
     shared_fd: int | None = setting(
         None, "An inherited listening socket to serve as well, shared with other replicas.", int
     )
+
+    @property
+    def max_queue_s(self) -> float:
+        """Of a worker that takes requests, where they may wait for it to become so short."""
+        return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s
 
 
 @dataclass(frozen=True, slots=True)

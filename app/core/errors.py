@@ -13,7 +13,8 @@ KvrouteError
 ├── WorkerReplaced        another process registered as the same worker; this one must end
 └── RoutingError          no decision is possible
     ├── NoWorkers         none is alive, or all are excluded
-    ├── AllWorkersBusy    every eligible worker is full
+    ├── AllWorkersBusy    every eligible worker is full, and waiting for one was no use
+    ├── CallerGone        the caller hung up while its request waited
     └── RouterOverloaded  too many requests wait for a decision
 """
 
@@ -81,9 +82,22 @@ class NoWorkers(RoutingError):
 
 
 class AllWorkersBusy(RoutingError):
-    """Every eligible worker has as many requests as it takes."""
+    """No eligible worker takes another request now, or did while this one waited.
+
+    retry_after_s: predicted, until the one that is busy for the shortest time has prefilled all.
+    """
 
     outcome = "all_busy"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class CallerGone(RoutingError):
+    """The caller hung up while its request waited for a worker."""
+
+    outcome = "gone"
 
 
 class RouterOverloaded(RoutingError):

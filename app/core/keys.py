@@ -27,6 +27,15 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 state one of p(refilling) d(ecoding), attempt a word that tells
                                 reservations of the same request apart; as reservations
     prefills:<inc>      list    request_ids still prefilling, oldest first; as reservations
+    line                hash    tag, virtual time of the last turn of a request that waited;
+                                <replica> -> until when its tickets hold, ms, Redis clock; by wait,
+                                leave; until nobody waits, or no replica has called for a second
+    flows               zset    <flow> scored by the tag of its first ticket; a flow is the
+                                "<priority>:<tenant>" of requests that wait; as line
+    waiting:<flow>      zset    "<replica>-<number> <charge> <x or ->" scored by since when the
+                                request waits, ms, Redis clock; x: it excludes workers; as line
+    sessions            hash    <session> -> "<inc> <when it went there last, ms, Redis clock>"; by
+                                remember; until --session-ttl-s later, or there are too many
     metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics and
                                 Speed; by agents every METRICS_INTERVAL_S; trimmed to about
                                 METRICS_MAXLEN entries

@@ -72,6 +72,8 @@ class Snapshot:
     """When an incarnation was last registered or set right; None: not asked."""
     shards: int | None = None
     """Of the namespace's index; None: not asked."""
+    somebody_waits: bool = False
+    """For a turn, at whichever replica; False: not asked, too."""
     lapsed: frozenset[Incarnation] = frozenset()
     """Incarnations that would be routable, had their leases not run out."""
 
@@ -90,7 +92,7 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        return _snapshot(reply[:3], workers_ms=reply[3], shards=reply[4])
+        return _snapshot(reply[:3], workers_ms=reply[3], shards=reply[4], waiting=reply[5])
 
     return call("loads", keyspace, parse=parse)
 
@@ -151,7 +153,7 @@ def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int, grace_ms: int) -> Cal
 
 
 def _snapshot(
-    reply: list[Any], workers_ms: int | None = None, shards: int | None = None
+    reply: list[Any], workers_ms: int | None = None, shards: int | None = None, waiting: int = 0
 ) -> Snapshot:
     now_ms, live, pairs = reply
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -162,4 +164,4 @@ def _snapshot(
         if numbers and inc.isdigit():
             load_of[Incarnation(int(inc))] = Load(*map(int, numbers.groups()))
     lapsed = frozenset(Incarnation(int(inc)) for inc in by_inc if inc.isdigit())
-    return Snapshot(now_ms, load_of, workers_ms, shards, lapsed)
+    return Snapshot(now_ms, load_of, workers_ms, shards, bool(waiting), lapsed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,7 @@ def choose(
     turn: int = 0,
     temperature: float = 0.0,
     cost: CostFunction | None = None,
+    max_queue_s: float = math.inf,
 ) -> Choice:
     """The worker that `policy`, a key of POLICIES, prefers among the eligible.
 
@@ -42,7 +44,10 @@ def choose(
     temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
     of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
     cost: in the place of the policy's own.
-    Raises NoWorkers if none is eligible, AllWorkersBusy if all of those are full.
+    max_queue_s: one of those with room at least must have no longer queue of prefills; which of
+    them is then chosen is up to the policy.
+    Raises NoWorkers if none is eligible, AllWorkersBusy if all of those are full or no queue is
+    short enough.
     """
     num_eligible = np.count_nonzero(eligible)
     if num_eligible == 0:
@@ -50,8 +55,12 @@ def choose(
     costs = (cost or POLICIES[policy])(candidates, size)
     has_room = (candidates.active_requests < candidates.max_requests) & (costs.cost < np.inf)
     workers = np.flatnonzero(eligible & has_room)
-    if workers.size == 0:
-        raise AllWorkersBusy(f"all {num_eligible} eligible workers are full")
+    if workers.size == 0 or candidates.prefill_s[workers].min() > max_queue_s:
+        past = "" if math.isinf(max_queue_s) else f" or have {max_queue_s:g} s of prefills to do"
+        raise AllWorkersBusy(
+            f"all {num_eligible} eligible workers are full{past}",
+            retry_after_s=float(candidates.prefill_s[eligible].min()),
+        )
     if policy == "round_robin":
         workers = workers[[turn % workers.size]]
     elif policy == "power_of_two":

@@ -278,3 +278,40 @@ async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
     assert text.splitlines()[-2].split()[1:] == ["10", "3"]
     none = await as_json(decided, "inspect", "usage", "--window-s", "0.000001")
     assert none["decisions"] >= 1
+
+
+async def test_explain_and_whatif_know_what_a_session_was_worth(
+    workers: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
+) -> None:
+    for name in ("w1", "w2"):
+        await workers.register(name)
+    url = one_redis_server.url
+    async with replica(url, session_affinity=0.5) as client:
+        answer = await client.post(
+            "/v1/route", json={"token_ids": PROMPT}, headers={"x-session-id": "s"}
+        )
+        first = answer.json()["worker_id"]
+        await eventually(lambda: redis.hexists(KEYS["sessions"], "s"))
+        again = await route(client, "r1", session_id="s", explain=True)
+        await recorded(url, "r1")
+    assert again["worker_id"] == first
+    answered = {c["worker_id"] + ":0": c for c in again["candidates"]}
+    assert answered[f"{first}:0"]["terms"]["affinity"] < 0
+    explained = {c["worker"]: c for c in (await as_json(url, "explain", "r1"))["candidates"]}
+    for name, candidate in answered.items():
+        assert explained[name]["affinity"] == pytest.approx(candidate["terms"]["affinity"], 1e-5)
+        assert explained[name]["cost"] == pytest.approx(candidate["cost"], 1e-5)
+    assert (await as_json(url, "whatif", "--policy", "latency", "--last", "1"))["changed"] == 0
+
+
+@pytest.mark.parametrize("session", ["", "a b", "x" * 129])
+async def test_a_bad_session_is_refused(
+    workers: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, session: str
+) -> None:
+    await workers.register("w1")
+    async with replica(one_redis_server.url, session_affinity=0.5) as client:
+        for given in ({"json": {"session_id": session}}, {"headers": {"x-session-id": session}}):
+            body = {"token_ids": PROMPT} | given.get("json", {})
+            answer = await client.post("/v1/route", json=body, headers=given.get("headers"))
+            assert answer.status_code == 422
+            assert answer.json()["error"]["field"] == "session_id"

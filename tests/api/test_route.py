@@ -312,6 +312,24 @@ async def test_a_full_fleet_asks_to_come_again_later(
     assert (await routed(client, request_id="r3"))["reserved"]
 
 
+async def test_a_full_fleet_names_the_time_until_its_shortest_queue_is_done(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1", max_requests=1)
+    await workers.register("w2", max_requests=1)
+    await workers.occupy("w1", "x", prefill_s=500.0)
+
+    async def retry_after() -> int:
+        response = await client.post("/v1/route", json={"token_ids": PROMPT})
+        assert response.status_code == 429
+        return int(response.headers["retry-after"])
+
+    await workers.occupy("w2", "y", prefill_s=40.0)
+    assert 20 < await retry_after() <= 40
+    await workers.occupy("w2", "y", prefill_s=400.0)
+    assert await retry_after() == 60
+
+
 async def test_without_a_live_worker_there_is_no_answer(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -7,7 +8,15 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from app.core.config import RouterSettings, WorkerSettings, flags, options, pick, variable
+from app.core.config import (
+    RouterSettings,
+    WorkerSettings,
+    flags,
+    options,
+    parse_weights,
+    pick,
+    variable,
+)
 
 SETTINGS = (RouterSettings, WorkerSettings)
 
@@ -50,6 +59,7 @@ def test_a_flag_beats_a_variable_beats_the_default() -> None:
     [
         RouterSettings(),
         RouterSettings(port=0, policy="balance", temperature=0.25, seed=7, shared_fd=3),
+        RouterSettings(wait_queue=9, wait_above_s=0.0, tenant_weights="a/b=4,c=d=0.5"),
         WorkerSettings(worker_id="w-1", kv_pool_tokens=4096, speedup=2.5, namespace="m/x"),
     ],
 )
@@ -81,6 +91,14 @@ def test_every_field_has_a_default_a_help_text_and_a_variable_of_its_own(cls: ty
         ("--reservation-ttl-s", "KVROUTE_RESERVATION_TTL_S", "0"),
         ("--max-prompt-tokens", "KVROUTE_MAX_PROMPT_TOKENS", "-5"),
         ("--log-level", "KVROUTE_LOG_LEVEL", "loud"),
+        ("--wait-queue", "KVROUTE_WAIT_QUEUE", "-1"),
+        ("--wait-above-s", "KVROUTE_WAIT_ABOVE_S", "-0.5"),
+        ("--tenant-weights", "KVROUTE_TENANT_WEIGHTS", "a=1,b"),
+        ("--tenant-weights", "KVROUTE_TENANT_WEIGHTS", "a=heavy"),
+        ("--tenant-weights", "KVROUTE_TENANT_WEIGHTS", "=1"),
+        ("--tenant-weights", "KVROUTE_TENANT_WEIGHTS", "a=0"),
+        ("--tenant-weights", "KVROUTE_TENANT_WEIGHTS", "a=nan"),
+        ("--session-affinity", "KVROUTE_SESSION_AFFINITY", "1.5"),
     ],
 )
 def test_a_bad_value_stops_the_start_and_is_named_with_where_it_came_from(
@@ -95,6 +113,17 @@ def test_a_bad_value_stops_the_start_and_is_named_with_where_it_came_from(
         assert flag in result.output
         assert value in result.output
     assert name in result.output
+
+
+def test_weights_are_read_from_names_and_numbers() -> None:
+    assert parse_weights("") == {}
+    assert parse_weights("a=4,b=0.5,c=d=2") == {"a": 4.0, "b": 0.5, "c=d": 2.0}
+
+
+def test_the_threshold_of_waiting_counts_only_where_requests_wait() -> None:
+    assert RouterSettings(wait_above_s=2.0).max_queue_s == math.inf
+    assert RouterSettings(wait_queue=1).max_queue_s == math.inf
+    assert RouterSettings(wait_queue=1, wait_above_s=2.0).max_queue_s == 2.0
 
 
 def test_a_field_may_be_left_out_of_the_options() -> None:

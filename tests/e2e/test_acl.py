@@ -58,14 +58,19 @@ SCRIPTS = {
         "expire",
         "foresee",
         "lapse",
+        "leave",
         "loads",
         "match",
         "predict",
         "prefill_complete",
         "prune",
+        "recall",
         "release",
+        "remember",
         "reserve",
         "sweep",
+        "turns",
+        "wait",
     },
     "operator": {"match"},
 }
@@ -239,6 +244,33 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
     assert denials(guarded.admin) == []
 
 
+async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -> None:
+    settings = RouterSettings(namespace=KEYS.namespace, wait_queue=10, session_affinity=0.5)
+    async with connect(guarded.url("worker")) as of_worker, connect(guarded.url("router")) as redis:
+        agent = agent_of("w0", of_worker)
+        await agent.start()
+        fleet = Fleet(redis, KEYS, 1.0)
+        router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
+        running = [asyncio.ensure_future(agent.run()), asyncio.ensure_future(router.run())]
+        requests = [
+            RouteRequest(f"r{n}", CHAINS[0], len(PROMPTS[0]), "latency", session="s")
+            for n in range(agent.info.max_requests + 2)
+        ]
+        decisions = [asyncio.ensure_future(router.route(request)) for request in requests]
+
+        async def waiting() -> int:
+            return int(guarded.admin.zcard(KEYS["waiting:normal:"]))
+
+        await eventually(waiting, lambda found: found == 2)
+        for request in requests[:2]:
+            await router.release(request.request_id)
+        assert all(d.reserved for d in await asyncio.gather(*decisions))
+        assert guarded.admin.hkeys(KEYS["sessions"]) == [b"s"]
+        for task in running:
+            task.cancel()
+    assert denials(guarded.admin) == []
+
+
 async def test_an_operator_looks_at_everything_moves_it_and_clears_it(
     guarded: Guarded, tmp_path: Path
 ) -> None:
@@ -259,6 +291,7 @@ async def test_an_operator_looks_at_everything_moves_it_and_clears_it(
         assert "w1" in await kvroute("operator", "inspect", "block", f"{CHAINS[0][0]:016x}")
         assert "w1" in await kvroute("operator", "inspect", "worker", "w1")
         assert "w1" in await kvroute("operator", "inspect", "prefix", str(text))
+        assert "nobody waits" in await kvroute("operator", "inspect", "waiting")
         assert "nothing is wrong" in await kvroute("operator", "inspect", "verify")
         await kvroute("operator", "dump", "--out", file)
     await kvroute("operator", "reset", "--yes")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from redis.asyncio import Redis
 
-from app.core import index, leases, matching, predictions, reservations
+from app.core import index, leases, matching, predictions, reservations, sessions, turns
 from app.core.index import GROUP_BLOCKS, Change, SweepStep
 from app.core.keys import Keyspace
 from app.core.leases import Registration
@@ -17,6 +17,7 @@ from app.core.matching import Overlaps
 from app.core.predictions import PredictionSettings
 from app.core.reservations import Load, Refused, Reservation, Snapshot
 from app.core.scripts import Call, ScriptRunner
+from app.core.turns import Ticket
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from tests.eventually import eventually
 
@@ -192,6 +193,34 @@ class Namespace:
     async def release(self, request_id: str, attempt: str = "") -> bool:
         return await self.do(reservations.release(self.keys, request_id, attempt))
 
+    async def remember(
+        self, session: str, inc: Incarnation, ttl_ms: int = LONG_MS, limit: int = 1000
+    ) -> int:
+        return await self.do(sessions.remember(self.keys, session, inc, ttl_ms, limit))
+
+    async def recall(self, *asked: str, ttl_ms: int = LONG_MS) -> list[Incarnation | None]:
+        return await self.do(sessions.recall(self.keys, asked, ttl_ms))
+
+    async def wait(self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS) -> int:
+        return await self.do(turns.wait(self.keys, replica, tickets, ttl_ms))
+
+    async def turns(self, replica: str, limit: int = 100) -> list[str]:
+        """Names of the replica's tickets among the first `limit` of all."""
+        return [name for _, name in await self.do(turns.turns(self.keys, replica, limit))]
+
+    async def leave(self, *tickets: Ticket, had_turn: bool = False) -> None:
+        await self.do(turns.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))
+
+    async def waits(self) -> dict[str, list[str]]:
+        """Flow -> names of the tickets that wait in it, by since when."""
+        prefix = self.keys["waiting:"]
+        return {
+            key.decode().removeprefix(prefix): [
+                name.decode() for name in await self.redis.zrange(key, 0, -1)
+            ]
+            async for key in self.redis.scan_iter(match=prefix.replace("{", r"\{") + "*")
+        }
+
     async def expire(self, limit: int = 100, ttl_ms: int = LONG_MS, grace_ms: int = LONG_MS) -> int:
         return await self.do(
             reservations.expire(self.keys, limit, ttl_ms=ttl_ms, grace_ms=grace_ms)
@@ -308,6 +337,28 @@ def info(worker: str, *, block_size: int = 4, max_requests: int = 256) -> Worker
         block_size=block_size,
         kv_total_blocks=1000,
         max_requests=max_requests,
+    )
+
+
+def ticket(
+    flow: str,
+    replica: str,
+    number: int,
+    *,
+    tokens: int = 100,
+    weight: float = 1.0,
+    picky: bool = False,
+    since_ms: int | None = None,
+) -> Ticket:
+    """Waits since its number, unless told."""
+    return turns.ticket(
+        flow,
+        replica,
+        number,
+        tokens=tokens,
+        weight=weight,
+        picky=picky,
+        since_ms=number if since_ms is None else since_ms,
     )
 
 

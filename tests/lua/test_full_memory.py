@@ -11,7 +11,7 @@ from app.core.errors import RedisFull
 from app.core.index import Change
 from app.core.predictions import PredictionSettings
 from app.core.types import Incarnation
-from tests.lua.conftest import DEVICE, HOST, A, B, C, Namespace
+from tests.lua.conftest import DEVICE, HOST, A, B, C, Namespace, ticket
 
 
 @pytest.fixture
@@ -56,3 +56,15 @@ async def test_workers_come_and_go_and_requests_too(full: Namespace) -> None:
     await full.sweep()
     assert await full.owners(A) is None
     await full.prune(PredictionSettings(lifetime_s=60, max_entries=100))
+
+
+async def test_requests_wait_and_have_their_turns_but_sessions_are_forgotten(
+    full: Namespace,
+) -> None:
+    one, two = ticket("normal:a", "x", 1), ticket("normal:b", "x", 2)
+    assert await full.wait("x", one, two) == 2
+    assert await full.turns("x", 1) == [one.name]
+    await full.leave(one, had_turn=True)
+    assert await full.turns("x", 1) == [two.name]
+    with pytest.raises(RedisFull, match="remember"):
+        await full.remember("s", Incarnation(1))

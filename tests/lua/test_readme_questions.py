@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.core.types import SequenceHash
-from tests.lua.conftest import A, B, C, Namespace
+from tests.lua.conftest import A, B, C, Namespace, ticket
 from tests.redis_servers import require_binary
 
 TEXT = (Path(__file__).parents[2] / "lua" / "README.md").read_text()
@@ -81,6 +81,12 @@ async def test_requests_and_their_reservations(filled: Namespace) -> None:
     assert '"worker":"w3:0"' in worker
     ends = answer(filled, "Which reservations end next, if nobody releases them?")
     assert ends[::2] == ["req-7", "req-8"]
+
+
+async def test_who_waits(filled: Namespace) -> None:
+    await filled.wait("x", ticket("low:batch", "x", 1), ticket("high:acme", "x", 2, weight=16.0))
+    question = "Which tenants wait for a worker, with what priority, the next in turn first?"
+    assert answer(filled, question) == ["high:acme", "low:batch"]
 
 
 async def test_blocks_and_sweeps(filled: Namespace) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, fields
 
@@ -33,6 +34,7 @@ def choose_one(
     seed: int = 0,
     turn: int = 0,
     temperature: float = 0.0,
+    max_queue_s: float = math.inf,
 ) -> Choice:
     allowed = [True] * seen.max_requests.size if eligible is None else eligible
     return choose(
@@ -43,6 +45,7 @@ def choose_one(
         rng=np.random.default_rng(seed),
         turn=turn,
         temperature=temperature,
+        max_queue_s=max_queue_s,
     )
 
 
@@ -77,9 +80,24 @@ def test_no_worker_at_all_is_an_error(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_full_workers_among_the_eligible_is_an_error(policy: str) -> None:
-    seen = candidates(3, active_requests=[8, 9, 0])
-    with pytest.raises(AllWorkersBusy, match="all 2 eligible workers"):
+    seen = candidates(3, active_requests=[8, 9, 0], prefill_s=[7.5, 3.5, 0.5])
+    with pytest.raises(AllWorkersBusy, match="all 2 eligible workers") as busy:
         choose_one(policy, seen, eligible=[True, True, False])
+    assert busy.value.retry_after_s == 3.5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_a_queue_that_is_short_enough_all_are_busy(policy: str) -> None:
+    seen = candidates(3, active_requests=[8, 0, 0], prefill_s=[0.5, 2.5, 3.5])
+    with pytest.raises(AllWorkersBusy, match=r"all 3 eligible workers are full or have 2 s"):
+        choose_one(policy, seen, max_queue_s=2.0)
+    # The second is open, so that either may be chosen.
+    assert choose_one(policy, seen, max_queue_s=2.5).index in (1, 2)
+
+
+def test_which_worker_is_chosen_once_one_is_open_is_up_to_the_policy() -> None:
+    seen = candidates(2, prefill_s=[1.0, 2.0], overlap_device=[0, 10], active_blocks=[0, 1])
+    assert choose_one("blocks", seen, max_queue_s=1.5).index == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,0 +1,38 @@
+"""Where sessions last went, so that they may go there again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.core.keys import Keyspace
+from app.core.scripts import Call, call
+from app.core.types import Incarnation
+
+SESSIONS_KEPT = 65_536
+"""Some 7 MB of Redis."""
+
+
+def recall(
+    keyspace: Keyspace, sessions: Sequence[str], ttl_ms: int
+) -> Call[list[Incarnation | None]]:
+    """Where each of `sessions` went in the last `ttl_ms`; None: nowhere. At least one of them.
+
+    The incarnation may be over: another life of the worker has nothing of the session.
+    """
+
+    def parse(reply: list[Any]) -> list[Incarnation | None]:
+        return [Incarnation(int(inc)) if inc else None for inc in reply]
+
+    return call("recall", keyspace, ttl_ms, *sessions, parse=parse)
+
+
+def remember(
+    keyspace: Keyspace,
+    session: str,
+    incarnation: Incarnation,
+    ttl_ms: int,
+    limit: int = SESSIONS_KEPT,
+) -> Call[int]:
+    """`session` went there; how many others were forgotten."""
+    return call("remember", keyspace, session, incarnation, ttl_ms, limit, parse=int)

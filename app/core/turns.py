@@ -1,0 +1,74 @@
+"""The line in which requests of all replicas wait until a worker can take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from app.core.keys import Keyspace
+from app.core.scripts import Call, call
+
+CHARGE_UNIT = 16
+"""Charges are whole numbers; so many of them are a token of a flow that weighs 1."""
+MAX_CHARGE = 10**12
+MAX_TICKETS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request's place in line.
+
+    flow: within one, who waits longest is first; between them, charges decide. name: unique.
+    since_ms: of the Redis clock.
+    """
+
+    flow: str
+    name: str
+    since_ms: int
+
+
+def ticket(
+    flow: str, replica: str, number: int, *, tokens: int, weight: float, picky: bool, since_ms: int
+) -> Ticket:
+    """The `number`-th of a replica, for a turn worth `tokens` in a flow of that weight.
+
+    picky: the request excludes workers.
+    """
+    charge = min(max(1, round(CHARGE_UNIT * tokens / weight)), MAX_CHARGE)
+    # Of the same millisecond, Redis has them in the order of their names.
+    name = f"{replica}-{number:09} {charge} {'x' if picky else '-'}"
+    return Ticket(flow, name, since_ms)
+
+
+def wait(keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], ttl_ms: int) -> Call[int]:
+    """Wait, or go on waiting, for another `ttl_ms`; how many did not wait before.
+
+    Redis takes half a microsecond a ticket where those of a flow stand together.
+    """
+    fields: list[str | int] = []
+    for flow, some in groupby(tickets, key=attrgetter("flow")):
+        waiting = list(some)
+        # As many as a script can hand to a command.
+        for at in range(0, len(waiting), MAX_TICKETS):
+            part = waiting[at : at + MAX_TICKETS]
+            fields += [flow, len(part), *(f for t in part for f in (t.since_ms, t.name))]
+    return call("wait", keyspace, replica, ttl_ms, *fields, parse=int)
+
+
+def turns(keyspace: Keyspace, replica: str, limit: int) -> Call[list[tuple[str, str]]]:
+    """Flow and name of the replica's tickets among the first `limit` of all, in their order."""
+
+    def parse(reply: list[Any]) -> list[tuple[str, str]]:
+        texts = [text.decode() for text in reply]
+        return list(zip(texts[::2], texts[1::2], strict=True))
+
+    return call("turns", keyspace, replica, limit, parse=parse)
+
+
+def leave(keyspace: Keyspace, left: Iterable[tuple[str, str, bool]]) -> Call[None]:
+    """Wait no more: flow and name of tickets, and whether each had its turn."""
+    fields = [field for flow, name, had_turn in left for field in (flow, name, int(had_turn))]
+    return call("leave", keyspace, *fields, parse=lambda _: None)

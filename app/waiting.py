@@ -1,0 +1,305 @@
+"""Requests that wait at a router while no worker can take them.
+
+Who waits stands in one line in Redis, which all replicas share: whose turn it is does not depend on
+where a request came in. A replica keeps its own waiters, and asks while it has any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from app.core import reservations, turns
+from app.core.config import PRIORITIES, RouterSettings, parse_weights
+from app.core.errors import AllWorkersBusy, CallerGone, NamespaceMissing, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.scripts import Call, ScriptRunner
+from app.core.turns import Ticket
+from app.fleet import Fleet
+from app.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+SHARES = dict(zip(PRIORITIES, (16.0, 1.0, 1 / 16), strict=True))
+"""What a tenant's weight is multiplied by, by priority. None is strict, so nothing starves."""
+POLL_S = 0.02
+RENEW_S = 0.25
+TICKET_TTL_MS = 1000
+"""After so long without a word from a replica its tickets are void."""
+MAX_TURNS = 16
+"""At once; those who were not among them are a round trip later."""
+OTHERS = "other"
+"""What metrics call tenants whose weight nobody set: callers choose names, and labels are kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits.
+
+    weight: of its flow. tenant, priority: as metrics call them. decide: asks for the request's
+    decision once more; False: that is not possible now. since_s: of time.perf_counter.
+    """
+
+    ticket: Ticket
+    weight: float
+    tenant: str
+    priority: str
+    answer: asyncio.Future[Any]
+    decide: Callable[[], bool]
+    since_s: float
+    announced: bool = False
+    """In the line that all replicas share."""
+    deciding: bool = False
+    """It is its turn, and a worker is being looked for."""
+    outcome: str = ""
+    """What it counts as in the metrics; "" while it waits."""
+
+
+class Room:
+    """The waiters of one replica, never more than `capacity`.
+
+    When it is full, the flow that has most of them for its weight loses its latest; so one that
+    floods a replica takes no place from others.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity > 0
+        self._capacity = capacity
+        self._flows: dict[str, dict[str, Waiter]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Waiter]:
+        for waiters in list(self._flows.values()):
+            yield from list(waiters.values())
+
+    def get(self, flow: str, name: str) -> Waiter | None:
+        """By its ticket."""
+        return self._flows.get(flow, {}).get(name)
+
+    def enter(self, waiter: Waiter) -> Waiter | None:
+        """Takes it in. Returns who had to go for it, which may be itself."""
+        own = self._flows.setdefault(waiter.ticket.flow, {})
+        own[waiter.ticket.name] = waiter
+        self._size += 1
+        if self._size <= self._capacity:
+            return None
+        most = max(self._flows.values(), key=lambda flow: (_crowding(flow), flow is own))
+        gone = most[next(reversed(most))]
+        self.remove(gone)
+        return gone
+
+    def remove(self, waiter: Waiter) -> None:
+        """Harmless for one that is not there."""
+        flow, name = waiter.ticket.flow, waiter.ticket.name
+        if self._flows.get(flow, {}).pop(name, None) is None:
+            return
+        self._size -= 1
+        if not self._flows[flow]:
+            del self._flows[flow]
+
+
+def _crowding(waiters: dict[str, Waiter]) -> float:
+    return len(waiters) / next(iter(waiters.values())).weight
+
+
+class Waiting:
+    """Lets requests wait, while `run` runs, and has them decided when it is their turn.
+
+    hung_up, where a caller gives it, returns once the caller is gone.
+    """
+
+    def __init__(
+        self,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        settings: RouterSettings,
+        fleet: Fleet,
+        telemetry: Telemetry,
+    ) -> None:
+        self._runner = runner
+        self._keyspace = keyspace
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._max_queue_s = settings.max_queue_s
+        self._timeout_s = settings.wait_timeout_s
+        self._weights = parse_weights(settings.tenant_weights)
+        self._room = Room(settings.wait_queue)
+        self._replica = secrets.token_hex(4)
+        self._number = 0
+        self._loads = reservations.loads(keyspace)
+        self._left: list[tuple[str, str, bool]] = []
+        """Tickets that the line is still to be told of: see `turns.leave`."""
+        self._wake = asyncio.Event()
+        self._renew_at_s = 0.0
+        self._retry_after_s = 0.0
+        self._stopped = False
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def somebody(self) -> bool:
+        """Does anybody wait at this replica?"""
+        return len(self._room) > 0
+
+    def enter(
+        self,
+        tenant: str,
+        priority: str,
+        *,
+        tokens: int,
+        picky: bool,
+        now_ms: int,
+        answer: asyncio.Future[Any],
+        decide: Callable[[], bool],
+        hung_up: Callable[[], Awaitable[object]] | None,
+    ) -> Waiter:
+        """Lets a request wait. It ends when `answer` is done, by whomever.
+
+        tokens: what its turn is worth. picky: it excludes workers. now_ms: of the Redis clock.
+        """
+        weight = self._weights.get(tenant, 1.0) * SHARES[priority]
+        self._number += 1
+        waiter = Waiter(
+            ticket=turns.ticket(
+                f"{priority}:{tenant}",
+                self._replica,
+                self._number,
+                tokens=tokens,
+                weight=weight,
+                picky=picky,
+                since_ms=now_ms,
+            ),
+            weight=weight,
+            tenant=tenant if tenant in self._weights else OTHERS,
+            priority=priority,
+            answer=answer,
+            decide=decide,
+            since_s=time.perf_counter(),
+        )
+        if not self.somebody:
+            self._wake.set()
+        crowded_out = self._room.enter(waiter)
+        answer.add_done_callback(lambda _: self._leave(waiter))
+        if hung_up is not None:
+            assert self._tasks is not None, "not running"
+            watch = self._tasks.create_task(self._watch(waiter, hung_up))
+            answer.add_done_callback(lambda _: watch.cancel())
+        if crowded_out is not None:
+            busy = f"{len(self._room)} requests wait for a worker already"
+            self._end(crowded_out, "crowded_out", AllWorkersBusy(busy, self._retry_after_s))
+        if self._stopped:
+            self._turn_away_as_stopped(waiter)
+        self._telemetry.waiting.set(len(self._room))
+        return waiter
+
+    def look_again(self) -> None:
+        """Something ended, and a worker may take requests now; without this it is seen later."""
+        if self.somebody:
+            self._wake.set()
+
+    def stop(self) -> None:
+        """Turns everybody away, from now on."""
+        self._stopped = True
+        for waiter in self._room:
+            self._turn_away_as_stopped(waiter)
+
+    def _turn_away_as_stopped(self, waiter: Waiter) -> None:
+        self._end(waiter, "stopped", AllWorkersBusy("this router replica stops", 0.0))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                await self._wake.wait()
+                while self._room or self._left:
+                    self._wake.clear()
+                    try:
+                        await self._step()
+                    except (RedisUnavailable, NamespaceMissing) as error:
+                        log.debug("nobody knows whose turn it is: %s", error)
+                        self._without_redis()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_S):
+                            await self._wake.wait()
+                self._wake.clear()
+
+    async def _step(self) -> None:
+        """Bring the line up to date, and have decided whose turn it is."""
+        self._refuse_late()
+        now_s = time.perf_counter()
+        renews = now_s >= self._renew_at_s
+        waiters = [w for w in self._room if renews or not w.announced]
+        left, calls = len(self._left), list[Call[Any]]()
+        if left:
+            calls.append(turns.leave(self._keyspace, self._left))
+        if waiters:
+            tickets = [waiter.ticket for waiter in waiters]
+            calls.append(turns.wait(self._keyspace, self._replica, tickets, TICKET_TTL_MS))
+        *_, snapshot = await self._runner.run([*calls, self._loads])
+        del self._left[:left]
+        for waiter in waiters:
+            waiter.announced = True
+        if renews:
+            self._renew_at_s = now_s + RENEW_S
+        view = await self._fleet.view(snapshot)
+        self._retry_after_s = view.shortest_queue_s
+        openings = min(view.openings(self._max_queue_s), MAX_TURNS)
+        if openings:
+            await self._give_turns(openings)
+
+    async def _give_turns(self, openings: int) -> None:
+        for flow, name in await self._runner.one(
+            turns.turns(self._keyspace, self._replica, openings)
+        ):
+            waiter = self._room.get(flow, name)
+            if waiter is None:
+                # It left meanwhile, which the line is told next, or somebody put it there.
+                self._left.append((flow, name, False))
+            elif not waiter.deciding:
+                waiter.deciding = waiter.decide()
+
+    def _without_redis(self) -> None:
+        """Have everybody decided as all others are then; who still has to wait stays in line."""
+        for waiter in self._room:
+            if not waiter.deciding:
+                waiter.deciding = waiter.decide()
+        if not self._room:
+            # Nobody renews them: they become void by themselves.
+            self._left.clear()
+
+    def _refuse_late(self) -> None:
+        oldest_s = time.perf_counter() - self._timeout_s
+        for waiter in self._room:
+            if waiter.since_s <= oldest_s and not waiter.deciding:
+                late = f"no worker had room for {self._timeout_s:g} s"
+                self._end(waiter, "timed_out", AllWorkersBusy(late, self._retry_after_s))
+
+    async def _watch(self, waiter: Waiter, hung_up: Callable[[], Awaitable[object]]) -> None:
+        await hung_up()
+        self._end(waiter, "gone", CallerGone("the caller hung up while its request waited"))
+
+    def _end(self, waiter: Waiter, outcome: str, error: Exception) -> None:
+        if not waiter.answer.done():
+            waiter.outcome = outcome
+            waiter.answer.set_exception(error)
+
+    def _leave(self, waiter: Waiter) -> None:
+        answer = waiter.answer
+        had_turn = not answer.cancelled() and answer.exception() is None
+        ended = "routed" if had_turn else "gone" if answer.cancelled() else "failed"
+        outcome = waiter.outcome or ended
+        self._room.remove(waiter)
+        self._left.append((waiter.ticket.flow, waiter.ticket.name, had_turn))
+        # Whoever is next may be waiting for this.
+        self._wake.set()
+        self._telemetry.waiting.set(len(self._room))
+        self._telemetry.waits.labels(waiter.tenant, waiter.priority, outcome).inc()
+        self._telemetry.waited_seconds.observe(time.perf_counter() - waiter.since_s)

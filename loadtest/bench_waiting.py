@@ -1,0 +1,175 @@
+"""Requests that wait: how turns are shared, and how long a free slot stays free, by replicas.
+
+    python -m loadtest.bench_waiting --json out/waiting.json
+
+Real router processes and a real Redis; the workers are registrations without engines. Callers of
+three tenants, of weights 4, 2 and 1, keep more requests waiting than there are slots, all of a
+tenant's at one replica, so that replicas have different tenants. Each request that is routed is
+held for a while and released. The share of a tenant is what it got of the turns; a hand-over is the
+time from an answer to a release to the next request that is routed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import numpy as np
+import orjson
+from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
+
+from app.cluster import Cluster
+from app.core import index, leases
+from app.core.config import POSITIVE, RouterSettings, WorkerSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.keys import Keyspace
+from app.core.redis import connect
+from app.core.scripts import ScriptRunner
+from app.core.types import WorkerInfo, WorkerKey
+
+KEYS = Keyspace("bench-waiting")
+REPLICAS = (1, 2, 4)
+WEIGHTS = {"gold": 4, "silver": 2, "bronze": 1}
+NUM_WORKERS = 4
+SLOTS = 2
+"""Of each worker."""
+CALLERS = 16
+"""Of each tenant."""
+HELD_S = 0.05
+PROMPT = list(range(64))
+NONCE = "bench"
+
+
+@dataclass(slots=True)
+class Turns:
+    """What callers saw. free_since_s: of slots that are free, by time.perf_counter."""
+
+    by_tenant: Counter[str] = field(default_factory=Counter)
+    hand_overs_s: list[float] = field(default_factory=list)
+    free_since_s: deque[float] = field(default_factory=deque)
+
+
+async def register(redis_url: str) -> None:
+    async with connect(redis_url) as redis:
+        runner = ScriptRunner(redis, timeout_s=5.0)
+        for i in range(NUM_WORKERS):
+            info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, 25_000, SLOTS)
+            made = await runner.one(leases.register(KEYS, info, NONCE, ttl_ms=3_600_000))
+            shard = KEYS.of_shard(0)
+            assert await runner.one(index.open_shard(shard, made.incarnation, NONCE, bucket_bits=8))
+            assert await runner.one(leases.activate(KEYS, info.key, made.incarnation, NONCE))
+
+
+async def call(
+    client: httpx.AsyncClient, tenant: str, caller: int, turns: Turns, until_s: float
+) -> None:
+    """One request after another."""
+    number = 0
+    while time.perf_counter() < until_s:
+        number += 1
+        request_id = f"{tenant}-{caller}-{number}"
+        answer = await client.post(
+            "/v1/route",
+            json={"token_ids": PROMPT, "request_id": request_id, "tenant": tenant},
+        )
+        if answer.status_code != 200:
+            raise click.ClickException(f"the router answered {answer.status_code}: {answer.text}")
+        routed_s = time.perf_counter()
+        # Afterwards fewer and fewer wait.
+        if routed_s < until_s:
+            turns.by_tenant[tenant] += 1
+            if turns.free_since_s:
+                turns.hand_overs_s.append(routed_s - turns.free_since_s.popleft())
+        await asyncio.sleep(HELD_S)
+        await client.delete(f"/v1/requests/{request_id}")
+        turns.free_since_s.append(time.perf_counter())
+
+
+async def _measure(redis_url: str, urls: Sequence[str], seconds: float) -> dict[str, Any]:
+    turns = Turns()
+    until_s = time.perf_counter() + seconds
+    async with Redis.from_url(redis_url) as redis:
+        await redis.config_resetstat()
+        clients = [httpx.AsyncClient(base_url=url, timeout=60.0) for url in urls]
+        async with asyncio.TaskGroup() as tasks:
+            for place, tenant in enumerate(WEIGHTS):
+                client = clients[place % len(clients)]
+                for caller in range(CALLERS):
+                    tasks.create_task(call(client, tenant, caller, turns, until_s))
+        for client in clients:
+            await client.aclose()
+        stats: Any = await redis.info("commandstats")
+    total = turns.by_tenant.total()
+    p50, p99 = np.percentile(turns.hand_overs_s, (50, 99))
+    return {
+        "turns": total,
+        "shares": {tenant: turns.by_tenant[tenant] / total for tenant in WEIGHTS},
+        "hand_over_ms": {"p50": 1e3 * float(p50), "p99": 1e3 * float(p99)},
+        "redis_us_per_turn": stats["cmdstat_evalsha"]["usec"] / total,
+    }
+
+
+def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
+    """What `_measure` finds, for each number of replicas."""
+    found = {}
+    with EmbeddedRedis() as redis:
+        asyncio.run(register(redis.url))
+        with Cluster(
+            num_workers=0,
+            num_replicas=max(counts),
+            router=RouterSettings(
+                namespace=KEYS.namespace,
+                wait_queue=256,
+                wait_timeout_s=60.0,
+                redis_timeout_ms=5000,
+                tenant_weights=",".join(f"{name}={weight}" for name, weight in WEIGHTS.items()),
+                log_level="warning",
+            ),
+            worker=WorkerSettings(),
+            redis_url=redis.url,
+            haproxy=False,
+        ) as cluster:
+            urls = [member.url for member in cluster.routers]
+            for count in counts:
+                found[count] = asyncio.run(_measure(redis.url, urls[:count], seconds))
+    return found
+
+
+@click.command()
+@click.option("--replicas", multiple=True, type=POSITIVE, default=REPLICAS, show_default=True)
+@click.option("--seconds", default=10.0, show_default=True, help="For each number of replicas.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results there.")
+def main(replicas: Sequence[int], seconds: float, json_path: Path | None) -> None:
+    """Measure how turns are shared, and print a table."""
+    found = measure(replicas, seconds)
+    total = sum(WEIGHTS.values())
+    table = Table("replicas", "turns", *(f"{t}, due {w / total:.1%}" for t, w in WEIGHTS.items()))
+    for name in ("slot free, p50", "p99", "Redis a turn"):
+        table.add_column(name)
+    for count, one in found.items():
+        free = one["hand_over_ms"]
+        table.add_row(
+            str(count),
+            f"{one['turns']:,}",
+            *(f"{one['shares'][tenant]:.1%}" for tenant in WEIGHTS),
+            f"{free['p50']:.0f} ms",
+            f"{free['p99']:.0f} ms",
+            f"{one['redis_us_per_turn']:.0f} µs",
+        )
+    Console().print(table)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_bytes(orjson.dumps(found, option=orjson.OPT_NON_STR_KEYS))
+
+
+if __name__ == "__main__":
+    main()

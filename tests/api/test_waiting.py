@@ -1,0 +1,196 @@
+"""Waiting for a worker, as clients see it: through HTTP, at several replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from redis.asyncio import Redis
+
+from app.cli import main
+from app.core.embedded import EmbeddedRedis
+from tests.api.conftest import StartReplica
+from tests.eventually import eventually
+from tests.fake_workers import KEYS, FakeWorkers
+
+PROMPT = list(range(1, 11))
+WAITS: dict[str, Any] = {"wait_queue": 50, "wait_timeout_s": 60.0}
+
+
+async def route(client: httpx.AsyncClient, request_id: str, **body: Any) -> httpx.Response:
+    headers = body.pop("headers", {})
+    return await client.post(
+        "/v1/route", json={"token_ids": PROMPT, "request_id": request_id} | body, headers=headers
+    )
+
+
+async def flows(redis: Redis) -> set[str]:
+    return {flow.decode() for flow in await redis.zrange(KEYS["flows"], 0, -1)}
+
+
+@pytest.fixture
+async def full(workers: FakeWorkers) -> FakeWorkers:
+    await workers.register("w1", max_requests=1)
+    await workers.occupy("w1", "x", prefill_s=20.0)
+    return workers
+
+
+async def test_an_answer_says_how_long_it_waited(
+    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
+) -> None:
+    async with replica(one_redis_server.url, **WAITS) as client:
+        waits = asyncio.ensure_future(route(client, "r1"))
+        await eventually(lambda: flows(redis))
+        await client.delete("/v1/requests/x")
+        answer = await waits
+        assert answer.status_code == 200
+        assert answer.json()["waited_ms"] > 0
+        await client.delete("/v1/requests/r1")
+        await eventually(lambda: flows(redis), lambda found: not found)
+        assert "waited_ms" not in (await route(client, "r2")).json()
+        where = ["--redis-url", one_redis_server.url, "--namespace", KEYS.namespace]
+
+        async def explained() -> str:
+            return str((await asyncio.to_thread(invoke, main, ["explain", "r1", *where])).output)
+
+        invoke = CliRunner().invoke
+        assert await eventually(explained, lambda text: "it waited 0." in text)
+        metrics = (await client.get("/metrics")).text
+    assert "kvroute_waiting_requests 0.0" in metrics
+    assert "kvroute_waited_seconds_count 1.0" in metrics
+    assert 'kvroute_waits_total{outcome="routed",priority="normal",tenant="other"} 1.0' in metrics
+
+
+async def test_who_waited_in_vain_is_told_when_to_come_again(
+    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with replica(one_redis_server.url, **WAITS | {"wait_timeout_s": 0.05}) as client:
+        answer = await route(client, "r1")
+    assert answer.status_code == 429
+    assert answer.json()["error"]["code"] == "all_workers_busy"
+    assert 10 < int(answer.headers["retry-after"]) <= 20
+
+
+@pytest.mark.parametrize(
+    ("asked", "flow"),
+    [
+        ({}, "normal:"),
+        ({"tenant": "a"}, "normal:a"),
+        ({"headers": {"x-tenant-id": "b"}}, "normal:b"),
+        ({"tenant": "a", "headers": {"x-tenant-id": "b"}, "priority": "high"}, "high:a"),
+        ({"tenant": "a:b}{*", "priority": "low"}, "low:a:b}{*"),
+    ],
+)
+async def test_the_tenant_is_that_of_the_body_else_of_the_header(
+    full: FakeWorkers,
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    redis: Redis,
+    asked: dict[str, Any],
+    flow: str,
+) -> None:
+    async with replica(one_redis_server.url, **WAITS) as client:
+        waits = asyncio.ensure_future(route(client, "r1", **asked))
+        assert await eventually(lambda: flows(redis)) == {flow}
+        await client.delete("/v1/requests/x")
+        assert (await waits).status_code == 200
+    assert await flows(redis) == set()
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"tenant": ""}, "tenant"),
+        ({"tenant": "a b"}, "tenant"),
+        ({"tenant": "x" * 65}, "tenant"),
+        ({"headers": {"x-tenant-id": "a b"}}, "tenant"),
+        ({"priority": "urgent"}, "priority"),
+    ],
+)
+async def test_a_bad_tenant_or_priority_is_refused(
+    full: FakeWorkers,
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    asked: dict[str, Any],
+    field: str,
+) -> None:
+    async with replica(one_redis_server.url, **WAITS) as client:
+        answer = await route(client, "r1", **asked)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
+
+
+async def test_an_operator_sees_who_waits_in_the_order_of_turns(
+    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
+) -> None:
+    async def kvroute(*arguments: str) -> str:
+        where = ["--redis-url", one_redis_server.url, "--namespace", KEYS.namespace]
+        command = ["inspect", "waiting", *arguments, *where]
+        result = await asyncio.to_thread(CliRunner().invoke, main, command)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "nobody waits" in await kvroute()
+    async with replica(one_redis_server.url, **WAITS) as client:
+        asked = [{"priority": "low"}, {"tenant": "a"}, {"tenant": "a"}]
+        tasks = [asyncio.ensure_future(route(client, f"r{i}", **a)) for i, a in enumerate(asked)]
+        key = KEYS["waiting:normal:a"]
+        await eventually(lambda: redis.zcard(key), lambda found: found == 2)
+        found = json.loads(await kvroute("--json"))
+        assert [(f["tenant"], f["priority"], f["requests"]) for f in found] == [
+            ("a", "normal", 2),
+            ("", "low", 1),
+        ]
+        assert all(0 <= f["oldest_s"] < 60 for f in found)
+        table = await kvroute()
+        assert table.splitlines()[0].split() == ["tenant", "priority", "requests", "oldest"]
+        for task in tasks:
+            task.cancel()
+
+
+async def test_metrics_have_a_label_for_tenants_with_a_weight_only(
+    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    settings = WAITS | {"wait_timeout_s": 0.02, "tenant_weights": "gold=4"}
+    async with replica(one_redis_server.url, **settings) as client:
+        tenants = ["gold", *(f"t{n}" for n in range(20))]
+        answers = await asyncio.gather(*(route(client, t, tenant=t) for t in tenants))
+        assert {a.status_code for a in answers} == {429}
+        metrics = (await client.get("/metrics")).text
+    found = [line for line in metrics.splitlines() if line.startswith("kvroute_waits_total")]
+    labels = 'outcome="timed_out",priority="normal",tenant='
+    assert sorted(found) == [
+        f'kvroute_waits_total{{{labels}"gold"}} 1.0',
+        f'kvroute_waits_total{{{labels}"other"}} 20.0',
+    ]
+
+
+async def test_replicas_give_turns_in_one_order_however_unevenly_requests_come_in(
+    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
+) -> None:
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(replica(one_redis_server.url, **WAITS))
+            for _ in range(4)
+        ]
+        order: list[str] = []
+
+        async def waits(client: httpx.AsyncClient, request_id: str) -> None:
+            assert (await route(client, request_id)).status_code == 200
+            order.append(request_id)
+            await client.delete(f"/v1/requests/{request_id}")
+
+        tasks = []
+        key = KEYS["waiting:normal:"]
+        for n in range(12):
+            # Three in four come in at one replica.
+            client = clients[0] if n % 4 else clients[n // 4 + 1]
+            tasks.append(asyncio.ensure_future(waits(client, f"r{n:02}")))
+            await eventually(lambda: redis.zcard(key), lambda found, n=n: found == n + 1)
+        await clients[0].delete("/v1/requests/x")
+        await asyncio.gather(*tasks)
+    assert order == sorted(order)

@@ -1,0 +1,160 @@
+"""Waiting for a worker in a cluster of real processes, with callers and routers that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app import inspection
+from app.cluster import Cluster
+from app.core.config import RouterSettings, WorkerSettings
+from app.core.redis import connect
+from tests.e2e.conftest import BLOCK_SIZE
+from tests.eventually import eventually
+from tests.fake_workers import KEYS, FakeWorkers
+from tests.redis_servers import ClusterServers, newest_kind, require_redis
+from tests.test_router import request, running
+
+NUM_REPLICAS = 3
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """One worker that takes a request at a time, and three replicas at which requests wait."""
+    require_redis(newest_kind())
+    with Cluster(
+        num_workers=1,
+        num_replicas=NUM_REPLICAS,
+        haproxy=False,
+        router=RouterSettings(wait_queue=50, wait_timeout_s=60.0, log_level="error"),
+        worker=WorkerSettings(max_requests=1, block_size=BLOCK_SIZE, log_level="error"),
+    ) as started:
+        yield started
+
+
+class Clients:
+    """A client of each replica, and of Redis."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.http = [httpx.AsyncClient(base_url=m.url, timeout=60.0) for m in cluster.routers]
+        self.redis: Any = Redis.from_url(cluster.redis_url)
+
+    async def __aenter__(self) -> Clients:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self.http:
+            await client.aclose()
+        await self.redis.aclose()
+
+    async def route(self, replica: int, request_id: str, **options: Any) -> httpx.Response:
+        body = {"token_ids": [1, 2, 3], "request_id": request_id}
+        return await self.http[replica].post("/v1/route", json=body, **options)
+
+    async def release(self, replica: int, request_id: str) -> None:
+        answer = await self.http[replica].delete(f"/v1/requests/{request_id}")
+        assert answer.json()["found"], request_id
+
+    async def waiting(self) -> int:
+        return int(await self.redis.zcard(self.cluster.keyspace["waiting:normal:"]))
+
+    async def waiting_is(self, expected: int) -> None:
+        await eventually(self.waiting, lambda found: found == expected)
+
+    async def reserved(self) -> set[str]:
+        ids = await self.redis.hkeys(self.cluster.keyspace["reservations"])
+        return {request_id.decode() for request_id in ids}
+
+
+async def test_a_replica_that_is_killed_leaves_nothing_in_line_and_holds_up_nobody(
+    cluster: Cluster,
+) -> None:
+    async with Clients(cluster) as clients:
+        assert (await clients.route(0, "first")).status_code == 200
+        order: list[str] = []
+
+        async def wait(replica: int, request_id: str) -> None:
+            try:
+                answer = await clients.route(replica, request_id)
+            except httpx.RemoteProtocolError:
+                return
+            assert answer.status_code == 200, answer.text
+            order.append(request_id)
+            await clients.release(replica, request_id)
+
+        tasks = []
+        for n in range(9):
+            tasks.append(asyncio.ensure_future(wait(n % NUM_REPLICAS, f"r{n}")))
+            await clients.waiting_is(n + 1)
+        # First in line are requests of the one that is killed.
+        cluster.routers[0].process.kill()
+        await clients.release(1, "first")
+        await asyncio.gather(*tasks)
+        assert order == [f"r{n}" for n in range(9) if n % NUM_REPLICAS]
+        names = [name async for name in clients.redis.scan_iter(match="*flows*")]
+        assert names == []
+        assert await clients.reserved() == set()
+    async with connect(cluster.redis_url) as redis:
+        findings, _ = await inspection.verify(redis, cluster.keyspace, 1 << 10)
+    assert findings == []
+
+
+async def test_a_caller_that_hangs_up_leaves_the_line_and_never_gets_a_reservation(
+    cluster: Cluster,
+) -> None:
+    async with Clients(cluster) as clients:
+        assert (await clients.route(0, "first")).status_code == 200
+        hangs_up = asyncio.ensure_future(clients.route(1, "gone"))
+        await clients.waiting_is(1)
+        waits = asyncio.ensure_future(clients.route(2, "stays"))
+        await clients.waiting_is(2)
+        # Cancelled, the client closes its connection.
+        hangs_up.cancel()
+        await clients.waiting_is(1)
+        await clients.release(0, "first")
+        assert (await waits).status_code == 200
+        assert await clients.reserved() == {"stays"}
+        metrics = (await clients.http[1].get("/metrics")).text
+        gone = 'kvroute_waits_total{outcome="gone",priority="normal",tenant="other"} 1.0'
+        assert gone in metrics
+
+
+async def test_a_replica_that_is_stopped_sends_away_those_who_wait_there(cluster: Cluster) -> None:
+    async with Clients(cluster) as clients:
+        assert (await clients.route(0, "first")).status_code == 200
+        waits = asyncio.ensure_future(clients.route(1, "r1"))
+        await clients.waiting_is(1)
+        cluster.routers[1].process.terminate()
+        answer = await waits
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        await clients.waiting_is(0)
+
+
+async def test_the_line_works_on_a_redis_cluster_too() -> None:
+    settings: dict[str, Any] = {"wait_queue": 50, "wait_timeout_s": 60.0}
+    with ClusterServers(newest_kind()) as servers:
+        async with (
+            connect(servers.url) as redis,
+            running(servers.url, **settings) as one,
+            running(servers.url, **settings) as two,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1", max_requests=1)
+            await workers.occupy("w1", "x")
+            key = KEYS["waiting:normal:"]
+            tasks = []
+            for n, replica in enumerate((one, two, one)):
+                tasks.append(asyncio.ensure_future(replica.route(request(f"r{n}"))))
+                await eventually(lambda: redis.zcard(key), lambda found, n=n: found == n + 1)
+            ended = "x"
+            for n, task in enumerate(tasks):
+                await two.release(ended)
+                assert (await task).reserved
+                ended = f"r{n}"
+            await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)

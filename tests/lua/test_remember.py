@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from app.core.types import Incarnation
+from tests.eventually import eventually
+from tests.lua.conftest import LONG_MS, Namespace
+
+ONE = Incarnation(1)
+
+
+async def known(space: Namespace) -> set[str]:
+    return {session.decode() for session in await space.redis.hkeys(space.key("sessions"))}
+
+
+async def test_never_more_sessions_are_kept_than_the_limit(space: Namespace) -> None:
+    for n in range(100):
+        await space.remember(f"s{n}", ONE, limit=20)
+        assert f"s{n}" in await known(space)
+        assert len(await known(space)) == min(n + 1, 20)
+    # The oldest of a few gives way each time, so that the latest are mostly still there.
+    latest = {f"s{n}" for n in range(80, 100)}
+    assert len(await known(space) & latest) >= 10
+
+
+async def test_the_same_session_again_takes_no_others_place(space: Namespace) -> None:
+    for session in ("a", "b", "a", "b", "a"):
+        assert await space.remember(session, ONE, limit=2) == 0
+    assert await known(space) == {"a", "b"}
+
+
+async def test_sessions_that_are_long_over_are_forgotten_as_others_come(space: Namespace) -> None:
+    long_ago = {f"old{n}": f"1 {n}" for n in range(40)}
+    await space.redis.hset(space.key("sessions"), mapping=long_ago | {"junk": "junk"})
+    await space.redis.hset(space.key("sessions"), "ahead", f"1 {await space.now_ms() + LONG_MS}")
+
+    async def one_more() -> set[str]:
+        await space.remember("new", ONE)
+        return await known(space)
+
+    await eventually(one_more, lambda found: found == {"new"})
+
+
+async def test_nothing_is_left_once_no_session_comes(space: Namespace) -> None:
+    await space.remember("a", ONE, ttl_ms=20)
+    assert await eventually(space.contents, lambda found: not found) == ""
+    await space.remember("a", ONE)
+    assert 0 < await space.redis.pttl(space.key("sessions")) <= LONG_MS
+
+
+async def test_what_somebody_made_something_else_is_made_anew(space: Namespace) -> None:
+    await space.redis.set(space.key("sessions"), "spoilt")
+    await space.remember("a", ONE)
+    assert await space.recall("a") == [ONE]

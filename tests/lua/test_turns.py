@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from tests.lua.conftest import Namespace, ticket
+
+
+def short(name: str) -> str:
+    """x-7, of the ticket x-000000007 with its charge."""
+    replica, _, number = name.split()[0].partition("-")
+    return f"{replica}-{int(number)}"
+
+
+async def test_within_a_flow_who_waits_longest_is_first(space: Namespace) -> None:
+    late, early = ticket("normal:a", "x", 1, since_ms=20), ticket("normal:a", "y", 2, since_ms=10)
+    await space.wait("x", late)
+    await space.wait("y", early)
+    assert await space.turns("x", 1) == []
+    assert await space.turns("y", 1) == [early.name]
+    await space.leave(early, had_turn=True)
+    assert await space.turns("x", 1) == [late.name]
+
+
+async def test_of_the_same_millisecond_who_came_first_is_first(space: Namespace) -> None:
+    tickets = [ticket("normal:a", "x", n, since_ms=5) for n in (9, 10, 99, 100)]
+    await space.wait("x", *reversed(tickets))
+    assert await space.turns("x", 4) == [t.name for t in tickets]
+
+
+async def test_each_replica_is_told_of_its_own_alone(space: Namespace) -> None:
+    mine = [ticket("normal:a", "x", n) for n in (1, 3)]
+    others = [ticket("normal:a", "xy", n) for n in (2, 4)]
+    await space.wait("x", *mine)
+    await space.wait("xy", *others)
+    assert await space.turns("x", 3) == [t.name for t in mine]
+    assert await space.turns("xy", 3) == [others[0].name]
+    assert await space.turns("z", 3) == []
+
+
+async def test_flows_take_turns_by_weight_and_by_what_they_ask_for(space: Namespace) -> None:
+    # a weighs 3, so that three of its turns fit into one of b's.
+    await space.wait("x", *(ticket("normal:a", "x", n, weight=3.0) for n in range(1, 10)))
+    await space.wait("x", *(ticket("normal:b", "x", n) for n in range(10, 14)))
+    await space.wait("x", *(ticket("normal:c", "x", n, tokens=250) for n in range(14, 16)))
+    order = [short(name) for name in await space.turns("x", 15)]
+    flow_of = {f"x-{n}": "a" if n < 10 else "b" if n < 14 else "c" for n in range(1, 16)}
+    assert "".join(flow_of[name] for name in order) == "aaabaaabacaabbc"
+
+
+async def test_a_flow_that_comes_late_neither_waits_for_what_others_had_nor_catches_up(
+    space: Namespace,
+) -> None:
+    a = [ticket("normal:a", "x", n) for n in range(1, 9)]
+    await space.wait("x", *a)
+    for one in a[:4]:
+        await space.leave(one, had_turn=True)
+    b = [ticket("normal:b", "x", n) for n in range(9, 12)]
+    await space.wait("x", *b)
+    order = [short(name) for name in await space.turns("x")]
+    assert order == ["x-5", "x-9", "x-6", "x-10", "x-7", "x-11", "x-8"]
+
+
+async def test_who_gives_up_is_not_charged(space: Namespace) -> None:
+    a = [ticket("normal:a", "x", n) for n in range(1, 6)]
+    b = [ticket("normal:b", "x", n) for n in range(6, 8)]
+    await space.wait("x", *a, *b)
+    await space.leave(*a[:3])
+    order = [short(name) for name in await space.turns("x")]
+    assert order == ["x-4", "x-6", "x-5", "x-7"]
+
+
+async def test_a_ticket_that_excludes_workers_holds_up_nobody(space: Namespace) -> None:
+    picky = [ticket("normal:a", "x", n, picky=True) for n in range(1, 6)]
+    await space.wait("x", *picky, ticket("normal:a", "x", 6), ticket("normal:a", "x", 7))
+    names = [f"x-{n}" for n in range(1, 8)]
+    assert [short(name) for name in await space.turns("x", 1)] == names[:6]
+    assert [short(name) for name in await space.turns("x", 2)] == names
+
+
+async def test_tickets_of_a_replica_that_is_gone_are_taken_out(space: Namespace) -> None:
+    gone = [ticket("normal:a", "gone", n) for n in range(1, 6)]
+    mine = [ticket("normal:a", "x", n) for n in (6, 7)]
+    await space.wait("x", *mine)
+    await space.wait("gone", *gone)
+    assert await space.turns("x", 2) == []
+    await space.redis.hset(space.key("line"), "gone", "1")
+    assert await space.turns("x", 2) == [t.name for t in mine]
+    assert await space.waits() == {"normal:a": [t.name for t in mine]}
+
+
+async def test_a_replica_that_came_back_has_its_place_back(space: Namespace) -> None:
+    early, late = ticket("normal:a", "x", 1), ticket("normal:a", "y", 2)
+    await space.wait("x", early)
+    await space.wait("y", late)
+    await space.redis.hdel(space.key("line"), "x")
+    assert await space.turns("y", 1) == [late.name]
+    await space.wait("x", early)
+    assert await space.turns("y", 1) == []
+    assert await space.turns("x", 1) == [early.name]
+
+
+async def test_what_somebody_wrote_there_is_nobodys_turn(space: Namespace) -> None:
+    one = ticket("normal:a", "x", 1)
+    await space.wait("x", one)
+    await space.redis.zadd(space.key("waiting:normal:a"), {"nonsense": 0, "x-7 ? -": 0})
+    await space.redis.zadd(space.key("flows"), {"normal:nobody": -5, "normal:b": "inf"})
+    await space.redis.hset(space.key("line"), "tag", "much")
+    assert one.name in await space.turns("x", 4)
+    assert "nonsense" not in (await space.waits())["normal:a"]

@@ -1,0 +1,122 @@
+"""Random requests that come, have turns and give up, through Redis and through a plain model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from app.core.turns import Ticket
+from tests.lua.conftest import Namespace, ticket
+
+REPLICAS = ("x", "y", "z")
+WEIGHTS = {"high:a": 16.0, "normal:a": 1.0, "normal:b": 3.0, "low:c": 1 / 16}
+STEPS = 150
+
+
+def charge(one: Ticket) -> int:
+    return int(one.name.split()[1])
+
+
+@dataclass
+class Model:
+    """What the line is to be. starts: of each flow, the virtual time its first ticket began at."""
+
+    now: int = 0
+    starts: dict[str, int] = field(default_factory=dict)
+    queues: dict[str, list[Ticket]] = field(default_factory=dict)
+
+    def wait(self, one: Ticket) -> None:
+        self.starts.setdefault(one.flow, self.now)
+        queue = self.queues.setdefault(one.flow, [])
+        queue.append(one)
+        queue.sort(key=lambda t: (t.since_ms, t.name))
+
+    def leave(self, one: Ticket, had_turn: bool) -> None:
+        self.queues[one.flow].remove(one)
+        if had_turn:
+            self.starts[one.flow] += charge(one)
+            self.now = max(self.now, self.starts[one.flow])
+        if not self.queues[one.flow]:
+            del self.queues[one.flow], self.starts[one.flow]
+        if not self.queues:
+            self.now = 0
+
+    def order(self) -> list[Ticket]:
+        starts = dict(self.starts)
+        queues = {flow: list(queue) for flow, queue in self.queues.items()}
+        found = []
+        while any(queues.values()):
+            flow = min(
+                (flow for flow in queues if queues[flow]),
+                key=lambda flow: (starts[flow] + charge(queues[flow][0]), self._rank(flow)),
+            )
+            starts[flow] += charge(queues[flow][0])
+            found.append(queues[flow].pop(0))
+        return found
+
+    def _rank(self, flow: str) -> tuple[int, str]:
+        """Among equal tags, as Redis orders the flows by their present ones."""
+        return self.starts[flow] + charge(self.queues[flow][0]), flow
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_turns_are_as_in_the_model(space: Namespace, seed: int) -> None:
+    rng = random.Random(seed)
+    model = Model()
+    waiting: list[Ticket] = []
+    for number in range(STEPS):
+        if not waiting or rng.random() < 0.55:
+            flow = rng.choice(list(WEIGHTS))
+            one = ticket(
+                flow,
+                rng.choice(REPLICAS),
+                number,
+                tokens=rng.choice((16, 100, 5000)),
+                weight=WEIGHTS[flow],
+                # A replica may be slow to say so.
+                since_ms=number - rng.randrange(3),
+            )
+            waiting.append(one)
+            model.wait(one)
+            await space.wait(one.name.split("-")[0], one)
+        else:
+            # Mostly one of the first, as several go at once.
+            one = rng.choice(model.order()[:4]) if rng.random() < 0.8 else rng.choice(waiting)
+            had_turn = rng.random() < 0.7
+            waiting.remove(one)
+            model.leave(one, had_turn)
+            await space.leave(one, had_turn=had_turn)
+        limit = rng.choice((1, 4, len(waiting) + 1))
+        expected = [t.name for t in model.order()[:limit]]
+        for replica in REPLICAS:
+            own = [name for name in expected if name.startswith(f"{replica}-")]
+            assert await space.turns(replica, limit) == own, number
+    for one in waiting:
+        await space.leave(one)
+    assert await space.contents() == ""
+
+
+async def test_a_tenant_most_of_whose_requests_give_up_has_its_share_all_the_same(
+    space: Namespace,
+) -> None:
+    # In each step there is one turn; `flood` asks for ten and `modest` for one, and who has waited
+    # for ten steps gives up.
+    waiting: list[Ticket] = []
+    served = {"normal:flood": 0, "normal:modest": 0}
+    for step in range(100):
+        come = [
+            ticket(flow, "x", 100 * step + n, since_ms=step)
+            for n, flow in enumerate(["normal:flood"] * 10 + ["normal:modest"])
+        ]
+        late = [one for one in waiting if one.since_ms < step - 10]
+        waiting = [one for one in waiting if one.since_ms >= step - 10] + come
+        await space.leave(*late)
+        await space.wait("x", *come)
+        [name] = await space.turns("x", 1)
+        one = next(one for one in waiting if one.name == name)
+        waiting.remove(one)
+        await space.leave(one, had_turn=True)
+        served[one.flow] += 1
+    assert abs(served["normal:flood"] - served["normal:modest"]) <= 2

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from app.core.turns import MAX_CHARGE
+from tests.eventually import eventually
+from tests.lua.conftest import LONG_MS, Namespace, ticket
+
+
+async def test_who_waits_again_keeps_its_place(space: Namespace) -> None:
+    first, second = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2)
+    assert await space.wait("x", second) == 1
+    assert await space.wait("x", first, second) == 1
+    assert await space.wait("x", first, second) == 0
+    assert await space.waits() == {"normal:a": [first.name, second.name]}
+
+
+async def test_a_router_sees_whether_anybody_waits(space: Namespace) -> None:
+    await space.worker("w")
+    assert not (await space.loads()).somebody_waits
+    one = ticket("normal:a", "x", 1)
+    await space.wait("x", one)
+    assert (await space.loads()).somebody_waits
+    await space.leave(one)
+    assert not (await space.loads()).somebody_waits
+
+
+async def test_nothing_is_left_of_replicas_that_say_no_more(space: Namespace) -> None:
+    for replica in ("x", "y"):
+        await space.wait(replica, ticket(f"normal:{replica}", replica, 1), ttl_ms=20)
+    assert await eventually(space.contents, lambda found: not found) == ""
+
+
+async def test_everything_ends_by_itself_however_late(space: Namespace) -> None:
+    await space.wait("x", ticket("normal:a", "x", 1), ticket("low:b", "x", 2))
+    keys = [key async for key in space.redis.scan_iter()]
+    assert len(keys) == 4
+    for key in keys:
+        assert 0 < await space.redis.pttl(key) <= LONG_MS, key
+
+
+async def test_what_somebody_made_something_else_is_made_anew(space: Namespace) -> None:
+    one = ticket("normal:a", "x", 1)
+    for key in ("line", "flows", "waiting:normal:a"):
+        await space.wait("x", one)
+        await space.redis.delete(space.key(key))
+        await space.redis.set(space.key(key), "spoilt")
+        await space.wait("x", one)
+        assert await space.turns("x") == [one.name], key
+
+
+async def test_a_flow_that_somebody_removed_is_back_with_the_next_call(space: Namespace) -> None:
+    one = ticket("normal:a", "x", 1)
+    for key in ("line", "flows", "waiting:normal:a"):
+        await space.wait("x", one)
+        await space.redis.delete(space.key(key))
+        await space.wait("x", one)
+        assert await space.turns("x") == [one.name], key
+
+
+def test_a_charge_is_a_whole_number_that_redis_can_add_up() -> None:
+    def charge(tokens: int, weight: float) -> int:
+        return int(ticket("normal:a", "x", 1, tokens=tokens, weight=weight).name.split()[1])
+
+    assert charge(100, 1.0) == 1600
+    assert charge(100, 16.0) == 100
+    assert charge(100, 1 / 16) == 25_600
+    assert charge(1, 16_000.0) == 1
+    assert charge(1 << 20, 1e-9) == MAX_CHARGE

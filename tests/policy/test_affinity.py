@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+from app.policy.affinity import Affinity, discounted
+from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
+from app.policy.select import choose
+from tests.policy.test_select import candidates
+
+SIZE = RequestSize(isl_tokens=1000, block_size=100)
+LOOK_AT_THE_CACHE = ("latency", "balance", "logit", "blocks")
+
+
+def discount(policy: str, seen: Candidates, affinity: Affinity) -> float:
+    """What the worker at its position is cheaper by; the others are not."""
+    costs = discounted(POLICIES[policy], affinity)(seen, SIZE)
+    assert_allclose(sum(costs.terms.values()), costs.cost)
+    assert np.count_nonzero(np.delete(costs.terms["affinity"], affinity.position)) == 0
+    plain = POLICIES[policy](seen, SIZE)
+    assert {name for name in costs.terms if name != "affinity"} == set(plain.terms)
+    return float(costs.terms["affinity"][affinity.position])
+
+
+@pytest.mark.parametrize("policy", LOOK_AT_THE_CACHE)
+def test_between_equal_workers_a_session_goes_where_it_went(policy: str) -> None:
+    rng = np.random.default_rng(0)
+    for position in range(3):
+        cost = discounted(POLICIES[policy], Affinity(position, 0.1))
+        choice = choose(
+            policy, candidates(3), SIZE, eligible=np.ones(3, dtype=bool), rng=rng, cost=cost
+        )
+        assert choice.index == position
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(LOOK_AT_THE_CACHE)))
+def test_policies_that_do_not_look_at_the_cache_do_not_look_at_sessions(policy: str) -> None:
+    assert discount(policy, candidates(2), Affinity(1, 1.0)) == 0.0
+
+
+def test_a_discount_is_what_the_fraction_of_the_missing_blocks_would_save() -> None:
+    # 4 of 10 blocks are there; half of the other 6 count as well.
+    seen = candidates(2, overlap_device=[0, 3], overlap_host=[0, 1])
+    assert discount("blocks", seen, Affinity(1, 0.5)) == pytest.approx(-3.0)
+    assert discount("logit", seen, Affinity(1, 0.5)) == pytest.approx(-2 * 3 / 10)
+    credited = candidates(2, overlap_device=[0, 6], overlap_host=[0, 1])
+    plain, saved = (POLICIES["latency"](c, SIZE).cost[1] for c in (seen, credited))
+    assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(saved - plain)
+
+
+def test_where_the_whole_prompt_is_held_there_is_nothing_to_discount() -> None:
+    seen = candidates(2, overlap_device=[0, 10])
+    for policy in LOOK_AT_THE_CACHE:
+        assert discount(policy, seen, Affinity(1, 1.0)) == 0.0
+
+
+def test_a_full_worker_is_not_chosen_for_its_session() -> None:
+    seen = candidates(2, active_requests=[0, 8])
+    cost = discounted(POLICIES["latency"], Affinity(1, 1.0))
+    rng = np.random.default_rng(0)
+    choice = choose("latency", seen, SIZE, eligible=np.ones(2, dtype=bool), rng=rng, cost=cost)
+    assert choice.index == 0
+
+
+@pytest.mark.parametrize("policy", LOOK_AT_THE_CACHE)
+def test_an_overloaded_worker_gets_no_discount(policy: str) -> None:
+    prefill_s = float(predicted_prefill_s(candidates(2), SIZE)[1])
+    affinity = Affinity(1, 0.5, max_queue_s=10.0)
+
+    def with_queues(*prefill_s: float) -> Candidates:
+        return candidates(2, prefill_s=list(prefill_s))
+
+    # Longer than the shortest queue by more than half the prefill; or long at all.
+    assert discount(policy, with_queues(1.0, 1.0 + 0.49 * prefill_s), affinity) < 0.0
+    assert discount(policy, with_queues(1.0, 1.0 + 0.51 * prefill_s), affinity) == 0.0
+    assert discount(policy, with_queues(9.9, 9.9), affinity) < 0.0
+    assert discount(policy, with_queues(10.1, 10.1), affinity) == 0.0
+
+
+def test_a_worker_that_the_policy_rules_out_stays_so() -> None:
+    seen = candidates(2, kv_active_blocks=[0, 10], kv_total_blocks=[10, 10])
+    assert discount("balance", seen, Affinity(1, 1.0)) == 0.0
+    assert math.isinf(discounted(POLICIES["balance"], Affinity(1, 1.0))(seen, SIZE).cost[1])
+
+
+def _values(low: float, high: float) -> st.SearchStrategy[list[float]]:
+    return st.lists(st.floats(low, high), min_size=3, max_size=3)
+
+
+@given(
+    overlap=st.lists(st.integers(0, 10), min_size=3, max_size=3),
+    prefill_s=_values(0.0, 5.0),
+    requests=st.lists(st.integers(0, 7), min_size=3, max_size=3),
+    fraction=st.floats(0.0, 1.0),
+    isl_tokens=st.integers(1000, 1099),
+)
+def test_latency_never_discounts_more_than_the_fraction_of_what_the_prefill_costs(
+    overlap: list[float],
+    prefill_s: list[float],
+    requests: list[float],
+    fraction: float,
+    isl_tokens: int,
+) -> None:
+    size = RequestSize(isl_tokens, 100)
+    given: dict[str, Any] = {
+        "overlap_device": overlap,
+        "prefill_s": prefill_s,
+        "active_requests": requests,
+        "prefill_s_per_token2": [1e-7] * 3,
+    }
+    seen = candidates(3, **given)
+    costs = discounted(POLICIES["latency"], Affinity(0, fraction))(seen, size)
+    terms = {name: float(values[0]) for name, values in costs.terms.items()}
+    prefill = terms["prefill_s"] + terms["blocking_s"] + terms["interference_s"]
+    assert -fraction * prefill - 1e-9 <= terms["affinity"] <= 0.0
+    # The candidates are as they were: what is reserved follows what is known.
+    assert seen.overlap_device.tolist() == overlap

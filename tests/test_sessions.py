@@ -1,0 +1,154 @@
+"""Session affinity, at several replicas on one Redis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core.embedded import EmbeddedRedis
+from app.core.keys import Keyspace
+from app.router import Decision
+from tests.eventually import eventually
+from tests.fake_workers import KEYS, FakeWorkers
+from tests.test_router import PROMPT, Replica, request, running
+
+HALF: dict[str, Any] = {"session_affinity": 0.5}
+
+
+@pytest.fixture
+async def workers(redis: Redis) -> FakeWorkers:
+    """w0 to w3, on `one_redis_server`, without any blocks."""
+    made = FakeWorkers(redis)
+    for n in range(4):
+        await made.register(f"w{n}")
+    return made
+
+
+async def remembered(redis: Redis, session: str) -> None:
+    await eventually(lambda: redis.hexists(KEYS["sessions"], session))
+
+
+async def route(replica: Replica, request_id: str, session: str, **options: Any) -> Decision:
+    """Decided and over."""
+    options = {"policy": "latency", "explain": True} | options
+    decision = await replica.route(request(request_id, session=session, **options))
+    await replica.release(request_id)
+    return decision
+
+
+class TestRoundTrips:
+    async def test_a_decision_costs_two_and_one_call_asks_for_all_sessions(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        async with running(one_redis_server.url, **HALF) as replica:
+            await replica.route(request("r0", session="a"))
+            await remembered(redis, "a")
+            replica.runner.round_trips.clear()
+            await replica.route(request("r1", session="a"))
+            assert replica.runner.round_trips[:2] == [["loads", "recall", "match"], ["reserve"]]
+
+    async def test_without_the_setting_sessions_are_neither_asked_for_nor_kept(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        async with running(one_redis_server.url) as replica:
+            await replica.route(request("r0", session="a"))
+            await replica.route(request("r1", session="a"))
+            trips = [name for trip in replica.runner.round_trips for name in trip]
+        assert not {"recall", "remember"} & set(trips)
+        assert not await redis.exists(KEYS["sessions"])
+
+
+async def test_a_session_goes_where_it_went_whatever_the_replica(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with (
+        running(one_redis_server.url, **HALF, seed=1) as one,
+        running(one_redis_server.url, **HALF, seed=2) as two,
+    ):
+        for session in ("a", "b", "c"):
+            first = await route(one, f"{session}0", session)
+            await remembered(redis, session)
+            places = Counter()
+            for n in range(6):
+                again = await route((two, one)[n % 2], f"{session}{n + 1}", session)
+                places[str(again.worker.key)] += 1
+                terms = {str(c.info.key): c.terms["affinity"] for c in again.candidates}
+                assert {name for name, value in terms.items() if value < 0} == {
+                    str(first.worker.key)
+                }
+            assert places == {str(first.worker.key): 6}
+
+
+async def test_it_is_soft_and_gives_way_to_load(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with running(one_redis_server.url, **HALF) as replica:
+        first = await route(replica, "r0", "a")
+        await remembered(redis, "a")
+        await workers.occupy(str(first.worker.key), "x", prefill_s=5.0)
+        moved = await route(replica, "r1", "a")
+        assert moved.worker != first.worker
+        assert [c.terms["affinity"] for c in moved.candidates] == [0.0] * 4
+
+
+async def test_it_gives_way_to_blocks_that_are_known_to_be_elsewhere(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with running(one_redis_server.url, **HALF) as replica:
+        first = await route(replica, "r0", "a")
+        await remembered(redis, "a")
+        other = next(f"w{n}" for n in range(4) if f"w{n}:0" != str(first.worker.key))
+        await workers.publish(other, PROMPT)
+        assert str((await route(replica, "r1", "a")).worker.key) == f"{other}:0"
+
+
+async def test_where_the_session_made_the_difference_the_decision_says_so(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with running(one_redis_server.url, session_affinity=1.0) as replica:
+        first = await route(replica, "r0", "a")
+        await remembered(redis, "a")
+        other = next(f"w{n}" for n in range(4) if f"w{n}:0" != str(first.worker.key))
+        # One of the prompt's two blocks and a half is known to be there.
+        await workers.publish(other, PROMPT[:4])
+        again = await route(replica, "r1", "a")
+        assert (again.worker, again.locality) == (first.worker, "session")
+        assert again.best == f"{other}:0"
+        assert replica.counted("locality", reason="session") == 1
+
+
+async def test_another_life_of_the_worker_is_not_where_it_went(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with running(one_redis_server.url, **HALF) as replica:
+        first = await route(replica, "r0", "a")
+        await remembered(redis, "a")
+        name = first.worker.key.worker_id
+        await workers.retire(name)
+        await workers.register(name)
+        again = await route(replica, "r1", "a")
+        assert len(again.candidates) == 4
+        assert all("affinity" not in c.terms for c in again.candidates)
+
+
+async def test_a_spoilt_record_costs_no_decision(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with running(one_redis_server.url, **HALF) as replica:
+        await redis.set(KEYS["sessions"], "spoilt")
+        decision = await route(replica, "r0", "a")
+        assert (decision.degraded, decision.reserved) == (False, True)
+
+        async def kind() -> bytes:
+            found: bytes = await redis.type(KEYS["sessions"])
+            return found
+
+        await eventually(kind, lambda found: found == b"hash")
+
+
+def test_sessions_lie_where_the_loads_do() -> None:
+    # So that a decision asks one node of a Redis Cluster for both.
+    assert Keyspace("a")["sessions"].split("}")[0] == Keyspace("a")["load"].split("}")[0]

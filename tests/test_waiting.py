@@ -1,0 +1,496 @@
+"""Requests that wait for a worker, at one replica and at several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from app import waiting
+from app.core import turns
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import AllWorkersBusy, CallerGone, NoWorkers
+from app.core.redis import connect
+from app.router import Decision, RouteRequest
+from app.waiting import Room, Waiter
+from tests.eventually import eventually
+from tests.fake_workers import KEYS, FakeWorkers
+from tests.test_router import Replica, request, running
+
+WAITS: dict[str, Any] = {"wait_queue": 100, "wait_timeout_s": 60.0}
+
+
+@pytest.fixture
+async def workers(redis: Redis) -> FakeWorkers:
+    """A fleet, still without workers, on `one_redis_server`."""
+    return FakeWorkers(redis)
+
+
+@pytest.fixture
+async def router(one_redis_server: EmbeddedRedis) -> AsyncIterator[Replica]:
+    async with running(one_redis_server.url, **WAITS) as replica:
+        yield replica
+
+
+async def waiting_at(*replicas: Replica) -> int:
+    """How many requests wait at them."""
+    found = [r.telemetry.registry.get_sample_value("kvroute_waiting_requests") for r in replicas]
+    return int(sum(n or 0 for n in found))
+
+
+async def all_announced(redis: Redis, expected: int) -> None:
+    """Until so many tickets stand in the line that replicas share."""
+
+    async def look() -> int:
+        prefix = KEYS["waiting:"].replace("{", r"\{")
+        return sum([await redis.zcard(k) async for k in redis.scan_iter(match=prefix + "*")])
+
+    await eventually(look, lambda found: found == expected)
+
+
+class Crowd:
+    """Requests that wait, one after the other, each behind those before it."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._numbers = count(1)
+        self.tasks: dict[str, asyncio.Task[Decision]] = {}
+        self.order: list[str] = []
+        """Request ids as they were decided."""
+
+    async def joins(self, replica: Replica, request_id: str, **options: Any) -> None:
+        """Returns once it stands in line."""
+        task = asyncio.ensure_future(replica.route(request(request_id, **options)))
+        task.add_done_callback(lambda _: self.order.append(request_id))
+        self.tasks[request_id] = task
+        await all_announced(self._redis, next(self._numbers))
+
+
+async def make_room(redis: Redis, crowd: Crowd, replica: Replica, first: str) -> None:
+    """Ends `first`, and then everybody who took the place, until all of the crowd had it."""
+    await replica.release(first)
+    for ended in count(1):
+        await eventually(lambda: _decided(crowd), lambda found, n=ended: found >= n)
+        if ended == len(crowd.tasks):
+            return
+        await replica.release(crowd.order[ended - 1])
+
+
+async def _decided(crowd: Crowd) -> int:
+    return len(crowd.order)
+
+
+class TestOff:
+    async def test_without_the_setting_nobody_waits(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        async with running(one_redis_server.url, wait_above_s=0.5) as replica:
+            await workers.occupy("w1", "x", prefill_s=100.0)
+            with pytest.raises(AllWorkersBusy, match=r"all 1 eligible workers are full$"):
+                await replica.route(request("r1"))
+            await workers.register("w2", max_requests=2)
+            await workers.occupy("w2", "y", prefill_s=100.0)
+            # Who does not let wait takes a worker whatever its queue.
+            assert (await replica.route(request("r2"))).waited_ms == 0
+
+
+class TestWhoWaits:
+    async def test_a_decision_still_costs_two_round_trips_when_nobody_waits(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        decision = await router.route(request("r1"))
+        assert router.runner.round_trips == [["loads", "match"], ["reserve"]]
+        assert (decision.tries, decision.waited_ms) == (1, 0)
+
+    async def test_who_finds_all_full_is_decided_when_one_leaves(
+        self, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        crowd = Crowd(redis)
+        await crowd.joins(router, "r1")
+        assert await waiting_at(router) == 1
+        assert await workers.reserved() == {"x": "w1:0"}
+        await router.release("x")
+        decision = await crowd.tasks["r1"]
+        assert decision.reserved
+        assert decision.waited_ms > 0
+        assert await workers.reserved() == {"r1": "w1:0"}
+        await all_announced(redis, 0)
+        assert await waiting_at(router) == 0
+        labels = {"tenant": "other", "priority": "normal"}
+        assert router.counted("waits", **labels, outcome="routed") == 1
+        assert router.counted("decisions", policy="least_loaded", outcome="routed") == 1
+
+    async def test_a_long_queue_keeps_requests_waiting_until_it_is_short_enough(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        async with running(one_redis_server.url, **WAITS, wait_above_s=50.0) as replica:
+            await workers.occupy("w1", "x", prefill_s=100.0)
+            # w2 is open: requests go there, or to w1 where the policy sees fit.
+            assert (await replica.route(request("r1", "latency"))).worker.key.worker_id == "w2"
+            await workers.occupy("w2", "y", prefill_s=100.0)
+            crowd = Crowd(redis)
+            await crowd.joins(replica, "r2")
+            assert replica.counted("decisions", policy="least_loaded", outcome="routed") == 0
+            await replica.prefill_complete("x")
+            assert (await crowd.tasks["r2"]).worker.key.worker_id == "w1"
+
+    async def test_a_look_does_not_wait(self, router: Replica, workers: FakeWorkers) -> None:
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        with pytest.raises(AllWorkersBusy):
+            await router.route(request("r1", reserve=False))
+
+    async def test_who_excludes_all_workers_does_not_wait(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        with pytest.raises(NoWorkers):
+            await router.route(request("r1", exclude=frozenset({"w1"})))
+
+    async def test_who_comes_later_waits_behind_those_who_do_even_at_another_replica(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        async with running(one_redis_server.url, **WAITS) as other:
+            crowd = Crowd(redis)
+            await crowd.joins(router, "early")
+            await crowd.joins(other, "late")
+            await make_room(redis, crowd, router, "x")
+        assert crowd.order == ["early", "late"]
+
+    async def test_a_request_that_may_go_nowhere_holds_up_nobody(
+        self, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await workers.register("w2", max_requests=1)
+        await workers.occupy("w1", "x")
+        await workers.occupy("w2", "y")
+        crowd = Crowd(redis)
+        await crowd.joins(router, "picky", exclude=frozenset({"w1"}))
+        await crowd.joins(router, "any")
+        await router.release("x")
+        assert (await crowd.tasks["any"]).worker.key.worker_id == "w1"
+        assert await waiting_at(router) == 1
+        await router.release("y")
+        assert (await crowd.tasks["picky"]).worker.key.worker_id == "w2"
+
+
+class TestOrder:
+    """One slot, and a turn each: the order in which it is given."""
+
+    @pytest.fixture
+    async def full(self, workers: FakeWorkers) -> FakeWorkers:
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        return workers
+
+    async def test_tenants_share_turns_by_weight_whatever_the_replica_and_however_many_wait(
+        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
+    ) -> None:
+        crowd = Crowd(redis)
+        async with AsyncExitStack() as stack:
+            weighted = WAITS | {"tenant_weights": "gold=2"}
+            a, b, c = [
+                await stack.enter_async_context(running(one_redis_server.url, **weighted))
+                for _ in range(3)
+            ]
+            # All of gold's come in at one replica, those of plain at all three.
+            for n in range(4):
+                await crowd.joins(a, f"gold{n}", tenant="gold")
+            for n, replica in enumerate((a, b, c, a, b, c)):
+                await crowd.joins(replica, f"plain{n}", tenant="plain")
+            await crowd.joins(b, "new", tenant="new")
+            await make_room(redis, crowd, b, "x")
+        # By the time that gold has had two turns, each of the others has had one.
+        turns_of = [request_id.rstrip("0123456789") for request_id in crowd.order]
+        assert Counter(turns_of[:4]) == {"gold": 2, "plain": 1, "new": 1}
+        assert Counter(turns_of[4:7]) == {"gold": 2, "plain": 1}
+        for tenant in ("gold", "plain"):
+            own = [request_id for request_id in crowd.order if request_id.startswith(tenant)]
+            assert own == sorted(own)
+
+    async def test_a_higher_priority_overtakes_and_a_lower_one_still_gets_its_turn(
+        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
+    ) -> None:
+        crowd = Crowd(redis)
+        async with (
+            running(one_redis_server.url, **WAITS) as one,
+            running(one_redis_server.url, **WAITS) as two,
+        ):
+            await crowd.joins(one, "low", priority="low")
+            for n in range(3):
+                await crowd.joins(two, f"normal{n}")
+            for n in range(18):
+                await crowd.joins(one, f"high{n:02}", priority="high")
+            await make_room(redis, crowd, two, "x")
+        kinds = [request_id.rstrip("0123456789") for request_id in crowd.order]
+        # Sixteen turns of one are worth one of the next.
+        assert kinds[:15] == ["high"] * 15
+        assert sorted(kinds[15:17]) == ["high", "normal"]
+        assert kinds[-1] == "low"
+
+    async def test_a_short_prompt_goes_before_a_long_one_of_another_tenant(
+        self, router: Replica, full: FakeWorkers, redis: Redis
+    ) -> None:
+        crowd = Crowd(redis)
+        task = asyncio.ensure_future(
+            router.route(RouteRequest("long", [], 4000, "least_loaded", tenant="a"))
+        )
+        task.add_done_callback(lambda _: crowd.order.append("long"))
+        crowd.tasks["long"] = task
+        await all_announced(redis, next(crowd._numbers))
+        for n in range(3):
+            await crowd.joins(router, f"short{n}", tenant="b")
+        await make_room(redis, crowd, router, "x")
+        assert crowd.order == ["short0", "short1", "short2", "long"]
+
+
+class TestWhoGivesUp:
+    @pytest.fixture
+    async def full(self, workers: FakeWorkers) -> FakeWorkers:
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x", prefill_s=30.0)
+        return workers
+
+    async def test_who_has_waited_for_too_long_is_told_to_come_again(
+        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
+    ) -> None:
+        settings = WAITS | {"wait_timeout_s": 0.05}
+        async with running(one_redis_server.url, **settings) as replica:
+            with pytest.raises(AllWorkersBusy, match=r"no worker had room for 0\.05 s") as busy:
+                await replica.route(request("r1"))
+            assert 20 < busy.value.retry_after_s <= 30
+            await all_announced(redis, 0)
+            labels = {"tenant": "other", "priority": "normal"}
+            assert replica.counted("waits", **labels, outcome="timed_out") == 1
+            assert replica.counted("decisions", policy="least_loaded", outcome="all_busy") == 1
+        assert set(await full.reserved()) == {"x"}
+
+    async def test_who_hangs_up_leaves_the_line_and_gets_no_reservation(
+        self, router: Replica, full: FakeWorkers, redis: Redis
+    ) -> None:
+        gone = asyncio.Event()
+        crowd = Crowd(redis)
+        await crowd.joins(router, "gone", hung_up=gone.wait)
+        await crowd.joins(router, "stays")
+        gone.set()
+        with pytest.raises(CallerGone):
+            await crowd.tasks["gone"]
+        await all_announced(redis, 1)
+        await router.release("x")
+        assert (await crowd.tasks["stays"]).reserved
+        assert set(await full.reserved()) == {"stays"}
+        labels = {"tenant": "other", "priority": "normal"}
+        assert router.counted("waits", **labels, outcome="gone") == 1
+
+    async def test_who_hangs_up_while_it_is_decided_keeps_nothing(
+        self, router: Replica, full: FakeWorkers, redis: Redis
+    ) -> None:
+        gone = asyncio.Event()
+        crowd = Crowd(redis)
+
+        async def hang_up() -> None:
+            gone.set()
+            # The watcher sees it before Redis answers.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+        await crowd.joins(router, "gone", hung_up=gone.wait)
+        router.runner.before_reserve = hang_up
+        await router.release("x")
+        with pytest.raises(CallerGone):
+            await crowd.tasks["gone"]
+        await eventually(full.reserved, lambda found: found == {})
+        await all_announced(redis, 0)
+
+    async def test_one_whose_task_is_cancelled_leaves_as_well(
+        self, router: Replica, full: FakeWorkers, redis: Redis
+    ) -> None:
+        crowd = Crowd(redis)
+        await crowd.joins(router, "r1")
+        crowd.tasks["r1"].cancel()
+        await all_announced(redis, 0)
+        await router.release("x")
+        await eventually(full.reserved, lambda found: found == {})
+
+    async def test_a_replica_that_stops_lets_nobody_wait(
+        self, router: Replica, full: FakeWorkers, redis: Redis
+    ) -> None:
+        crowd = Crowd(redis)
+        await crowd.joins(router, "r1")
+        await router.stop()
+        with pytest.raises(AllWorkersBusy, match="this router replica stops"):
+            await crowd.tasks["r1"]
+        await all_announced(redis, 0)
+        with pytest.raises(AllWorkersBusy, match="this router replica stops"):
+            await router.route(request("r2"))
+
+    async def test_where_too_many_wait_the_tenant_with_most_gives_way(
+        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
+    ) -> None:
+        async with running(one_redis_server.url, **WAITS | {"wait_queue": 3}) as replica:
+            crowd = Crowd(redis)
+            for n in range(3):
+                await crowd.joins(replica, f"flood{n}", tenant="flood")
+            with pytest.raises(AllWorkersBusy, match="3 requests wait for a worker already"):
+                await replica.route(request("flood3", tenant="flood"))
+            modest = asyncio.ensure_future(replica.route(request("modest", tenant="modest")))
+            with pytest.raises(AllWorkersBusy, match="3 requests wait for a worker already"):
+                await crowd.tasks["flood2"]
+            assert await waiting_at(replica) == 3
+            labels = {"tenant": "other", "priority": "normal"}
+            assert replica.counted("waits", **labels, outcome="crowded_out") == 2
+            await replica.release("x")
+            first = await eventually(full.reserved, lambda found: found)
+            await replica.release(*first)
+            assert (await modest).reserved
+
+
+class TestTrouble:
+    async def test_a_replica_that_is_gone_holds_up_the_others_for_a_moment_only(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        crowd = Crowd(redis)
+        async with connect(one_redis_server.url) as other_redis:
+            killed = Replica(other_redis, **WAITS)
+            running_task = asyncio.ensure_future(killed.run())
+            await crowd.joins(killed, "lost")
+            # As if by kill -9: nothing is said any more.
+            running_task.cancel()
+            await asyncio.wait([running_task])
+            await crowd.joins(router, "r1")
+            await router.release("x")
+            assert (await crowd.tasks["r1"]).reserved
+            assert await workers.reserved() == {"r1": "w1:0"}
+            await all_announced(redis, 0)
+            crowd.tasks["lost"].cancel()
+
+    async def test_who_waits_when_redis_goes_is_decided_as_all_others_are(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url, **WAITS) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1", max_requests=1)
+            await workers.occupy("w1", "x")
+            crowd = Crowd(redis)
+            await crowd.joins(router, "r1")
+            await asyncio.to_thread(own_redis_server.kill)
+            decision = await crowd.tasks["r1"]
+            assert (decision.degraded, decision.reserved) == (True, False)
+            assert await waiting_at(router) == 0
+
+    @pytest.mark.parametrize("key", ["line", "flows", "waiting:normal:"])
+    @pytest.mark.parametrize("value", [None, "spoilt"])
+    async def test_a_line_that_somebody_spoilt_is_made_anew(
+        self, router: Replica, workers: FakeWorkers, redis: Redis, key: str, value: str | None
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        crowd = Crowd(redis)
+        await crowd.joins(router, "r1")
+        await redis.delete(KEYS[key])
+        if value is not None:
+            await redis.set(KEYS[key], value)
+        await router.release("x")
+        assert (await crowd.tasks["r1"]).reserved
+        await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)
+
+    async def test_two_replicas_with_many_that_wait_promise_no_more_than_there_is(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=3)
+        await workers.register("w2", max_requests=4)
+        async with (
+            running(one_redis_server.url, **WAITS) as one,
+            running(one_redis_server.url, **WAITS) as two,
+        ):
+            tasks = [
+                asyncio.ensure_future((one, two)[n % 2].route(request(f"r{n}", tenant=f"t{n % 5}")))
+                for n in range(80)
+            ]
+            ended: set[str] = set()
+            while len(ended) < 80:
+                reserved = await eventually(workers.reserved, lambda found: set(found) - ended)
+                on = Counter(reserved.values())
+                assert on["w1:0"] <= 3
+                assert on["w2:0"] <= 4
+                for request_id in reserved.keys() - ended:
+                    await one.release(request_id)
+                    ended.add(request_id)
+            decisions = await asyncio.gather(*tasks)
+            assert all(d.reserved for d in decisions)
+            assert await workers.reserved() == {}
+
+
+# The room, without Redis
+
+
+def waiter(flow: str, number: int, weight: float) -> Waiter:
+    ticket = turns.ticket(flow, "x", number, tokens=1, weight=weight, picky=False, since_ms=number)
+    answer: Any = None
+    return Waiter(ticket, weight, flow, "normal", answer, lambda: True, float(number))
+
+
+FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}
+
+
+@given(
+    capacity=st.integers(1, 6),
+    steps=st.lists(st.tuples(st.sampled_from(list(FLOWS)), st.booleans()), max_size=60),
+)
+def test_a_room_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bool]]) -> None:
+    room = Room(capacity)
+    model: list[Waiter] = []
+    for number, (flow, enters) in enumerate(steps):
+        if enters or not model:
+            one = waiter(flow, number, FLOWS[flow])
+            gone = room.enter(one)
+            model.append(one)
+            if len(model) > capacity:
+                held = Counter(w.ticket.flow for w in model)
+                crowding = {f: n / FLOWS[f] for f, n in held.items()}
+                assert gone is not None
+                # The latest of the flow that has most; among equals who comes gives way.
+                assert crowding[gone.ticket.flow] == max(crowding.values())
+                assert gone is one or crowding[flow] < max(crowding.values())
+                assert gone is [w for w in model if w.ticket.flow == gone.ticket.flow][-1]
+                model.remove(gone)
+            else:
+                assert gone is None
+        else:
+            one = next((w for w in model if w.ticket.flow == flow), model[0])
+            model.remove(one)
+            room.remove(one)
+            room.remove(one)
+        assert len(room) == len(model) <= capacity
+        assert sorted(w.since_s for w in room) == sorted(w.since_s for w in model)
+        for w in model:
+            assert room.get(w.ticket.flow, w.ticket.name) is w
+
+
+def test_priorities_have_shares_in_their_order() -> None:
+    shares = list(waiting.SHARES.values())
+    assert shares == sorted(shares, reverse=True)
+    assert waiting.SHARES["normal"] == 1.0
