@@ -89,14 +89,14 @@ async def test_in_a_full_redis_workers_die_and_come_and_are_swept(
             old = agent.incarnation
             await cluster.redis.hdel(KEYS["writers"], str(old))
 
-            async def sizes() -> tuple[int, int, bool]:
+            async def come_again() -> tuple[bool, int, bool]:
                 keys = await cluster.redis.keys(KEYS.pattern + ":blocks:*")
                 values = [v for key in keys for v in await cluster.redis.hvals(key)]
                 is_shown = any(v.startswith(b"%d" % old) for v in values)
-                return await cluster.redis.hlen(KEYS["load"]), len(values), is_shown
+                num_loads: int = await cluster.redis.hlen(KEYS["load"])
+                return agent.incarnation != old, num_loads, is_shown
 
-            await eventually(sizes, lambda found: found[0] == 3 and not found[2])
-            assert agent.incarnation != old
+            await eventually(come_again, lambda found: found == (True, 3, False))
             decision = await cluster.route(2, explain=True)
             assert decision.reserved
             assert len(decision.candidates) == 3
