@@ -16,7 +16,9 @@ Floats = NDArray[np.float64]
 
 HOST_CREDIT = 0.75
 DISK_CREDIT = 0.25
-INTERFERENCE_PER_REQUEST = 0.02
+BLOCKING_PER_WAITING = 0.3
+DECODE_WEIGHT = 0.7
+INTERFERENCE_PER_REQUEST = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,12 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     queue_s         prefill already in flight, which this one waits for
     memory_wait_s   what waiting for free KV blocks takes beyond that
     prefill_s       prefill of this prompt
-    blocking_s      the same again, as a delay to the requests that queue behind it
-    decode_s        decode steps shared with the requests in flight, over a mean output
-    interference_s  2 % of prefill_s for each request in flight
+    blocking_s      the same again, and 30 % more for each request that waits for its first token,
+                    as a delay to those that will queue behind it: where many wait, more will come
+    decode_s        70 % of the decode steps shared with the requests in flight, over a mean output
+    interference_s  5 % of prefill_s for each request in flight
 
-    The weights did best over conversation and agentic traces in simulation.
+    The weights did best over conversation and agentic traces in simulation: docs/decisions.md.
     """
     prefill = predicted_prefill_s(candidates, size)
     decode = candidates.mean_output_tokens * (
@@ -108,19 +111,16 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         + candidates.decode_s_per_seq * candidates.decoding_requests
     )
     queue = candidates.prefill_s
-    memory_wait = np.maximum(_memory_wait_s(candidates, size, decode) - queue, 0.0)
-    interference = INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests
-    return Costs(
-        queue + memory_wait + 2.0 * prefill + decode + interference,
-        {
-            "queue_s": queue,
-            "memory_wait_s": memory_wait,
-            "prefill_s": prefill,
-            "blocking_s": prefill,
-            "decode_s": decode,
-            "interference_s": interference,
-        },
-    )
+    waiting = candidates.active_requests - candidates.decoding_requests
+    terms: dict[str, Floats] = {
+        "queue_s": queue,
+        "memory_wait_s": np.maximum(_memory_wait_s(candidates, size, decode) - queue, 0.0),
+        "prefill_s": prefill,
+        "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
+        "decode_s": DECODE_WEIGHT * decode,
+        "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
+    }
+    return Costs(sum(terms.values(), np.zeros_like(queue)), terms)
 
 
 def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:

@@ -148,13 +148,14 @@ def test_latency_weighs_the_queue_and_decode_of_a_busy_worker_against_prefill() 
     assert_allclose(costs.terms["queue_s"], [0.5, 0])
     assert_allclose(costs.terms["memory_wait_s"], [0, 0])  # kv_total_blocks is unknown
     assert_allclose(costs.terms["prefill_s"], [0.38, 1.5])
-    assert_allclose(costs.terms["blocking_s"], [0.38, 1.5])
-    # 100 tokens * (1e-6 * 5000 KV tokens + 1e-3 * 3 sequences) = 100 * 0.008
-    assert_allclose(costs.terms["decode_s"], [0.8, 0])
-    # 0.02 * 0.38 * 4 requests
-    assert_allclose(costs.terms["interference_s"], [0.0304, 0])
-    # 0.5 + 2 * 0.38 + 0.8 + 0.0304; 2 * 1.5
-    assert_allclose(costs.cost, [2.0904, 3.0])
+    # 0.38 * (1 + 0.3 * 1 of 4 requests that waits)
+    assert_allclose(costs.terms["blocking_s"], [0.494, 1.5])
+    # 0.7 * 100 tokens * (1e-6 * 5000 KV tokens + 1e-3 * 3 sequences) = 70 * 0.008
+    assert_allclose(costs.terms["decode_s"], [0.56, 0])
+    # 0.05 * 0.38 * 4 requests
+    assert_allclose(costs.terms["interference_s"], [0.076, 0])
+    # 0.5 + 0.38 + 0.494 + 0.56 + 0.076; 2 * 1.5
+    assert_allclose(costs.cost, [2.01, 3.0])
 
 
 def memory_wait_s(**given: list[float]) -> float:
