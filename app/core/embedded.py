@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
@@ -21,6 +22,9 @@ from types import FrameType, TracebackType
 from app.core.errors import RedisUnavailable
 
 LOOPBACK = "127.0.0.1"
+PORTS = range(10_000, 22_000)
+"""Below those for outgoing connections, as are their neighbours 10,000 above, which Redis Cluster
+takes as well."""
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
 POLL_S = 0.01
@@ -54,11 +58,15 @@ def redis_binary() -> Path | None:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that nothing listened on a moment ago.
+
+    None of those that the system gives to outgoing connections, which would take it meanwhile.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise OSError(f"every port of {LOOPBACK} from {PORTS[0]} to {PORTS[-1]} is in use")
 
 
 @contextmanager
