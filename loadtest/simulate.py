@@ -144,7 +144,7 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
     outcomes = simulation.run(offered(trace, load))
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
-    good = sum(meets_slo(outcome, setting.profile) for outcome in run.measured)
+    good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)
     answered = [outcome for outcome in run.measured if outcome.end_s is not None]
     span_s = run.measured[-1].arrival_s - run.measured[0].arrival_s
     return Figures(
@@ -316,7 +316,13 @@ FROM_0 = click.FloatRange(min=0)
 )
 @click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
 @click.option(
-    "--profile", default="70b-4xh100", show_default=True, type=click.Choice(list(PROFILES))
+    "--profile",
+    "profiles",
+    multiple=True,
+    default=("70b-4xh100",),
+    show_default=True,
+    type=click.Choice(list(PROFILES)),
+    help="Several: workers of unequal speed, in turn.",
 )
 @click.option(
     "--host-tokens", default=0, show_default=True, type=click.IntRange(min=0), help="A worker's."

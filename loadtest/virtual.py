@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
-from itertools import count
+from itertools import count, cycle, islice
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from app.policy.cost import (
 from app.policy.select import choose
 from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
-from workers.engines.profiles import PROFILES
+from workers.engines.profiles import PROFILES, Profile
 from workers.engines.sim import SimEngine
 from workers.engines.steps import Finished, SimRequest, Step
 from workers.speed import SpeedLearner
@@ -58,7 +58,8 @@ class Setting:
     """All that is simulated, but the trace and the policy."""
 
     num_workers: int = 8
-    profile: str = "70b-4xh100"
+    profiles: tuple[str, ...] = ("70b-4xh100",)
+    """Of the workers, in turn. SLOs are taken from the first."""
     host_pool_tokens: int = 0
     """Of each worker; 0: no host tier."""
     block_size: int = 256
@@ -225,8 +226,7 @@ def _leading(
 class Worker:
     """One engine, and what it tells the routers."""
 
-    def __init__(self, setting: Setting) -> None:
-        profile = PROFILES[setting.profile]
+    def __init__(self, setting: Setting, profile: Profile) -> None:
         self.engine = SimEngine(
             profile, block_size=setting.block_size, host_pool_tokens=setting.host_pool_tokens
         )
@@ -312,7 +312,8 @@ class Simulation:
     def __init__(self, policy: str, setting: Setting, prompts: Prompts | None = None) -> None:
         self.setting = setting
         self._prompts = prompts or Prompts(setting.block_size)
-        self.workers = [Worker(setting) for _ in range(setting.num_workers)]
+        profiles = islice(cycle(setting.profiles), setting.num_workers)
+        self.workers = [Worker(setting, PROFILES[name]) for name in profiles]
         self.outcomes: list[Outcome] = []
         self.conflicts = 0
         self._policy = Policy(policy)

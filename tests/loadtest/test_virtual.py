@@ -55,7 +55,7 @@ def test_all_that_was_reserved_is_given_back(sharing: Sharing) -> None:
 def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
     turns = (request(0, (1,)), request(1, (1, 2), think_s=5.0))
     trace = Trace("made up", (Session(2.0, turns),))
-    setting = Setting(num_workers=2, profile="8b-1xh100")
+    setting = Setting(num_workers=2, profiles=("8b-1xh100",))
     first, second = Simulation("latency", setting).run(trace)
     assert first.arrival_s == 2.0
     assert first.end_s is not None
@@ -138,3 +138,10 @@ def test_books_follow_the_head_of_the_queue() -> None:
     assert books.load.queue_s(13_000) == 2.0
     books.release("a")
     assert (books.load.requests, books.load.blocks, books.load.prefill_tokens) == (1, 4, 100)
+
+
+def test_a_faster_worker_gets_more_once_its_speed_is_learned() -> None:
+    trace = open_loop(*(request(i, tuple(range(8 * i, 8 * i + 8))) for i in range(120)), every_s=1)
+    setting = Setting(num_workers=2, profiles=("70b-4xh100", "8b-1xh100"))
+    workers = workers_of(trace, setting)[60:]
+    assert workers.count("w1:0") > 2 * workers.count("w0:0")
