@@ -78,7 +78,13 @@ async def serve(
     gc.freeze()
     server = _Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S
+            app,
+            log_config=None,
+            access_log=False,
+            # Nothing here asks who the client is.
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
         ),
         on_stop,
     )
