@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
@@ -40,6 +41,8 @@ from app.router import Candidate, Decision, Router, RouteRequest
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 """What proxies may set where a client does not."""
+
+_REQUEST_ID = re.compile(schemas.REQUEST_ID)
 
 M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
 
@@ -247,7 +250,11 @@ def _request_id(request: Request, options: schemas.RouteOptions) -> str:
     if options.request_id is not None:
         return options.request_id
     header = _header(request, b"x-request-id")
-    return schemas.RouteOptions(request_id=header).request_id or _new_id()
+    if header is None:
+        return _new_id()
+    if not _REQUEST_ID.fullmatch(header):
+        schemas.RouteOptions(request_id=header)  # says what is wrong with it
+    return header
 
 
 def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> str:
@@ -308,7 +315,10 @@ def _parsed(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     try:
         fields = orjson.loads(raw)
         # Arrays take booleans for numbers, so there must be none but those that are whole fields.
-        booleans = raw.count(b"true") + raw.count(b"false")
+        booleans = 0
+        # For one letter a body is searched in a twentieth of the time that it is for a word.
+        if b"u" in raw or b"f" in raw:
+            booleans = raw.count(b"true") + raw.count(b"false")
         if isinstance(fields, dict) and booleans == sum(type(v) is bool for v in fields.values()):
             return _parsed_fields(model, fields)
     except (InvalidRequest, OverflowError, TypeError, ValueError):
