@@ -343,6 +343,8 @@ def _parsed_fields(model: type[M], fields: dict[str, Any]) -> tuple[M, bytes | N
 
 
 def _options_in_query(request: Request) -> schemas.RouteOptions:
+    if not request.scope["query_string"]:
+        return schemas.RouteOptions()
     fields: dict[str, Any] = dict(request.query_params)
     if "exclude" in fields:
         fields["exclude"] = request.query_params.getlist("exclude")
