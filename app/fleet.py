@@ -64,7 +64,10 @@ class View:
             (0.0, 0.0, 0.0, *self._load_fields(load, info), *_measured_fields(info, measured))
             for info, load, measured in zip(self.infos, self.loads, self.measured, strict=True)
         ]
-        self._matrix = np.array(columns, dtype=np.float64).reshape(len(columns), 22).T.copy()
+        self.everybody = np.ones(len(columns), dtype=np.bool_)
+        matrix = np.array(columns, dtype=np.float64).reshape(len(columns), 22).T.copy()
+        # Overlaps and load differ between decisions, the rest does not.
+        self._changing, self._fixed = matrix[:9], tuple(matrix[9:])
         self._position = {inc: i for i, inc in enumerate(self.incarnations)}
 
     @property
@@ -86,12 +89,12 @@ class View:
 
     def candidates(self, overlaps: Overlaps) -> Candidates:
         """The workers as a cost function sees them, for a prompt with these overlaps."""
-        matrix = self._matrix.copy()
+        changing = self._changing.copy()
         for inc, overlap in overlaps.items():
             position = self._position.get(inc)
             if position is not None:
-                matrix[:3, position] = (overlap.device, overlap.host, overlap.disk)
-        return Candidates(*matrix)
+                changing[:3, position] = (overlap.device, overlap.host, overlap.disk)
+        return Candidates(*changing, *self._fixed)
 
     def position(self, inc: Incarnation) -> int | None:
         """Place of an incarnation; None: it is not routed to."""
@@ -101,7 +104,7 @@ class View:
         """Count a reservation made, or about to be made, on the worker at `position`."""
         load = self.loads[position]
         load.add(reservation, self.now_ms)
-        self._matrix[3:9, position] = self._load_fields(load, self.infos[position])
+        self._changing[3:, position] = self._load_fields(load, self.infos[position])
 
     def _load_fields(self, load: Load, info: WorkerInfo) -> tuple[float, ...]:
         return (

@@ -10,8 +10,8 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
@@ -250,7 +250,7 @@ class Router:
             outcome = error.outcome
             raise
         finally:
-            self.telemetry.decisions.labels(request.policy, outcome).inc()
+            self.telemetry.decisions_of(request.policy, outcome).inc()
             ended = time.perf_counter() if pending.waiter is None else pending.waiter.since_s
             self.telemetry.decision_seconds.observe(ended - started)
         self._count(decision)
@@ -438,7 +438,7 @@ class Router:
 
     def _note_decision(self, plan: _Plan) -> None:
         decision = plan.decision
-        self.telemetry.locality.labels(decision.locality).inc()
+        self.telemetry.locality_of(decision.locality).inc()
         self.telemetry.count_blocks(
             str(decision.worker.key), decision.isl_blocks, decision.overlap.total
         )
@@ -543,7 +543,9 @@ class Router:
             # Nobody tells of requests that end meanwhile: all would look full before long.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
         affinity = self._affinity(pending, view)
-        eligible = np.array([not _excluded(info, request.exclude) for info in view.infos])
+        eligible = view.everybody
+        if request.exclude:
+            eligible = np.array([not _excluded(info, request.exclude) for info in view.infos])
         choice = choose(
             policy,
             candidates,
@@ -563,10 +565,13 @@ class Router:
         locality, best, best_overlap = _locality(
             view, candidates, pending.overlaps, eligible, choice, overlap.total, affinity
         )
+        prefill_s = choice.costs.terms.get("prefill_s")
+        if prefill_s is None:
+            prefill_s = predicted_prefill_s(candidates, size)
         reservation = Reservation(
             request.request_id,
             prefill_tokens=max(1, request.isl_tokens - cached),
-            prefill_us=round(1e6 * float(predicted_prefill_s(candidates, size)[position])),
+            prefill_us=round(1e6 * float(prefill_s[position])),
             blocks=size.isl_blocks,
             attempt=pending.attempt,
         )
@@ -789,15 +794,13 @@ class Router:
         if decision.reserved:
             overlap = decision.overlap
             self.telemetry.isl_blocks.inc(decision.isl_blocks)
-            self.telemetry.overlap_blocks.labels("device").inc(overlap.device)
-            self.telemetry.overlap_blocks.labels("host").inc(overlap.host)
-            self.telemetry.overlap_blocks.labels("disk").inc(overlap.disk)
+            self.telemetry.overlap_of("device").inc(overlap.device)
+            self.telemetry.overlap_of("host").inc(overlap.host)
+            self.telemetry.overlap_of("disk").inc(overlap.disk)
             self.telemetry.hit_fraction.observe(overlap.total / decision.isl_blocks)
 
-    @contextmanager
-    def _timed(self, step: str) -> Iterator[None]:
-        with self.telemetry.redis_seconds.labels(step).time():
-            yield
+    def _timed(self, step: str) -> AbstractContextManager[Any]:
+        return self.telemetry.seconds_of(step).time()
 
 
 def _shard(keyspace: Keyspace, chain: list[SequenceHash], shards: int) -> Keyspace:
@@ -815,7 +818,7 @@ def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Over
 
 
 def _excluded(info: WorkerInfo, exclude: frozenset[str]) -> bool:
-    return bool(exclude) and (info.key.worker_id in exclude or str(info.key) in exclude)
+    return info.key.worker_id in exclude or str(info.key) in exclude
 
 
 def _answer(pending: _Pending, decision: Decision) -> None:

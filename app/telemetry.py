@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -124,7 +125,12 @@ class Telemetry:
         self.load_std = Gauge(
             "kvroute_load_std", "Sample standard deviation of the same.", registry=r
         )
-        self._counted: set[str] = set()
+        # A child is looked up for longer than it counts, and a decision counts in many of them.
+        self.decisions_of = cache(self.decisions.labels)
+        self.locality_of = cache(self.locality.labels)
+        self.overlap_of = cache(self.overlap_blocks.labels)
+        self.seconds_of = cache(self.redis_seconds.labels)
+        self._counted: dict[str, tuple[Counter, Counter]] = {}
         self.worker_load = Gauge(
             "kvroute_worker_load",
             "Per worker: reserved requests, blocks, prefill_tokens and queue_seconds; reported "
@@ -135,13 +141,17 @@ class Telemetry:
 
     def count_blocks(self, worker: str, isl: int, overlap: int) -> None:
         """A prompt of so many blocks was routed to a worker that held so many of them."""
-        self._counted.add(worker)
-        self.worker_blocks.labels(worker, "isl").inc(isl)
-        self.worker_blocks.labels(worker, "overlap").inc(overlap)
+        known = self._counted.get(worker)
+        if known is None:
+            blocks = self.worker_blocks
+            known = blocks.labels(worker, "isl"), blocks.labels(worker, "overlap")
+            self._counted[worker] = known
+        known[0].inc(isl)
+        known[1].inc(overlap)
 
     def keep_workers(self, names: Collection[str]) -> None:
         """Forget what was counted of others."""
-        for gone in self._counted.difference(names):
+        for gone in self._counted.keys() - set(names):
             for what in ("isl", "overlap"):
                 self.worker_blocks.remove(gone, what)
-        self._counted.intersection_update(names)
+            del self._counted[gone]

@@ -1,11 +1,15 @@
-"""How many decisions one replica makes, how soon, and what each costs it in CPU.
+"""How many decisions a replica makes, how soon, and what each costs in CPU; then some replicas.
 
     python -m loadtest.bench_decision --json out/bench_decision.json
 
-The server has one core to itself; the client and Redis share another. Beside the router, in the
-same run, a bare FastAPI endpoint that lets pydantic check the same token ids and decides nothing.
-Workers are registrations without engines that hold the beginnings of the prompts. Each request
-reserves; ids come again, which moves their reservations, so that their number stays what it is.
+A server has a core to itself, as far as there are cores; the client and Redis share the first one.
+Beside the router, in the same run, a bare FastAPI endpoint that lets pydantic check the same token
+ids and decides nothing. Workers are registrations without engines that hold the beginnings of the
+prompts. Each request reserves; ids come again, which moves their reservations, so that their number
+stays what it is.
+
+What limits several replicas is seen by which core is busy; where one Redis ends, by the CPU time
+that it takes for a decision.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
 import click
+import httptools
 import numpy as np
 import orjson
 import stamina
@@ -47,6 +51,12 @@ NUM_TOKENS = 2048
 HELD_TOKENS = 1024
 NUM_PROMPTS = 64
 CONCURRENCY = (1, 8, 32)
+REPLICAS = (1, 2, 4)
+CURVE = ("token ids", "hashes")
+"""The shapes that several replicas are asked in."""
+PER_REPLICA = 32
+"""Requests at once."""
+CORES = sorted(os.sched_getaffinity(0))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -106,7 +116,6 @@ def route_forever(redis_url: str, port: int) -> None:
     from app.api.main import serve_router
 
     settings = RouterSettings(redis_url=redis_url, namespace=KEYS.namespace, log_level="error")
-    _alone()
     run(serve_router(settings, listen(LOOPBACK, port)))
 
 
@@ -130,24 +139,31 @@ def answer_forever(_: str, port: int) -> None:
     # FastAPI would look names of annotations up in the module's namespace.
     route.__annotations__.update({"prompt": Prompt, "return": Answer})
     app.post("/v1/route")(route)
-    _alone()
     run(serve(app, listen(LOOPBACK, port)))
 
 
-def _alone() -> None:
-    """Take the last core; who started this left it free."""
-    os.sched_setaffinity(0, {(os.cpu_count() or 1) - 1})
+def server_core(n: int) -> int:
+    """The core of the n-th server: any but the first, as long as there are others."""
+    others = CORES[1:] or CORES
+    return others[-1 - n % len(others)]
+
+
+@dataclass(frozen=True)
+class Server:
+    pid: int
+    port: int
 
 
 @contextmanager
-def server(target: Callable[[str, int], None], redis_url: str) -> Iterator[tuple[int, str]]:
-    """A process that serves; its id, and its URL."""
+def server(target: Callable[[str, int], None], redis_url: str, core: int) -> Iterator[Server]:
+    """A process that serves."""
     port = free_port()
     process = get_context("spawn").Process(target=target, args=(redis_url, port), daemon=True)
     process.start()
     assert process.pid is not None
+    os.sched_setaffinity(process.pid, {core})
     try:
-        yield process.pid, f"http://{LOOPBACK}:{port}"
+        yield Server(process.pid, port)
     finally:
         process.terminate()
         process.join(timeout=10)
@@ -159,80 +175,182 @@ def cpu_s(pid: int) -> float:
     return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_S
 
 
+class Connection(asyncio.Protocol):
+    """One to a server, kept. aiohttp's client takes longer for a request than a decision does, on
+    the core that it shares with Redis."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = b""
+        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def open(cls, port: int) -> Connection:
+        async for attempt in stamina.retry_context(on=ConnectionRefusedError, timeout=30):
+            with attempt:
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_connection(cls, LOOPBACK, port)
+        return connection
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        self._answer.set_result(self._body)
+        self._body = b""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(error or ConnectionResetError("the server hung up"))
+
+    async def ask(self, request: bytes) -> None:
+        """Raises ClickException for any answer but 200."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        body = await self._answer
+        if self._parser.get_status_code() != 200:
+            raise click.ClickException(f"{self._parser.get_status_code()}: {body.decode()}")
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def requests_of(shape: Shape) -> list[bytes]:
+    return [
+        b"POST /v1/route HTTP/1.1\r\nHost: bench\r\nContent-Type: %s\r\nX-Request-ID: r%d\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (shape.content_type.encode(), n, len(body), body)
+        for n, body in enumerate(shape.bodies)
+    ]
+
+
 @dataclass(frozen=True)
 class Load:
-    """Seconds that each request took, in all, and of the server's CPU."""
+    """What some requests took: each in seconds, and all of them; CPU seconds of the servers, of
+    Redis, and of the client; and those that Redis was in scripts."""
 
     latencies: list[float]
     wall_s: float
-    cpu_s: float
+    servers_s: float
+    redis_s: float
+    scripts_s: float
+    client_s: float
 
 
-async def load(url: str, pid: int, shape: Shape, concurrency: int, requests: int) -> Load:
-    headers = [
-        {"Content-Type": shape.content_type, "X-Request-ID": f"r{n}"} for n in range(NUM_PROMPTS)
-    ]
+async def load(
+    servers: Sequence[Server], redis_url: str, shape: Shape, concurrency: int, requests: int
+) -> Load:
+    bodies = requests_of(shape)
     latencies: list[float] = []
     turns = iter(range(requests))
 
-    async def ask(session: aiohttp.ClientSession) -> None:
+    async def ask(connection: Connection) -> None:
         for turn in turns:
-            n = turn % NUM_PROMPTS
             begin = time.perf_counter()
-            async with session.post(
-                f"{url}/v1/route", data=shape.bodies[n], headers=headers[n]
-            ) as answer:
-                body = await answer.read()
-                if answer.status != 200:
-                    raise click.ClickException(f"{answer.status}: {body.decode()}")
+            await connection.ask(bodies[turn % NUM_PROMPTS])
             latencies.append(time.perf_counter() - begin)
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
-        async for attempt in stamina.retry_context(on=aiohttp.ClientConnectorError, timeout=30):
-            with attempt:
-                await session.get(f"{url}/")
-        begin, used = time.perf_counter(), cpu_s(pid)
-        await asyncio.gather(*(ask(session) for _ in range(concurrency)))
-        return Load(latencies, time.perf_counter() - begin, cpu_s(pid) - used)
+    async with connect(redis_url) as redis:
+
+        async def used() -> list[float]:
+            cpu, calls = await redis.info("cpu"), await redis.info("commandstats")
+            return [
+                time.perf_counter(),
+                sum(cpu_s(server.pid) for server in servers),
+                cpu["used_cpu_user"] + cpu["used_cpu_sys"],
+                calls.get("cmdstat_evalsha", {"usec": 0})["usec"] / 1e6,
+                time.process_time(),
+            ]
+
+        ports = [servers[n % len(servers)].port for n in range(concurrency)]
+        connections = [await Connection.open(port) for port in ports]
+        before = await used()
+        await asyncio.gather(*map(ask, connections))
+        after = await used()
+        for connection in connections:
+            connection.close()
+    return Load(latencies, *(b - a for a, b in zip(before, after, strict=True)))
 
 
-def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
-    """Medians over the rounds, by shape and concurrency."""
-    asyncio.run(register(url))
-    found: dict[str, dict[int, list[Load]]] = {}
-    with ExitStack() as stack:
-        bare = stack.enter_context(server(answer_forever, url))
-        router = stack.enter_context(server(route_forever, url))
-        for shape in shapes():
-            pid, at = bare if shape.bare else router
-            run(load(at, pid, shape, 8, requests // 4))  # warm
-        for _ in range(rounds):
-            for shape in shapes():
-                pid, at = bare if shape.bare else router
-                for concurrency in CONCURRENCY:
-                    made = run(load(at, pid, shape, concurrency, requests))
-                    found.setdefault(shape.name, {}).setdefault(concurrency, []).append(made)
+Loads = dict[str, dict[int, list[Load]]]
+"""The rounds, by shape, and by requests at once or by replicas."""
+
+
+def _figures(found: Loads) -> dict[str, dict[str, dict[str, float]]]:
     return {
-        name: {
-            str(concurrency): {
-                "per_s": median(len(made.latencies) / made.wall_s for made in loads),
-                "cpu_us": median(made.cpu_s / len(made.latencies) * 1e6 for made in loads),
-                "p50_ms": median(float(np.percentile(m.latencies, 50)) * 1000 for m in loads),
-                "p99_ms": median(float(np.percentile(m.latencies, 99)) * 1000 for m in loads),
-            }
-            for concurrency, loads in by_concurrency.items()
-        }
-        for name, by_concurrency in found.items()
+        name: {str(column): figures(loads) for column, loads in columns.items()}
+        for name, columns in found.items()
     }
 
 
+def figures(loads: Sequence[Load]) -> dict[str, float]:
+    """Medians over the rounds: rate, µs of CPU a request, ms, and how busy who was."""
+
+    def middle(of: Callable[[Load], float]) -> float:
+        return median(map(of, loads))
+
+    return {
+        "per_s": middle(lambda made: len(made.latencies) / made.wall_s),
+        "cpu_us": middle(lambda made: made.servers_s / len(made.latencies) * 1e6),
+        "p50_ms": middle(lambda made: float(np.percentile(made.latencies, 50)) * 1000),
+        "p99_ms": middle(lambda made: float(np.percentile(made.latencies, 99)) * 1000),
+        "redis_us": middle(lambda made: made.redis_s / len(made.latencies) * 1e6),
+        "scripts_us": middle(lambda made: made.scripts_s / len(made.latencies) * 1e6),
+        "servers_busy": middle(lambda made: made.servers_s / made.wall_s),
+        "redis_busy": middle(lambda made: made.redis_s / made.wall_s),
+        "client_busy": middle(lambda made: made.client_s / made.wall_s),
+    }
+
+
+def measure(
+    url: str, requests: int, rounds: int, replicas: Sequence[int] = REPLICAS
+) -> dict[str, Any]:
+    """`one`: figures by shape and concurrency. `replicas`: by shape and their number."""
+    asyncio.run(register(url))
+    with ExitStack() as stack:
+
+        def start(target: Callable[[str, int], None], n: int) -> Server:
+            return stack.enter_context(server(target, url, server_core(n)))
+
+        def load_of(servers: Sequence[Server], shape: Shape, concurrency: int) -> Load:
+            return run(load(servers, url, shape, concurrency, requests))
+
+        bare, router = start(answer_forever, 0), start(route_forever, 0)
+        one: Loads = {}
+        for turn in range(rounds + 1):
+            for shape in shapes():
+                for concurrency in CONCURRENCY:
+                    made = load_of([bare if shape.bare else router], shape, concurrency)
+                    if turn:  # the first one warms up
+                        one.setdefault(shape.name, {}).setdefault(concurrency, []).append(made)
+        routers = [router, *(start(route_forever, n) for n in range(1, max(replicas)))]
+        several: Loads = {}
+        for turn in range(rounds + 1):
+            for shape in shapes():
+                for count in replicas if shape.name in CURVE else ():
+                    made = load_of(routers[:count], shape, PER_REPLICA * count)
+                    if turn:
+                        several.setdefault(shape.name, {}).setdefault(count, []).append(made)
+    return {"one": _figures(one), "replicas": _figures(several)}
+
+
 def show(result: dict[str, Any], console: Console) -> None:
+    console.print(_one(result["one"]))
+    console.print(_curve(result["replicas"]))
+
+
+def _one(found: dict[str, Any]) -> Table:
     table = Table(title=f"{NUM_TOKENS:,} tokens a prompt, {NUM_WORKERS} workers, one replica")
     heads = ("", "at once", "per s", "CPU, µs", "of the bare endpoint's", "p50, ms", "p99, ms")
     for head in heads:
         table.add_column(head, justify="right")
-    yardstick = next(iter(result.values()))
-    for name, by_concurrency in result.items():
+    yardstick = next(iter(found.values()))
+    for name, by_concurrency in found.items():
         for concurrency, made in by_concurrency.items():
             table.add_row(
                 name,
@@ -243,7 +361,36 @@ def show(result: dict[str, Any], console: Console) -> None:
                 f"{made['p50_ms']:.2f}",
                 f"{made['p99_ms']:.2f}",
             )
-    console.print(table)
+    return table
+
+
+def _curve(found: dict[str, Any]) -> Table:
+    cores = {server_core(n) for n in range(max(REPLICAS))}
+    table = Table(
+        title=f"{PER_REPLICA} at once a replica; client and Redis on one core, "
+        f"replicas on {len(cores)}",
+        caption="busy: so many cores. Where those on one core do not add up to it, other processes "
+        "have the rest, or all wait. Redis ends where it would be busy all the time.",
+    )
+    table.add_column("")
+    heads = ("replicas", "per s", "CPU, µs", "Redis, µs", "scripts, µs")
+    for head in (*heads, "busy: replicas", "client", "Redis", "Redis ends at"):
+        table.add_column(head, justify="right")
+    for name, by_count in found.items():
+        for count, made in by_count.items():
+            table.add_row(
+                name,
+                count,
+                f"{made['per_s']:,.0f}",
+                f"{made['cpu_us']:.0f}",
+                f"{made['redis_us']:.0f}",
+                f"{made['scripts_us']:.0f}",
+                f"{made['servers_busy']:.2f}",
+                f"{made['client_busy']:.2f}",
+                f"{made['redis_busy']:.2f}",
+                f"{1e6 / made['redis_us']:,.0f}" if made["redis_us"] else "",
+            )
+    return table
 
 
 @click.command()
@@ -251,16 +398,13 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
 def main(requests: int, rounds: int, out: Path | None) -> None:
-    """Measure one replica's decisions."""
-    cores = sorted(os.sched_getaffinity(0))
+    """Measure the decisions of one replica, then of several."""
     with EmbeddedRedis() as redis:
-        # Redis and this process, not the servers, which take the last core.
         assert redis.pid is not None
-        others = set(cores[:-1]) or set(cores)
         for pid in (0, redis.pid):
-            os.sched_setaffinity(pid, others)
+            os.sched_setaffinity(pid, CORES[:1])
         result = measure(redis.url, requests, rounds)
-    show(result, Console())
+    show(result, Console(width=120))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))

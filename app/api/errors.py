@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 
@@ -21,6 +22,8 @@ from app.core.errors import (
     RedisUnavailable,
     RouterOverloaded,
 )
+
+log = logging.getLogger(__name__)
 
 _RETRY = {"Retry-After": "1"}
 
@@ -53,12 +56,13 @@ def install(app: FastAPI) -> None:
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """What `install` has an application answer. Raises what nobody foresaw."""
+    """What `install` has an application answer."""
     if isinstance(error, KvrouteError):
         return await _kvroute_error(request, error)
     if isinstance(error, ValidationError):
         return await _validation_error(request, error)
-    raise error
+    log.error("%s failed", request.url.path, exc_info=error)
+    return await _fault(request, error)
 
 
 def _body(code: str, message: str, field: str | None = None) -> dict[str, object]:

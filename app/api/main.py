@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from fastapi import FastAPI
 
 from app.api import errors
-from app.api.routes import HotRoutes, routes
+from app.api.routes import Application, routes
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
@@ -61,10 +61,9 @@ def create_app(settings: RouterSettings) -> FastAPI:
         finally:
             await redis.aclose()
 
-    app = FastAPI(title="kvroute router", lifespan=lifespan)
+    app = Application(title="kvroute router", lifespan=lifespan)
     app.state.router = router
     app.state.settings = settings
     errors.install(app)
     app.include_router(routes)
-    app.add_middleware(HotRoutes)
     return app

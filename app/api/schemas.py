@@ -32,7 +32,8 @@ HashValue = Annotated[
         description="u64 as an integer (signed or unsigned) or as 16 hex digits",
     ),
 ]
-RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
+RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 TenantId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")]
 Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
 PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICY_NAMES)})$")]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain as concatenated
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 
 WHOLE_CHAIN = 512
 """Chains up to this length are sent whole: the hashes cost Redis less than a round trip more."""
+CHAINS_PER_CALL = 16
+"""Together, chains cost Redis and us a quarter less; so many of them, half a millisecond."""
 
 NOTHING = TierOverlap()
 NOBODY = b"-"
@@ -65,27 +68,51 @@ async def match(
     chain whose shard is not to be reached.
     """
     samples = [_sample(len(chain)) for chain in chains]
-    places = [keyspace.of_shard(shard_of(c[0], shards) if c else 0) for c in chains]
-    coarse_calls: list[Call[Any]] = [
-        call("match", place, _text(chain, at), _group_size(at), UNKNOWN, UNKNOWN, parse=list)
-        for place, chain, at in zip(places, chains, samples, strict=True)
+    groups = list(_grouped(chains, shards))
+    coarse = [
+        call(
+            "match",
+            keyspace.of_shard(shard),
+            *concatenated.from_iterable(_whole(chains[i], samples[i]) for i in which),
+            parse=list,
+        )
+        for shard, which in groups
     ]
-    replies = await runner.run_each([*along, *coarse_calls])
+    replies = await runner.run_each([*along, *coarse])
     answers, replies = replies[: len(along)], replies[len(along) :]
-    lost = {i for i, reply in enumerate(replies) if isinstance(reply, RedisUnavailable)}
-    found = [[] if i in lost else _placed(replies[i][0], at) for i, at in enumerate(samples)]
-    gaps = [_gaps(runs, at) for runs, at in zip(found, samples, strict=True)]
-    open_ = [i for i, of_chain in enumerate(gaps) if of_chain]
-    if open_:
-        fine = await runner.run_each([_fill(places[i], chains[i], gaps[i]) for i in open_])
-        for i, reply in zip(open_, fine, strict=True):
+    found: dict[int, list[Run]] = {}
+    for (_, which), reply in zip(groups, replies, strict=True):
+        if not isinstance(reply, RedisUnavailable):
+            found |= {i: _placed(runs, samples[i]) for i, runs in zip(which, reply, strict=True)}
+    gaps = {i: of_chain for i, runs in found.items() if (of_chain := _gaps(runs, samples[i]))}
+    if gaps:
+        places = {i: keyspace.of_shard(shard) for shard, which in groups for i in which}
+        fine = await runner.run_each([_fill(places[i], chains[i], gaps[i]) for i in gaps])
+        for i, reply in zip(gaps, fine, strict=True):
             if isinstance(reply, RedisUnavailable):
-                lost.add(i)
+                del found[i]
                 continue
             for gap, runs in zip(gaps[i], reply, strict=True):
                 found[i] += _between(gap, _placed(runs, range(gap.before, gap.after + 1)))
-    overlaps = [None if i in lost else _overlaps(sorted(runs)) for i, runs in enumerate(found)]
+    overlaps = [_overlaps(sorted(found[i])) if i in found else None for i in range(len(chains))]
     return overlaps, answers
+
+
+def _grouped(
+    chains: Sequence[Sequence[SequenceHash]], shards: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Shards, and the places of chains that one call looks up there."""
+    by_shard: dict[int, list[int]] = {}
+    for i, chain in enumerate(chains):
+        by_shard.setdefault(shard_of(chain[0], shards) if chain else 0, []).append(i)
+    for shard, which in by_shard.items():
+        for start in range(0, len(which), CHAINS_PER_CALL):
+            yield shard, which[start : start + CHAINS_PER_CALL]
+
+
+def _whole(chain: Sequence[SequenceHash], samples: Sequence[int]) -> tuple[bytes | int, ...]:
+    """The arguments by which lua/match.lua looks a chain's samples up."""
+    return _text(chain, samples), _group_size(samples), UNKNOWN, UNKNOWN
 
 
 def _sample(length: int) -> Sequence[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from app.core.errors import NamespaceMissing
@@ -160,8 +161,15 @@ def _snapshot(
     load_of = {}
     for inc in live:
         # One that somebody spoilt is not routed to, until its worker has noticed.
-        numbers = _LOAD.fullmatch(by_inc.pop(inc, b""))
+        numbers = _numbers(by_inc.pop(inc, b""))
         if numbers and inc.isdigit():
-            load_of[Incarnation(int(inc))] = Load(*map(int, numbers.groups()))
+            load_of[Incarnation(int(inc))] = Load(*numbers)
     lapsed = frozenset(Incarnation(int(inc)) for inc in by_inc if inc.isdigit())
     return Snapshot(now_ms, load_of, workers_ms, shards, bool(waiting), lapsed)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(load: bytes) -> tuple[int, ...] | None:
+    """Between two decisions the load of few workers changes."""
+    found = _LOAD.fullmatch(load)
+    return tuple(map(int, found.groups())) if found else None

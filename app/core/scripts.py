@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Generic, TypeVar
 
@@ -62,8 +62,12 @@ class Call(Generic[T]):
 
 def call(name: str, keyspace: Keyspace, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
     """A Call of lua/<name>.lua in `keyspace`."""
-    script = load_script(name)
-    return Call(script, tuple(keyspace[key] for key in script.key_names), args, parse)
+    return Call(load_script(name), _keys(name, keyspace), args, parse)
+
+
+@lru_cache(maxsize=4096)
+def _keys(name: str, keyspace: Keyspace) -> tuple[str, ...]:
+    return tuple(keyspace[key] for key in load_script(name).key_names)
 
 
 class ScriptRunner:
@@ -154,7 +158,7 @@ class ScriptRunner:
         refused = {
             i: reply
             for i, reply in enumerate(replies)
-            if did_not_run(reply) or (node.replica and isinstance(reply, Exception))
+            if isinstance(reply, Exception) and (node.replica or did_not_run(reply))
         }
         if refused and redirects:
             nodes = await self.redis.redirect(
@@ -200,10 +204,10 @@ def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:
 def _parsed(c: Call[Any], reply: Any) -> Any:
     """What the reply means; of Redis's errors (LOADING, READONLY, a script that failed), which one
     it was."""
-    if isinstance(reply, RedisUnavailable):
-        return reply
-    if isinstance(reply, Exception):
+    if not isinstance(reply, Exception):
+        return c.parse(reply)
+    if not isinstance(reply, RedisUnavailable):
         # Before Redis 7, a script's error has the refusal only in its text.
         is_full = isinstance(reply, OutOfMemoryError) or "-OOM command" in str(reply)
         return (RedisFull if is_full else RedisUnavailable)(f"{c.script.name}: {reply}")
-    return c.parse(reply)
+    return reply

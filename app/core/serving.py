@@ -17,6 +17,7 @@ from app.core.errors import ConfigError, KvrouteError
 
 T = TypeVar("T")
 
+GC_THRESHOLD = 20_000
 SHUTDOWN_S = 2
 """So long may open responses go on after the signal to stop."""
 
@@ -76,9 +77,18 @@ async def serve(
     # What is loaded by now stays. Left out of collections, it does not hold up requests and news of
     # blocks while it is looked through in vain.
     gc.freeze()
+    # Next to nothing here is in cycles. With prompts of thousands of numbers in flight, each young
+    # collection looks through all of those.
+    gc.set_threshold(GC_THRESHOLD)
     server = _Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S
+            app,
+            log_config=None,
+            access_log=False,
+            # Nothing here asks who the client is.
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
         ),
         on_stop,
     )

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from hiredis import pack_command
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
@@ -67,11 +68,12 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
         connection = await pool.get_connection()
     except (RedisError, OSError) as error:
         return [NotSent(f"{type(error).__name__}: {error}")] * len(commands)
-    # Not by redis-py's pipeline, which takes twice the CPU in all.
+    # Not by redis-py's pipeline, which takes twice the CPU in all, nor packed by it, four times.
     sent = [part for c in commands for part in (("ASKING",), c)] if node.asking else commands
+    packed = b"".join([pack_command((*c[0].split(), *c[1:])) for c in sent])
     replies: list[Any] = []
     try:
-        await connection.send_packed_command(connection.pack_commands(sent), check_health=False)
+        await connection.send_packed_command(packed, check_health=False)
         for _ in sent:
             try:
                 replies.append(await connection.read_response())

@@ -54,8 +54,10 @@ def choose(
         raise NoWorkers(f"none of {eligible.size} live workers is eligible")
     costs = (cost or POLICIES[policy])(candidates, size)
     has_room = (candidates.active_requests < candidates.max_requests) & (costs.cost < np.inf)
-    workers = np.flatnonzero(eligible & has_room)
-    if workers.size == 0 or candidates.prefill_s[workers].min() > max_queue_s:
+    (workers,) = (eligible & has_room).nonzero()
+    if workers.size == 0 or (
+        max_queue_s < math.inf and candidates.prefill_s[workers].min() > max_queue_s
+    ):
         past = "" if math.isinf(max_queue_s) else f" or have {max_queue_s:g} s of prefills to do"
         raise AllWorkersBusy(
             f"all {num_eligible} eligible workers are full{past}",
@@ -66,7 +68,7 @@ def choose(
     elif policy == "power_of_two":
         workers = _two_of(workers, rng)
     compared = costs.cost[workers]
-    lowest = np.flatnonzero(compared == compared.min())
+    (lowest,) = (compared == compared[compared.argmin()]).nonzero()
     if temperature > 0.0:
         place = _sample(compared, temperature, rng)
     elif lowest.size > 1:

@@ -50,6 +50,11 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     "token too large": ({"token_ids": [1, 2**32]}, "token_ids.1", "got 4294967296"),
     "token no integer": ({"token_ids": [1, 2.5]}, "token_ids.1", "got 2.5"),
     "token a boolean": ({"token_ids": [True]}, "token_ids.0", "got True"),
+    "token a boolean beside a field that is one": (
+        {"reserve": True, "token_ids": [1, False]},
+        "token_ids.1",
+        "got False",
+    ),
     "tokens no list": ({"token_ids": "1 2"}, "token_ids", "got '1 2'"),
     "no num_tokens": ({"local_hashes": LOCAL}, "num_tokens", "needed with local_hashes"),
     "num_tokens 0": (HASHES | {"num_tokens": 0}, "num_tokens", "got 0"),
@@ -78,6 +83,11 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     ),
     "hash a float": (HASHES | {"local_hashes": [1.0]}, "local_hashes.0", "1.0"),
     "hash a boolean": (HASHES | {"local_hashes": [True]}, "local_hashes.0", "True"),
+    "hash a boolean beside a field that is one": (
+        HASHES | {"explain": False, "local_hashes": [True]},
+        "local_hashes.0",
+        "True",
+    ),
     "items of too few blocks": (TOKENS | {"mm_hashes": []}, "mm_hashes", "0 lists"),
     "items no lists": (TOKENS | {"mm_hashes": [1]}, "mm_hashes.0", "got 1"),
     "items and hashes": (HASHES | {"mm_hashes": [[]]}, "mm_hashes", "belongs to token_ids"),

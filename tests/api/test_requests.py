@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from app.api.main import create_app
@@ -131,27 +133,49 @@ async def test_without_redis_the_caller_is_told_to_come_again(
             assert response.json()["error"]["code"] == "redis_unavailable"
 
 
-async def test_what_was_reserved_for_a_caller_that_hung_up_is_given_back(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers
-) -> None:
-    await workers.register("w1")
-    app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
-    events = iter([{"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}])
+class TestHangingUp:
+    """events: what the application receives, then http.disconnect for ever."""
 
-    async def receive() -> Any:
-        return next(events, {"type": "http.disconnect"})
+    @pytest.fixture
+    async def app(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> AsyncIterator[FastAPI]:
+        await workers.register("w1")
+        app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
+        async with app.router.lifespan_context(app):
+            yield app
 
-    async def send(_: Any) -> None:
-        pass
+    async def ask(self, app: FastAPI, *events: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is sent in answer."""
+        left = iter(events)
+        sent: list[dict[str, Any]] = []
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/route",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
-    async with app.router.lifespan_context(app):
+        async def receive() -> Any:
+            return next(left, {"type": "http.disconnect"})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/route",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
         await app(scope, receive, send)
+        return sent
+
+    async def test_what_was_reserved_for_a_caller_that_hung_up_is_given_back(
+        self, app: FastAPI, workers: FakeWorkers
+    ) -> None:
+        await self.ask(app, {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'})
         assert (await workers.load("w1")).total == 1
         await eventually(workers.reserved, lambda reserved: reserved == {})
+
+    async def test_one_who_hangs_up_before_all_is_said_is_not_answered(
+        self, app: FastAPI, workers: FakeWorkers
+    ) -> None:
+        begin = {"type": "http.request", "body": b'{"token_ids": [1,', "more_body": True}
+        assert await self.ask(app, begin) == []
+        assert (await workers.load("w1")).total == 0

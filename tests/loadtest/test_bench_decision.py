@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from rich.console import Console
+
+from app.core.embedded import EmbeddedRedis
+from loadtest.bench_decision import CONCURRENCY, CURVE, measure, shapes, show
+
+
+def test_replicas_are_measured_beside_a_bare_endpoint(own_redis_server: EmbeddedRedis) -> None:
+    found = measure(own_redis_server.url, requests=64, rounds=1, replicas=(1, 2))
+    assert list(found["one"]) == [shape.name for shape in shapes()]
+    assert list(found["replicas"]) == list(CURVE)
+    for by_concurrency in found["one"].values():
+        assert list(by_concurrency) == [str(n) for n in CONCURRENCY]
+    for by_count in found["replicas"].values():
+        assert list(by_count) == ["1", "2"]
+        assert all(made["scripts_us"] > 0 for made in by_count.values())
+    for columns in [*found["one"].values(), *found["replicas"].values()]:
+        for made in columns.values():
+            assert made["per_s"] > 0
+            assert 0 < made["p50_ms"] <= made["p99_ms"]
+    console = Console(record=True, width=200)
+    show(found, console)
+    assert "bare endpoint, token ids" in console.export_text()
