@@ -11,6 +11,7 @@ KvrouteError
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
 ├── WorkerReplaced        another process registered as the same worker; this one must end
+├── BlockLost             a block is not, or not any more, what a slot was to hold
 └── RoutingError          no decision is possible
     ├── NoWorkers         none is alive, or all are excluded
     ├── AllWorkersBusy    every eligible worker is full, and waiting for one was no use
@@ -67,6 +68,10 @@ class IncarnationLost(KvrouteError):
 
 class WorkerReplaced(KvrouteError):
     """Another process registered as the same worker; this one must end."""
+
+
+class BlockLost(KvrouteError):
+    """A block cannot be read, is not what was written, or its slot holds another by now."""
 
 
 class RoutingError(KvrouteError):

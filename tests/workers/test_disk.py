@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from app.core.errors import BlockLost, ConfigError
+from app.core.types import SequenceHash
+from workers import disk
+from workers.disk import PAGE_BYTES, RECORD_BYTES, SlotFile
+
+BLOCK_BYTES = 10_000
+"""Two pages and a part of a third: a slot takes three."""
+SLOT_BYTES = 3 * PAGE_BYTES
+NUM_SLOTS = 8
+A, B, C = SequenceHash(0xA), SequenceHash(0xB), SequenceHash(0xC)
+
+
+@contextmanager
+def opened(folder: Path, num_slots: int = NUM_SLOTS, fingerprint: int = 7) -> Iterator[SlotFile]:
+    with closing(
+        SlotFile(folder, block_bytes=BLOCK_BYTES, num_slots=num_slots, fingerprint=fingerprint)
+    ) as file:
+        yield file
+
+
+def content(block: int, size: int = BLOCK_BYTES) -> memoryview:
+    """What a block holds; no two blocks the same."""
+    return memoryview(random.Random(block).randbytes(size))
+
+
+def read(file: SlotFile, slot: int, generation: int) -> bytes:
+    into = bytearray(file.block_bytes)
+    file.read(slot, generation, memoryview(into))
+    return bytes(into)
+
+
+def listed(file: SlotFile) -> dict[int, SequenceHash]:
+    return {slot: record.block for slot, record in file.records()}
+
+
+def spoil(path: Path, offset: int) -> None:
+    """Flip one bit."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x10
+    path.write_bytes(content)
+
+
+def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_boot_id", lambda: b"another run of the machine")
+
+
+def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.write(3, A, None, content(A))
+        file.write(5, B, A, content(B))
+        file.write(6, C, B, content(C))
+        file.drop(6)
+        assert read(file, 5, 1) == content(B)
+    with opened(tmp_path) as file:
+        records = dict(file.records())
+        assert listed(file) == {3: A, 5: B}
+        assert records[3].parent is None
+        assert records[5].parent == A
+        assert read(file, 3, 1) == content(A)
+        assert read(file, 5, 1) == content(B)
+
+
+def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        first = file.write(0, A, None, content(A))
+        second = file.write(0, B, None, content(B))
+        assert second.generation > first.generation
+        with pytest.raises(BlockLost, match="slot 0 does not hold its generation 1 any more"):
+            read(file, 0, first.generation)
+    with opened(tmp_path) as file:
+        assert file.write(0, C, None, content(C)).generation > second.generation
+
+
+def test_one_process_at_a_time_has_the_files(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(ConfigError, match="another process uses it"):
+        SlotFile(tmp_path, block_bytes=BLOCK_BYTES, num_slots=NUM_SLOTS)
+    with opened(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(("num_slots", "fingerprint"), [(NUM_SLOTS, 8), (NUM_SLOTS + 1, 7)])
+def test_files_of_another_model_or_size_are_begun_anew(
+    num_slots: int, fingerprint: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as file:
+        file.write(1, A, None, content(A))
+    with opened(tmp_path, num_slots, fingerprint) as file:
+        assert listed(file) == {}
+        assert "of another model or size" in caplog.text
+    with opened(tmp_path) as file:
+        assert listed(file) == {}
+
+
+def test_a_size_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="0 slots of 16 bytes"):
+        SlotFile(tmp_path, block_bytes=16, num_slots=0)
+
+
+def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        with pytest.raises(ValueError, match="a block has 10000 bytes, not 9999"):
+            file.write(0, A, None, content(A, 9_999))
+        file.write(0, A, None, content(A))
+        with pytest.raises(ValueError, match="a block has 10000 bytes, not 10001"):
+            file.read(0, 1, memoryview(bytearray(10_001)))
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.write(2, A, None, content(A))
+        file.write(3, B, A, content(B))
+        spoil(tmp_path / "blocks", 2 * SLOT_BYTES + 1234)
+        with pytest.raises(BlockLost, match="slot 2, block 000000000000000a: the checksum"):
+            read(file, 2, 1)
+        assert read(file, 3, 1) == content(B)
+
+
+def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.write(2, A, None, content(A))
+        file.write(3, B, A, content(B))
+        os.truncate(tmp_path / "blocks", 3 * SLOT_BYTES + 5_000)
+        with pytest.raises(BlockLost, match="5000 of 10000 bytes are there"):
+            read(file, 3, 1)
+    with opened(tmp_path) as file:
+        assert listed(file) == {2: A}
+        assert read(file, 2, 1) == content(A)
+
+
+@pytest.mark.parametrize("offset", range(0, RECORD_BYTES, 7))
+def test_a_spoilt_record_is_a_block_that_is_gone(offset: int, tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.write(2, A, None, content(A))
+        file.write(3, B, A, content(B))
+    spoil(tmp_path / "index", PAGE_BYTES + 2 * RECORD_BYTES + offset)
+    with opened(tmp_path) as file:
+        assert listed(file) == {3: B}
+        assert read(file, 3, 1) == content(B)
+
+
+@pytest.mark.parametrize("size", [0, 10, PAGE_BYTES, PAGE_BYTES + 3 * RECORD_BYTES + 1])
+def test_a_cut_index_names_what_is_left_of_it(size: int, tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        for slot in range(NUM_SLOTS):
+            file.write(slot, SequenceHash(slot), None, content(slot))
+    os.truncate(tmp_path / "index", size)
+    with opened(tmp_path) as file:
+        whole = max(0, size - PAGE_BYTES) // RECORD_BYTES
+        assert listed(file) == {slot: SequenceHash(slot) for slot in range(whole)}
+
+
+def test_a_record_in_the_place_of_another_slots_is_none(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.write(2, A, None, content(A))
+    index = bytearray((tmp_path / "index").read_bytes())
+    at = PAGE_BYTES + 2 * RECORD_BYTES
+    index[at + RECORD_BYTES : at + 2 * RECORD_BYTES] = index[at : at + RECORD_BYTES]
+    (tmp_path / "index").write_bytes(index)
+    with opened(tmp_path) as file:
+        assert listed(file) == {2: A}
+
+
+def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with opened(tmp_path) as file:
+        for slot, block in enumerate((A, B, C)):
+            file.write(slot, block, None, content(block))
+    spoil(tmp_path / "blocks", SLOT_BYTES)
+    reboot(monkeypatch)
+    with opened(tmp_path) as file:
+        assert listed(file) == {0: A, 2: C}
+        assert "all blocks were read, 1 of them are lost" in caplog.text
+    caplog.clear()
+    with opened(tmp_path) as file:
+        assert listed(file) == {0: A, 2: C}
+        assert "all blocks were read" not in caplog.text
+
+
+def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
+    """The limit on the size of files stands for the disk's: the kernel refuses the write."""
+    with opened(tmp_path) as file:
+        file.write(1, A, None, content(A))
+        file.write(4, B, None, content(B))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4 * SLOT_BYTES + 100, limits[1]))
+            with pytest.raises(OSError, match="File too large"):
+                file.write(4, C, None, content(C))
+            file.write(0, C, None, content(C))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, ignored)
+        assert listed(file) == {0: C, 1: A}
+    with opened(tmp_path) as file:
+        assert listed(file) == {0: C, 1: A}
+        assert read(file, 1, 1) == content(A)
+
+
+KILLED_BLOCK_BYTES = 1 << 20
+WRITER = f"""
+import os, random, sys
+from pathlib import Path
+from workers.disk import SlotFile
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
+
+rng = random.Random(int(sys.argv[2]))
+file = SlotFile(Path(sys.argv[1]), block_bytes={KILLED_BLOCK_BYTES}, num_slots={NUM_SLOTS})
+while True:
+    slot, block = rng.randrange({NUM_SLOTS}), rng.getrandbits(64)
+    data = memoryview(block.to_bytes(8, "little") * {KILLED_BLOCK_BYTES // 8})
+    say("begin", slot, block)
+    file.write(slot, block, None, data)
+    say("done", slot, block)
+"""
+
+
+def killed_writer(folder: Path, turn: int) -> list[list[str]]:
+    """What a process said that wrote blocks until it was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(turn)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        said = [writer.stdout.readline() for _ in range(random.Random(turn).randrange(1, 24))]
+        writer.kill()
+        said += writer.stdout.readlines()
+    return [line.split() for line in said]
+
+
+def test_a_process_killed_in_mid_write_loses_the_block_it_was_writing_and_no_other(
+    tmp_path: Path,
+) -> None:
+    torn = 0
+    held: dict[int, int] = {}
+    for turn in range(40):
+        begun: tuple[int, int] | None = None
+        for event, slot, block in killed_writer(tmp_path, turn):
+            if event == "begin":
+                begun = int(slot), int(block)
+            else:
+                held[int(slot)], begun = int(block), None
+        with closing(
+            SlotFile(tmp_path, block_bytes=KILLED_BLOCK_BYTES, num_slots=NUM_SLOTS)
+        ) as file:
+            found = {slot: int(block) for slot, block in listed(file).items()}
+            for slot, record in file.records():
+                whole = record.block.to_bytes(8, "little") * (KILLED_BLOCK_BYTES // 8)
+                assert read(file, slot, record.generation) == whole
+        if begun is not None:
+            # It holds what it held, nothing, or the new block, as far as the write had come.
+            slot, block = begun
+            assert found.get(slot) in (held.get(slot), None, block)
+            torn += slot not in found
+            held.pop(slot, None)
+            held |= {slot: found[slot]} if slot in found else {}
+        assert found == held
+    assert torn, "no write was cut short"
