@@ -4,6 +4,9 @@
 # docker build --target worker .        one worker, with a simulated engine; needs REDIS_URL
 # docker build --target all-in-one .    Redis, routers, balancer and workers in one container
 
+# torch's CPU build. With a GPU: --build-arg TORCH_INDEX=https://pypi.org/simple
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
 FROM python:3.12-slim-bookworm AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /venv
@@ -15,12 +18,15 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt .
 
 FROM build AS build-worker
+ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt '.[worker]'
+    /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" '.[worker]'
 
 FROM build AS build-all-in-one
+ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt '.[worker,embedded,loadtest]'
+    /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" \
+    '.[worker,embedded,loadtest]'
 
 FROM python:3.12-slim-bookworm AS base
 # A number as user, so that Kubernetes can see that it is not root.

@@ -1,0 +1,272 @@
+"""Device and host memory for KV blocks, and the forms in which engines keep them.
+
+A pool's form is one row per block, all layers of it together, keys before values:
+`(num_blocks, num_layers, 2, block_size, num_heads, head_size)`. So a block moves between tiers in
+one piece. The tier on disk is in `disk.py`, moving blocks in `transfers.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from app.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+WORD_BYTES = 8
+"""Blocks are moved as int64: torch moves narrower types several times slower."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one rank of a model keeps of each block.
+
+    num_kv_heads: of the whole model; the tp_size ranks share them out evenly, in order.
+    block_size: tokens of a block.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    block_size: int
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field and its value."""
+        for name in (f.name for f in fields(self) if f.name not in ("dtype", "tp_rank")):
+            _check_count(name, getattr(self, name))
+        if not isinstance(self.dtype, torch.dtype) or not _holds_kv(self.dtype):
+            raise ConfigError(f"dtype: needs a type of numbers, got {self.dtype!r}")
+        if self.num_kv_heads % self.tp_size:
+            raise ConfigError(
+                f"tp_size: {self.tp_size} ranks cannot share {self.num_kv_heads} KV heads evenly"
+            )
+        if not isinstance(self.tp_rank, int) or not 0 <= self.tp_rank < self.tp_size:
+            raise ConfigError(f"tp_rank: needs one of {self.tp_size} ranks, got {self.tp_rank!r}")
+
+    @property
+    def num_heads(self) -> int:
+        """Of this rank."""
+        return self.num_kv_heads // self.tp_size
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int, int]:
+        """Of one layer of a block: (2, block_size, num_heads, head_size)."""
+        return 2, self.block_size, self.num_heads, self.head_size
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """(num_layers, 2, block_size, num_heads, head_size)."""
+        return self.num_layers, *self.layer_shape
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer of a block."""
+        return 2 * self.block_size * self.num_heads * self.head_size * self.dtype.itemsize
+
+    @property
+    def layer_words(self) -> int:
+        """What a layer of a block takes in a pool: its bytes, rounded up to whole words."""
+        return -(-self.layer_bytes // WORD_BYTES)
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block takes in a pool."""
+        return self.num_layers * self.layer_words * WORD_BYTES
+
+    @property
+    def fingerprint(self) -> int:
+        """u64 that two shapes share only if their blocks are laid out alike."""
+        return xxh3_64_intdigest(repr(self).encode())
+
+
+class MemoryPool:
+    """`num_blocks` blocks in the memory of a device, zeros at first.
+
+    words: int64, (num_blocks, num_layers, layer_words), which is what moves.
+    kv: the same memory as numbers, (num_blocks, *shape.block_shape): index it for elements, and use
+    `kv.cpu()` and `kv.copy_()` for all of them at once.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        pinned: bool = False,
+    ) -> None:
+        """Raises ConfigError where the size makes no sense or is more than there is."""
+        _check_count("num_blocks", num_blocks)
+        self.shape = shape
+        self.num_blocks = num_blocks
+        try:
+            # Zeros, as attention multiplies what it masks: NaN in a slot not filled yet would stay.
+            self.words = torch.zeros(
+                (num_blocks, shape.num_layers, shape.layer_words),
+                dtype=torch.int64,
+                device=device,
+                pin_memory=pinned,
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"num_blocks: {device} has no room for {num_blocks} blocks of {shape.block_bytes} "
+                f"bytes: {error}"
+            ) from error
+        used = self.words.view(torch.uint8)[..., : shape.layer_bytes]
+        self.kv = used.view(shape.dtype).view(num_blocks, *shape.block_shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+
+def host_pool(shape: KVShape, num_blocks: int) -> MemoryPool:
+    """In host memory, pinned where there is a CUDA device: only then copies to it run beside
+    computing, and at the full rate."""
+    return MemoryPool(shape, num_blocks, pinned=_pins_host_memory())
+
+
+class Layout(Enum):
+    """How an engine lays out the blocks of one layer; each has a tensor for every layer."""
+
+    BLOCK_FIRST = 0
+    """(num_blocks, 2, block_size, num_heads, head_size), as FlashInfer has it."""
+    KV_FIRST = 1
+    """(2, num_blocks, block_size, num_heads, head_size), as FlashAttention in vLLM has it.
+
+    The value is the dimension of the blocks."""
+
+
+def layer_views(kv: Tensor, layout: Layout) -> list[Tensor]:
+    """Each layer of a pool's `kv` in that layout, without a copy: strided, the same memory."""
+    return [layer.movedim(0, layout.value) for layer in kv.unbind(1)]
+
+
+def empty_layers(
+    shape: KVShape, num_blocks: int, layout: Layout, device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """Memory for blocks in a layout of an engine, zeros at first."""
+    sizes = list(shape.layer_shape)
+    sizes.insert(layout.value, num_blocks)
+    return [torch.zeros(sizes, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+
+
+def read_layers(layers: Sequence[Tensor], layout: Layout, block_ids: Sequence[int]) -> Tensor:
+    """Those blocks of an engine's layers in the pool's form, (len(block_ids), *block_shape)."""
+    ids = checked_ids(block_ids, layers[0].shape[layout.value])
+    at = torch.tensor(ids, dtype=torch.int64, device=layers[0].device)
+    taken = [_as_words(layer).index_select(layout.value, at) for layer in layers]
+    blocks = torch.stack([layer.movedim(layout.value, 0) for layer in taken], dim=1)
+    return blocks.view(layers[0].dtype)
+
+
+def write_layers(
+    layers: Sequence[Tensor], layout: Layout, block_ids: Sequence[int], blocks: Tensor
+) -> None:
+    """Put blocks that are in the pool's form into those slots of an engine's layers."""
+    ids = checked_ids(block_ids, layers[0].shape[layout.value])
+    if len(ids) != len(blocks):
+        raise ValueError(f"{len(blocks)} blocks for {len(ids)} slots")
+    at = torch.tensor(ids, dtype=torch.int64, device=layers[0].device)
+    for layer, of_layer in zip(layers, layer_views(_as_words(blocks), layout), strict=True):
+        _as_words(layer).index_copy_(layout.value, at, of_layer)
+
+
+def reshard(
+    sources: Sequence[Tensor],
+    source_ids: Sequence[int],
+    targets: Sequence[Tensor],
+    target_ids: Sequence[int],
+) -> None:
+    """Copy blocks from the ranks of one tensor-parallel group to those of another.
+
+    sources, targets: `kv` of each rank, in order: (num_blocks, num_layers, 2, block_size,
+    heads of the rank, head_size). Block source_ids[i] of all sources becomes block target_ids[i]
+    of all targets; heads keep their order. Scatters and gathers alike.
+    """
+    heads = [sum(kv.shape[-2] for kv in kvs) for kvs in (sources, targets)]
+    if heads[0] != heads[1]:
+        raise ValueError(f"{heads[0]} heads are not {heads[1]}")
+    check_map(
+        source_ids,
+        min(len(kv) for kv in sources),
+        target_ids,
+        min(len(kv) for kv in targets),
+    )
+    for source, source_heads in _with_heads(sources):
+        at = torch.tensor(source_ids, dtype=torch.int64, device=source.device)
+        blocks = _as_words(source).index_select(0, at)
+        for target, target_heads in _with_heads(targets):
+            first = max(source_heads.start, target_heads.start)
+            last = min(source_heads.stop, target_heads.stop)
+            if first >= last:
+                continue
+            to = torch.tensor(target_ids, dtype=torch.int64, device=target.device)
+            part = blocks[..., first - source_heads.start : last - source_heads.start, :]
+            into = _as_words(target)[..., first - target_heads.start : last - target_heads.start, :]
+            into.index_copy_(0, to, part.to(target.device))
+
+
+def checked_ids(block_ids: Iterable[int], num_blocks: int) -> list[int]:
+    """Raises ValueError unless they are different blocks of a pool of `num_blocks`."""
+    ids = list(block_ids)
+    bad = next((i for i in ids if not 0 <= i < num_blocks), None)
+    if bad is not None:
+        raise ValueError(f"block {bad} is not in a pool of {num_blocks} blocks")
+    if len(set(ids)) < len(ids):
+        twice = next(i for n, i in enumerate(ids) if i in ids[:n])
+        raise ValueError(f"block {twice} is named twice")
+    return ids
+
+
+def check_map(
+    source_ids: Sequence[int], num_sources: int, target_ids: Sequence[int], num_targets: int
+) -> None:
+    """Raises ValueError unless each of some blocks of one pool gets one of the other's."""
+    if len(source_ids) != len(target_ids):
+        raise ValueError(f"{len(source_ids)} blocks for {len(target_ids)} slots")
+    checked_ids(source_ids, num_sources)
+    checked_ids(target_ids, num_targets)
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}: needs an integer of at least 1, got {value!r}")
+
+
+def _holds_kv(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype in (torch.int8, torch.uint8)
+
+
+def _with_heads(ranks: Sequence[Tensor]) -> Iterator[tuple[Tensor, range]]:
+    """Each rank's `kv` with the heads of the model that are its own."""
+    first = 0
+    for kv in ranks:
+        yield kv, range(first, first + kv.shape[-2])
+        first += kv.shape[-2]
+
+
+def _as_words(kv: Tensor) -> Tensor:
+    """The same memory as integers, the widest that the last dimension is a number of."""
+    row_bytes = kv.shape[-1] * kv.element_size()
+    return kv.view(next(d for d in _INTEGERS if row_bytes % d.itemsize == 0))
+
+
+@cache
+def _pins_host_memory() -> bool:
+    """Asked once, and so told once."""
+    pins = torch.cuda.is_available()
+    log.info("host memory for KV blocks is %s", "pinned" if pins else "pageable: no CUDA device")
+    return pins
