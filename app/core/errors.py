@@ -12,6 +12,7 @@ KvrouteError
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
 ├── WorkerReplaced        another process registered as the same worker; this one must end
 ├── BlockLost             a block is not, or not any more, what a slot was to hold
+├── NotEnoughBlocks       a request needs more slots of a tier than are free
 └── RoutingError          no decision is possible
     ├── NoWorkers         none is alive, or all are excluded
     ├── AllWorkersBusy    every eligible worker is full, and waiting for one was no use
@@ -72,6 +73,15 @@ class WorkerReplaced(KvrouteError):
 
 class BlockLost(KvrouteError):
     """A block cannot be read, is not what was written, or its slot holds another by now."""
+
+
+class NotEnoughBlocks(KvrouteError):
+    """A request needs more slots of a tier than are free; it was given none."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"not enough blocks, {needed} needed, {free} free")
+        self.needed = needed
+        self.free = free
 
 
 class RoutingError(KvrouteError):

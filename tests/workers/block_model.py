@@ -1,0 +1,322 @@
+"""What a block manager should do, written down plainly: lists that are looked through each time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from app.core.types import SequenceHash, Tier
+from workers.blocks import Admission, WritePolicy
+
+
+@dataclass(eq=False)
+class Cell:
+    """A slot that is not free."""
+
+    block: SequenceHash | None = None
+    parent: SequenceHash | None = None
+    references: int = 1
+    priority: int = 0
+    uses: int = 0
+    filling: Copy | None = None
+    eviction: Leave | None = None
+    published: bool = False
+    pinned_until: float = 0.0
+    pinned_since: int = 0
+    idle_since: int = 0
+
+
+@dataclass(eq=False)
+class Copy:
+    source: Tier
+    target: Tier
+    cells: list[tuple[Cell, Cell]]
+    blocks: list[SequenceHash]
+
+
+@dataclass(eq=False)
+class Leave:
+    tier: Tier
+    cells: list[Cell] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Table:
+    cells: list[Cell]
+    num_matched: int
+    chain: list[SequenceHash]
+    epoch: int
+
+
+class BlockModel:
+    def __init__(
+        self,
+        num_slots: dict[Tier, int],
+        write: WritePolicy,
+        admission: Admission,
+        max_storing: int,
+    ) -> None:
+        self.num_slots = num_slots
+        self.cells: dict[Tier, list[Cell]] = {tier: [] for tier in num_slots}
+        self.copies: list[Copy] = []
+        self.now = 0.0
+        self._write = write
+        self._admission = admission
+        self._max_storing = max_storing
+        self._epoch = 0
+        self._tick = 0
+        self._ghosts: list[tuple[SequenceHash, int]] = []
+
+    # What is compared
+
+    def num_free(self, tier: Tier) -> int:
+        return self.num_slots[tier] - len(self.cells[tier])
+
+    def idle(self, tier: Tier) -> list[Cell]:
+        """Those that may be chosen, the next one first."""
+        for cell in sorted(self.cells[tier], key=lambda c: (c.pinned_until, c.pinned_since)):
+            if 0 < cell.pinned_until <= self.now and self._unused(cell):
+                cell.pinned_until = 0.0
+                self._make_idle(cell)
+        idle = [cell for cell in self.cells[tier] if self._unused(cell) and not cell.pinned_until]
+        return sorted(idle, key=lambda cell: (cell.priority, cell.idle_since))
+
+    def published(self, tier: Tier) -> set[SequenceHash]:
+        return {
+            cell.block for cell in self.cells[tier] if cell.published and cell.block is not None
+        }
+
+    def find(self, chain: Sequence[SequenceHash]) -> list[tuple[Tier, Cell]]:
+        found = []
+        for block in chain:
+            here = [
+                (tier, cell)
+                for tier, cells in self.cells.items()
+                for cell in cells
+                if cell.block == block and (tier is Tier.DEVICE or self._admission.loads(tier))
+            ]
+            if not here:
+                break
+            found.append(here[0])
+        return found
+
+    # What is done
+
+    def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> Table | None:
+        """None if there are not enough free slots."""
+        found = self.find(prefix)
+        if num_blocks - sum(tier is Tier.DEVICE for tier, _ in found) > self.num_free(Tier.DEVICE):
+            return None
+        cells = []
+        for tier, cell in found:
+            self._hold(cell)
+            cell.uses += 1
+            cells.append(cell if tier is Tier.DEVICE else self._take(Tier.DEVICE, references=2))
+        for source in self.cells:
+            pairs = [
+                (cell, above)
+                for (tier, cell), above in zip(found, cells, strict=True)
+                if tier is source and tier is not Tier.DEVICE
+            ]
+            self._load(source, Tier.DEVICE, pairs)
+        cells += [self._take(Tier.DEVICE) for _ in range(num_blocks - len(cells))]
+        return Table(cells, len(found), list(prefix[: len(found)]), self._epoch)
+
+    def extend(self, table: Table, count: int) -> bool:
+        if count > self.num_free(Tier.DEVICE):
+            return False
+        table.cells += [self._take(Tier.DEVICE) for _ in range(count)]
+        return True
+
+    def register(self, table: Table, blocks: Iterable[SequenceHash]) -> None:
+        if table.epoch != self._epoch:
+            return
+        fresh = []
+        for block in blocks:
+            at = len(table.chain)
+            there = [cell for cell in self.cells[Tier.DEVICE] if cell.block == block]
+            if not there:
+                cell = table.cells[at]
+                cell.block = block
+                cell.parent = table.chain[-1] if table.chain else None
+                before = [uses for seen, uses in self._ghosts if seen == block]
+                self._ghosts = [(seen, uses) for seen, uses in self._ghosts if seen != block]
+                cell.uses = 1 + sum(before)
+                cell.published = True
+                fresh.append(cell)
+            elif there[0].filling is None:
+                self._hold(there[0])
+                there[0].uses += 1
+                own, table.cells[at] = table.cells[at], there[0]
+                self._release(Tier.DEVICE, own)
+            table.chain.append(block)
+        if self._write is WritePolicy.THROUGH:
+            self._store(Tier.DEVICE, fresh)
+
+    def num_whole(self, table: Table) -> int:
+        for n in range(table.num_matched):
+            if table.cells[n].block != table.chain[n]:
+                return n
+        return table.num_matched
+
+    def fall_back(self, table: Table) -> bool:
+        whole, matched = self.num_whole(table), table.num_matched
+        for cell in reversed(table.cells[whole:matched]):
+            self._release(Tier.DEVICE, cell)
+        table.cells[whole:matched] = []
+        table.chain[whole:] = []
+        table.num_matched = whole
+        if matched - whole > self.num_free(Tier.DEVICE):
+            self.release(table, 0)
+            return False
+        table.cells[whole:whole] = [self._take(Tier.DEVICE) for _ in range(matched - whole)]
+        return True
+
+    def release(self, table: Table, priority: int) -> None:
+        for cell in reversed(table.cells):
+            cell.priority = max(cell.priority, priority)
+            self._release(Tier.DEVICE, cell)
+
+    def prefetch(self, chain: Sequence[SequenceHash], tier: Tier) -> int:
+        wanted = [(source, cell) for source, cell in self.find(chain) if source > tier]
+        wanted = wanted[: self.num_free(tier)]
+        for _, cell in wanted:
+            self._hold(cell)
+        for source in self.cells:
+            pairs = [(cell, self._take(tier)) for of, cell in wanted if of is source]
+            self._load(source, tier, pairs)
+        return len(wanted)
+
+    def pin(self, chain: Sequence[SequenceHash], ttl: float) -> None:
+        for _, cell in reversed(self.find(chain)):
+            if self.now + ttl > max(self.now, cell.pinned_until):
+                self._tick += 1
+                cell.pinned_until, cell.pinned_since = self.now + ttl, self._tick
+
+    def evict(self, tier: Tier, count: int) -> Leave:
+        leave = Leave(tier, self.idle(tier)[:count])
+        for cell in leave.cells:
+            cell.eviction = leave
+        self._store(tier, leave.cells)
+        return leave
+
+    def withdraw(self, leave: Leave) -> None:
+        for cell in leave.cells:
+            if cell.eviction is leave:
+                cell.published = False
+
+    def reclaim(self, leave: Leave) -> int:
+        going = [cell for cell in leave.cells if cell.eviction is leave]
+        for cell in going:
+            assert cell.block is not None
+            self._ghosts = [(seen, uses) for seen, uses in self._ghosts if seen != cell.block]
+            self._ghosts.append((cell.block, cell.uses))
+            self._ghosts = self._ghosts[-self.num_slots[Tier.DEVICE] :]
+            self.cells[leave.tier].remove(cell)
+        return len(going)
+
+    def finish(self, copy: Copy, num_done: int) -> None:
+        self.copies.remove(copy)
+        stored = []
+        for n, (source, target) in enumerate(copy.cells):
+            if copy.target < copy.source:
+                target.filling = None
+                if n < num_done and target.block is not None:
+                    target.published = True
+                else:
+                    target.block = None
+            elif (
+                n < num_done
+                and source.block == copy.blocks[n]
+                and not any(cell.block == source.block for cell in self.cells[copy.target])
+            ):
+                target.block, target.published = source.block, True
+                stored.append(target)
+        if copy.target < copy.source and num_done < len(copy.cells):
+            bad, _ = copy.cells[num_done]
+            if bad.filling is None:
+                self._lose(bad)
+        if self._write is WritePolicy.THROUGH:
+            self._store(copy.target, stored)
+        for _, target in reversed(copy.cells):
+            self._release(copy.target, target)
+        for source, _ in reversed(copy.cells):
+            self._release(copy.source, source)
+
+    def fence(self) -> None:
+        self._epoch += 1
+        self._ghosts = []
+        for tier, cells in self.cells.items():
+            for cell in list(cells):
+                self._lose(cell)
+                if not cell.references:
+                    self.cells[tier].remove(cell)
+
+    def _lose(self, cell: Cell) -> None:
+        cell.block, cell.published, cell.eviction = None, False, None
+
+    def _unused(self, cell: Cell) -> bool:
+        return cell.block is not None and not cell.references and cell.eviction is None
+
+    def _take(self, tier: Tier, references: int = 1) -> Cell:
+        cell = Cell(references=references)
+        self.cells[tier].append(cell)
+        return cell
+
+    def _hold(self, cell: Cell) -> None:
+        cell.references += 1
+        if cell.eviction is not None:
+            cell.eviction, cell.published = None, True
+
+    def _release(self, tier: Tier, cell: Cell) -> None:
+        cell.references -= 1
+        if cell.references:
+            return
+        if cell.block is None:
+            self.cells[tier].remove(cell)
+        elif cell.eviction is None:
+            if cell.pinned_until <= self.now:
+                cell.pinned_until = 0.0
+            self._make_idle(cell)
+
+    def _make_idle(self, cell: Cell) -> None:
+        self._tick += 1
+        cell.idle_since = self._tick
+
+    def _load(self, source: Tier, target: Tier, pairs: list[tuple[Cell, Cell]]) -> None:
+        if not pairs:
+            return
+        blocks = [cell.block for cell, _ in pairs if cell.block is not None]
+        copy = Copy(source, target, pairs, blocks)
+        for cell, above in pairs:
+            above.block, above.parent, above.filling = cell.block, cell.parent, copy
+            above.uses, above.priority = cell.uses, cell.priority
+        self.copies.append(copy)
+
+    def _store(self, tier: Tier, cells: Iterable[Cell]) -> None:
+        lower = [below for below in self.cells if below > tier]
+        if not lower:
+            return
+        target = lower[0]
+        storing = [
+            (c.target, block) for c in self.copies if c.target > c.source for block in c.blocks
+        ]
+        wanted = [
+            cell
+            for cell in cells
+            if cell.block is not None
+            and self._admission.stores(cell.uses, target)
+            and not any(below.block == cell.block for below in self.cells[target])
+            and (target, cell.block) not in storing
+        ]
+        wanted = wanted[: min(self.num_free(target), self._max_storing - len(storing))]
+        if not wanted:
+            return
+        pairs = []
+        for cell in wanted:
+            cell.references += 1
+            below = self._take(target)
+            below.parent, below.uses, below.priority = cell.parent, cell.uses, cell.priority
+            pairs.append((cell, below))
+        blocks = [cell.block for cell in wanted if cell.block is not None]
+        self.copies.append(Copy(tier, target, pairs, blocks))

@@ -1,0 +1,605 @@
+"""Prompts are spelt as words: each letter is a block of its own, named by all letters up to it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from app.core.errors import NotEnoughBlocks
+from app.core.events import Cleared, Removed, Stored
+from app.core.types import SequenceHash, Tier
+from workers.blocks import Admission, BlockManager, BlockTable, Eviction, WritePolicy
+from workers.slots import Move
+
+DEVICE, HOST, DISK = Tier
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def chain(word: str) -> list[SequenceHash]:
+    """`ABC` is the blocks of A, AB and ABC."""
+    return [SequenceHash(int.from_bytes(word[: n + 1].encode())) for n in range(len(word))]
+
+
+def block(word: str) -> SequenceHash:
+    return chain(word)[-1]
+
+
+def manager_of(
+    device: int = 8, host: int = 0, disk: int = 0, clock: Clock | None = None, **options: Any
+) -> BlockManager:
+    sizes = {tier: size for tier, size in zip(Tier, (device, host, disk), strict=True) if size}
+    return BlockManager(sizes, now=clock or Clock(), **options)
+
+
+def computed(manager: BlockManager, word: str, tail: int = 0) -> BlockTable:
+    """A request whose prompt is `word` and whose blocks are all full, but for `tail` more."""
+    table = manager.prepare(chain(word), len(word) + tail)
+    finish_all(manager)
+    manager.register(table, chain(word)[table.num_matched :])
+    manager.check()
+    return table
+
+
+def cached(manager: BlockManager, word: str, priority: int = 0) -> None:
+    """`word` was computed and is used no more."""
+    manager.release(computed(manager, word), priority)
+    manager.check()
+
+
+def finish_all(manager: BlockManager, num_done: int | None = None) -> list[Move]:
+    """Carry out all that is planned; only so many blocks of each, if told."""
+    finished = []
+    while moves := manager.take_moves():
+        for move in moves:
+            manager.finish(move, len(move.blocks) if num_done is None else num_done)
+            manager.check()
+        finished += moves
+    return finished
+
+
+def evict(manager: BlockManager, tier: Tier, count: int) -> Eviction:
+    """Choose, store what is to be stored, withdraw and reclaim."""
+    eviction = manager.evict(tier, count)
+    finish_all(manager)
+    manager.withdraw(eviction)
+    manager.reclaim(eviction)
+    manager.check()
+    return eviction
+
+
+def free(manager: BlockManager, tier: Tier = DEVICE) -> int:
+    return manager.tiers[tier].num_free
+
+
+def idle(manager: BlockManager, tier: Tier = DEVICE) -> int:
+    return manager.tiers[tier].num_idle
+
+
+def test_blocks_of_a_request_that_runs_are_shared() -> None:
+    manager = manager_of(8)
+    first = computed(manager, "ABCD", tail=1)
+    second = manager.prepare(chain("ABXY"), 4)
+    assert second.num_matched == 2
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert set(second.block_ids[2:]).isdisjoint(first.block_ids)
+    assert free(manager) == 8 - 5 - 2
+    manager.release(first)
+    assert manager.match(chain("ABCD")) == [DEVICE] * 4
+    manager.release(second)
+    manager.check()
+    assert idle(manager) == 4
+    assert free(manager) == 4
+
+
+def test_a_request_gets_all_that_it_needs_or_nothing() -> None:
+    manager = manager_of(8)
+    computed(manager, "ABCD")
+    with pytest.raises(NotEnoughBlocks, match="not enough blocks, 5 needed, 4 free") as refused:
+        manager.prepare(chain("ABX"), 7)
+    assert (refused.value.needed, refused.value.free) == (5, 4)
+    manager.check()
+    assert free(manager) == 4
+    manager.prepare(chain("ABX"), 6)
+    assert free(manager) == 0
+
+
+def test_more_blocks_than_a_request_has_slots_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 blocks do not fit into 2"):
+        manager_of().prepare(chain("ABC"), 2)
+
+
+def test_a_request_grows_by_all_that_it_needs_or_by_nothing() -> None:
+    manager = manager_of(4)
+    table = manager.prepare(chain("AB"), 2)
+    manager.extend(table, 1)
+    assert len(table.slots) == 3
+    with pytest.raises(NotEnoughBlocks, match="not enough blocks, 2 needed, 1 free"):
+        manager.extend(table, 2)
+    assert len(table.slots) == 3
+    manager.release(table)
+    manager.check()
+    assert free(manager) == 4
+
+
+def test_a_block_that_two_computed_is_kept_once() -> None:
+    manager = manager_of(8)
+    first, second = (manager.prepare(chain("AB"), 3) for _ in range(2))
+    manager.register(first, chain("AB"))
+    manager.register(second, chain("AB"))
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] != first.block_ids[2]
+    assert free(manager) == 8 - 2 - 1 - 1
+    manager.check()
+    assert manager.take_events() == [Stored(tuple(chain("AB")), None)]
+
+
+def test_blocks_that_were_never_full_are_the_first_to_be_taken_again() -> None:
+    manager = manager_of(4)
+    table = manager.prepare(chain("AB"), 4)
+    manager.register(table, chain("AB"))
+    unfinished = table.block_ids[2:]
+    manager.release(table)
+    assert set(manager.prepare([], 2).block_ids) == set(unfinished)
+    assert manager.match(chain("AB")) == [DEVICE] * 2
+
+
+def test_low_priority_goes_first_then_what_was_not_used_for_longest_and_tails_before_heads() -> (
+    None
+):
+    manager = manager_of(10)
+    cached(manager, "ABC")
+    cached(manager, "XY", priority=1)
+    cached(manager, "PQ")
+    cached(manager, "AB")  # used again
+    eviction = manager.evict(DEVICE, 9)
+    order = [slot.block for slot in eviction.leaving]
+    assert order == [block(w) for w in ("ABC", "PQ", "P", "AB", "A", "XY", "X")]
+
+
+def test_a_block_keeps_the_highest_priority_that_it_was_released_with() -> None:
+    manager = manager_of(4)
+    cached(manager, "A", priority=2)
+    cached(manager, "X", priority=1)
+    cached(manager, "A", priority=0)
+    assert [slot.block for slot in manager.evict(DEVICE, 1).leaving] == [block("X")]
+
+
+def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back() -> None:
+    manager = manager_of(4)
+    cached(manager, "ABC")
+    manager.take_events()
+    eviction = manager.evict(DEVICE, 3)
+    assert manager.match(chain("ABC")) == [DEVICE] * 3
+    assert manager.take_events() == []
+    manager.withdraw(eviction)
+    assert manager.take_events() == [Removed(tuple(chain("ABC")[::-1]))]
+    table = manager.prepare(chain("AB"), 2)
+    assert manager.take_events() == [
+        Stored((block("A"),), None),
+        Stored((block("AB"),), block("A")),
+    ]
+    assert manager.reclaim(eviction) == 1
+    manager.check()
+    assert manager.match(chain("ABC")) == [DEVICE] * 2
+    assert table.num_matched == 2
+    assert manager.counts.evicted == 1
+
+
+def test_what_was_called_back_and_chosen_again_is_not_reclaimed_by_the_first_choice() -> None:
+    manager = manager_of(4)
+    cached(manager, "A")
+    first = manager.evict(DEVICE, 1)
+    manager.withdraw(first)
+    cached(manager, "A")
+    second = manager.evict(DEVICE, 1)
+    assert manager.reclaim(first) == 0
+    assert manager.match(chain("A")) == [DEVICE]
+    manager.withdraw(second)
+    assert manager.reclaim(second) == 1
+    assert manager.match(chain("A")) == []
+
+
+def test_a_pin_keeps_blocks_until_it_ends() -> None:
+    clock = Clock()
+    manager = manager_of(4, clock=clock)
+    cached(manager, "AB")
+    cached(manager, "X")
+    assert manager.pin(chain("ABC"), ttl_s=10.0) == 2
+    assert [slot.block for slot in manager.evict(DEVICE, 4).leaving] == [block("X")]
+    manager.check()
+    clock.now_s += 5
+    manager.pin(chain("A"), ttl_s=10.0)
+    manager.pin(chain("AB"), ttl_s=1.0)  # makes neither shorter
+    clock.now_s += 5
+    assert [slot.block for slot in manager.evict(DEVICE, 4).leaving] == [block("AB")]
+    clock.now_s += 5
+    assert [slot.block for slot in manager.evict(DEVICE, 4).leaving] == [block("A")]
+    manager.check()
+
+
+def test_a_pin_holds_for_a_block_that_is_used_and_released_meanwhile() -> None:
+    clock = Clock()
+    manager = manager_of(4, clock=clock)
+    cached(manager, "A")
+    manager.pin(chain("A"), ttl_s=10.0)
+    for _ in range(3):
+        cached(manager, "A")
+    assert idle(manager) == 0
+    clock.now_s += 10
+    assert idle(manager) == 1
+
+
+def test_an_evicted_block_moves_down_and_comes_back_from_there() -> None:
+    manager = manager_of(4, host=4)
+    cached(manager, "ABCD")
+    manager.take_events()
+    evict(manager, DEVICE, 3)
+    assert manager.match(chain("ABCD")) == [DEVICE, HOST, HOST, HOST]
+    stored, *rest = manager.take_events()
+    assert rest[-1] == Removed(tuple(chain("ABCD")[:0:-1]))
+    assert isinstance(stored, Stored)
+    assert stored.tier is HOST
+
+    table = manager.prepare(chain("ABCD"), 4)
+    assert table.num_matched == 4
+    assert not table.is_ready
+    (load,) = manager.take_moves()
+    assert load.is_load
+    assert load.blocks == chain("ABCD")[1:]
+    assert [slot.block_id for slot in load.targets] == table.block_ids[1:]
+    manager.finish(load, 3)
+    manager.check()
+    assert table.is_ready
+    assert table.num_whole == 4
+    assert manager.take_events() == [Stored(tuple(chain("ABCD")[1:]), block("A"))]
+    assert manager.counts.loaded == manager.counts.stored == 3
+
+
+def test_a_prompt_whose_blocks_alternate_between_tiers_is_matched_in_one_go() -> None:
+    manager = manager_of(8, host=8, disk=8)
+    blocks = chain("ABCDE")
+    held = [(n, block, blocks[n - 1] if n else None) for n, block in enumerate(blocks)]
+    manager.adopt(DISK, held)
+    manager.adopt(HOST, held[1::2])
+    cached(manager, "A")
+    assert manager.match(blocks) == [DEVICE, HOST, DISK, HOST, DISK]
+    table = manager.prepare(blocks, 5)
+    assert [load.blocks for load in table.loads] == [blocks[1::2], blocks[2::2]]
+    finish_all(manager)
+    assert table.num_whole == 5
+
+
+def test_requests_that_share_a_loading_prefix_load_it_once() -> None:
+    manager = manager_of(8, host=4)
+    cached(manager, "ABC")
+    evict(manager, DEVICE, 3)
+    first, second = (manager.prepare(chain("ABC"), 4) for _ in range(2))
+    assert first.block_ids[:3] == second.block_ids[:3]
+    assert first.loads == second.loads
+    (load,) = manager.take_moves()
+    manager.finish(load, 3)
+    assert first.is_ready
+    assert second.is_ready
+    assert manager.counts.loaded == 3
+
+
+def test_a_load_outlives_the_request_that_wanted_it() -> None:
+    manager = manager_of(4, host=4)
+    cached(manager, "ABC")
+    evict(manager, DEVICE, 3)
+    table = manager.prepare(chain("ABC"), 4)
+    (load,) = manager.take_moves()
+    manager.release(table)
+    manager.check()
+    assert free(manager) == 1
+    manager.finish(load, 3)
+    manager.check()
+    assert manager.match(chain("ABC")) == [DEVICE] * 3
+    assert idle(manager) == 3
+
+
+def test_after_a_failed_load_all_who_share_it_compute_from_the_last_good_block() -> None:
+    manager = manager_of(12, host=4)
+    cached(manager, "ABCD")
+    evict(manager, DEVICE, 4)
+    first, second = (manager.prepare(chain("ABCD"), 5) for _ in range(2))
+    (load,) = manager.take_moves()
+    manager.take_events()
+    manager.finish(load, 1)
+    manager.check()
+    for table in (first, second):
+        assert table.is_ready
+        assert table.num_whole == 1
+        manager.fall_back(table)
+        manager.check()
+        assert table.num_matched == 1
+        assert len(table.slots) == 5
+    assert first.block_ids[0] == second.block_ids[0]
+    assert set(first.block_ids[1:]).isdisjoint(second.block_ids[1:])
+    # The block that could not be read is gone; those behind it are still in host memory.
+    assert manager.take_events() == [Stored((block("A"),), None), Removed((block("AB"),), HOST)]
+    assert manager.match(chain("ABCD")) == [DEVICE]
+    manager.register(first, chain("ABCD")[1:2])
+    assert manager.match(chain("ABCD")) == [DEVICE, DEVICE, HOST, HOST]
+    counts = manager.counts
+    assert (counts.failed, counts.fallbacks, counts.recomputed) == (3, 2, 6)
+
+
+def test_a_request_that_cannot_fall_back_is_released() -> None:
+    manager = manager_of(5, host=4)
+    cached(manager, "ABCD")
+    evict(manager, DEVICE, 4)
+    first, second = manager.prepare(chain("ABCD"), 4), manager.prepare(chain("ABCD"), 4)
+    finish_all(manager, num_done=0)
+    with pytest.raises(NotEnoughBlocks, match="4 needed, 1 free"):
+        manager.fall_back(first)
+    manager.check()
+    manager.fall_back(second)
+    manager.check()
+    assert free(manager) == 1
+
+
+def test_blocks_are_stored_as_soon_as_they_are_full_where_writes_go_through() -> None:
+    manager = manager_of(8, host=4, disk=4, write=WritePolicy.THROUGH)
+    table = manager.prepare(chain("AB"), 3)
+    manager.register(table, chain("AB"))
+    finish_all(manager)
+    assert [manager.tiers[tier].find(block("AB")) is not None for tier in Tier] == [True] * 3
+    assert manager.counts.stored == 4
+    manager.release(table)
+    assert finish_all(manager) == []
+    evict(manager, DEVICE, 2)
+    assert manager.counts.stored == 4
+    assert manager.match(chain("AB")) == [HOST] * 2
+
+
+def test_blocks_are_stored_once_they_were_needed_so_often() -> None:
+    manager = manager_of(4, host=4, admission=Admission(min_uses=2))
+    cached(manager, "AB")
+    cached(manager, "A")
+    evict(manager, DEVICE, 2)
+    assert manager.match(chain("AB")) == [HOST]
+    assert manager.counts.stores_dropped == 0
+
+
+def test_how_often_a_block_was_needed_is_known_when_it_comes_back() -> None:
+    manager = manager_of(4, host=4, admission=Admission(min_uses=2))
+    cached(manager, "AB")
+    evict(manager, DEVICE, 2)
+    assert manager.match(chain("AB")) == []
+    cached(manager, "AB")
+    evict(manager, DEVICE, 2)
+    assert manager.match(chain("AB")) == [HOST] * 2
+
+
+def test_what_is_computed_faster_than_it_is_loaded_is_neither_stored_nor_loaded() -> None:
+    manager = manager_of(8, host=4, disk=4, write=WritePolicy.THROUGH)
+    cached(manager, "AB")
+    finish_all(manager)
+    evict(manager, DEVICE, 2)
+    evict(manager, HOST, 2)
+    assert manager.match(chain("AB")) == [DISK] * 2
+    manager.admission = Admission(compute_s=1.0, load_s={HOST: 0.5, DISK: 2.0})
+    assert manager.match(chain("AB")) == []
+    cached(manager, "AB")
+    finish_all(manager)
+    assert manager.tiers[HOST].find(block("A")) is not None
+    manager.admission = Admission(compute_s=1.0, load_s={HOST: math.inf})
+    cached(manager, "XY")
+    assert finish_all(manager) == []
+
+
+def test_stores_beyond_the_bound_are_dropped_and_loads_never() -> None:
+    manager = manager_of(12, host=8, max_storing=3)
+    cached(manager, "ABCDEF")
+    eviction = manager.evict(DEVICE, 6)
+    assert eviction.store is not None
+    assert len(eviction.store.blocks) == 3
+    assert manager.counts.stores_dropped == 3
+    manager.check()
+    finish_all(manager)
+    manager.withdraw(eviction)
+    manager.reclaim(eviction)
+    cached(manager, "ABCDEF")
+    evict(manager, DEVICE, 6)
+    assert manager.match(chain("ABCDEF")) == [HOST] * 6
+    assert len(manager.prepare(chain("ABCDEF"), 6).loads[0].blocks) == 6
+
+
+def test_a_block_is_on_its_way_down_once() -> None:
+    manager = manager_of(4, host=4, write=WritePolicy.THROUGH)
+    cached(manager, "AB")
+    (store,) = manager.take_moves()
+    eviction = manager.evict(DEVICE, 2)
+    assert eviction.store is None
+    assert eviction.leaving == []  # they are still read
+    manager.finish(store, 2)
+    assert free(manager, HOST) == 2
+
+
+def test_a_store_that_failed_leaves_nothing_below() -> None:
+    manager = manager_of(4, host=4)
+    cached(manager, "ABC")
+    eviction = manager.evict(DEVICE, 3)
+    finish_all(manager, num_done=1)
+    manager.withdraw(eviction)
+    manager.reclaim(eviction)
+    manager.check()
+    assert free(manager, HOST) == 3
+    assert free(manager) == 4
+    assert manager.counts.failed == 2
+
+
+def test_prefetching_fills_free_slots_only_and_is_shared_like_any_load() -> None:
+    manager = manager_of(8, host=3, disk=8)
+    cached(manager, "ABCDE")
+    for tier, count in ((DEVICE, 2), (HOST, 2), (DEVICE, 3), (HOST, 3)):
+        evict(manager, tier, count)
+    assert manager.match(chain("ABCDE")) == [DISK] * 5
+    assert manager.prefetch(chain("ABCDE"), HOST) == 3
+    table = manager.prepare(chain("ABCDE"), 5)
+    up, from_host, from_disk = manager.take_moves()
+    assert (up.source, up.target, up.blocks) == (DISK, HOST, chain("ABC"))
+    assert (from_host.source, from_host.after) == (HOST, [up])
+    assert (from_disk.source, from_disk.after) == (DISK, [])
+    assert from_host.num_ready == 0
+    manager.finish(up, 3)
+    assert from_host.num_ready == 3
+    manager.finish(from_disk, 2)
+    manager.finish(from_host, 3)
+    manager.check()
+    assert table.num_whole == 5
+    assert manager.prefetch(chain("ABCDE")) == 0
+
+
+def test_a_load_from_a_slot_whose_own_load_failed_has_nothing_to_copy() -> None:
+    manager = manager_of(8, host=3, disk=8)
+    cached(manager, "AB")
+    evict(manager, DEVICE, 2)
+    evict(manager, HOST, 2)
+    manager.prefetch(chain("AB"), HOST)
+    table = manager.prepare(chain("AB"), 2)
+    up, last = manager.take_moves()
+    manager.finish(up, 1)
+    assert last.num_ready == 1
+    manager.finish(last, last.num_ready)
+    manager.check()
+    assert table.num_whole == 1
+    assert manager.match(chain("AB")) == [DEVICE]
+
+
+def test_behind_a_fence_nothing_of_before_is_found() -> None:
+    manager = manager_of(8, host=4)
+    cached(manager, "AB")
+    evict(manager, DEVICE, 1)
+    running = computed(manager, "XY", tail=1)
+    loading = manager.prepare(chain("AB"), 2)
+    (load,) = manager.take_moves()
+    manager.take_events()
+    manager.fence()
+    manager.check()
+    assert manager.take_events() == [Cleared()]
+    assert manager.match(chain("AB")) == manager.match(chain("XY")) == []
+    manager.finish(load, 1)
+    manager.register(running, chain("XYZ")[2:])
+    assert manager.match(chain("XYZ")) == []
+    assert manager.take_events() == []
+    assert loading.num_whole == 0
+    manager.release(running)
+    manager.release(loading)
+    manager.check()
+    assert (free(manager), free(manager, HOST)) == (8, 4)
+    cached(manager, "XY")
+    assert manager.match(chain("XY")) == [DEVICE] * 2
+
+
+def test_only_a_manager_that_nobody_uses_is_reset() -> None:
+    manager = manager_of(4)
+    table = computed(manager, "AB")
+    with pytest.raises(ValueError, match="1 requests and 0 copies remain"):
+        manager.reset()
+    manager.release(table)
+    manager.reset()
+    assert free(manager) == 4
+
+
+def test_what_a_tier_holds_from_an_earlier_life_is_found_and_told() -> None:
+    manager = manager_of(4, disk=4)
+    manager.adopt(DISK, [(2, block("A"), None), (0, block("AB"), block("A"))])
+    manager.check()
+    assert manager.match(chain("AB")) == [DISK] * 2
+    assert manager.take_events() == [Stored(tuple(chain("AB")), None, DISK)]
+    assert free(manager, DISK) == 2
+    table = manager.prepare(chain("AB"), 2)
+    assert [slot.block_id for slot in table.loads[0].sources] == [2, 0]
+
+
+def test_nothing_leaks_after_a_thousand_cancelled_requests() -> None:
+    manager = manager_of(64, host=64)
+    cached(manager, "ABCDEFGH")
+    evict(manager, DEVICE, 8)
+    for n in range(1_000):
+        table = manager.prepare(chain("ABCDEFGH"[: n % 9]), 10)
+        moves = manager.take_moves()
+        if n % 3 == 0:
+            manager.release(table)
+            for move in moves:
+                manager.finish(move, len(move.blocks) - n % 2)
+        else:
+            for move in moves:
+                manager.finish(move, len(move.blocks) - n % 2)
+            manager.release(table)
+        cached(manager, "ABCDEFGH")
+        evict(manager, DEVICE, 8)
+    manager.check()
+    assert free(manager) == 64
+    assert free(manager, HOST) + idle(manager, HOST) == 64
+
+
+def test_a_manager_needs_slots_on_the_device() -> None:
+    with pytest.raises(ValueError, match="needs slots on the device"):
+        manager_of(0, host=4)
+    with pytest.raises(ValueError, match="a tier of 0 slots"):
+        BlockManager({DEVICE: 0}, now=Clock())
+
+
+def calls_of(work: Callable[[], None]) -> int:
+    """Functions of Python and of C that were called."""
+    count = 0
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def life_of(num_blocks: int) -> Callable[[], None]:
+    """All that may happen to so many blocks, in each of three tiers."""
+    blocks = [SequenceHash(n + 1) for n in range(num_blocks)]
+    clock = Clock()
+    manager = manager_of(num_blocks, num_blocks, num_blocks, clock, max_storing=num_blocks)
+
+    def work() -> None:
+        table = manager.prepare(blocks, num_blocks)
+        manager.register(table, blocks)
+        manager.release(table)
+        manager.pin(blocks, 1.0)
+        clock.now_s += 1
+        for tier in (DEVICE, HOST):
+            eviction = manager.evict(tier, num_blocks)
+            for move in manager.take_moves():
+                manager.finish(move, num_blocks)
+            manager.withdraw(eviction)
+            manager.reclaim(eviction)
+        manager.prefetch(blocks, HOST)
+        table = manager.prepare(blocks, num_blocks)
+        for move in manager.take_moves():
+            manager.finish(move, num_blocks // 2)
+        manager.fall_back(table)
+        manager.release(table)
+        manager.fence()
+
+    return work
+
+
+def test_what_ten_thousand_blocks_cost_is_ten_times_what_a_thousand_do() -> None:
+    few, many = (calls_of(life_of(n)) for n in (1_000, 10_000))
+    assert 9 < many / few < 11

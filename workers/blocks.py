@@ -1,0 +1,536 @@
+"""Block manager: which blocks of a request are where, which it shares, and which make room for it.
+
+Bookkeeping only: it plans what is to be copied (`Move`), and somebody who copies tells it how that
+ended. Nothing here waits, and nothing is done by halves: an operation that cannot be had raises
+before it has changed anything.
+
+A slot whose block others may find is given away in two steps, so that nobody is ever told of a
+block that is not there any more: `evict` chooses slots and plans to store them further down;
+`withdraw` tells that they go; `reclaim` frees them, once that has been heard. Until then a request
+may still call such a block back. So a request is only ever given slots that are free already, and
+whoever runs the manager keeps some free ahead of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from app.core.errors import NotEnoughBlocks
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.types import SequenceHash, Tier
+from workers.slots import Move, Slot, Slots
+
+
+class WritePolicy(Enum):
+    """When a block is stored in the next slower tier."""
+
+    BACK = "back"
+    """When it is evicted."""
+    THROUGH = "through"
+    """As soon as it is filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Which blocks are worth a place in a slower tier, and being loaded from there.
+
+    min_uses: a block is stored once so many requests have needed it.
+    compute_s, load_s: seconds to compute a block, and to load it from a tier.
+    """
+
+    min_uses: int = 1
+    compute_s: float = math.inf
+    load_s: Mapping[Tier, float] = field(default_factory=dict)
+
+    def stores(self, uses: int, tier: Tier) -> bool:
+        return uses >= self.min_uses and self.loads(tier)
+
+    def loads(self, tier: Tier) -> bool:
+        return self.load_s.get(tier, 0.0) < self.compute_s
+
+
+@dataclass(slots=True)
+class Counts:
+    """Blocks, since the start, unless it says otherwise."""
+
+    evicted: int = 0
+    loaded: int = 0
+    stored: int = 0
+    stores_dropped: int = 0
+    """Not stored, as too much was being stored already or nothing was free below."""
+    failed: int = 0
+    """Not loaded or stored, as the copy failed."""
+    fallbacks: int = 0
+    """Requests that computed what they were to load."""
+    recomputed: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class BlockTable:
+    """The device slots of one request, in the order of its tokens.
+
+    num_matched: leading slots that held the prompt's blocks when it was prepared, or are being
+    filled with them by `loads`. chain: the blocks of the leading slots that are full.
+    """
+
+    slots: list[Slot]
+    num_matched: int
+    chain: list[SequenceHash]
+    loads: list[Move]
+    epoch: int
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [slot.block_id for slot in self.slots]
+
+    @property
+    def is_ready(self) -> bool:
+        """Has all ended that it waits for? Whether it ended well says `num_whole`."""
+        return all(load.finished for load in self.loads)
+
+    @property
+    def num_whole(self) -> int:
+        """Leading matched slots that hold what they should."""
+        for n, slot in enumerate(self.slots[: self.num_matched]):
+            if slot.block != self.chain[n]:
+                return n
+        return self.num_matched
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Slots of a tier that are to be freed, as long as they leave by that choice.
+
+    store: must be finished first.
+    """
+
+    tier: Tier
+    slots: list[tuple[Slot, int]]
+    store: Move | None
+
+    @property
+    def leaving(self) -> list[Slot]:
+        """Those that nobody has called back."""
+        return [slot for slot, choice in self.slots if slot.leaving == choice]
+
+
+class BlockManager:
+    """Slots of the device and, behind it, of any slower tiers; their blocks and who uses them.
+
+    num_slots: of each tier, fastest first; the device must be there. max_storing: blocks that may
+    be on their way to slower tiers at once; beyond that they are not stored. Loads have no bound
+    but the slots that they fill. now: seconds, for pins.
+    """
+
+    def __init__(
+        self,
+        num_slots: Mapping[Tier, int],
+        *,
+        write: WritePolicy = WritePolicy.BACK,
+        admission: Admission | None = None,
+        max_storing: int = 256,
+        now: Callable[[], float],
+    ) -> None:
+        if Tier.DEVICE not in num_slots:
+            raise ValueError("a block manager needs slots on the device")
+        self.tiers = {tier: Slots(num_slots[tier], now) for tier in sorted(num_slots)}
+        self.counts = Counts()
+        self.admission = admission or Admission()
+        self._device = self.tiers[Tier.DEVICE]
+        self._below = dict(zip(self.tiers, [*list(self.tiers)[1:], None], strict=True))
+        self._write = write
+        self._max_storing = max_storing
+        self._now = now
+        self._epoch = 0
+        self._tables: set[BlockTable] = set()
+        self._moves: set[Move] = set()
+        self._planned: list[Move] = []
+        self._storing: set[tuple[Tier, SequenceHash]] = set()
+        self._uses_before: OrderedDict[SequenceHash, int] = OrderedDict()
+        """Of blocks that are gone, as many as the device has slots: the last to go."""
+        self._events: list[CacheEvent] = []
+
+    # Requests
+
+    def match(self, chain: Sequence[SequenceHash]) -> list[Tier]:
+        """The fastest tier of each leading block of `chain` that is held and worth loading."""
+        return [tier for tier, _ in self._find(chain)]
+
+    def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        """`num_blocks` slots for a request whose prompt begins with `prefix`.
+
+        Leading blocks that are on the device are shared; those in slower tiers get slots, and
+        loads that fill these are planned; whoever needs the same blocks meanwhile shares those.
+        Raises NotEnoughBlocks.
+        """
+        if len(prefix) > num_blocks:
+            raise ValueError(f"{len(prefix)} blocks do not fit into {num_blocks}")
+        found = self._find(prefix)
+        num_new = num_blocks - sum(tier is Tier.DEVICE for tier, _ in found)
+        if num_new > self._device.num_free:
+            raise NotEnoughBlocks(num_new, self._device.num_free)
+        fresh = self._device.take(num_new)
+        fresh.reverse()
+        slots = []
+        above: dict[Tier, tuple[list[Slot], list[Slot]]] = {}
+        for tier, slot in found:
+            self._hold(tier, slot)
+            slot.uses += 1
+            if tier is not Tier.DEVICE:
+                sources, targets = above.setdefault(tier, ([], []))
+                sources.append(slot)
+                targets.append(fresh.pop())
+                self._device.hold(targets[-1])
+            slots.append(slot if tier is Tier.DEVICE else targets[-1])
+        for tier, (sources, targets) in sorted(above.items()):
+            self._plan_load(tier, Tier.DEVICE, sources, targets)
+        loads = dict.fromkeys(slot.filling for slot in slots if slot.filling is not None)
+        table = BlockTable(
+            slots=slots + fresh[::-1],
+            num_matched=len(found),
+            chain=list(prefix[: len(found)]),
+            loads=list(loads),
+            epoch=self._epoch,
+        )
+        self._tables.add(table)
+        return table
+
+    def extend(self, table: BlockTable, count: int) -> None:
+        """So many slots more. Raises NotEnoughBlocks, and the table keeps what it has."""
+        table.slots += self._device.take(count)
+
+    def register(self, table: BlockTable, blocks: Iterable[SequenceHash]) -> None:
+        """The next slots of the table are full, with these blocks: let others find them.
+
+        Where a block is there already, the table gets that slot in the place of its own.
+        """
+        if table.epoch != self._epoch:
+            return
+        fresh: list[Slot] = []
+        for block in blocks:
+            at = len(table.chain)
+            slot, there = table.slots[at], self._device.find(block)
+            if there is None:
+                self._device.register(slot, block, table.chain[-1] if at else None)
+                slot.uses = 1 + self._uses_before.pop(block, 0)
+                fresh.append(slot)
+            elif there.filling is None:
+                self._hold(Tier.DEVICE, there)
+                there.uses += 1
+                table.slots[at] = there
+                self._device.release(slot)
+            table.chain.append(block)
+        self._publish(Tier.DEVICE, fresh)
+        if self._write is WritePolicy.THROUGH:
+            self._plan_store(Tier.DEVICE, fresh)
+
+    def fall_back(self, table: BlockTable) -> None:
+        """Some load of a table that is ready failed: slots of its own for all from there on.
+
+        Raises NotEnoughBlocks, and has released the table then.
+        """
+        assert table.is_ready
+        num_whole = table.num_whole
+        lost = table.num_matched - num_whole
+        assert lost, "no load failed"
+        self.counts.fallbacks += 1
+        self.counts.recomputed += lost
+        for slot in table.slots[num_whole : table.num_matched][::-1]:
+            self._device.release(slot)
+        del table.slots[num_whole : table.num_matched], table.chain[num_whole:]
+        table.num_matched = num_whole
+        try:
+            table.slots[num_whole:num_whole] = self._device.take(lost)
+        except NotEnoughBlocks:
+            self.release(table)
+            raise
+
+    def release(self, table: BlockTable, priority: int = 0) -> None:
+        """The request is over or cancelled. Blocks with a higher priority are evicted later.
+
+        Tail first, so that tails are the older ones and go before what they hang on.
+        """
+        self._tables.remove(table)
+        for slot in reversed(table.slots):
+            self._device.release(slot, priority)
+        table.slots.clear()
+
+    def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
+        """Plan to load the leading blocks of `chain` into free slots of `tier`; how many."""
+        wanted: dict[Tier, list[Slot]] = {}
+        room = self.tiers[tier].num_free
+        for source, slot in self._find(chain):
+            if source > tier:
+                if not room:
+                    break
+                room -= 1
+                wanted.setdefault(source, []).append(slot)
+        for source, slots in sorted(wanted.items()):
+            for slot in slots:
+                self._hold(source, slot)
+            self._plan_load(source, tier, slots, self.tiers[tier].take(len(slots)))
+        return sum(map(len, wanted.values()))
+
+    def pin(self, chain: Sequence[SequenceHash], ttl_s: float) -> int:
+        """Do not evict the leading blocks of `chain` that are held, for so long; how many."""
+        found = self._find(chain)
+        until_s = self._now() + ttl_s
+        for tier, slot in reversed(found):  # tails are to be the older ones again
+            self.tiers[tier].pin(slot, until_s)
+        return len(found)
+
+    # Room
+
+    def evict(self, tier: Tier, count: int) -> Eviction:
+        """Choose up to `count` idle slots to be freed, and plan to store what is worth it.
+
+        To be withdrawn when `store` is finished, then reclaimed.
+        """
+        chosen = self.tiers[tier].choose(count)
+        store = self._plan_store(tier, chosen)
+        return Eviction(tier, [(slot, slot.leaving) for slot in chosen], store)
+
+    def withdraw(self, eviction: Eviction) -> None:
+        """Tell that these blocks leave their tier, but for those that were called back."""
+        self._unpublish(eviction.tier, eviction.leaving)
+
+    def reclaim(self, eviction: Eviction) -> int:
+        """Free the slots, now that it is known that their blocks leave; how many were freed."""
+        leaving = eviction.leaving
+        for slot in leaving:
+            assert not slot.published, f"slot {slot.block_id} is not withdrawn"
+            assert not slot.references, f"slot {slot.block_id} is still being stored"
+            self._remember(slot)
+            self.tiers[eviction.tier].forget(slot)
+        self.counts.evicted += len(leaving)
+        return len(leaving)
+
+    # Copies
+
+    def take_moves(self) -> list[Move]:
+        """What is to be copied since the last call, in order."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def finish(self, move: Move, num_done: int) -> None:
+        """`move` has ended: its first `num_done` blocks are where they should be.
+
+        Of a load, the next block's source is taken for bad, and is gone.
+        """
+        assert not move.finished
+        move.finished = True
+        self._moves.remove(move)
+        failed = len(move.blocks) - num_done
+        self.counts.failed += failed
+        if move.is_load:
+            self.counts.loaded += num_done
+            self._end_load(move, num_done)
+        else:
+            self.counts.stored += num_done
+            self._end_store(move, num_done)
+
+    # All of it
+
+    def adopt(
+        self, tier: Tier, held: Iterable[tuple[int, SequenceHash, SequenceHash | None]]
+    ) -> None:
+        """Before anything else: what a tier holds from an earlier life, as Slots.adopt has it."""
+        slots = self.tiers[tier]
+        slots.adopt(held)
+        self._publish(tier, slots.held())
+
+    def fence(self) -> None:
+        """Nothing that is held, being computed or copied now is found by anybody after this."""
+        self._epoch += 1
+        for slots in self.tiers.values():
+            for slot in slots.held():
+                slot.published = False
+                slots.forget(slot)
+        self._uses_before.clear()
+        self._events.append(Cleared())
+
+    def reset(self) -> None:
+        """Free all slots. Raises ValueError if there are requests or copies under way."""
+        if self._tables or self._moves:
+            raise ValueError(f"{len(self._tables)} requests and {len(self._moves)} copies remain")
+        self.fence()
+
+    def take_events(self) -> list[CacheEvent]:
+        """Changes since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def check(self) -> None:
+        """Raises AssertionError where the books contradict themselves. Takes a while."""
+        held: Counter[Slot] = Counter()
+        for table in self._tables:
+            held.update(table.slots)
+        for move in self._moves:
+            assert not move.finished
+            held.update(move.sources)
+            held.update(move.targets)
+        for tier, slots in self.tiers.items():
+            slots.check()
+            for slot in slots.all():
+                name = f"{tier.name} slot {slot.block_id}"
+                assert slot.references == held[slot], f"{name}: references do not add up"
+                filling = slot.filling
+                assert filling is None or filling in self._moves, f"{name} is filled by nobody"
+                found = slot.block is not None and filling is None
+                assert slot.published <= found, f"{name} is published"
+                assert found <= (slot.published or slot.leaving > 0), f"{name} is not published"
+        on_the_way = {(m.target, b) for m in self._moves if not m.is_load for b in m.blocks}
+        assert self._storing == on_the_way
+        assert len(on_the_way) <= self._max_storing
+        assert len(self._uses_before) <= self._device.num_slots
+
+    def _find(self, chain: Iterable[SequenceHash]) -> list[tuple[Tier, Slot]]:
+        """Where each leading block is, in the fastest tier that has it."""
+        found = []
+        tiers = [
+            (t, s) for t, s in self.tiers.items() if t is Tier.DEVICE or self.admission.loads(t)
+        ]
+        for block in chain:
+            for tier, slots in tiers:
+                slot = slots.find(block)
+                if slot is not None:
+                    found.append((tier, slot))
+                    break
+            else:
+                break
+        return found
+
+    def _hold(self, tier: Tier, slot: Slot) -> None:
+        """For a request, or to load it: if it was leaving, it stays."""
+        slots = self.tiers[tier]
+        slots.hold(slot)
+        if slot.leaving:
+            slots.call_back(slot)
+            if not slot.published:
+                self._publish(tier, [slot])
+
+    def _plan_load(
+        self, source: Tier, target: Tier, sources: list[Slot], targets: list[Slot]
+    ) -> None:
+        """Sources are held for it, and so are targets, which are found from now on."""
+        fills = dict.fromkeys(slot.filling for slot in sources if slot.filling is not None)
+        blocks = [_block(slot) for slot in sources]
+        move = Move(source, target, sources, targets, blocks, list(fills))
+        for slot, above in zip(sources, targets, strict=True):
+            self.tiers[target].register(above, _block(slot), slot.parent)
+            above.filling = move
+            above.uses = slot.uses
+            above.priority = slot.priority
+        self._moves.add(move)
+        self._planned.append(move)
+
+    def _plan_store(self, source: Tier, candidates: Iterable[Slot]) -> Move | None:
+        target = self._below[source]
+        if target is None:
+            return None
+        wanted = [slot for slot in candidates if self._is_worth_storing(slot, target)]
+        room = min(self.tiers[target].num_free, self._max_storing - len(self._storing))
+        sources = wanted[:room]
+        self.counts.stores_dropped += len(wanted) - len(sources)
+        if not sources:
+            return None
+        for slot in sources:
+            self.tiers[source].hold(slot)
+        targets = self.tiers[target].take(len(sources))
+        move = Move(source, target, sources, targets, [_block(slot) for slot in sources], [])
+        for slot, below in zip(sources, targets, strict=True):
+            below.parent, below.uses, below.priority = slot.parent, slot.uses, slot.priority
+        self._storing.update((target, block) for block in move.blocks)
+        self._moves.add(move)
+        self._planned.append(move)
+        return move
+
+    def _is_worth_storing(self, slot: Slot, target: Tier) -> bool:
+        block = _block(slot)
+        return (
+            self.admission.stores(slot.uses, target)
+            and self.tiers[target].find(block) is None
+            and (target, block) not in self._storing
+        )
+
+    def _end_load(self, move: Move, num_done: int) -> None:
+        source, target = self.tiers[move.source], self.tiers[move.target]
+        loaded = []
+        for n, slot in enumerate(move.targets):
+            if slot.filling is move:
+                slot.filling = None
+            if slot.block is not None and n < num_done:
+                loaded.append(slot)
+            elif slot.block is not None:
+                target.forget(slot)
+        self._publish(move.target, loaded)
+        if num_done < len(move.sources):
+            bad = move.sources[num_done]
+            if bad.block is not None and bad.filling is None:
+                self._unpublish(move.source, [bad])
+                source.forget(bad)
+        _release(target, move.targets)
+        _release(source, move.sources)
+
+    def _end_store(self, move: Move, num_done: int) -> None:
+        source, target = self.tiers[move.source], self.tiers[move.target]
+        self._storing.difference_update((move.target, block) for block in move.blocks)
+        stored = []
+        for slot, block, above in list(zip(move.targets, move.blocks, move.sources, strict=True))[
+            :num_done
+        ]:
+            # A fence makes the source forget its block.
+            if above.block == block and target.find(block) is None:
+                target.register(slot, block, slot.parent)
+                stored.append(slot)
+        self._publish(move.target, stored)
+        if self._write is WritePolicy.THROUGH:
+            self._plan_store(move.target, stored)
+        _release(target, move.targets)
+        _release(source, move.sources)
+
+    def _publish(self, tier: Tier, slots: Iterable[Slot]) -> None:
+        """One event for each stretch of a chain."""
+        run: list[Slot] = []
+        for slot in slots:
+            slot.published = True
+            if run and slot.parent != run[-1].block:
+                self._events.append(_stored(run, tier))
+                run = []
+            run.append(slot)
+        if run:
+            self._events.append(_stored(run, tier))
+
+    def _unpublish(self, tier: Tier, slots: Iterable[Slot]) -> None:
+        blocks = []
+        for slot in slots:
+            slot.published = False
+            blocks.append(_block(slot))
+        if blocks:
+            self._events.append(Removed(tuple(blocks), tier))
+
+    def _remember(self, slot: Slot) -> None:
+        """How often a block was used counts when it comes back."""
+        self._uses_before[_block(slot)] = slot.uses
+        self._uses_before.move_to_end(_block(slot))
+        if len(self._uses_before) > self._device.num_slots:
+            self._uses_before.popitem(last=False)
+
+
+def _block(slot: Slot) -> SequenceHash:
+    assert slot.block is not None, f"slot {slot.block_id} has no block"
+    return slot.block
+
+
+def _stored(run: Sequence[Slot], tier: Tier) -> Stored:
+    return Stored(tuple(map(_block, run)), run[0].parent, tier)
+
+
+def _release(slots: Slots, held: Sequence[Slot]) -> None:
+    """Tail first; see BlockManager.release."""
+    for slot in reversed(held):
+        slots.release(slot)
