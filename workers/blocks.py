@@ -336,7 +336,7 @@ class BlockManager:
     # All of it
 
     def adopt(
-        self, tier: Tier, held: Iterable[tuple[int, SequenceHash, SequenceHash | None]]
+        self, tier: Tier, held: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]
     ) -> None:
         """Before anything else: what a tier holds from an earlier life, as Slots.adopt has it."""
         slots = self.tiers[tier]

@@ -17,6 +17,7 @@ import logging
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ _VOID, _ROOT, _CHILD = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a slot holds. generation: counts how often the slot was written."""
+    """What a slot holds. generation: of the slot when it was written; see workers/slots.py."""
 
     block: SequenceHash
     parent: SequenceHash | None
@@ -68,7 +69,6 @@ class SlotFile:
         self.block_bytes = block_bytes
         self.num_slots = num_slots
         self._slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._generations = [0] * num_slots
         self._records: dict[int, Record] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -92,8 +92,13 @@ class SlotFile:
         yield from list(self._records.items())
 
     def write(
-        self, slot: int, block: SequenceHash, parent: SequenceHash | None, data: memoryview
-    ) -> Record:
+        self,
+        slot: int,
+        generation: int,
+        block: SequenceHash,
+        parent: SequenceHash | None,
+        data: memoryview,
+    ) -> None:
         """Put a block into `slot`, in the place of what is there.
 
         Raises OSError, the disk being full for instance: the new block is then not there.
@@ -101,35 +106,28 @@ class SlotFile:
         if data.nbytes != self.block_bytes:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {data.nbytes}")
         self.drop(slot)
-        self._generations[slot] += 1
-        record = Record(block, parent, self._generations[slot], xxh3_64_intdigest(data))
+        record = Record(block, parent, generation, xxh3_64_intdigest(data))
         _write(self._blocks, data, slot * self._slot_bytes)
         self._write_record(slot, record)
         self._records[slot] = record
-        return record
 
     def read(self, slot: int, generation: int, into: memoryview) -> None:
-        """Fill `into` with the block that `slot` was given as its `generation`-th one.
+        """Fill `into` with the block that `slot` was given in that generation.
 
-        Raises BlockLost if the slot holds another by now, or if the block is not what was written;
-        `into` may then hold anything.
+        Raises BlockLost if the slot holds another by now, or if the block is not what was written,
+        which is then forgotten; `into` may hold anything.
         """
         if into.nbytes != self.block_bytes:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {into.nbytes}")
         record = self._records.get(slot)
         if record is None or record.generation != generation:
-            raise BlockLost(f"disk slot {slot} does not hold its generation {generation} any more")
-        try:
-            done = _read(self._blocks, into, slot * self._slot_bytes)
-        except OSError as error:
-            raise BlockLost(f"disk slot {slot}, block {record.block:016x}: {error}") from error
-        if done < self.block_bytes:
-            raise BlockLost(
-                f"disk slot {slot}, block {record.block:016x}: "
-                f"{done} of {self.block_bytes} bytes are there"
-            )
-        if xxh3_64_intdigest(into) != record.checksum:
-            raise BlockLost(f"disk slot {slot}, block {record.block:016x}: the checksum is wrong")
+            raise BlockLost(f"disk slot {slot} does not hold generation {generation} any more")
+        why = self._spoilt(slot, record, into)
+        if why is not None:
+            if self._records.get(slot) is record:
+                with suppress(OSError):
+                    self.drop(slot)
+            raise BlockLost(f"disk slot {slot}, block {record.block:016x}: {why}")
 
     def drop(self, slot: int) -> None:
         """Forget what `slot` holds. Raises OSError, and it holds that still."""
@@ -158,9 +156,7 @@ class SlotFile:
             self._take_records(found[PAGE_BYTES:])
             if rebooted or cut:
                 self._verify(folder)
-        records = b"".join(
-            self._pack(slot, self._records.get(slot)) for slot in range(self.num_slots)
-        )
+        records = b"".join(_pack(slot, self._records.get(slot)) for slot in range(self.num_slots))
         _replace(path, header.ljust(PAGE_BYTES, b"\0") + records)
         if self._records:
             log.info("disk tier %s: %d blocks are there", folder, len(self._records))
@@ -172,7 +168,6 @@ class SlotFile:
             if body is None:
                 continue
             state, block, parent, generation, checksum = _RECORD.unpack(body)
-            self._generations[slot] = generation
             if state in (_ROOT, _CHILD):
                 above = SequenceHash(parent) if state == _CHILD else None
                 self._records[slot] = Record(SequenceHash(block), above, generation, checksum)
@@ -182,27 +177,38 @@ class SlotFile:
         buffer = memoryview(bytearray(self.block_bytes))
         lost = 0
         for slot, record in self.records():
-            try:
-                self.read(slot, record.generation, buffer)
-            except BlockLost:
+            if self._spoilt(slot, record, buffer) is not None:
                 del self._records[slot]
                 lost += 1
         log.info("disk tier %s: all blocks were read, %d of them are lost", folder, lost)
 
+    def _spoilt(self, slot: int, record: Record, into: memoryview) -> str | None:
+        """Read it; what is wrong with it, if anything is."""
+        try:
+            done = _read(self._blocks, into, slot * self._slot_bytes)
+        except OSError as error:
+            return str(error)
+        if done < self.block_bytes:
+            return f"{done} of {self.block_bytes} bytes are there"
+        if xxh3_64_intdigest(into) != record.checksum:
+            return "the checksum is wrong"
+        return None
+
     def _write_record(self, slot: int, record: Record | None) -> None:
-        packed = self._pack(slot, record)
+        packed = _pack(slot, record)
         _write(self._index, memoryview(packed), PAGE_BYTES + slot * RECORD_BYTES)
 
-    def _pack(self, slot: int, record: Record | None) -> bytes:
-        if record is None:
-            body = _RECORD.pack(_VOID, 0, 0, self._generations[slot], 0)
-        else:
-            state = _ROOT if record.parent is None else _CHILD
-            body = _RECORD.pack(
-                state, record.block, record.parent or 0, record.generation, record.checksum
-            )
-        # A record that got to another slot's place is none.
-        return _sealed(body, seed=slot)
+
+def _pack(slot: int, record: Record | None) -> bytes:
+    if record is None:
+        body = _RECORD.pack(_VOID, 0, 0, 0, 0)
+    else:
+        state = _ROOT if record.parent is None else _CHILD
+        body = _RECORD.pack(
+            state, record.block, record.parent or 0, record.generation, record.checksum
+        )
+    # A record that got to another slot's place is none.
+    return _sealed(body, seed=slot)
 
 
 def _boot_id() -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from app.core.errors import NotEnoughBlocks
@@ -80,7 +80,12 @@ class Move:
     blocks: list[SequenceHash]
     after: list[Move]
     """Those that fill its sources, which must have ended before it begins."""
+    generations: list[int] = field(init=False)
+    """Of the sources, when it was planned."""
     finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.generations = [slot.generation for slot in self.sources]
 
     @property
     def is_load(self) -> bool:
@@ -89,8 +94,9 @@ class Move:
     @property
     def num_ready(self) -> int:
         """Leading sources that hold what is to be copied."""
-        for n, (slot, block) in enumerate(zip(self.sources, self.blocks, strict=True)):
-            if slot.block != block or slot.filling is not None:
+        planned = zip(self.sources, self.generations, self.blocks, strict=True)
+        for n, (slot, generation, block) in enumerate(planned):
+            if (slot.generation, slot.block) != (generation, block) or slot.filling is not None:
                 return n
         return len(self.sources)
 
@@ -146,13 +152,15 @@ class Slots:
             slot.references = 1
         return taken
 
-    def adopt(self, held: Iterable[tuple[int, SequenceHash, SequenceHash | None]]) -> None:
-        """Take in what the slots of a new tier hold already: block_id, block and its parent."""
+    def adopt(self, held: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]) -> None:
+        """Take in what the slots of a new tier hold already: of each its number, generation,
+        block and that block's parent."""
         assert len(self._free) == self.num_slots, "slots were taken before others were adopted"
         adopted = []
-        for block_id, block, parent in held:
+        for block_id, generation, block, parent in held:
             slot = self._slots[block_id]
             slot.references = 1
+            slot.generation = generation
             self.register(slot, block, parent)
             adopted.append(slot)
         self._free = deque(slot for slot in self._slots if not slot.references)

@@ -270,7 +270,7 @@ def test_an_evicted_block_moves_down_and_comes_back_from_there() -> None:
 def test_a_prompt_whose_blocks_alternate_between_tiers_is_matched_in_one_go() -> None:
     manager = manager_of(8, host=8, disk=8)
     blocks = chain("ABCDE")
-    held = [(n, block, blocks[n - 1] if n else None) for n, block in enumerate(blocks)]
+    held = [(n, 0, block, blocks[n - 1] if n else None) for n, block in enumerate(blocks)]
     manager.adopt(DISK, held)
     manager.adopt(HOST, held[1::2])
     cached(manager, "A")
@@ -517,13 +517,14 @@ def test_only_a_manager_that_nobody_uses_is_reset() -> None:
 
 def test_what_a_tier_holds_from_an_earlier_life_is_found_and_told() -> None:
     manager = manager_of(4, disk=4)
-    manager.adopt(DISK, [(2, block("A"), None), (0, block("AB"), block("A"))])
+    manager.adopt(DISK, [(2, 5, block("A"), None), (0, 7, block("AB"), block("A"))])
     manager.check()
     assert manager.match(chain("AB")) == [DISK] * 2
     assert manager.take_events() == [Stored(tuple(chain("AB")), None, DISK)]
     assert free(manager, DISK) == 2
     table = manager.prepare(chain("AB"), 2)
     assert [slot.block_id for slot in table.loads[0].sources] == [2, 0]
+    assert table.loads[0].generations == [5, 7]
 
 
 def test_nothing_leaks_after_a_thousand_cancelled_requests() -> None:

@@ -61,9 +61,9 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(3, A, None, content(A))
-        file.write(5, B, A, content(B))
-        file.write(6, C, B, content(C))
+        file.write(3, 1, A, None, content(A))
+        file.write(5, 1, B, A, content(B))
+        file.write(6, 1, C, B, content(C))
         file.drop(6)
         assert read(file, 5, 1) == content(B)
     with opened(tmp_path) as file:
@@ -77,13 +77,13 @@ def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: 
 
 def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        first = file.write(0, A, None, content(A))
-        second = file.write(0, B, None, content(B))
-        assert second.generation > first.generation
-        with pytest.raises(BlockLost, match="slot 0 does not hold its generation 1 any more"):
-            read(file, 0, first.generation)
+        file.write(0, 1, A, None, content(A))
+        file.write(0, 2, B, None, content(B))
+        with pytest.raises(BlockLost, match="slot 0 does not hold generation 1 any more"):
+            read(file, 0, 1)
+        assert read(file, 0, 2) == content(B)
     with opened(tmp_path) as file:
-        assert file.write(0, C, None, content(C)).generation > second.generation
+        assert [record.generation for _, record in file.records()] == [2]
 
 
 def test_one_process_at_a_time_has_the_files(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_files_of_another_model_or_size_are_begun_anew(
     num_slots: int, fingerprint: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path) as file:
-        file.write(1, A, None, content(A))
+        file.write(1, 1, A, None, content(A))
     with opened(tmp_path, num_slots, fingerprint) as file:
         assert listed(file) == {}
         assert "of another model or size" in caplog.text
@@ -114,26 +114,29 @@ def test_a_size_that_holds_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         with pytest.raises(ValueError, match="a block has 10000 bytes, not 9999"):
-            file.write(0, A, None, content(A, 9_999))
-        file.write(0, A, None, content(A))
+            file.write(0, 1, A, None, content(A, 9_999))
+        file.write(0, 1, A, None, content(A))
         with pytest.raises(ValueError, match="a block has 10000 bytes, not 10001"):
             file.read(0, 1, memoryview(bytearray(10_001)))
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, A, None, content(A))
-        file.write(3, B, A, content(B))
+        file.write(2, 1, A, None, content(A))
+        file.write(3, 1, B, A, content(B))
         spoil(tmp_path / "blocks", 2 * SLOT_BYTES + 1234)
         with pytest.raises(BlockLost, match="slot 2, block 000000000000000a: the checksum"):
             read(file, 2, 1)
         assert read(file, 3, 1) == content(B)
+        assert listed(file) == {3: B}
+    with opened(tmp_path) as file:
+        assert listed(file) == {3: B}
 
 
 def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, A, None, content(A))
-        file.write(3, B, A, content(B))
+        file.write(2, 1, A, None, content(A))
+        file.write(3, 1, B, A, content(B))
         os.truncate(tmp_path / "blocks", 3 * SLOT_BYTES + 5_000)
         with pytest.raises(BlockLost, match="5000 of 10000 bytes are there"):
             read(file, 3, 1)
@@ -145,8 +148,8 @@ def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: 
 @pytest.mark.parametrize("offset", range(0, RECORD_BYTES, 7))
 def test_a_spoilt_record_is_a_block_that_is_gone(offset: int, tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, A, None, content(A))
-        file.write(3, B, A, content(B))
+        file.write(2, 1, A, None, content(A))
+        file.write(3, 1, B, A, content(B))
     spoil(tmp_path / "index", PAGE_BYTES + 2 * RECORD_BYTES + offset)
     with opened(tmp_path) as file:
         assert listed(file) == {3: B}
@@ -157,7 +160,7 @@ def test_a_spoilt_record_is_a_block_that_is_gone(offset: int, tmp_path: Path) ->
 def test_a_cut_index_names_what_is_left_of_it(size: int, tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         for slot in range(NUM_SLOTS):
-            file.write(slot, SequenceHash(slot), None, content(slot))
+            file.write(slot, 1, SequenceHash(slot), None, content(slot))
     os.truncate(tmp_path / "index", size)
     with opened(tmp_path) as file:
         whole = max(0, size - PAGE_BYTES) // RECORD_BYTES
@@ -166,7 +169,7 @@ def test_a_cut_index_names_what_is_left_of_it(size: int, tmp_path: Path) -> None
 
 def test_a_record_in_the_place_of_another_slots_is_none(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, A, None, content(A))
+        file.write(2, 1, A, None, content(A))
     index = bytearray((tmp_path / "index").read_bytes())
     at = PAGE_BYTES + 2 * RECORD_BYTES
     index[at + RECORD_BYTES : at + 2 * RECORD_BYTES] = index[at : at + RECORD_BYTES]
@@ -181,7 +184,7 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
     caplog.set_level(logging.INFO)
     with opened(tmp_path) as file:
         for slot, block in enumerate((A, B, C)):
-            file.write(slot, block, None, content(block))
+            file.write(slot, 1, block, None, content(block))
     spoil(tmp_path / "blocks", SLOT_BYTES)
     reboot(monkeypatch)
     with opened(tmp_path) as file:
@@ -196,15 +199,15 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
 def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
     """The limit on the size of files stands for the disk's: the kernel refuses the write."""
     with opened(tmp_path) as file:
-        file.write(1, A, None, content(A))
-        file.write(4, B, None, content(B))
+        file.write(1, 1, A, None, content(A))
+        file.write(4, 1, B, None, content(B))
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4 * SLOT_BYTES + 100, limits[1]))
             with pytest.raises(OSError, match="File too large"):
-                file.write(4, C, None, content(C))
-            file.write(0, C, None, content(C))
+                file.write(4, 1, C, None, content(C))
+            file.write(0, 1, C, None, content(C))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, ignored)
@@ -229,7 +232,7 @@ while True:
     slot, block = rng.randrange({NUM_SLOTS}), rng.getrandbits(64)
     data = memoryview(block.to_bytes(8, "little") * {KILLED_BLOCK_BYTES // 8})
     say("begin", slot, block)
-    file.write(slot, block, None, data)
+    file.write(slot, 1, block, None, data)
     say("done", slot, block)
 """
 

@@ -1,0 +1,543 @@
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from app.core.types import SequenceHash, Tier
+from workers import transfers
+from workers.blocks import BlockManager
+from workers.disk import PAGE_BYTES, SlotFile
+from workers.tiers import KVShape, MemoryPool, host_pool
+from workers.transfers import (
+    MOVERS,
+    Copier,
+    CopyStream,
+    DiskBlock,
+    Ids,
+    Mover,
+    Transfers,
+    copy_stream,
+)
+
+DEVICE, HOST, DISK = Tier
+SMALL = KVShape(num_layers=3, num_kv_heads=2, head_size=4, dtype=torch.float32, block_size=2)
+ODD = KVShape(num_layers=5, num_kv_heads=1, head_size=3, dtype=torch.bfloat16, block_size=3)
+WIDE = KVShape(num_layers=5, num_kv_heads=4, head_size=64, dtype=torch.float32, block_size=16)
+"""32 KiB a layer: two layers make a group, and the last group has one."""
+NUM_BLOCKS = 12
+
+
+def pool_of(shape: KVShape, seed: int, num_blocks: int = NUM_BLOCKS) -> MemoryPool:
+    pool = MemoryPool(shape, num_blocks)
+    pool.words.random_(generator=torch.Generator().manual_seed(seed))
+    return pool
+
+
+def moved(
+    source: Tensor, target: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]
+) -> Tensor:
+    """What the target is afterwards."""
+    expected = target.clone()
+    for s, t in zip(source_ids, target_ids, strict=True):
+        expected[t] = source[s]
+    return expected
+
+
+MAPS = {
+    "shuffled": ([7, 2, 9, 4], [3, 11, 0, 5]),
+    "packed": ([7, 2, 9, 4], [3, 4, 5, 6]),
+    "runs": ([1, 2, 3, 8, 9, 0], [5, 6, 7, 1, 2, 0]),
+    "all": (list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))),
+    "one": ([4], [9]),
+}
+
+
+@pytest.mark.parametrize("shape", [SMALL, ODD, WIDE], ids=["small", "odd", "wide"])
+@pytest.mark.parametrize("layers", [slice(None), slice(0, 2), slice(2, 3)], ids=str)
+@pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
+@pytest.mark.parametrize("blocks", MAPS.values(), ids=MAPS)
+def test_every_mover_copies_these_layers_of_these_blocks_and_nothing_else(
+    blocks: tuple[list[int], list[int]], mover: Mover, layers: slice, shape: KVShape
+) -> None:
+    source, target = pool_of(shape, 1).words[:, layers], pool_of(shape, 2)
+    before = target.words.clone()
+    expected = moved(source, target.words[:, layers], *blocks)
+    mover(source, target.words[:, layers], *(np.array(ids, dtype=np.int64) for ids in blocks))
+    assert torch.equal(target.words[:, layers], expected)
+    others = [n for n in range(shape.num_layers) if n not in range(shape.num_layers)[layers]]
+    assert torch.equal(target.words[:, others], before[:, others])
+
+
+def test_more_than_is_staged_at_once_is_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "STAGED_BYTES", 3 * WIDE.block_bytes)
+    source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
+    source_ids, target_ids = [7, 2, 9, 4, 0, 1, 11], [3, 11, 0, 5, 6, 7, 8]
+    expected = moved(source.words, target.words, source_ids, target_ids)
+    MOVERS["gathered"](source.words, target.words, np.array(source_ids), np.array(target_ids))
+    assert torch.equal(target.words, expected)
+
+
+def test_the_fastest_mover_is_found_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    copier = Copier(pool_of(SMALL, 1), pool_of(SMALL, 2))
+    assert copier.rates.packed.keys() == copier.rates.scattered.keys() == MOVERS.keys()
+    best = max(copier.rates.scattered, key=lambda name: copier.rates.scattered[name])
+    (told,) = caplog.messages
+    assert told.startswith("copies from pageable memory to pageable memory, 384 bytes of a block")
+    assert f"{best} ({copier.rates.scattered[best]:.1f} GB/s) into scattered ones" in told
+
+
+def test_blocks_that_cannot_be_copied_are_refused_and_nothing_is() -> None:
+    source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
+    copier = Copier(source, target)
+    before = target.words.clone()
+    for source_ids, target_ids, message in (
+        ([0, 1], [0], "2 blocks for 1 slots"),
+        ([NUM_BLOCKS], [0], "block 12 is not in a pool of 12 blocks"),
+        ([0, 1], [-1, 0], "block -1 is not in a pool of 12 blocks"),
+        ([3, 3], [0, 1], "block 3 is named twice"),
+        ([0, 1], [5, 5], "block 5 is named twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            copier.copy(source_ids, target_ids)
+    copier.copy([], [])
+    assert torch.equal(target.words, before)
+    with pytest.raises(ValueError, match="do not fit"):
+        Copier(source, pool_of(ODD, 1))
+
+
+@contextmanager
+def streaming(source: MemoryPool, target: MemoryPool) -> Iterator[CopyStream]:
+    with closing(copy_stream(source, target)) as stream:
+        yield stream
+
+
+def test_layers_are_copied_in_groups_of_at_least_64_kib_a_block() -> None:
+    with streaming(pool_of(WIDE, 1), pool_of(WIDE, 2)) as stream:
+        assert (stream.layers_per_group, stream.num_groups) == (2, 3)
+        assert [stream.group_of(layer) for layer in range(5)] == [0, 0, 1, 1, 2]
+    with streaming(pool_of(SMALL, 1), pool_of(SMALL, 2)) as stream:
+        assert (stream.layers_per_group, stream.num_groups) == (3, 1)
+
+
+def test_a_stream_copies_the_groups_that_are_triggered_as_often_as_wanted() -> None:
+    source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
+    source_ids, target_ids = [7, 2, 9], [3, 11, 0]
+    with streaming(source, target) as stream:
+        stream.prepare(source_ids, target_ids)
+        before = target.words.clone()
+        after = moved(source.words, before, source_ids, target_ids)
+        stream.trigger_layer(3)
+        stream.wait_layer(2)
+        assert torch.equal(target.words[:, 2:4], after[:, 2:4])
+        assert torch.equal(target.words[:, :2], before[:, :2])
+        stream.trigger_group(0)
+        stream.trigger_all()
+        for layer in range(5):
+            stream.wait_layer(layer)
+            assert torch.equal(target.words[:, layer], after[:, layer])
+        stream.wait()
+        assert torch.equal(target.words, after)
+
+        source.words.random_()
+        stream.trigger_all()
+        stream.wait()
+        assert torch.equal(target.words, moved(source.words, after, source_ids, target_ids))
+
+        stream.prepare([1], [8])
+        stream.trigger_all()
+        stream.wait()
+        assert torch.equal(target.words[8], source.words[1])
+
+
+def test_a_stream_refuses_what_it_cannot_copy() -> None:
+    with streaming(pool_of(WIDE, 1), pool_of(WIDE, 2)) as stream:
+        with pytest.raises(ValueError, match="block 12 is not in a pool of 12 blocks"):
+            stream.prepare([0], [12])
+        stream.prepare([0], [1])
+        with pytest.raises(ValueError, match="layer 5 of 5"):
+            stream.trigger_layer(5)
+        with pytest.raises(ValueError, match="group 3 of 3"):
+            stream.trigger_group(3)
+        with pytest.raises(ValueError, match="layer 0 was not triggered"):
+            stream.wait_layer(0)
+        stream.trigger_layer(0)
+        with pytest.raises(ValueError, match="were triggered and not waited for"):
+            stream.prepare([0], [2])
+        stream.wait()
+        stream.prepare([0], [2])
+
+
+def test_a_copy_that_failed_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+        raise OSError("no such memory")
+
+    with streaming(pool_of(WIDE, 1), pool_of(WIDE, 2)) as stream:
+        stream.prepare([0], [1])
+        with monkeypatch.context() as patched:
+            for name in MOVERS:
+                patched.setitem(MOVERS, name, fail)
+            stream.trigger_all()
+            with pytest.raises(OSError, match="no such memory"):
+                stream.wait_layer(4)
+            with pytest.raises(OSError, match="no such memory"):
+                stream.wait()
+        stream.trigger_all()
+        stream.wait()
+
+
+class Tiers:
+    """All three tiers, with a manager of their slots."""
+
+    def __init__(self, folder: Path, shape: KVShape = WIDE, num_slots: int = NUM_BLOCKS) -> None:
+        self.folder = folder
+        self.pools = {DEVICE: pool_of(shape, 1, num_slots), HOST: pool_of(shape, 2, num_slots)}
+        self.disk = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots)
+        self.transfers = Transfers(self.pools, self.disk)
+        self.manager = BlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
+        self.content: dict[SequenceHash, Tensor] = {}
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.disk.close()
+
+    def compute(self, blocks: Sequence[SequenceHash]) -> None:
+        """Fill those blocks that are not on the device, and use them no more."""
+        table = self.manager.prepare(blocks, len(blocks))
+        for block, slot in list(zip(blocks, table.slots, strict=True))[table.num_matched :]:
+            self.content[block] = self.pools[DEVICE].words[slot.block_id].random_().clone()
+        self.manager.register(table, blocks[table.num_matched :])
+        self.manager.release(table)
+
+    def evict(self, tier: Tier) -> None:
+        """All that is in that tier moves down."""
+        eviction = self.manager.evict(tier, NUM_BLOCKS)
+        self.copy()
+        self.manager.withdraw(eviction)
+        self.manager.reclaim(eviction)
+
+    def copy(self) -> list[int]:
+        """Carry out what is planned; how many blocks of each move were copied."""
+        done = []
+        for move in self.manager.take_moves():
+            done.append(self.transfers.carry_out(move))
+            self.manager.finish(move, done[-1])
+            self.manager.check()
+        return done
+
+    def load(self, blocks: Sequence[SequenceHash]) -> int:
+        """Blocks of a request that are on the device in the end, as they were computed."""
+        table = self.manager.prepare(blocks, len(blocks))
+        self.copy()
+        whole = table.num_whole
+        for block, slot in zip(blocks[:whole], table.slots, strict=False):
+            assert torch.equal(self.pools[DEVICE].words[slot.block_id], self.content[block])
+        if whole < table.num_matched:
+            self.manager.fall_back(table)
+        self.manager.release(table)
+        self.manager.check()
+        return whole
+
+    def spoil(self, block: SequenceHash) -> None:
+        """Flip a bit of it on disk."""
+        slot = self.manager.tiers[DISK].find(block)
+        assert slot is not None
+        with (self.folder / "blocks").open("r+b") as file:
+            file.seek(slot.block_id * -(-self.disk.block_bytes // PAGE_BYTES) * PAGE_BYTES + 77)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+
+
+BLOCKS = [SequenceHash(100 + n) for n in range(6)]
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    with closing(Tiers(tmp_path)) as tiers:
+        yield tiers
+
+
+@pytest.mark.parametrize("shape", [SMALL, ODD, WIDE], ids=["small", "odd", "wide"])
+@pytest.mark.parametrize(("source", "target"), [p for p in product(Tier, Tier) if p[0] is not p[1]])
+def test_blocks_are_copied_between_any_two_tiers(
+    source: Tier, target: Tier, shape: KVShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "STAGED_BYTES", 3 * shape.block_bytes)
+    with closing(Tiers(tmp_path, shape)) as tiers:
+        copy = tiers.transfers.copy_blocks
+        first, between, last = [7, 2, 9, 4, 0], [3, 11, 0, 5, 6], [1, 2, 4, 8, 10]
+        on_disk = [DiskBlock(n, SequenceHash(n), None) for n in range(5)]
+        memory = HOST if DISK in (source, target) and DEVICE not in (source, target) else DEVICE
+        other = HOST if memory is DEVICE else DEVICE
+        expected = tiers.pools[memory].words[first].clone()
+        if source is DISK:
+            assert copy(memory, DISK, first, between, on_disk) == 5
+            tiers.pools[memory].words.zero_()
+            assert copy(DISK, target, between, last, on_disk) == 5
+            assert torch.equal(tiers.pools[target].words[last], expected)
+        elif target is DISK:
+            assert copy(source, DISK, first, between, on_disk) == 5
+            assert copy(DISK, other, between, last, on_disk) == 5
+            assert torch.equal(tiers.pools[other].words[last], expected)
+        else:
+            expected = tiers.pools[source].words[first].clone()
+            assert copy(source, target, first, between) == 5
+            assert torch.equal(tiers.pools[target].words[between], expected)
+
+
+def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path: Path) -> None:
+    with (
+        closing(SlotFile(tmp_path, block_bytes=WIDE.block_bytes, num_slots=2)) as disk,
+        pytest.raises(ValueError, match="of the DEVICE tier do not fit those of"),
+    ):
+        Transfers({DEVICE: pool_of(SMALL, 1)}, disk)
+
+
+def test_blocks_go_all_the_way_down_and_come_back_as_they_were(tiers: Tiers) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    assert tiers.manager.match(BLOCKS) == [DISK] * 6
+    tiers.pools[DEVICE].words.random_()
+    assert tiers.load(BLOCKS) == 6
+
+
+def test_blocks_on_disk_outlive_the_process(tmp_path: Path) -> None:
+    with closing(Tiers(tmp_path)) as before:
+        before.compute(BLOCKS)
+        before.evict(DEVICE)
+        before.evict(HOST)
+    with closing(Tiers(tmp_path)) as after:
+        after.manager.adopt(
+            DISK, [(n, r.generation, r.block, r.parent) for n, r in after.disk.records()]
+        )
+        after.content = before.content
+        assert after.load(BLOCKS) == 6
+
+
+def test_a_flipped_bit_on_disk_costs_that_block_and_what_follows(
+    tiers: Tiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    tiers.spoil(BLOCKS[3])
+    assert tiers.load(BLOCKS) == 3
+    assert "the checksum is wrong" in caplog.text
+    assert tiers.manager.match(BLOCKS) == [DEVICE] * 3
+    assert (tiers.manager.counts.fallbacks, tiers.manager.counts.recomputed) == (1, 3)
+    tiers.compute(BLOCKS[:4])
+    assert tiers.manager.match(BLOCKS) == [DEVICE] * 4 + [DISK] * 2
+    assert tiers.load(BLOCKS) == 6
+
+
+def test_a_short_read_costs_what_is_behind_the_end_of_the_file(tiers: Tiers) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    at = {slot.block: slot.block_id for slot in tiers.manager.tiers[DISK].held()}
+    size = WIDE.block_bytes
+    os.truncate(tiers.folder / "blocks", max(at.values()) * size + 5_000)
+    good = next(n for n, block in enumerate(BLOCKS) if at[block] == max(at.values()))
+    assert tiers.load(BLOCKS) == good
+
+
+def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
+    tiers: Tiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit on the size of files stands for the disk's: the kernel refuses the write."""
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * WIDE.block_bytes + 100, limits[1]))
+        tiers.evict(HOST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "is not stored in disk slot 4: [Errno 27] File too large" in caplog.text
+    stored = [block for block in BLOCKS if tiers.manager.tiers[DISK].find(block)]
+    assert len(stored) == 4
+    assert tiers.manager.counts.failed == 2
+    tiers.content = {block: tiers.content[block] for block in stored}
+    tiers.load(BLOCKS)
+
+
+def test_a_slow_disk_keeps_no_load_from_memory_waiting(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    store = tiers.manager.evict(HOST, 3).store
+    assert store is not None
+    tiers.manager.take_moves()
+    asked, may_go_on = threading.Event(), threading.Event()
+    write = SlotFile.write
+
+    def slow_write(file: SlotFile, *args: object) -> None:
+        asked.set()
+        assert may_go_on.wait(60)
+        write(file, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotFile, "write", slow_write)
+    thread = threading.Thread(
+        target=lambda: tiers.manager.finish(store, tiers.transfers.carry_out(store))
+    )
+    thread.start()
+    assert asked.wait(60)
+    assert tiers.load(BLOCKS) == 6
+    may_go_on.set()
+    thread.join()
+    tiers.manager.check()
+    assert tiers.manager.counts.stored == 6 + 3
+
+
+def test_a_request_cancelled_in_mid_transfer_leaves_slots_that_are_whole(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    asked, may_go_on = threading.Event(), threading.Event()
+    read = SlotFile.read
+
+    def slow_read(file: SlotFile, slot: int, generation: int, into: memoryview) -> None:
+        asked.set()
+        assert may_go_on.wait(60)
+        read(file, slot, generation, into)
+
+    monkeypatch.setattr(SlotFile, "read", slow_read)
+    table = tiers.manager.prepare(BLOCKS, 8)
+    (load,) = tiers.manager.take_moves()
+    done: list[int] = []
+    thread = threading.Thread(target=lambda: done.append(tiers.transfers.carry_out(load)))
+    thread.start()
+    assert asked.wait(60)
+    tiers.manager.release(table)
+    tiers.manager.check()
+    # Nobody gets the slots that are being filled.
+    others = tiers.manager.prepare([], tiers.manager.tiers[DEVICE].num_free)
+    assert set(others.block_ids).isdisjoint(slot.block_id for slot in load.targets)
+    may_go_on.set()
+    thread.join()
+    tiers.manager.finish(load, done[0])
+    tiers.manager.release(others)
+    assert tiers.manager.match(BLOCKS) == [DEVICE] * 6
+    assert tiers.load(BLOCKS) == 6
+
+
+def test_a_slot_that_was_reused_under_a_reader_is_not_taken_for_what_it_held(tiers: Tiers) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    table = tiers.manager.prepare(BLOCKS, 6)
+    (load,) = tiers.manager.take_moves()
+    # By a mistake elsewhere: the books hold sources for as long as they are read.
+    victim = load.sources[2]
+    row = torch.zeros_like(tiers.pools[HOST].words[0]).numpy().data.cast("B")
+    tiers.disk.write(victim.block_id, victim.generation + 1, SequenceHash(7), None, row)
+    done = tiers.transfers.carry_out(load)
+    assert done == 2
+    tiers.manager.finish(load, done)
+    assert table.num_whole == 2
+    assert {r.block for _, r in tiers.disk.records()} >= {7}
+
+
+def test_a_block_that_is_rewritten_while_it_is_read_is_not_taken_for_whole(
+    tmp_path: Path,
+) -> None:
+    """A writer and readers of one slot race; whatever is read is one block or the other."""
+    size = 1 << 18
+    with closing(SlotFile(tmp_path, block_bytes=size, num_slots=1)) as disk:
+        stop = threading.Event()
+
+        def write() -> None:
+            generation = 0
+            while not stop.is_set():
+                generation += 1
+                data = memoryview(generation.to_bytes(8, "little") * (size // 8))
+                disk.write(0, generation, SequenceHash(generation), None, data)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        whole = lost = 0
+        into = bytearray(size)
+        while whole < 20 or lost < 20:
+            for _, record in disk.records():
+                try:
+                    disk.read(0, record.generation, memoryview(into))
+                except transfers.BlockLost:
+                    lost += 1
+                else:
+                    whole += 1
+                    assert into == record.generation.to_bytes(8, "little") * (size // 8)
+        stop.set()
+        writer.join()
+
+
+def test_what_a_fence_took_away_in_mid_transfer_does_not_count_as_copied(tiers: Tiers) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.manager.prepare(BLOCKS, 6)
+    (load,) = tiers.manager.take_moves()
+    tiers.manager.fence()
+    assert tiers.transfers.carry_out(load) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("name", ["runs", "gathered"])
+@pytest.mark.parametrize("upwards", [True, False])
+def test_every_mover_copies_between_host_and_device(
+    upwards: bool, name: str, blocks: tuple[list[int], list[int]]
+) -> None:
+    pools = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
+    source, target = pools if upwards else pools[::-1]
+    for pool in pools:
+        pool.words.random_()
+    expected = moved(source.words.cpu(), target.words.cpu(), *blocks)
+    MOVERS[name](source.words, target.words, *(np.array(ids, dtype=np.int64) for ids in blocks))
+    torch.cuda.synchronize()
+    assert torch.equal(target.words.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_on_cuda_layers_come_one_after_another_while_the_stream_goes_on() -> None:
+    host, device = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
+    host.words.random_()
+    with streaming(host, device) as stream:
+        stream.prepare([7, 2, 9], [3, 11, 0])
+        stream.trigger_all()
+        for layer in range(WIDE.num_layers):
+            stream.wait_layer(layer)
+            assert torch.equal(device.words[[3, 11, 0], layer].cpu(), host.words[[7, 2, 9], layer])
+        stream.wait()
+
+
+@pytest.mark.gpu
+def test_blocks_on_the_device_go_to_disk_and_come_back(tmp_path: Path) -> None:
+    device = MemoryPool(replace(WIDE, dtype=torch.bfloat16), NUM_BLOCKS, "cuda")
+    device.words.random_()
+    size = device.shape.block_bytes
+    with closing(SlotFile(tmp_path, block_bytes=size, num_slots=NUM_BLOCKS)) as disk:
+        copies = Transfers({DEVICE: device}, disk)
+        on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(3)]
+        assert copies.copy_blocks(DEVICE, DISK, [5, 1, 2], [0, 7, 3], on_disk) == 3
+        assert copies.copy_blocks(DISK, DEVICE, [0, 7, 3], [8, 9, 10], on_disk) == 3
+        assert torch.equal(device.words[[8, 9, 10]], device.words[[5, 1, 2]])
+        copies.close()

@@ -1,0 +1,492 @@
+"""Moving KV blocks between device, host and disk, and finding out how to do that fastest.
+
+Between pools in memory there are several ways to copy scattered blocks (`MOVERS`); which is best
+depends on the machine and on the size of a block, so they are tried at start-up. What the driver
+can do for many copies at once (cudaMemcpyBatchAsync) is not among them, as torch does not offer it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import memmove
+from dataclasses import dataclass
+from itertools import takewhile
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.core.errors import BlockLost
+from app.core.types import SequenceHash, Tier
+from workers.disk import SlotFile
+from workers.slots import Move
+from workers.tiers import WORD_BYTES, MemoryPool, check_map
+
+log = logging.getLogger(__name__)
+
+Ids = NDArray[np.int64]
+Mover = Callable[[Tensor, Tensor, Ids, Ids], None]
+"""Copies rows of a tensor of words, or the same layers of each, to rows of another one. On CUDA it
+has only begun to when it returns."""
+
+GROUP_BYTES = 64 << 10
+"""Of a block, a copy stream moves so much at once, or all of it: smaller copies cost more."""
+STAGED_BYTES = 32 << 20
+"""Gathered at once, on the way between scattered slots."""
+TRIAL_BYTES = 16 << 20
+TRIAL_BLOCKS = 8, 1024
+"""At start-up so much is copied with each mover, but no fewer blocks than that and no more."""
+TRIAL_ROUNDS = 3
+DISK_THREADS = 4
+"""Reads that are under way at once: one after another leave a disk idle in between."""
+
+
+def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """A copy for each run of blocks that follow one another on both sides."""
+    for s, t, n in zip(*(ids.tolist() for ids in _runs(source_ids, target_ids)), strict=True):
+        target[t : t + n].copy_(source[s : s + n], non_blocking=True)
+
+
+def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """The same in host memory, without what a torch operation costs each time."""
+    size = source[0].numel() * WORD_BYTES
+    source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
+    if size == source_row == target_row:
+        source_ids, target_ids, lengths = _runs(source_ids, target_ids)
+    else:
+        lengths = np.ones_like(source_ids)
+    copies = map(
+        memmove,
+        (target.data_ptr() + target_ids * target_row).tolist(),
+        (source.data_ptr() + source_ids * source_row).tolist(),
+        (lengths * size).tolist(),
+    )
+    deque(copies, maxlen=0)
+
+
+def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """Blocks are gathered where they are, moved in one piece, and put into their slots."""
+    step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
+    to_device = source.is_cpu and target.is_cuda
+    for at in range(0, len(source_ids), step):
+        taken = torch.from_numpy(source_ids[at : at + step]).to(source.device)
+        given = target_ids[at : at + step]
+        first, count = int(given[0]), len(given)
+        slots = target[first : first + count] if _are_consecutive(given) else None
+        if slots is not None and source.device == target.device:
+            torch.index_select(source, 0, taken, out=slots)
+            continue
+        shape = (count, *source.shape[1:])
+        staged = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=to_device)
+        torch.index_select(source, 0, taken, out=staged)
+        if slots is not None:
+            slots.copy_(staged, non_blocking=True)
+        else:
+            # What arrives in host memory is put into its slots by the host: it has to be there.
+            moved = staged.to(target.device, non_blocking=to_device)
+            target.index_copy_(0, torch.from_numpy(given).to(target.device), moved)
+
+
+MOVERS: dict[str, Mover] = {"runs": move_runs, "bytes": move_bytes, "gathered": move_gathered}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """GB/s by name of a mover: into slots that follow one another, and into scattered ones."""
+
+    packed: dict[str, float]
+    scattered: dict[str, float]
+
+
+class Copier:
+    """Copies blocks from one pool in memory to another, the way that a trial found fastest.
+
+    num_layers: of each block that one copy is to take, for a copy stream; None: all.
+    """
+
+    def __init__(
+        self, source: MemoryPool, target: MemoryPool, num_layers: int | None = None
+    ) -> None:
+        if source.shape != target.shape:
+            raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
+        self.source = source
+        self.target = target
+        self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
+        self._packed, self._scattered = (
+            max(rates, key=lambda name: rates[name])
+            for rates in (self.rates.packed, self.rates.scattered)
+        )
+        log.info(
+            "copies from %s to %s, %d bytes of a block at once: %s (%.1f GB/s) into slots in a "
+            "row, %s (%.1f GB/s) into scattered ones",
+            _place(source),
+            _place(target),
+            source.shape.layer_words * WORD_BYTES * (num_layers or source.shape.num_layers),
+            self._packed,
+            self.rates.packed[self._packed],
+            self._scattered,
+            self.rates.scattered[self._scattered],
+        )
+
+    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> None:
+        """Copy; between host and device it has only begun when this returns."""
+        if not len(source_ids):
+            return
+        name = self._packed if _are_consecutive(target_ids) else self._scattered
+        source, target = self.source.words[:, layers], self.target.words[:, layers]
+        MOVERS[name](source, target, source_ids, target_ids)
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Copy all of some blocks; it is done when this returns. Raises ValueError."""
+        check_map(source_ids, self.source.num_blocks, target_ids, self.target.num_blocks)
+        self.begin(_ids(source_ids), _ids(target_ids))
+        _synchronize(self.source, self.target)
+
+
+class CopyStream(ABC):
+    """Copies some blocks layer by layer while the caller does something else.
+
+    `prepare`, then `trigger_layer`, `trigger_group` or `trigger_all` in any order, then
+    `wait_layer` before a layer is used, and `wait` at the end; then trigger again, or prepare
+    others. Layers are copied in groups of at least 64 KiB a block: a layer is triggered and waited
+    for together with its group.
+    """
+
+    def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
+        layer_bytes = source.shape.layer_words * WORD_BYTES
+        self.layers_per_group = min(source.shape.num_layers, -(-GROUP_BYTES // layer_bytes))
+        self.num_groups = -(-source.shape.num_layers // self.layers_per_group)
+        self._copier = Copier(source, target, self.layers_per_group)
+        self._source_ids = self._target_ids = _ids(())
+        self._triggered = [False] * self.num_groups
+
+    def prepare(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Which blocks go where. Raises ValueError, also while the last ones are not waited for."""
+        if any(self._triggered):
+            raise ValueError("the blocks prepared before were triggered and not waited for")
+        source, target = self._copier.source, self._copier.target
+        check_map(source_ids, source.num_blocks, target_ids, target.num_blocks)
+        self._source_ids, self._target_ids = _ids(source_ids), _ids(target_ids)
+
+    def group_of(self, layer: int) -> int:
+        """Raises ValueError for a layer that there is none of."""
+        if not 0 <= layer < self._copier.source.shape.num_layers:
+            raise ValueError(f"layer {layer} of {self._copier.source.shape.num_layers}")
+        return layer // self.layers_per_group
+
+    def trigger_layer(self, layer: int) -> None:
+        self.trigger_group(self.group_of(layer))
+
+    def trigger_group(self, group: int) -> None:
+        """Does nothing for a group that is triggered already. Raises ValueError."""
+        if not 0 <= group < self.num_groups:
+            raise ValueError(f"group {group} of {self.num_groups}")
+        if not self._triggered[group]:
+            first = group * self.layers_per_group
+            self._trigger(group, slice(first, first + self.layers_per_group))
+            self._triggered[group] = True
+
+    def trigger_all(self) -> None:
+        for group in range(self.num_groups):
+            self.trigger_group(group)
+
+    def wait_layer(self, layer: int) -> None:
+        """Until that layer is there; on CUDA, what the current stream does next waits for it.
+
+        Raises ValueError for a layer that was not triggered, and what made its copy fail.
+        """
+        group = self.group_of(layer)
+        if not self._triggered[group]:
+            raise ValueError(f"layer {layer} was not triggered")
+        self._wait(group)
+
+    def wait(self) -> None:
+        """Until all that was triggered is there. Raises what made a copy fail."""
+        triggered = [group for group, begun in enumerate(self._triggered) if begun]
+        self._triggered = [False] * self.num_groups
+        self._finish(triggered)
+
+    def close(self) -> None:
+        """Wait for what is under way, if anything, and end."""
+        self.wait()
+
+    @abstractmethod
+    def _trigger(self, group: int, layers: slice) -> None: ...
+
+    @abstractmethod
+    def _wait(self, group: int) -> None: ...
+
+    @abstractmethod
+    def _finish(self, groups: Sequence[int]) -> None: ...
+
+
+class ThreadCopyStream(CopyStream):
+    """On a thread of its own: memory to memory where there is no CUDA device."""
+
+    def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
+        super().__init__(source, target)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copy-stream")
+        self._copies: dict[int, Future[None]] = {}
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._thread.shutdown()
+
+    def _trigger(self, group: int, layers: slice) -> None:
+        self._copies[group] = self._thread.submit(
+            self._copier.begin, self._source_ids, self._target_ids, layers
+        )
+
+    def _wait(self, group: int) -> None:
+        self._copies[group].result()
+
+    def _finish(self, groups: Sequence[int]) -> None:
+        errors = [self._copies.pop(group).exception() for group in groups]
+        for error in errors:
+            if error is not None:
+                raise error
+
+
+class CudaCopyStream(CopyStream):
+    """On a CUDA stream of its own, with an event for each group of layers."""
+
+    def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
+        super().__init__(source, target)
+        self._device = target.device if target.device.type == "cuda" else source.device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._events: list[torch.cuda.Event] = [
+            torch.cuda.Event()  # type: ignore[no-untyped-call]
+            for _ in range(self.num_groups)
+        ]
+
+    def _trigger(self, group: int, layers: slice) -> None:
+        # What the caller has begun to write to the source, or to read from the target, comes first.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copier.begin(self._source_ids, self._target_ids, layers)
+            self._events[group].record(self._stream)
+
+    def _wait(self, group: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._events[group])
+
+    def _finish(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            self._events[group].synchronize()
+
+
+def copy_stream(source: MemoryPool, target: MemoryPool) -> CopyStream:
+    """Where either pool is on a CUDA device, a stream of that; else a thread."""
+    on_cuda = "cuda" in (source.device.type, target.device.type)
+    return CudaCopyStream(source, target) if on_cuda else ThreadCopyStream(source, target)
+
+
+class DiskBlock(NamedTuple):
+    """What a slot on disk holds, or is to hold."""
+
+    generation: int
+    block: SequenceHash
+    parent: SequenceHash | None
+
+
+class Transfers:
+    """Copies blocks between all tiers of a worker; each call blocks, and may come from any thread.
+
+    Whatever fails ends in a number: the leading blocks that are where they should be, as they
+    should be. What could not be read, did not fit its checksum or was not taken by a full disk does
+    not count, nor does a block whose slot was given to another meanwhile.
+    """
+
+    def __init__(self, pools: Mapping[Tier, MemoryPool], disk: SlotFile | None = None) -> None:
+        self._pools = dict(pools)
+        self._disk = disk
+        for tier, pool in pools.items():
+            if disk is not None and disk.block_bytes != pool.shape.block_bytes:
+                raise ValueError(
+                    f"blocks of {pool.shape.block_bytes} bytes of the {tier.name} tier do not fit "
+                    f"those of {disk.block_bytes} on disk"
+                )
+        self._copiers = {
+            (a, b): Copier(pools[a], pools[b]) for a in pools for b in pools if a is not b
+        }
+        self._disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="disk-tier")
+
+    def close(self) -> None:
+        self._disk_threads.shutdown()
+
+    def carry_out(self, move: Move) -> int:
+        """Leading blocks of a move that are copied now."""
+        count = move.num_ready
+        if move.source is Tier.DISK:
+            generations = move.generations
+        else:
+            generations = [slot.generation for slot in move.targets]
+        on_disk = [
+            DiskBlock(generation, block, slot.parent)
+            for generation, block, slot in zip(generations, move.blocks, move.targets, strict=True)
+        ]
+        done = self.copy_blocks(
+            move.source,
+            move.target,
+            [slot.block_id for slot in move.sources[:count]],
+            [slot.block_id for slot in move.targets[:count]],
+            on_disk[:count],
+        )
+        return min(done, move.num_ready)
+
+    def copy_blocks(
+        self,
+        source: Tier,
+        target: Tier,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        on_disk: Sequence[DiskBlock] = (),
+    ) -> int:
+        """Copy blocks from one tier's slots to another's; how many leading ones are copied.
+
+        on_disk: one for each block where either tier is the disk. Raises ValueError if the slots
+        are not in their tiers, are named twice, or are not as many on both sides.
+        """
+        if Tier.DISK not in (source, target):
+            self._copiers[source, target].copy(source_ids, target_ids)
+            return len(source_ids)
+        assert self._disk is not None, "there is no disk tier"
+        pool = self._pools[target if source is Tier.DISK else source]
+        num_slots = {
+            source: pool.num_blocks,
+            target: pool.num_blocks,
+            Tier.DISK: self._disk.num_slots,
+        }
+        check_map(source_ids, num_slots[source], target_ids, num_slots[target])
+        copy = self._load if source is Tier.DISK else self._store
+        step = max(1, STAGED_BYTES // pool.shape.block_bytes)
+        for at in range(0, len(source_ids), step):
+            part = slice(at, at + step)
+            done = copy(pool, source_ids[part], target_ids[part], on_disk[part])
+            if done < len(source_ids[part]):
+                return at + done
+        return len(source_ids)
+
+    def _store(
+        self,
+        pool: MemoryPool,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        on_disk: Sequence[DiskBlock],
+    ) -> int:
+        if pool.words.is_cpu:
+            rows = [pool.words[block_id] for block_id in block_ids]
+        else:
+            at = torch.from_numpy(_ids(block_ids)).to(pool.device)
+            rows = list(pool.words.index_select(0, at).cpu())
+        return _leading(self._disk_threads.map(self._write, slots, on_disk, rows))
+
+    def _load(
+        self,
+        pool: MemoryPool,
+        slots: Sequence[int],
+        block_ids: Sequence[int],
+        on_disk: Sequence[DiskBlock],
+    ) -> int:
+        if pool.words.is_cpu:
+            rows = [pool.words[block_id] for block_id in block_ids]
+            return _leading(self._disk_threads.map(self._read, slots, on_disk, rows))
+        shape = (len(slots), *pool.words.shape[1:])
+        staged = torch.empty(shape, dtype=pool.words.dtype, pin_memory=True)
+        done = _leading(self._disk_threads.map(self._read, slots, on_disk, staged))
+        at = torch.from_numpy(_ids(block_ids[:done])).to(pool.device)
+        pool.words.index_copy_(0, at, staged[:done].to(pool.device))
+        return done
+
+    def _write(self, slot: int, what: DiskBlock, row: Tensor) -> bool:
+        assert self._disk is not None
+        try:
+            self._disk.write(slot, what.generation, what.block, what.parent, _bytes(row))
+        except OSError as error:
+            log.warning("block %016x is not stored in disk slot %d: %s", what.block, slot, error)
+            return False
+        return True
+
+    def _read(self, slot: int, what: DiskBlock, row: Tensor) -> bool:
+        assert self._disk is not None
+        try:
+            self._disk.read(slot, what.generation, _bytes(row))
+        except BlockLost as error:
+            log.warning("%s", error)
+            return False
+        return True
+
+
+def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
+    """Copy as much as there is time for, between pools like these, in each way in turn."""
+    shape = source.shape
+    fewest, most = TRIAL_BLOCKS
+    count = min(most, max(fewest, TRIAL_BYTES // shape.block_bytes))
+    froms, intos = (
+        MemoryPool(shape, 2 * count, pool.device, pinned=pool.words.is_pinned())
+        for pool in (source, target)
+    )
+    for pool in (froms, intos):
+        pool.words.fill_(1)  # memory that was never written to is not there yet
+    words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
+    rng = np.random.default_rng(0)
+    source_ids, scattered = (rng.permutation(2 * count)[:count] for _ in range(2))
+    names = [name for name in MOVERS if name != "bytes" or (words[0].is_cpu and words[1].is_cpu)]
+    num_bytes = count * words[0][0].numel() * WORD_BYTES
+    rates = []
+    for target_ids in (np.arange(count), scattered):
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(TRIAL_ROUNDS):
+            for name in names:
+                start = time.perf_counter()
+                MOVERS[name](*words, source_ids, target_ids)
+                _synchronize(froms, intos)
+                seconds[name].append(time.perf_counter() - start)
+        rates.append({name: num_bytes / median(took) / 1e9 for name, took in seconds.items()})
+    return Rates(*rates)
+
+
+def _ids(block_ids: Sequence[int]) -> Ids:
+    return np.array(block_ids, dtype=np.int64)
+
+
+def _are_consecutive(ids: Ids) -> bool:
+    return bool((np.diff(ids) == 1).all())
+
+
+def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:
+    """First source, first target and length of each run that is consecutive in both."""
+    breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(source_ids)])))
+    return source_ids[starts], target_ids[starts], lengths
+
+
+def _synchronize(*pools: MemoryPool) -> None:
+    for pool in pools:
+        if pool.words.is_cuda:
+            torch.cuda.current_stream(pool.device).synchronize()
+
+
+def _leading(done: Iterable[bool]) -> int:
+    """How many came well before the first that did not; all are waited for."""
+    return len(list(takewhile(bool, list(done))))
+
+
+def _bytes(row: Tensor) -> memoryview:
+    return row.numpy().data.cast("B")
+
+
+def _place(pool: MemoryPool) -> str:
+    if pool.words.is_cuda:
+        return str(pool.device)
+    return "pinned memory" if pool.words.is_pinned() else "pageable memory"
