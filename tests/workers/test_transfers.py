@@ -94,10 +94,16 @@ def test_the_fastest_mover_is_found_and_told(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO)
     copier = Copier(pool_of(SMALL, 1), pool_of(SMALL, 2))
     assert copier.rates.packed.keys() == copier.rates.scattered.keys() == MOVERS.keys()
-    best = max(copier.rates.scattered, key=lambda name: copier.rates.scattered[name])
     (told,) = caplog.messages
     assert told.startswith("copies from pageable memory to pageable memory, 384 bytes of a block")
-    assert f"{best} ({copier.rates.scattered[best]:.1f} GB/s) into scattered ones" in told
+    taken = [
+        name
+        for name, rate in copier.rates.scattered.items()
+        if f"{name} ({rate:.1f} GB/s) into scattered ones" in told
+    ]
+    assert len(taken) == 1
+    best = max(copier.rates.scattered.values())
+    assert copier.rates.scattered[taken[0]] * transfers.CLEARLY_FASTER >= best
 
 
 def test_blocks_that_cannot_be_copied_are_refused_and_nothing_is() -> None:
