@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-NEEDS_TORCH = frozenset({"workers.tiers", "workers.transfers", "workers.engines.torch"})
+NEEDS_TORCH = frozenset(
+    {"workers.tiers", "workers.transfers", "workers.engines.torch", "loadtest.bench_tiers"}
+)
 
 # Imports argv[1] and every module below it but those named after it; prints what is loaded then.
 IMPORT_ALL = """
@@ -50,7 +52,8 @@ BOUNDARIES = [
     Boundary("workers", TESTS | {"app.policy", "app.router", "app.api"}),
     Boundary("workers", TESTS | {"fastapi"}, without=frozenset({"workers.serve"})),
     Boundary("workers", TESTS | {"torch"}, without=NEEDS_TORCH),
-    Boundary("loadtest", frozenset({"torch", "tests", "app.api"})),
+    Boundary("loadtest", frozenset({"tests", "app.api"})),
+    Boundary("loadtest", frozenset({"torch"}), without=NEEDS_TORCH),
 ]
 
 

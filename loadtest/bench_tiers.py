@@ -1,0 +1,195 @@
+"""How fast KV blocks move between tiers, beside one plain copy of as many bytes in a row.
+
+    python -m loadtest.bench_tiers --json out/bench_tiers.json
+
+The blocks come from scattered slots, and go into slots in a row or into scattered ones. In each
+round both are copied, and then as many bytes in one piece: from tensor to tensor, into a file, or
+out of one. Without a CUDA device, the device tier is host memory as well. The disk is what the
+kernel's page cache makes of it; unlike the plain copy, blocks on it are checked by their checksums.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from itertools import permutations
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import numpy as np
+import orjson
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from app.core.types import SequenceHash, Tier
+from workers.disk import SlotFile
+from workers.tiers import KVShape, MemoryPool, host_pool
+from workers.transfers import DiskBlock, Transfers
+
+BLOCK_KIB = (16, 64, 256, 1024, 4096)
+PAIRS = tuple(permutations(Tier, 2))
+
+
+def shape_of(block_bytes: int) -> KVShape:
+    """16 tokens of 4 layers; the heads are as many as make the size."""
+    one_head = KVShape(
+        num_layers=4, num_kv_heads=1, head_size=16, dtype=torch.float32, block_size=16
+    )
+    return KVShape(
+        num_layers=4,
+        num_kv_heads=block_bytes // one_head.block_bytes,
+        head_size=16,
+        dtype=torch.float32,
+        block_size=16,
+    )
+
+
+class Bench:
+    """Tiers of twice the blocks that are copied at once, so that these may lie scattered."""
+
+    def __init__(self, block_bytes: int, num_blocks: int, folder: Path, stack: ExitStack) -> None:
+        shape = shape_of(block_bytes)
+        self.num_blocks = num_blocks
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.pools = {
+            Tier.DEVICE: MemoryPool(shape, 2 * num_blocks, self.device),
+            Tier.HOST: host_pool(shape, 2 * num_blocks),
+        }
+        for pool in self.pools.values():
+            pool.words.random_()
+        self.disk = stack.enter_context(
+            closing(SlotFile(folder, block_bytes=block_bytes, num_slots=2 * num_blocks))
+        )
+        self.transfers = stack.enter_context(closing(Transfers(self.pools, self.disk)))
+        self.plain = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
+        stack.callback(os.close, self.plain)
+        rng = np.random.default_rng(0)
+        self.source_ids, self.scattered = (
+            rng.permutation(2 * num_blocks)[:num_blocks].tolist() for _ in range(2)
+        )
+        self.packed = list(range(num_blocks))
+        self.on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(num_blocks)]
+
+    def measure(self, source: Tier, target: Tier, rounds: int) -> dict[str, Any]:
+        """GB/s of the plain copy, and the others' rates relative to it, in the same round."""
+        if source is Tier.DISK:
+            self._copy(target, source, self.packed, self.source_ids)
+        copies: dict[str, Callable[[], None]] = {
+            "plain": self._plain(source, target),
+            "packed": lambda: self._copy(source, target, self.source_ids, self.packed),
+            "scattered": lambda: self._copy(source, target, self.source_ids, self.scattered),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in copies}
+        for n in range(rounds + 1):
+            for name, copy in copies.items():
+                start = time.perf_counter()
+                copy()
+                if n:  # the first round finds pages that are not there yet
+                    seconds[name].append(time.perf_counter() - start)
+        num_bytes = self.num_blocks * self.disk.block_bytes
+        ratios = {
+            name: median(
+                plain / took for plain, took in zip(seconds["plain"], seconds[name], strict=True)
+            )
+            for name in ("packed", "scattered")
+        }
+        return {"plain_gb_per_s": num_bytes / median(seconds["plain"]) / 1e9, **ratios}
+
+    def _copy(
+        self, source: Tier, target: Tier, source_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> None:
+        done = self.transfers.copy_blocks(source, target, source_ids, target_ids, self.on_disk)
+        if done < len(source_ids):
+            raise click.ClickException(f"{done} of {len(source_ids)} blocks were copied")
+
+    def _plain(self, source: Tier, target: Tier) -> Callable[[], None]:
+        memory = {tier: pool.words[: self.num_blocks] for tier, pool in self.pools.items()}
+
+        def copy() -> None:
+            memory[target].copy_(memory[source])
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+
+        def write() -> None:
+            data = memory[source].cpu().numpy().data.cast("B")
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self.plain, data[done:], done)
+
+        def read() -> None:
+            into = memory[target].cpu()
+            data = into.numpy().data.cast("B")
+            done = 0
+            while done < len(data):
+                done += os.preadv(self.plain, [data[done:]], done)
+            if self.device == "cuda":
+                memory[target].copy_(into)
+                torch.cuda.synchronize()
+
+        if source is Tier.DISK:
+            data = memory[target].cpu().numpy().data.cast("B")
+            os.pwrite(self.plain, data, 0)
+            return read
+        return write if target is Tier.DISK else copy
+
+
+def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """By pair of tiers, then by size of a block."""
+    pairs: dict[str, dict[str, Any]] = {f"{a.name}-{b.name}".lower(): {} for a, b in PAIRS}
+    for size in block_kib:
+        with ExitStack() as stack:
+            here = Path(stack.enter_context(TemporaryDirectory(dir=folder)))
+            bench = Bench(size << 10, max(2, (mib << 10) // size), here, stack)
+            for source, target in PAIRS:
+                name = f"{source.name}-{target.name}".lower()
+                pairs[name][str(size)] = bench.measure(source, target, rounds)
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+        "mib": mib,
+        "rounds": rounds,
+        "pairs": pairs,
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}")
+    for name in ("from", "to", "block, KiB", "plain, GB/s", "into a row", "scattered"):
+        table.add_column(name, justify="right")
+    for pair, sizes in result["pairs"].items():
+        for size, found in sizes.items():
+            table.add_row(
+                *pair.split("-"),
+                size,
+                f"{found['plain_gb_per_s']:.1f}",
+                f"{found['packed']:.2f}",
+                f"{found['scattered']:.2f}",
+            )
+    console.print(table)
+
+
+@click.command()
+@click.option("--kib", "block_kib", multiple=True, type=int, default=BLOCK_KIB, show_default=True)
+@click.option("--mib", default=128, show_default=True, help="Copied at once.")
+@click.option("--rounds", default=15, show_default=True)
+@click.option(
+    "--folder", default=".", type=click.Path(path_type=Path), help="Where the disk tier is put."
+)
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+def main(block_kib: tuple[int, ...], mib: int, rounds: int, folder: Path, out: Path | None) -> None:
+    """Measure how fast KV blocks move between tiers."""
+    result = run(block_kib, mib, rounds, folder)
+    show(result, Console())
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+
+
+if __name__ == "__main__":
+    main()

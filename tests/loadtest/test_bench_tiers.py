@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from loadtest.bench_tiers import PAIRS, run, show
+
+
+def test_every_pair_of_tiers_is_measured_beside_a_plain_copy(tmp_path: Path) -> None:
+    result = run([16, 256], mib=1, rounds=1, folder=tmp_path)
+    assert len(result["pairs"]) == len(PAIRS) == 6
+    for sizes in result["pairs"].values():
+        assert sizes.keys() == {"16", "256"}
+        assert all(figure > 0 for found in sizes.values() for figure in found.values())
+    assert list(tmp_path.iterdir()) == []
+    console = Console(record=True, width=120)
+    show(result, console)
+    assert console.export_text().count("device") >= 8
