@@ -92,12 +92,27 @@ class Agent:
         self._full = False
         """Did Redis have no memory left for the last blocks to be stored?"""
         self._wake = asyncio.Event()
+        self._notified = 0
+        """How often `notify` was called, and how many of these calls Redis has been told of."""
+        self._told = 0
+        self._told_more = asyncio.Event()
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
         """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
         self._ownership.apply(events)
+        self._notified += 1
         if self._ownership.num_pending:
             self._wake.set()
+
+    async def settled(self) -> None:
+        """Until Redis shows no block any more of which `notify` was told that it is gone.
+
+        Takes as long as Redis is away.
+        """
+        notified = self._notified
+        while self.incarnation is not None and self._told < notified:
+            self._wake.set()
+            await self._told_more.wait()
 
     async def start(self) -> None:
         """Register: from here on the worker is routed to, and its last life's blocks are void.
@@ -244,7 +259,7 @@ class Agent:
                 if self._lost:
                     await self._resync()
                 elif self.incarnation is not None:
-                    await self._send(self.incarnation, self._ownership.drain())
+                    await self._send_all(self.incarnation)
                     if self._audit_due:
                         self._audit_due = False
                         await self._compare(self.incarnation)
@@ -270,9 +285,17 @@ class Agent:
         finally:
             self._staged = None
         self.incarnation = new
-        await self._send(new, self._ownership.drain())
+        await self._send_all(new)
         self._lost = False
         log.info("%s resynced as incarnation %d", self.info.key, new)
+
+    async def _send_all(self, incarnation: Incarnation) -> None:
+        """Tell Redis what has changed; nobody asks another incarnation. Raises IncarnationLost."""
+        notified = self._notified
+        await self._send(incarnation, self._ownership.drain())
+        self._told = notified
+        told, self._told_more = self._told_more, asyncio.Event()
+        told.set()
 
     async def _send(self, incarnation: Incarnation, changes: dict[int, list[Change]]) -> None:
         """Apply `changes` in numbered batches, a few per round trip, to all shards at once.

@@ -558,3 +558,59 @@ async def test_a_number_that_is_not_free_in_the_index_is_given_back(
     for name in ("workers", "writers", "load"):
         assert await redis.hkeys(KEYS[name]) == [b"3"]
     assert await redis.zrange(KEYS["leases"], 0, -1) == [b"3"]
+
+
+async def test_once_settled_redis_shows_nothing_of_what_had_gone(
+    redis: Redis, observer: Observer
+) -> None:
+    agent = new_agent(redis)
+    await agent.settled()  # not registered yet: nothing is shown
+    async with running(agent):
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await agent.settled()
+        assert await observer.overlaps() == {1: TierOverlap(device=8)}
+        agent.notify([Removed(tuple(CHAIN[5:]))])
+        agent.notify([Removed((SequenceHash(LATER),))])  # nobody knows it: there is nothing to tell
+        await agent.settled()
+        assert await observer.overlaps() == {1: TierOverlap(device=5)}
+
+
+async def test_what_goes_while_a_batch_is_under_way_is_settled_with_the_next_one(
+    redis: Redis, observer: Observer
+) -> None:
+    runner = GatedRunner(redis, "apply")
+    async with running(new_agent(redis, runner=runner)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await agent.settled()
+        runner.gate.clear()
+        runner.reached.clear()
+        agent.notify([Removed(tuple(CHAIN[5:]))])
+        await runner.reached.wait()
+        agent.notify([Removed(tuple(CHAIN[2:5]))])
+        settled = asyncio.ensure_future(agent.settled())
+        runner.reached.clear()
+        runner.gate.set()
+        await runner.reached.wait()
+        assert not settled.done()
+        await settled
+        assert await observer.overlaps() == {1: TierOverlap(device=2)}
+
+
+async def test_an_agent_that_resyncs_is_settled_once_nobody_asks_its_old_incarnation(
+    redis: Redis, observer: Observer
+) -> None:
+    runner = GatedRunner(redis, "activate")
+    async with running(new_agent(redis, runner=runner)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await agent.settled()
+        runner.gate.clear()
+        runner.reached.clear()
+        await observer.lose_batches(1)
+        agent.notify([Removed(tuple(CHAIN[5:]))])
+        settled = asyncio.ensure_future(agent.settled())
+        await runner.reached.wait()
+        assert not settled.done()
+        assert await observer.overlaps() == {1: TierOverlap(device=8)}
+        runner.gate.set()
+        await settled
+        assert await observer.overlaps() == {2: TierOverlap(device=5)}
