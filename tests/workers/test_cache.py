@@ -1,0 +1,345 @@
+"""The cache of a worker, with real copies; where Redis matters, with a real agent beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis.asyncio import Redis
+
+from app.core.errors import NotEnoughBlocks
+from app.core.events import CacheEvent
+from app.core.keys import Keyspace
+from app.core.matching import match
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.scripts import ScriptRunner
+from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
+from tests.eventually import eventually
+from tests.workers.cache_model import CacheModel
+from workers.agent import Agent, AgentSettings
+from workers.blocks import BlockManager, BlockTable, Eviction, WritePolicy
+from workers.cache import BlockCache, Publisher
+from workers.disk import SlotFile
+from workers.slots import Move
+from workers.tiers import KVShape, MemoryPool
+from workers.transfers import Transfers
+
+DEVICE, HOST, DISK = Tier
+SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4)
+KEYS = Keyspace("cache")
+NUM_SLOTS = {DEVICE: 24, HOST: 20, DISK: 30}
+SPARE = {DEVICE: 4, HOST: 6, DISK: 6}
+
+
+class Listener:
+    """Stands for an agent where a test needs none: it hears at once, unless it is told to wait."""
+
+    def __init__(self) -> None:
+        self.shown = CacheModel()
+        self.hears = asyncio.Event()
+        self.hears.set()
+
+    def notify(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            self.shown.take(event)
+
+    async def settled(self) -> None:
+        await self.hears.wait()
+
+
+class Worker:
+    """A cache, and an engine that fills blocks with their own hashes and checks what it finds."""
+
+    def __init__(
+        self, folder: Path, publisher: Publisher, manager: BlockManager, stack: AsyncExitStack
+    ) -> None:
+        slots = {tier: pool.num_slots for tier, pool in manager.tiers.items()}
+        self.pools = {tier: MemoryPool(SHAPE, slots[tier]) for tier in (DEVICE, HOST)}
+        self.disk = stack.enter_context(
+            closing(SlotFile(folder, block_bytes=SHAPE.block_bytes, num_slots=slots[DISK]))
+        )
+        self.transfers = stack.enter_context(closing(Transfers(self.pools, self.disk)))
+        self.manager = manager
+        self.cache = BlockCache(manager, self.carry_out, publisher, spare=SPARE)
+        self.may_load = threading.Event()
+        self.may_load.set()
+
+    def carry_out(self, move: Move) -> int:
+        assert not move.is_load or self.may_load.wait(60)
+        return self.transfers.carry_out(move)
+
+    async def compute(self, chain: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        """Admit a request, check what is there of it, and compute the rest."""
+        table = await self.cache.admit(chain, num_blocks)
+        self.check(table)
+        for block, slot in list(zip(chain, table.slots, strict=False))[table.num_matched :]:
+            self.pools[DEVICE].words[slot.block_id].fill_(word(block))
+        self.cache.register(table, chain[table.num_matched :])
+        return table
+
+    async def compute_and_release(self, chain: Sequence[SequenceHash]) -> None:
+        self.cache.release(await self.compute(chain, len(chain)))
+
+    def check(self, table: BlockTable) -> None:
+        for block, slot in zip(table.chain, table.slots, strict=False):
+            assert (self.pools[DEVICE].words[slot.block_id] == word(block)).all()
+
+    async def settle(self) -> None:
+        """Until no copy is under way and all spare slots are free, or there is nothing to free."""
+
+        async def busy() -> bool:
+            tiers = self.manager.tiers.items()
+            return any(
+                slots.num_leaving or (slots.num_free < SPARE[tier] and slots.num_idle)
+                for tier, slots in tiers
+            ) or any(slot.filling for _, slots in tiers for slot in slots.all())
+
+        await eventually(busy, lambda is_busy: not is_busy)
+        self.manager.check()
+
+
+def word(block: SequenceHash) -> int:
+    return block - (1 << 63)
+
+
+def chain_of(seed: int, length: int, stem: Sequence[SequenceHash] = ()) -> list[SequenceHash]:
+    rng = random.Random(seed)
+    grown = [SequenceHash(rng.getrandbits(64)) for _ in range(length - len(stem))]
+    return [*stem, *grown]
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, publisher: Publisher, manager: BlockManager | None = None, **options: Any
+) -> AsyncIterator[Worker]:
+    async with AsyncExitStack() as stack:
+        manager = manager or BlockManager(NUM_SLOTS, now=lambda: 0.0, **options)
+        worker = Worker(folder, publisher, manager, stack)
+        task = asyncio.ensure_future(worker.cache.run())
+        await asyncio.sleep(0)
+        try:
+            yield worker
+        finally:
+            worker.may_load.set()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_slots_are_kept_free_and_blocks_move_down_and_come_back(tmp_path: Path) -> None:
+    redis = Listener()
+    chains = [chain_of(n, 8) for n in range(7)]
+    async with running(tmp_path, redis) as worker:
+        for chain in chains:
+            await worker.compute_and_release(chain)
+            await worker.settle()
+        for tier, slots in worker.manager.tiers.items():
+            assert slots.num_free >= SPARE[tier]
+        assert {tier for chain in chains for tier in worker.manager.match(chain)} == set(Tier)
+        for chain in chains:
+            held = worker.manager.match(chain)
+            assert [min(redis.shown.tiers_of(block)) for block in chain[: len(held)]] == held
+            await worker.compute_and_release(chain)
+            await worker.settle()
+        assert worker.manager.counts.loaded > 0
+        assert worker.manager.counts.failed == 0
+
+
+async def test_a_request_waits_for_room_and_is_refused_where_none_can_be_made(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, Listener()) as worker:
+        await worker.compute_and_release(chain_of(1, 10))
+        held = await worker.compute(chain_of(2, 8), 10)
+        table = await worker.compute(chain_of(3, 10), 14)
+        with pytest.raises(NotEnoughBlocks, match="1 needed, 0 free"):
+            await worker.cache.admit([], 1)
+        worker.cache.release(held)
+        worker.cache.extend(table, 2)
+        worker.cache.release(table)
+        await worker.settle()
+
+
+async def test_no_slot_is_given_away_before_redis_has_heard_of_it(tmp_path: Path) -> None:
+    redis = Listener()
+    async with running(tmp_path, redis) as worker:
+        chain = chain_of(1, 20)
+        await worker.compute_and_release(chain)
+        await worker.settle()
+        redis.hears.clear()
+        admitted = asyncio.ensure_future(worker.compute(chain_of(2, 24), 24))
+        device = worker.manager.tiers[DEVICE]
+
+        async def leaving() -> int:
+            return device.num_leaving
+
+        assert await eventually(leaving)
+        assert not admitted.done()
+        assert len(worker.manager.match(chain)) == 20
+        redis.hears.set()
+        worker.cache.release(await admitted)
+        assert worker.cache.unconfirmed == 0
+
+
+async def test_a_redis_that_is_away_does_not_stop_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 0.01)
+    redis = Listener()
+    redis.hears.clear()
+    async with running(tmp_path, redis) as worker:
+        await worker.compute_and_release(chain_of(1, 20))
+        await worker.compute_and_release(chain_of(2, 24))
+        await worker.settle()
+        assert worker.cache.unconfirmed > 0
+        assert "that Redis may still show" in caplog.text
+
+
+async def test_requests_that_share_a_prefix_load_it_once_and_one_may_give_up(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, Listener()) as worker:
+        chain = chain_of(1, 8)
+        await worker.compute_and_release(chain)
+        await worker.compute_and_release(chain_of(2, 20))
+        await worker.settle()
+        assert worker.manager.match(chain)[-1] > DEVICE
+        worker.may_load.clear()
+        before = worker.manager.counts.loaded
+        requests = [asyncio.ensure_future(worker.cache.admit(chain, 8)) for _ in range(3)]
+
+        async def shared() -> int:
+            return sum(slot.references > 1 for slot in worker.manager.tiers[DEVICE].all())
+
+        await eventually(shared, lambda count: count >= 8)
+        requests[0].cancel()
+        await asyncio.wait(requests[:1])
+        assert requests[0].cancelled()
+        worker.may_load.set()
+        for request in requests[1:]:
+            table = await request
+            worker.check(table)
+            assert table.num_matched == 8
+            worker.cache.release(table)
+            loaded = sum(len(load.blocks) for load in table.loads)
+            assert loaded == worker.manager.counts.loaded - before
+        await worker.settle()
+
+
+async def test_what_cannot_be_loaded_is_computed(tmp_path: Path) -> None:
+    async with running(tmp_path, Listener(), write=WritePolicy.THROUGH) as worker:
+        chain = chain_of(1, 8)
+        await worker.compute_and_release(chain)
+        await worker.compute_and_release(chain_of(2, 20))
+        await worker.compute_and_release(chain_of(3, 20))
+        await worker.settle()
+        held = worker.manager.match(chain)
+        assert held[-1] is DISK
+        size = (tmp_path / "blocks").stat().st_size
+        (tmp_path / "blocks").write_bytes(bytes(size))
+        await worker.compute_and_release(chain)
+        assert worker.manager.counts.fallbacks == 1
+        assert worker.manager.match(chain) == [DEVICE] * 8
+        await worker.settle()
+
+
+async def test_prefetched_blocks_are_there_when_their_request_comes(tmp_path: Path) -> None:
+    async with running(tmp_path, Listener()) as worker:
+        chain = chain_of(1, 8)
+        await worker.compute_and_release(chain)
+        await worker.compute_and_release(chain_of(2, 20))
+        await worker.settle()
+        below = sum(tier > DEVICE for tier in worker.manager.match(chain))
+        assert worker.cache.prefetch(chain) == min(below, SPARE[DEVICE])
+        await worker.compute_and_release(chain)
+        await worker.settle()
+
+
+class WatchedManager(BlockManager):
+    """Calls `before` whenever something it could serve is about to go."""
+
+    def before(self) -> None:
+        """Set by the test."""
+
+    def reclaim(self, eviction: Eviction) -> int:
+        self.before()
+        return super().reclaim(eviction)
+
+    def finish(self, move: Move, num_done: int) -> None:
+        self.before()
+        super().finish(move, num_done)
+
+
+async def test_readers_never_see_a_block_that_the_worker_could_not_serve_at_that_moment(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Each answer must fit some moment between its question and itself."""
+    rng = random.Random(5)
+    stem = chain_of(0, 4)
+    chains = [chain_of(n, 4 + n, stem if n % 2 else ()) for n in range(1, 10)]
+    scripts = ScriptRunner(redis, timeout_s=5.0)
+    info = WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", SHAPE.block_size, 24, 8)
+    settings = AgentSettings(lease_ttl_s=20.0, index_blocks=512)
+    agent = Agent(scripts, KEYS, info, settings, lambda: (ForwardPassMetrics(), DEFAULT_SPEED))
+    manager = WatchedManager(NUM_SLOTS, now=lambda: 0.0)
+    windows: dict[int, list[int]] = {}
+
+    def before() -> None:
+        for best in windows.values():
+            best[:] = map(max, best, map(len, map(manager.match, chains)))
+
+    manager.before = before  # type: ignore[method-assign]
+    served = seen = 0
+    stop = asyncio.Event()
+
+    async def engine(seed: int) -> None:
+        nonlocal served
+        rng = random.Random(seed)
+        while not stop.is_set():
+            chain = rng.choice(chains)
+            try:
+                table = await worker.compute(chain, len(chain) + rng.randrange(2))
+            except NotEnoughBlocks:
+                await asyncio.sleep(0)
+                continue
+            served += 1
+            await asyncio.sleep(rng.random() * 0.003)
+            worker.check(table)
+            worker.cache.release(table)
+
+    async def reader(seed: int) -> None:
+        nonlocal seen
+        while not stop.is_set():
+            best = [0] * len(chains)
+            windows[id(best)] = best
+            before()
+            (found, *_), _ = await match(scripts, KEYS, [chains[seed]], 1)
+            before()
+            del windows[id(best)]
+            for overlap in (found or {}).values():
+                assert overlap.total <= best[seed]
+                seen += overlap.total > 0
+
+    await agent.start()
+    async with running(tmp_path, agent, manager) as worker, asyncio.TaskGroup() as tasks:
+        others = [tasks.create_task(agent.run())]
+        work = [tasks.create_task(engine(n)) for n in range(3)]
+        work += [tasks.create_task(reader(rng.randrange(len(chains)))) for _ in range(3)]
+
+        async def evicted() -> tuple[int, int, int]:
+            return manager.counts.evicted, served, seen
+
+        await eventually(evicted, lambda n: n[0] > 300 and n[1] > 100 and n[2] > 100, within_s=60)
+        stop.set()
+        await asyncio.wait(work)
+        await worker.settle()
+        assert worker.cache.unconfirmed == 0
+        for task in others:
+            task.cancel()

@@ -1,0 +1,212 @@
+"""A worker's KV cache: carries out what the block manager plans, and tells the agent of it.
+
+What the index says of a block is true of it: stored only when its copy is complete, and removed
+before its slot is given away. So slots are freed ahead of the requests that will need them, one
+task for each tier: blocks are stored further down if they are worth it, then withdrawn, and their
+slots freed when Redis has heard of that.
+
+Copies run in threads, a pool for loads and one thread for each tier that is stored to: a slow disk
+keeps no load waiting, nor a block that leaves the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from app.core.errors import NotEnoughBlocks
+from app.core.events import CacheEvent
+from app.core.types import SequenceHash, Tier
+from workers.blocks import BlockManager, BlockTable
+from workers.slots import Move
+
+log = logging.getLogger(__name__)
+
+LOAD_THREADS = 2
+WITHDRAW_TIMEOUT_S = 1.0
+"""If Redis has not heard by then that a block goes, it goes nevertheless."""
+
+
+class Publisher(Protocol):
+    """What of an agent is needed here."""
+
+    def notify(self, events: Iterable[CacheEvent]) -> None: ...
+
+    async def settled(self) -> None: ...
+
+
+class BlockCache:
+    """`run` it, and meanwhile `admit`, `register`, `release` and `prefetch`, on one event loop.
+
+    carry_out: copies the blocks of a move and says how many leading ones are copied; see
+    Transfers.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
+    stores from the tier above, which are dropped where nothing is free.
+    unconfirmed: slots that were freed though Redis had not heard of it in time.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        carry_out: Callable[[Move], int],
+        publisher: Publisher,
+        *,
+        spare: Mapping[Tier, int],
+    ) -> None:
+        self.manager = manager
+        self.unconfirmed = 0
+        self._carry_out = carry_out
+        self._publisher = publisher
+        self._spare = dict(spare)
+        self._needed: dict[object, int] = {}
+        """Device slots that each request needs that waits for them."""
+        self._changed = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._copies: dict[Move, asyncio.Task[None]] = {}
+        self._loading = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kv-load")
+        self._storing = {
+            tier: ThreadPoolExecutor(1, thread_name_prefix=f"kv-store-{tier.name.lower()}")
+            for tier in manager.tiers
+        }
+
+    async def run(self) -> None:
+        """Until cancelled, which is for when nobody waits in `admit`; ends with the copies."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for tier in self.manager.tiers:
+                    tasks.create_task(self._keep_spare(tier))
+                self._go_on()
+        finally:
+            self._tasks = None
+            for pool in (self._loading, *self._storing.values()):
+                await asyncio.to_thread(pool.shutdown)
+
+    async def admit(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        """Slots for a request; the first `num_matched` hold leading blocks of `prefix`.
+
+        Waits for room to be made and for blocks to be loaded; what cannot be loaded is to be
+        computed. Raises NotEnoughBlocks if requests use too much of the device.
+        """
+        while True:
+            table = await self._prepare(prefix, num_blocks)
+            self._go_on()
+            try:
+                for load in table.loads:
+                    await self._ended(load)
+            except asyncio.CancelledError:
+                self.release(table)
+                raise
+            if table.num_whole == table.num_matched:
+                return table
+            try:
+                self.manager.fall_back(table)
+            except NotEnoughBlocks:
+                self._go_on()
+                continue
+            return table
+
+    def extend(self, table: BlockTable, count: int) -> None:
+        """Raises NotEnoughBlocks; see BlockManager.extend."""
+        self.manager.extend(table, count)
+        self._go_on()
+
+    def register(self, table: BlockTable, blocks: Sequence[SequenceHash]) -> None:
+        """See BlockManager.register: slots of the table may change."""
+        self.manager.register(table, blocks)
+        self._go_on()
+
+    def release(self, table: BlockTable, priority: int = 0) -> None:
+        """The request is over or cancelled."""
+        self.manager.release(table, priority)
+        self._go_on()
+
+    def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
+        """For a request that still waits: begin to load into free slots; see BlockManager."""
+        count = self.manager.prefetch(chain, tier)
+        self._go_on()
+        return count
+
+    async def _prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        device = self.manager.tiers[Tier.DEVICE]
+        waiting = object()
+        try:
+            while True:
+                try:
+                    return self.manager.prepare(prefix, num_blocks)
+                except NotEnoughBlocks as error:
+                    could_be_free = device.num_free + device.num_idle + device.num_leaving
+                    if could_be_free < error.needed and not self._copies:
+                        raise
+                    if self._needed.get(waiting) != error.needed:
+                        self._needed[waiting] = error.needed
+                        self._notice()
+                await self._changed.wait()
+        finally:
+            self._needed.pop(waiting, None)
+
+    async def _keep_spare(self, tier: Tier) -> None:
+        slots = self.manager.tiers[tier]
+        while True:
+            changed = self._changed
+            wanted = self._spare.get(tier, 0)
+            if tier is Tier.DEVICE:
+                wanted = max(wanted, sum(self._needed.values()))
+            short = wanted - slots.num_free
+            if short > 0 and slots.num_idle:
+                await self._free(tier, short)
+            else:
+                await changed.wait()
+
+    async def _free(self, tier: Tier, count: int) -> None:
+        eviction = self.manager.evict(tier, count)
+        self._go_on()
+        if eviction.store is not None:
+            await self._ended(eviction.store)
+        self.manager.withdraw(eviction)
+        self._go_on()
+        confirmed = True
+        try:
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                await self._publisher.settled()
+        except TimeoutError:
+            confirmed = False
+        freed = self.manager.reclaim(eviction)
+        if not confirmed:
+            self.unconfirmed += freed
+            log.warning("%d slots are freed that Redis may still show the blocks of", freed)
+        self._go_on()
+
+    async def _ended(self, move: Move) -> None:
+        """However that copy ends, and though who waits is cancelled."""
+        if move in self._copies:
+            await asyncio.wait([self._copies[move]])
+
+    async def _copy(self, move: Move) -> None:
+        for before in move.after:
+            await self._ended(before)
+        pool = self._loading if move.is_load else self._storing[move.target]
+        num_done = 0
+        try:
+            num_done = await asyncio.get_running_loop().run_in_executor(pool, self._carry_out, move)
+        except Exception:
+            log.exception("copying %d blocks failed", len(move.blocks))
+        del self._copies[move]
+        self.manager.finish(move, num_done)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin what is planned, tell what has changed, and wake those who wait for room."""
+        assert self._tasks is not None, "the cache does not run"
+        for move in self.manager.take_moves():
+            self._copies[move] = self._tasks.create_task(self._copy(move))
+        events = self.manager.take_events()
+        if events:
+            self._publisher.notify(events)
+        self._notice()
+
+    def _notice(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
