@@ -82,7 +82,13 @@ def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
         first, count = int(given[0]), len(given)
         slots = target[first : first + count] if _are_consecutive(given) else None
         if slots is not None and source.device == target.device:
-            torch.index_select(source, 0, taken, out=slots)
+            if source.is_cpu and source.is_contiguous():
+                # One thread, and no call for each block. (Modes that check the ids, which are
+                # checked already, would go through a buffer.)
+                ids = source_ids[at : at + step]
+                np.take(source.numpy(), ids, axis=0, out=slots.numpy(), mode="clip")
+            else:
+                torch.index_select(source, 0, taken, out=slots)
             continue
         shape = (count, *source.shape[1:])
         staged = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=to_device)
