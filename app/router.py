@@ -72,6 +72,8 @@ SCRUB_INTERVAL_MS = 300_000
 EXPIRE_LIMIT = 64
 SPOILT = re.compile("WRONGTYPE|exhausted the last possible ID")
 """What Redis says of a stream that somebody made into something that takes no more."""
+COMPLAINTS_PER_S = 1
+"""That Redis is away. Metrics count each decision without it."""
 RECORD_PAUSE_S = 0.05
 """Between two writes of decisions to their stream."""
 
@@ -214,6 +216,7 @@ class Router:
         self._waiting = (
             Waiting(runner, keyspace, settings, fleet, telemetry) if settings.wait_queue else None
         )
+        self._complaints = Pace(COMPLAINTS_PER_S)
         self._nonce = secrets.token_hex(4)
         self._attempts = 0
         # Ids of requests, and attempts, that nobody will end, though Redis may hold a reservation
@@ -680,7 +683,8 @@ class Router:
 
     def _decide_degraded(self, batch: list[_Pending], reason: Exception) -> None:
         """Spread by the loads last seen, counting on what is decided meanwhile."""
-        log.warning("deciding without Redis: %s", reason)
+        if self._complaints.lets_through():
+            log.warning("deciding without Redis: %s", reason)
         view = self.fleet.last_view
         for pending in batch:
             if view is None:

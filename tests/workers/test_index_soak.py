@@ -233,7 +233,7 @@ class Cluster:
         """A worker is missed for so long that it is retired, and comes back."""
         worker = self.rng.choice(self.workers)
         await worker.crash()
-        await eventually(worker.lease, lambda lease: lease is None)
+        await eventually(worker.lease, lambda lease: lease is None, within_s=60.0)
         await worker.start()
 
     async def age(self, turnovers: int, metrics_maxlen: int) -> None:
