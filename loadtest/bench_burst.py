@@ -31,7 +31,7 @@ from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
 
-REPLICAS = (1, 2, 4, 8)
+REPLICAS = (1, 2, 4, 8, 16)
 NUM_WORKERS = 8
 NUM_REQUESTS = 32
 PREFIX_BLOCKS = 100
@@ -151,7 +151,7 @@ def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict
 @click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
 def main(rounds: int, policy: str, out: Path | None) -> None:
-    """Place bursts with 1, 2, 4 and 8 replicas."""
+    """Place bursts with 1, 2, 4, 8 and 16 replicas."""
     on_owner = measure(REPLICAS, rounds, policy)
     medians = {count: median(seen) for count, seen in on_owner.items()}
     difference = max(abs(middle - medians[1]) for middle in medians.values())
