@@ -230,6 +230,7 @@ class Router:
             tasks.create_task(self._record_routed())
             tasks.create_task(self._record_decisions())
             tasks.create_task(self.fleet.follow())
+            tasks.create_task(self._runner.redis.follow())
 
     async def route(self, request: RouteRequest) -> Decision:
         """Choose a worker and reserve it.
