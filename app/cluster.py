@@ -84,6 +84,7 @@ class Cluster:
         self._num_replicas = num_replicas
         self._router = router
         self._worker = worker
+        self._shared: socket.socket | None = None
         self._haproxy = system_binary("haproxy") if haproxy is not False else None
         if haproxy and self._haproxy is None:
             raise ClusterError("haproxy is not installed")
@@ -122,12 +123,27 @@ class Cluster:
         self.workers.append(member)
         return member
 
+    def start_router(self, index: int) -> Member:
+        """Start replica `r<index>`; does not wait for it. HAProxy knows only those of the start."""
+        settings = replace(
+            self._router,
+            redis_url=self.redis_url,
+            port=free_port(),
+            shared_fd=self._shared.fileno() if self._shared else None,
+        )
+        url = f"http://{settings.host}:{settings.port}"
+        passed = (self._shared.fileno(),) if self._shared else ()
+        member = self._spawn(f"router r{index}", url, ["router", *flags(settings)], passed)
+        self.routers.append(member)
+        return member
+
     def _start(self) -> None:
         # First, so that a port in use is told at once and in our own words.
         front_socket = self._exit.enter_context(listen(*self._front))
-        shared = None if self._haproxy else front_socket
         if self._haproxy:
             front_socket.close()
+        else:
+            self._shared = front_socket
         if self.redis is not None:
             self._exit.enter_context(self.redis)
             self.redis_url = self.redis.url
@@ -136,7 +152,7 @@ class Cluster:
             for index in range(self._num_workers):
                 self.start_worker(index)
             for index in range(self._num_replicas):
-                self._start_router(index, shared)
+                self.start_router(index)
         deadline = time.monotonic() + START_DEADLINE_S
         for member in self.workers:
             _wait_for(member, f"{member.url}/health", deadline)
@@ -147,19 +163,6 @@ class Cluster:
                 self.balancer = self._start_haproxy(self._haproxy)
         front = self.balancer or self.routers[0]
         _wait_for(front, f"{self.balancer_url}/readiness", deadline)
-
-    def _start_router(self, index: int, shared: socket.socket | None) -> None:
-        settings = replace(
-            self._router,
-            redis_url=self.redis_url,
-            port=free_port(),
-            shared_fd=shared.fileno() if shared else None,
-        )
-        url = f"http://{settings.host}:{settings.port}"
-        passed = (shared.fileno(),) if shared else ()
-        self.routers.append(
-            self._spawn(f"router r{index}", url, ["router", *flags(settings)], passed)
-        )
 
     def _start_haproxy(self, binary: Path) -> Member:
         folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-haproxy-"))

@@ -172,6 +172,12 @@ class Fleet:
         """Has Redis been away so lately that a lease may have run out though its owner lives?"""
         return time.monotonic() < self._recovers_until
 
+    @property
+    def redis_now_ms(self) -> int | None:
+        """The Redis clock, by what it was when Redis last answered; None before."""
+        ahead_ms = self._redis_ahead_ms
+        return None if ahead_ms is None else round(time.monotonic() * 1000 + ahead_ms)
+
     def lost_sight(self) -> None:
         """Redis did not answer."""
         self._recovers_until = time.monotonic() + RECOVERY_S
@@ -273,9 +279,9 @@ class Fleet:
         for entry_id, fields in entries:
             position = entry_id
             self._take(_id_ms(entry_id), fields)
-        if position is None or self._redis_ahead_ms is None:
+        now_ms = self.redis_now_ms
+        if position is None or now_ms is None:
             return position
-        now_ms = time.monotonic() * 1000 + self._redis_ahead_ms
         age_s = (now_ms - _id_ms(position)) / 1000
         self.metrics_age_s = max(0.0, age_s)
         if age_s < -MAX_AHEAD_S:

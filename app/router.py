@@ -219,9 +219,9 @@ class Router:
         self._complaints = Pace(COMPLAINTS_PER_S)
         self._nonce = secrets.token_hex(4)
         self._attempts = 0
-        # Ids of requests, and attempts, that nobody will end, though Redis may hold a reservation
-        # for them. Past the limit the oldest are left to expire.
-        self._orphans: deque[tuple[str, str]] = deque(maxlen=4 * MAX_QUEUED)
+        # Of reservations that nobody will end, though Redis may hold them. Past the limit, the
+        # oldest are left to expire.
+        self._releases: deque[Call[bool]] = deque(maxlen=4 * MAX_QUEUED)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -233,6 +233,7 @@ class Router:
             tasks.create_task(self._record_routed())
             tasks.create_task(self._record_decisions())
             tasks.create_task(self.fleet.follow())
+            tasks.create_task(self._runner.redis.follow())
 
     async def route(self, request: RouteRequest) -> Decision:
         """Choose a worker and reserve it.
@@ -279,14 +280,31 @@ class Router:
 
     def abandon(self, decision: Decision) -> None:
         """Release what was reserved for a caller that is gone, soon."""
-        self._orphans.append((decision.request_id, decision.attempt))
+        self._release_soon(decision.request_id, decision.attempt)
 
     async def release(self, request_id: str) -> bool:
-        """False if there is no such reservation (any more). Raises RedisUnavailable."""
-        known = await self._runner.one(reservations.release(self._keyspace, request_id))
+        """False if there is no such reservation (any more).
+
+        Raises RedisUnavailable; it is then made up for once Redis is back, if this router lives.
+        """
+        now_ms = self.fleet.redis_now_ms
+        try:
+            known = await self._runner.one(reservations.release(self._keyspace, request_id))
+        except RedisUnavailable:
+            if now_ms is not None:
+                # Not of what the same id may have been promised by then.
+                self._release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
+            raise
         self.telemetry.reservations.labels("released" if known else "unknown").inc()
         self._look_again()
         return known
+
+    def _release_soon(
+        self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+    ) -> None:
+        self._releases.append(
+            reservations.release(self._keyspace, request_id, attempt, expires_by_ms)
+        )
 
     def _look_again(self) -> None:
         if self._waiting is not None:
@@ -347,14 +365,15 @@ class Router:
                 self._note(error)
                 undecided = [p for p in waiting if not p.answer.done()]
                 # Redis may still run what it has been sent.
-                self._orphans.extend((p.request.request_id, p.attempt) for p in undecided)
+                for p in undecided:
+                    self._release_soon(p.request.request_id, p.attempt)
                 self._decide_degraded(undecided, error)
                 return
         for pending in waiting:
             if pending.held is not None:
                 self._take(pending.held)
                 continue
-            self._orphans.append((pending.request.request_id, pending.attempt))
+            self._release_soon(pending.request.request_id, pending.attempt)
             pending.attempt = self._new_attempt()
             busy = f"every choice of {MAX_TRIES} was full by then"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
@@ -720,13 +739,12 @@ class Router:
             # Nobody could renew in a Redis that was away.
             if not self.fleet.recovers:
                 calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
-            orphans = list(islice(self._orphans, EXPIRE_LIMIT))
-            releases = [reservations.release(self._keyspace, *orphan) for orphan in orphans]
+            releases = list(islice(self._releases, EXPIRE_LIMIT))
             try:
                 expired, snapshot, *_ = await self._runner.run([*calls, *releases])
                 heard_ms = snapshot.now_ms
-                for _ in orphans:
-                    self._orphans.popleft()
+                for _ in releases:
+                    self._releases.popleft()
                 self.telemetry.reservations.labels("expired").inc(expired)
                 await self.fleet.view(snapshot)
                 await self._runner.run(self._prune())

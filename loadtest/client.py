@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import cycle
 from types import TracebackType
 from typing import Any, Self
 
@@ -129,14 +130,20 @@ class _Progress:
 class ClusterClient:
     """Sends requests to one cluster; use as an async context manager.
 
-    base_url: of the balancer. deadline_s: for a whole request, from its arrival. max_in_flight:
-    requests at once; more wait, which `num_held_back` counts and their times include.
+    base_url: of the balancer; several, of router replicas, get the calls in turn. deadline_s: for
+    a whole request, from its arrival. max_in_flight: requests at once; more wait, which
+    `num_held_back` counts and their times include.
     """
 
     def __init__(
-        self, base_url: str, *, deadline_s: float = 600.0, max_in_flight: int = 512
+        self,
+        base_url: str | Sequence[str],
+        *,
+        deadline_s: float = 600.0,
+        max_in_flight: int = 512,
     ) -> None:
-        self._base_url = base_url.rstrip("/")
+        urls = [base_url] if isinstance(base_url, str) else base_url
+        self._base_urls = cycle(url.rstrip("/") for url in urls)
         self._deadline_s = deadline_s
         self._slots = asyncio.Semaphore(max_in_flight)
         self.num_held_back = 0
@@ -161,10 +168,11 @@ class ClusterClient:
 
     async def workers(self) -> list[str]:
         """Names of the workers that live now. Raises RequestError."""
-        with _translated_errors(self._base_url):
+        base_url = next(self._base_urls)
+        with _translated_errors(base_url):
             async with (
                 asyncio.timeout(ROUTER_TIMEOUT_S),
-                self._session.get(f"{self._base_url}/v1/workers") as response,
+                self._session.get(f"{base_url}/v1/workers") as response,
             ):
                 if response.status != 200:
                     raise await _status_error(response, FailureKind.UNAVAILABLE)
@@ -260,11 +268,12 @@ class ClusterClient:
             # Once only: it may be the only one there is.
             params["exclude"], progress.failed_worker = progress.failed_worker, None
         asked = clock()
-        with _translated_errors(self._base_url):
+        base_url = next(self._base_urls)
+        with _translated_errors(base_url):
             async with (
                 asyncio.timeout(ROUTER_TIMEOUT_S),
                 self._session.post(
-                    f"{self._base_url}/v1/route", params=params, data=prompt, headers=TOKENS_TYPE
+                    f"{base_url}/v1/route", params=params, data=prompt, headers=TOKENS_TYPE
                 ) as response,
             ):
                 if response.status != 200:
@@ -325,7 +334,7 @@ class ClusterClient:
         try:
             async with (
                 asyncio.timeout(ROUTER_TIMEOUT_S),
-                self._session.request(method, self._base_url + path) as response,
+                self._session.request(method, next(self._base_urls) + path) as response,
             ):
                 self.num_lost_calls += response.status >= 400
         except NETWORK_ERRORS:

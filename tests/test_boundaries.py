@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -91,3 +92,18 @@ def test_a_module_that_crosses_its_boundary_is_seen_wherever_it_lies(tmp_path: P
     assert "shop.till" not in modules
     with pytest.raises(AssertionError, match="No module named 'chunk_of_nothing'"):
         loaded("shop", frozenset(), root=tmp_path)
+
+
+def test_the_wall_clock_is_read_only_to_date_an_answer() -> None:
+    """Machines are compared by the Redis clock alone; nobody else's has to be right."""
+    reads = re.compile(
+        r"time\.(time|gmtime|localtime|ctime)|time_ns|datetime|from time |import time as"
+    )
+    found = [
+        (str(path.relative_to(ROOT)), line.strip())
+        for package in ("app", "workers")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if reads.search(line)
+    ]
+    assert found == [("workers/serve.py", '"created": int(time.time()),')]

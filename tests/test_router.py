@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 
 from app.api.main import create_app
 from app.core.config import RouterSettings
-from app.core.embedded import EmbeddedRedis
-from app.core.errors import AllWorkersBusy, NoWorkers, RouterOverloaded
+from app.core.embedded import EmbeddedRedis, free_port
+from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
 from app.core.hashing import compute_hashes
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
@@ -486,6 +486,30 @@ class TestWithoutRedis:
             assert await workers.reserved() == {"r1": "w1:0"}
             other.abandon(again)
             await eventually(workers.reserved, lambda reserved: reserved == {})
+
+    async def test_what_was_to_be_released_is_once_redis_takes_it(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        url = own_redis_server.url
+        async with connect(url) as redis, running(url) as other, asyncio.TaskGroup() as tasks:
+            workers, router = FakeWorkers(redis), Replica(redis)
+            await workers.register("w1")
+            for name in ("r1", "r2", "r3"):
+                await other.route(request(name))
+            await router.refresh()
+            # A master that nobody finds: Redis keeps what it has, and refuses to write.
+            await redis.execute_command("REPLICAOF", "127.0.0.1", free_port())
+            for name in ("r1", "r2"):
+                with pytest.raises(RedisUnavailable):
+                    await router.release(name)
+            await redis.execute_command("REPLICAOF", "NO", "ONE")
+            await eventually(lambda: other.route(request("r2")), lambda decision: decision.reserved)
+            catching_up = tasks.create_task(router.run())
+            # Released after the others, as they come in order.
+            router.abandon(await other.route(request("r4")))
+            await eventually(workers.reserved, lambda reserved: "r4" not in reserved)
+            assert await workers.reserved() == {"r2": "w1:0", "r3": "w1:0"}
+            catching_up.cancel()
 
     async def test_who_waits_meanwhile_does_not_wait_for_redis_again(
         self, own_redis_server: EmbeddedRedis

@@ -132,6 +132,7 @@ class Agent:
             tasks.create_task(self._publish())
             tasks.create_task(self._audit())
             tasks.create_task(self._publish_metrics())
+            tasks.create_task(self._runner.redis.follow())
 
     async def stop(self) -> None:
         """Retire, so that nobody is routed here while the lease would still run."""

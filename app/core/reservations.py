@@ -136,12 +136,16 @@ def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
     return call("prefill_complete", keyspace, request_id, parse=bool)
 
 
-def release(keyspace: Keyspace, request_id: str, attempt: str = "") -> Call[bool]:
+def release(
+    keyspace: Keyspace, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+) -> Call[bool]:
     """The request is over. False: there is no such reservation (any more). Idempotent.
 
-    attempt: only if the reservation is that one's; none: in any case.
+    attempt: only if the reservation is that one's; none: in any case. expires_by_ms: only if it
+    expires by then, by the Redis clock; None: whenever.
     """
-    return call("release", keyspace, request_id, attempt, parse=bool)
+    by_ms = -1 if expires_by_ms is None else expires_by_ms
+    return call("release", keyspace, request_id, attempt, by_ms, parse=bool)
 
 
 def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int, grace_ms: int) -> Call[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -33,6 +34,8 @@ T = TypeVar("T")
 Address = tuple[str, int]
 
 MAX_REDIRECTS = 4
+FOLLOW_INTERVAL_S = 0.25
+FOLLOW_TIMEOUT_S = 1.0
 KEYLESS = frozenset({"INFO", "PING", "TIME"})
 
 
@@ -121,6 +124,9 @@ class Client(Redis):
         """A client of each server that takes writes. Raises RedisError, OSError."""
         return [self]
 
+    async def follow(self) -> None:
+        """Learns what no error tells, until cancelled; returns where there is no such thing."""
+
 
 class SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
     """Waits for a free connection; each new one goes to whom the sentinels name."""
@@ -128,11 +134,17 @@ class SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
     def __init__(self, service: str, sentinels: Sentinels, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
 
+    async def ensure_connection(self, connection: Any) -> None:
+        """Connects anew what was in use while the sentinels named another master."""
+        if self.is_master and (connection.host, connection.port) != self.master_address:
+            await connection.disconnect()
+        await super().ensure_connection(connection)
+
 
 class Sentinels(Sentinel):
-    """Asks another sentinel when one is slow: one that hangs would be asked first for ever.
+    """Asks all sentinels, and believes the one that knows of the latest failover.
 
-    patience_s: how long one sentinel is waited for alone.
+    patience_s: how long those that are slow are waited for once there is an answer.
     """
 
     def __init__(self, *args: Any, patience_s: float, **kwargs: Any) -> None:
@@ -140,21 +152,24 @@ class Sentinels(Sentinel):
         self._patience_s = patience_s
 
     async def discover_master(self, service_name: str) -> Address:
+        # They tell one another every 2 s only.
         asks = [partial(self._master, sentinel, service_name) for sentinel in self.sentinels]
-        return await first_answer(asks, self._patience_s)
+        found = await answers(asks, self._patience_s)
+        return max(found)[1]
 
     async def discover_slaves(self, service_name: str) -> Sequence[Any]:
         asks = [partial(self._slaves, sentinel, service_name) for sentinel in self.sentinels]
         return await first_answer(asks, self._patience_s)
 
-    async def _master(self, sentinel: Redis, service_name: str) -> Address:
+    async def _master(self, sentinel: Redis, service_name: str) -> tuple[int, Address]:
+        """The master, behind the number of the failover that made it one."""
         masters: Any = await sentinel.sentinel_masters()
         state = masters.get(service_name)
         if state is None or not self.check_master_state(state, service_name):
             raise MasterNotFoundError(
                 f"the sentinels know no master of {service_name!r} that is up"
             )
-        return state["ip"], state["port"]
+        return state["config-epoch"], (state["ip"], state["port"])
 
     async def _slaves(self, sentinel: Redis, service_name: str) -> Sequence[Any]:
         slaves: Any = await sentinel.sentinel_slaves(service_name)
@@ -173,6 +188,19 @@ class SentinelClient(Client):
 
     def node_of(self, key: str, *, replica: bool = False) -> Node:
         return Node(self._replicas, replica=True) if replica else Node(self)
+
+    async def follow(self) -> None:
+        """Leaves a master as soon as the sentinels name another.
+
+        It may still answer: handed over, or back after a pause, it takes itself for the master for
+        8 s more, until a sentinel makes it a replica and all that it took is lost.
+        """
+        pool: Any = self.connection_pool
+        while True:
+            with suppress(RedisError, OSError):
+                async with asyncio.timeout(FOLLOW_TIMEOUT_S):
+                    await pool.get_master_address()
+            await asyncio.sleep(FOLLOW_INTERVAL_S)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await self.connection_pool.aclose()
@@ -348,6 +376,37 @@ async def first_answer(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: f
                 if error is None:
                     return task.result()
         raise error or ConnectionError("there is nobody to ask")
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def answers(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float) -> list[T]:
+    """What those of `asks` return that do so within `patience_s`, or else the first one to do so.
+
+    All begin at once. Raises what the last one raised if all fail.
+    """
+    tasks = [asyncio.ensure_future(ask()) for ask in asks]
+    found: list[T] = []
+    error: BaseException | None = None
+    timeout: float | None = patience_s
+    pending = set(tasks)
+    try:
+        while pending and not found:
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=timeout,
+                return_when=asyncio.ALL_COMPLETED if timeout else asyncio.FIRST_COMPLETED,
+            )
+            timeout = None
+            for task in done:
+                error = task.exception() or error
+                if task.exception() is None:
+                    found.append(task.result())
+        if not found:
+            raise error or ConnectionError("there is nobody to ask")
+        return found
     finally:
         for task in pending:
             task.cancel()

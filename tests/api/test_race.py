@@ -14,6 +14,7 @@ from app import inspection
 from app.core.embedded import EmbeddedRedis
 from app.core.redis import connect
 from tests.api.conftest import StartReplica
+from tests.api.test_metrics import scrape
 from tests.fake_workers import KEYS, FakeWorkers
 
 CLIENTS = 200
@@ -70,6 +71,19 @@ async def test_never_more_is_promised_than_there_is(
                     0,
                 )
         assert await workers.reserved() == {}
+        seen = [await scrape(client) for client in clients]
+
+        def counted(name: str, **labels: str) -> float:
+            return sum(one(f"{name}_total", **labels) for one in seen)
+
+        won, asked = 3 * sum(slots.values()), 3 * CLIENTS
+        assert counted("decisions", policy="latency", outcome="routed") == won
+        assert counted("decisions", policy="latency", outcome="all_busy") == asked - won
+        # Whoever was refused was decided again, with or without success.
+        refused = sum(
+            counted("reserve_conflicts", reason=why) for why in ("changed", "full", "lapsed")
+        )
+        assert refused == counted("decision_retries") > 0
     async with connect(one_redis_server.url) as redis:
         findings, _ = await inspection.verify(redis, KEYS, 1 << 10)
     assert findings == []

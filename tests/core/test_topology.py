@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError  # noqa: A004
 
 from app.core.embedded import EmbeddedRedis, free_port
 from app.core.redis import connect
-from app.core.topology import Node, NotSent, exchange, first_answer
+from app.core.topology import Node, NotSent, answers, exchange, first_answer
 
 Ask = Callable[[], Awaitable[str]]
 PATIENCE_S = 0.01
@@ -72,6 +72,28 @@ async def test_who_hangs_is_let_go_of_at_the_deadline() -> None:
         async with asyncio.timeout(5 * PATIENCE_S):
             await first_answer([asked.who_hangs("a"), asked.who_hangs("b")], PATIENCE_S)
     assert sorted(asked.cancelled) == ["a", "b"]
+
+
+async def test_all_that_answer_soon_are_heard() -> None:
+    asked = Asked()
+    asks = [asked.who_hangs("a"), asked.who_says("b"), asked.who_says("c", fails=True)]
+    assert sorted(await answers([*asks, asked.who_says("d")], PATIENCE_S)) == ["b", "d"]
+    assert asked.cancelled == ["a"]
+
+
+async def test_where_nobody_answers_soon_the_first_is_waited_for() -> None:
+    asked, thought = Asked(), asyncio.Event()
+
+    async def who_thinks() -> str:
+        await thought.wait()
+        return "b"
+
+    asking = asyncio.ensure_future(answers([asked.who_hangs("a"), who_thinks], PATIENCE_S))
+    assert await asyncio.wait([asking], timeout=5 * PATIENCE_S) == (set(), {asking})
+    thought.set()
+    assert await asking == ["b"]
+    with pytest.raises(ConnectionError, match="c is gone"):
+        await answers([asked.who_says("c", fails=True)], PATIENCE_S)
 
 
 async def test_an_exchange_has_a_reply_for_each_command_errors_among_them(redis: Redis) -> None:

@@ -178,6 +178,38 @@ async def test_a_failover_is_followed(kind: str) -> None:
             assert await matching.match(runner, KEYS, [[SequenceHash(1)]]) == ([{}], [])
 
 
+async def test_the_sentinel_is_believed_that_knows_of_the_latest_failover(
+    servers: SentinelServers,
+) -> None:
+    with SentinelServers(newest_kind()) as others:
+        await others.hand_over(within_s=FAILOVER_S)
+        behind, ahead = servers.url.removesuffix(f"/{SERVICE}"), others.url.partition("://")[2]
+        async with connect(f"{behind},{ahead}") as redis:
+            assert await port_of(redis) == others.replica.port
+
+
+async def test_a_master_that_was_replaced_is_left_though_it_still_takes_writes() -> None:
+    with SentinelServers(newest_kind()) as servers:
+        async with connect(servers.url) as redis:
+            runner = ScriptRunner(redis, TIMEOUT_S)
+            await runner.run([register("a"), LOADS])
+            await servers.hand_over(within_s=FAILOVER_S)
+
+            async def asked_and_left() -> tuple[int, str]:
+                async with Redis(port=servers.master.port) as left:
+                    return await port_of(redis), (await left.info("replication"))["role"]
+
+            # Nothing failed, so nothing was noticed: until the sentinels set it right.
+            assert await asked_and_left() == (servers.master.port, "master")
+            following = asyncio.ensure_future(redis.follow())
+            try:
+                await eventually(
+                    asked_and_left, lambda seen: seen == (servers.replica.port, "master")
+                )
+            finally:
+                following.cancel()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_master_that_becomes_a_replica_is_left(kind: str) -> None:

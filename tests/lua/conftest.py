@@ -190,8 +190,10 @@ class Namespace:
     async def prefill_complete(self, request_id: str) -> bool:
         return await self.do(reservations.prefill_complete(self.keys, request_id))
 
-    async def release(self, request_id: str, attempt: str = "") -> bool:
-        return await self.do(reservations.release(self.keys, request_id, attempt))
+    async def release(
+        self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+    ) -> bool:
+        return await self.do(reservations.release(self.keys, request_id, attempt, expires_by_ms))
 
     async def remember(
         self, session: str, inc: Incarnation, ttl_ms: int = LONG_MS, limit: int = 1000

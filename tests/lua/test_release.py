@@ -118,3 +118,15 @@ async def test_a_load_that_falls_below_zero_is_counted_anew(space: Namespace) ->
     assert (await space.loads()).loads == {}, "not routed to meanwhile"
     assert await space.renew(inc)
     assert (await space.load(inc)).prefill_tokens == 0
+
+
+async def test_a_late_release_leaves_a_newer_reservation_alone(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", ttl_ms=60_000)
+    expires = int(await space.redis.zscore(space.keys["expiry"], "r1") or 0)
+    before = await space.contents()
+    assert not await space.release("r1", expires_by_ms=expires - 1)
+    assert await space.contents() == before
+    assert not await space.release("r2", expires_by_ms=expires)
+    assert await space.release("r1", expires_by_ms=expires)
+    assert (await space.load(inc)).requests == 0

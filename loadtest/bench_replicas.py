@@ -1,0 +1,290 @@
+"""Does a cluster of many router replicas place real traffic as well as one router does?
+
+    nice python -m loadtest.bench_replicas --json out/replicas.json
+
+Real router processes that take the calls in turn, workers with simulated engines, one Redis. Every
+run has a fresh cluster, of which as many routers idle as the run does not use, so that the machine
+is as busy with one replica as with many. The numbers of replicas take turns, several rounds of
+them: what differs between rounds is noise, and a difference between numbers must be larger.
+Engines run in real time, so a machine without CPU to spare makes itself felt: its use is printed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.request import urlopen
+
+import click
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from app.cluster import Cluster
+from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from app.core.serving import run
+from loadtest.bench_decision import TICKS_PER_S, cpu_s
+from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
+from loadtest.replay import replay_policy
+from loadtest.report import PolicySummary, summarise
+from loadtest.traces import DEMO_TRACE, Trace, read_trace
+
+REPLICAS = (1, 4, 16)
+METRICS_TIMEOUT_S = 5.0
+ROWS = (
+    ("TTFT mean", "ttft_mean_s", "{:.3f} s"),
+    ("TTFT p50", "ttft_p50_s", "{:.3f} s"),
+    ("TTFT p99", "ttft_p99_s", "{:.2f} s"),
+    ("tokens from cache", "hit_rate", "{:.2%}"),
+    ("whole request, mean", "request_mean_s", "{:.2f} s"),
+    ("failed", "failed", "{:g}"),
+    ("decision p50 (wall)", "decision_p50_ms", "{:.1f} ms"),
+    ("decision p99 (wall)", "decision_p99_ms", "{:.1f} ms"),
+    ("client late, p99", "send_delay_p99_s", "{:.3f} s"),
+)
+COUNTED = (
+    ("conflicts per decision", "conflicts", "{:.4f}"),
+    ("retries per decision", "retries", "{:.4f}"),
+    ("degraded decisions", "degraded", "{:g}"),
+    ("CPU of the machine in use", "machine_cpu", "{:.0%}"),
+    ("CPU that this cluster uses", "cluster_cpu", "{:.0%}"),
+    ("CPU that its routers use", "routers_cpu", "{:.1%}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One replay with some replicas. conflicts, retries: per decision. *_cpu: of all cores, 0-1.
+
+    cluster_cpu: this process, which plays the clients, included.
+    """
+
+    summary: PolicySummary
+    conflicts: float
+    retries: float
+    degraded: float
+    machine_cpu: float
+    cluster_cpu: float
+    routers_cpu: float
+
+
+def measure(
+    trace: Trace,
+    counts: Sequence[int],
+    rounds: int,
+    *,
+    num_workers: int = 8,
+    policy: str = "latency",
+    load: float = 1.1,
+    speedup: float = 4.0,
+    console: Console | None = None,
+) -> dict[int, list[Round]]:
+    """By number of replicas, a replay of the trace in each round."""
+    made: dict[int, list[Round]] = {count: [] for count in counts}
+    for number in range(rounds):
+        first = number % len(counts)  # none comes always first
+        for count in (*counts[first:], *counts[:first]):
+            with Cluster(
+                num_workers=num_workers,
+                num_replicas=max(counts),
+                haproxy=False,
+                router=RouterSettings(policy=policy, log_level="error"),
+                worker=WorkerSettings(speedup=speedup, block_size=BLOCK_SIZE, log_level="error"),
+            ) as cluster:
+                one = _play(trace, cluster, count, load, speedup, seed=number)
+            made[count].append(one)
+            if console:
+                summary = one.summary
+                console.print(
+                    f"round {number + 1}, {count} replicas: TTFT {summary.ttft_mean_s:.3f} s, "
+                    f"{summary.hit_rate:.2%} from cache, CPU {one.machine_cpu:.0%}"
+                )
+    return made
+
+
+def _play(
+    trace: Trace, cluster: Cluster, count: int, load: float, speedup: float, *, seed: int
+) -> Round:
+    urls = [member.url for member in cluster.routers[:count]]
+    before = _ticks(cluster)
+    played = run(replay_policy(trace, urls, None, speedup=speedup, load=load, seed=seed))
+    available, *used = (b - a for a, b in zip(before, _ticks(cluster), strict=True))
+    machine_cpu, cluster_cpu, routers_cpu = (ticks / available for ticks in used)
+    counted = counters(urls)
+    decisions = counted["kvroute_decisions_total"]
+    return Round(
+        summarise(played),
+        conflicts=counted["kvroute_reserve_conflicts_total"] / decisions,
+        retries=counted["kvroute_decision_retries_total"] / decisions,
+        degraded=counted["kvroute_degraded_decisions_total"],
+        machine_cpu=machine_cpu,
+        cluster_cpu=cluster_cpu,
+        routers_cpu=routers_cpu,
+    )
+
+
+def _ticks(cluster: Cluster) -> tuple[float, float, float, float]:
+    """Of all cores, since they started: all ticks, those not idle, the cluster's, its routers'."""
+    user, nice, system, idle, iowait, *rest = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    busy = user + nice + system + sum(rest)
+    assert cluster.redis is not None
+    assert cluster.redis.pid is not None
+    routers = _cpu_ticks(member.process.pid for member in cluster.routers)
+    workers = _cpu_ticks(member.process.pid for member in cluster.workers)
+    own = _cpu_ticks([os.getpid(), cluster.redis.pid])
+    return busy + idle + iowait, busy, routers + workers + own, routers
+
+
+def _cpu_ticks(pids: Iterable[int]) -> float:
+    return sum(map(cpu_s, pids)) * TICKS_PER_S
+
+
+def counters(urls: Sequence[str]) -> Mapping[str, float]:
+    """The counters of all these routers together, whatever their labels."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for url in urls:
+        with urlopen(f"{url}/metrics", timeout=METRICS_TIMEOUT_S) as answer:  # noqa: S310 - ours
+            for family in text_string_to_metric_families(answer.read().decode()):
+                for sample in family.samples:
+                    if family.type == "counter" and sample.name.endswith("_total"):
+                        totals[sample.name] += sample.value
+    return totals
+
+
+def compare(made: dict[int, list[Round]]) -> dict[str, Any]:
+    """Each number of replicas against the first one, round by round; and what is noise."""
+    base, *others = made
+    alone = [one.summary for one in made[base]]
+    middle = median(_ttft(summary) for summary in alone)
+    noise = [_ttft(summary) / middle for summary in alone]
+    against: dict[str, Any] = {}
+    for count in others:
+        pairs = [(one.summary, first) for one, first in zip(made[count], alone, strict=True)]
+        ratios = [_ttft(one) / _ttft(first) for one, first in pairs]
+        points = [100 * ((one.hit_rate or 0) - (first.hit_rate or 0)) for one, first in pairs]
+        against[str(count)] = {
+            "ttft_mean": {"median": median(ratios), "least": min(ratios), "most": max(ratios)},
+            "hit_points": {"median": median(points), "least": min(points), "most": max(points)},
+        }
+    return {"base": base, "noise": {"least": min(noise), "most": max(noise)}, "against": against}
+
+
+def _ttft(summary: PolicySummary) -> float:
+    if summary.ttft_mean_s is None:
+        raise click.ClickException("no request was answered")
+    return summary.ttft_mean_s
+
+
+def show(made: dict[int, list[Round]], console: Console) -> None:
+    """A table of medians, each with the least and the most of the rounds, and the comparison."""
+    table = Table()
+    table.add_column("replicas")
+    for count in made:
+        table.add_column(str(count), justify="right")
+    for label, name, form in ROWS:
+        rows = [[getattr(one.summary, name) for one in rounds] for rounds in made.values()]
+        table.add_row(label, *(_spread(values, form) for values in rows))
+    for label, name, form in COUNTED:
+        rows = [[getattr(one, name) for one in rounds] for rounds in made.values()]
+        table.add_row(label, *(_spread(values, form) for values in rows))
+    console.print(table)
+    compared = compare(made)
+    noise = compared["noise"]
+    console.print(
+        f"noise: with {compared['base']}, the rounds' TTFT mean is {noise['least']:.3f} to "
+        f"{noise['most']:.3f} times their median"
+    )
+    for count, found in compared["against"].items():
+        ratio, points = found["ttft_mean"], found["hit_points"]
+        console.print(
+            f"{count} against {compared['base']}: TTFT mean {ratio['median']:.3f} times "
+            f"({ratio['least']:.3f} to {ratio['most']:.3f}), {points['median']:+.2f} points from "
+            f"cache ({points['least']:+.2f} to {points['most']:+.2f})"
+        )
+    if any(one.degraded for rounds in made.values() for one in rounds):
+        console.print("The machine was too busy for Redis to answer in time: measure again.")
+
+
+def _spread(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    middle, least, most = (form.format(of(known)) for of in (median, min, max))
+    return f"{middle} ({least} to {most})"
+
+
+@click.command()
+@click.option("--replicas", "counts", multiple=True, default=REPLICAS, type=POSITIVE)
+@click.option("--rounds", default=3, show_default=True, type=POSITIVE)
+@click.option("--requests", default=NUM_REQUESTS, show_default=True, type=POSITIVE)
+@click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
+@click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
+@click.option(
+    "--load",
+    default=1.1,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Arrival rate, as a multiple of the recorded one.",
+)
+@click.option(
+    "--speedup",
+    default=4.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="So many times faster than life; halve it where the CPU is more than half in use.",
+)
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+def main(
+    counts: tuple[int, ...],
+    rounds: int,
+    requests: int,
+    num_workers: int,
+    policy: str,
+    load: float,
+    speedup: float,
+    out: Path | None,
+) -> None:
+    """Replay real traffic with different numbers of router replicas."""
+    console = Console()
+    trace = read_trace(DEMO_TRACE).cut(requests=requests)
+    console.print(
+        f"{trace.num_requests:,} requests of {trace.name} at {load:g} times the recorded rate, "
+        f"{num_workers} simulated workers at {speedup:g} times life speed, policy {policy}, "
+        f"{rounds} rounds: medians (least to most); seconds are the engines'"
+    )
+    made = measure(
+        trace,
+        counts,
+        rounds,
+        num_workers=num_workers,
+        policy=policy,
+        load=load,
+        speedup=speedup,
+        console=console,
+    )
+    show(made, console)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = {
+            "trace": trace.name,
+            "requests": trace.num_requests,
+            "workers": num_workers,
+            "policy": policy,
+            "load": load,
+            "speedup": speedup,
+            "rounds": {str(count): [asdict(one) for one in some] for count, some in made.items()},
+            **compare(made),
+        }
+        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+
+
+if __name__ == "__main__":
+    main()

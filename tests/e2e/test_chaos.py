@@ -1,0 +1,420 @@
+"""Everything fails, over and over, and what is promised stays exact.
+
+Callers of every manner use a cluster of real processes behind Sentinel, while replicas and workers
+are killed and paused and Redis fails over, in an order drawn from a seed. The wall clock of every
+router and worker is hours off, each by another number: only the Redis clock may count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import pytest
+from redis.asyncio import Redis
+
+from app import inspection
+from app.cluster import Cluster, Member
+from app.core.config import RouterSettings, WorkerSettings
+from app.core.embedded import EmbeddedRedis
+from app.core.errors import RedisUnavailable
+from app.core.redis import connect
+from app.core.topology import Client
+from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind, Outcome
+from loadtest.topologies import SERVICE
+from tests.e2e.conftest import BLOCK_SIZE, LEASE_TTL_S, prompt
+from tests.eventually import eventually
+from tests.redis_servers import SentinelServers, newest_kind
+
+T = TypeVar("T")
+
+REPLICAS = 3
+WORKERS = 3
+SLOTS = 8
+"""Of each worker: few enough for all of them to be full now and then."""
+RESERVATION_TTL_S = 4.0
+POLITE = 6
+RUDE = 10
+NUM_PROMPTS = 12
+PROMPT_TOKENS = 20 * BLOCK_SIZE
+ANSWER_S = 20.0
+"""Within which every call is answered, by whichever replica."""
+PATIENCE_S = 2.0
+"""For one replica, which may be stopped."""
+RECOVERY_S = 60.0
+"""In which whatever was harmed is whole again. Of this, a sentinel takes 8 s before it makes a
+master that has returned follow the new one."""
+PAUSES = (30, 300)
+"""Calls that are answered before the next thing happens: too few for a lease to lapse, or more."""
+ANSWERS = {
+    (200, ""),
+    (429, "all_workers_busy"),
+    (429, "router_overloaded"),
+    (503, "no_workers"),
+    (503, "redis_unavailable"),
+}
+NOTHING_OF = (
+    "active_requests",
+    "active_blocks",
+    "prefill_tokens",
+    "queue_s",
+    "kv_active_blocks",
+    "num_requests_waiting",
+)
+
+SHIFTED_CLOCK = """
+import os, time
+
+_ahead_s = (os.getpid() % 47 - 23.5) * 3600
+_time, _time_ns = time.time, time.time_ns
+time.time = lambda: _time() + _ahead_s
+time.time_ns = lambda: _time_ns() + int(_ahead_s * 1e9)
+"""
+
+
+@pytest.fixture
+def shifted_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives every Python process that is started from here on a wall clock of its own."""
+    (tmp_path / "sitecustomize.py").write_text(SHIFTED_CLOCK)
+    known = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), known))))
+
+
+class Traffic:
+    """Callers of a cluster, until told to stop."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        seed: int,
+        http: aiohttp.ClientSession,
+        balanced: ClusterClient,
+    ) -> None:
+        self.answers: Counter[tuple[int, str]] = Counter()
+        """Of the routers to rude callers: status, and the code of an error."""
+        self.outcomes: list[Outcome] = []
+        """Of polite callers."""
+        self._cluster = cluster
+        self._rng = random.Random(seed)
+        self._http = http
+        self._balanced = balanced
+        self._stopping = False
+        self._num_ids = 0
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    async def grown_by(self, count: int) -> None:
+        """Until so many more calls are answered."""
+
+        async def answered() -> int:
+            return self.answers.total() + len(self.outcomes)
+
+        enough = await answered() + count
+        await eventually(answered, lambda seen: seen >= enough, within_s=RECOVERY_S)
+
+    async def call_politely(self) -> None:
+        """From routing to release through the balancer, as a good client does, over and over."""
+        while not self._stopping:
+            self.outcomes.append(
+                await self._balanced.send(self._new_id(), self._prompt, output_tokens=20)
+            )
+
+    async def call_rudely(self) -> None:
+        """Over and over, in ways that no client should, at whichever replica."""
+        manners = [
+            self._release_twice,
+            self._release_late,
+            self._release_too_early,
+            self._route_everywhere,
+            self._hang_up,
+            self._forget,
+        ]
+        while not self._stopping:
+            await self._rng.choice(manners)(self._new_id())
+
+    async def _release_twice(self, request: str) -> None:
+        await self._route(request)
+        await self._prefill_complete(request)
+        await asyncio.gather(self._release(request), self._release(request))
+        await asyncio.gather(self._prefill_complete(request), self._release(request))
+
+    async def _release_late(self, request: str) -> None:
+        await self._route(request)
+        await asyncio.sleep(RESERVATION_TTL_S * self._rng.uniform(0.8, 1.2))
+        await self._prefill_complete(request)
+        await self._release(request)
+
+    async def _release_too_early(self, request: str) -> None:
+        await asyncio.gather(self._release(request), self._route(request))
+        await asyncio.gather(self._prefill_complete(request), self._release(request))
+
+    async def _route_everywhere(self, request: str) -> None:
+        await asyncio.gather(*(self._route(request) for _ in range(3)))
+        await self._prefill_complete(request)
+        await asyncio.gather(self._route(request), self._release(request))
+        await self._route(request)
+        await self._release(request)
+
+    async def _hang_up(self, request: str) -> None:
+        routing = asyncio.ensure_future(self._route(request))
+        await asyncio.wait([routing], timeout=self._rng.uniform(0, 0.01))
+        routing.cancel()
+        await asyncio.wait([routing])
+
+    async def _forget(self, request: str) -> None:
+        await self._route(request)
+        if self._rng.random() < 0.5:
+            await self._prefill_complete(request)
+
+    async def _route(self, request: str) -> None:
+        await self._call("POST", f"/v1/route?request_id={request}", self._prompt())
+
+    async def _prefill_complete(self, request: str) -> None:
+        await self._call("POST", f"/v1/requests/{request}/prefill_complete")
+
+    async def _release(self, request: str) -> None:
+        await self._call("DELETE", f"/v1/requests/{request}")
+
+    async def _call(self, method: str, path: str, body: bytes = b"") -> None:
+        """Asks one replica after another until one answers. Raises TimeoutError after ANSWER_S."""
+        async with asyncio.timeout(ANSWER_S):
+            while True:
+                url = self._rng.choice(self._cluster.routers).url
+                with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async with (
+                        asyncio.timeout(PATIENCE_S),
+                        self._http.request(
+                            method, url + path, data=body, headers=TOKENS_TYPE
+                        ) as response,
+                    ):
+                        answer = await response.json()
+                        self.answers[response.status, answer.get("error", {}).get("code", "")] += 1
+                        return
+                await asyncio.sleep(0.05)
+
+    def _prompt(self) -> bytes:
+        return prompt(self._rng.randrange(NUM_PROMPTS), PROMPT_TOKENS)
+
+    def _new_id(self) -> str:
+        self._num_ids += 1
+        return f"chaos-{self._num_ids}"
+
+
+class Trouble:
+    """Does harm, and undoes it, once callers were answered in spite of it."""
+
+    def __init__(
+        self, cluster: Cluster, servers: SentinelServers, traffic: Traffic, seed: int
+    ) -> None:
+        self._cluster = cluster
+        self._servers = servers
+        self._traffic = traffic
+        self._rng = random.Random(seed)
+
+    async def among_processes(self, count: int) -> None:
+        """So many routers and workers, one after the other, are killed or stopped."""
+        for harm in self._drawn([self._kill, self._stop], count):
+            members, start = self._rng.choice(
+                [
+                    (self._cluster.routers, self._cluster.start_router),
+                    (self._cluster.workers, self._cluster.start_worker),
+                ]
+            )
+            await harm(members, start)
+            await self._pause()
+
+    async def in_redis(self, count: int) -> None:
+        """So many times another server becomes the master."""
+        for harm in self._drawn([self._kill_master, self._stop_master, self._hand_over], count):
+            await harm(*await self._roles())
+            await eventually(self._in_step, within_s=RECOVERY_S)
+            await self._pause()
+
+    def _drawn(self, kinds: list[T], count: int) -> list[T]:
+        """So many, each kind as often as the others, in an order drawn."""
+        drawn = (kinds * -(-count // len(kinds)))[:count]
+        self._rng.shuffle(drawn)
+        return drawn
+
+    async def _pause(self) -> None:
+        """As often short as long."""
+        await self._traffic.grown_by(self._rng.choice(PAUSES))
+
+    async def _kill(self, members: list[Member], start: Callable[[int], Member]) -> None:
+        member = members.pop(self._rng.randrange(len(members)))
+        member.process.kill()
+        member.process.wait()
+        await self._pause()
+        start(int(member.name[-1]))
+
+    async def _stop(self, members: list[Member], _: Callable[[int], Member]) -> None:
+        member = self._rng.choice(members)
+        with stopped(member.process.pid):
+            await self._pause()
+
+    async def _kill_master(self, master: EmbeddedRedis, successor: EmbeddedRedis) -> None:
+        master.kill()
+        await eventually(partial(self._leads, successor), within_s=RECOVERY_S)
+        await self._pause()
+        await asyncio.to_thread(master.start)
+
+    async def _stop_master(self, master: EmbeddedRedis, successor: EmbeddedRedis) -> None:
+        """When it goes on, it takes itself for the master until a sentinel tells it otherwise."""
+        assert master.pid is not None
+        with stopped(master.pid):
+            await eventually(partial(self._leads, successor), within_s=RECOVERY_S)
+            await self._pause()
+
+    async def _hand_over(self, _: EmbeddedRedis, __: EmbeddedRedis) -> None:
+        await self._servers.hand_over(within_s=RECOVERY_S)
+
+    async def _roles(self) -> tuple[EmbeddedRedis, EmbeddedRedis]:
+        """The master, and the other one."""
+        master, replica = self._servers.master, self._servers.replica
+        return (master, replica) if await self._leads(master) else (replica, master)
+
+    async def _leads(self, server: EmbeddedRedis) -> bool:
+        return await self._servers.named() == {server.port}
+
+    async def _in_step(self) -> bool:
+        """Whether one has all that the other has, and the sentinels would choose it next."""
+        master, replica = await self._roles()
+        async with Redis(port=replica.port) as client:
+            seen: Any = await client.info("replication")
+        async with Redis(port=self._servers.sentinels[0].port) as sentinel:
+            replicas: Any = await sentinel.sentinel_slaves(SERVICE)
+        return (
+            seen.get("master_link_status") == "up"
+            and seen["master_port"] == master.port
+            and any(r["port"] == replica.port and r["flags"] == "slave" for r in replicas)
+        )
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def watch_promises(redis: Client, cluster: Cluster) -> None:
+    """Until cancelled. Never more is promised than there is, and all of it adds up."""
+    while True:
+        with suppress(RedisUnavailable):
+            for worker in await inspection.everyone(redis, cluster.keyspace):
+                assert worker.load is None or worker.load.requests <= SLOTS
+            findings, _ = await inspection.verify(redis, cluster.keyspace, 0)
+            assert findings == []
+        await asyncio.sleep(0.1)
+
+
+async def hours_ahead(http: aiohttp.ClientSession, member: Member) -> float:
+    """Of ours, the wall clock of a process."""
+    async with http.get(f"{member.url}/health") as response:
+        told = parsedate_to_datetime(response.headers["date"]).timestamp()
+    return (told - time.time()) / 3600
+
+
+async def at_rest(http: aiohttp.ClientSession, cluster: Cluster) -> bool:
+    """Whether all replicas see all workers, with nothing promised and nothing at work."""
+    for router in cluster.routers:
+        async with http.get(f"{router.url}/v1/workers") as response:
+            workers = (await response.json())["workers"] if response.status == 200 else []
+        if sorted(w["worker_id"] for w in workers) != sorted(f"w{i}" for i in range(WORKERS)):
+            return False
+        if any(w[what] for w in workers for what in NOTHING_OF):
+            return False
+    return True
+
+
+async def strays(redis: Client, cluster: Cluster) -> set[str]:
+    """Keys that a cluster at rest has no use for."""
+    keys = cluster.keyspace
+    shard = keys.of_shard(0)
+    used = {keys[name] for name in ("meta", "workers", "current", "leases", "writers", "load")}
+    used |= {keys["metrics"], keys["decisions"], shard["shard"], shard["applied"]}
+    found = {key.decode() async for key in redis.scan_iter(count=1000)}
+    return {key for key in found - used if not key.startswith(shard["blocks:"])}
+
+
+async def survive(seed: int, *, harms: int, failovers: int) -> None:
+    """The whole story, in which so much goes wrong."""
+    kind = newest_kind()
+    async with AsyncExitStack() as stack:
+        servers = stack.enter_context(SentinelServers(kind))
+        cluster = stack.enter_context(
+            Cluster(
+                num_workers=WORKERS,
+                num_replicas=REPLICAS,
+                haproxy=False,
+                redis_url=servers.url,
+                router=RouterSettings(reservation_ttl_s=RESERVATION_TTL_S, log_level="error"),
+                worker=WorkerSettings(
+                    speedup=20.0,
+                    block_size=BLOCK_SIZE,
+                    lease_ttl_s=LEASE_TTL_S,
+                    kv_pool_tokens=1024 * BLOCK_SIZE,
+                    max_requests=SLOTS,
+                    log_level="error",
+                ),
+            )
+        )
+        redis = await stack.enter_async_context(connect(servers.url))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        balanced = await stack.enter_async_context(
+            ClusterClient(cluster.balancer_url, deadline_s=60.0)
+        )
+        for member in cluster.members:
+            assert abs(await hours_ahead(http, member)) > 0.4, member.name
+
+        traffic = Traffic(cluster, seed, http, balanced)
+        trouble = Trouble(cluster, servers, traffic, seed)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch_promises(redis, cluster))
+            for _ in range(POLITE):
+                tasks.create_task(traffic.call_politely())
+            for _ in range(RUDE):
+                tasks.create_task(traffic.call_rudely())
+            await traffic.grown_by(max(PAUSES))
+            await asyncio.gather(trouble.among_processes(harms), trouble.in_redis(failovers))
+            traffic.stop()
+            watching.cancel()
+
+        # A stream that broke in the middle is its caller's to repeat; all others got an answer.
+        failures = {outcome.failure for outcome in traffic.outcomes} - {None}
+        assert failures <= {FailureKind.BROKEN_STREAM}
+        assert set(traffic.answers) <= ANSWERS
+        assert traffic.answers[200, ""] > traffic.answers.total() / 2
+
+        await eventually(partial(at_rest, http, cluster), within_s=RECOVERY_S)
+        await eventually(partial(strays, redis, cluster), lambda s: not s, within_s=RECOVERY_S)
+        findings, _ = await inspection.verify(redis, cluster.keyspace, 1 << 20)
+        assert findings == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("shifted_clocks")
+async def test_what_is_promised_stays_exact_whatever_fails() -> None:
+    await survive(1, harms=4, failovers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("shifted_clocks")
+@pytest.mark.parametrize("seed", [2, 3])
+async def test_what_is_promised_stays_exact_for_minutes(seed: int) -> None:
+    await survive(seed, harms=24, failovers=9)

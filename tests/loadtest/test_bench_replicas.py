@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from loadtest.bench_replicas import compare, measure, show
+from loadtest.traces import DEMO_TRACE, read_trace
+from tests.redis_servers import newest_kind, require_redis
+
+
+def test_a_short_replay_is_played_with_each_number_of_replicas_and_compared() -> None:
+    require_redis(newest_kind())
+    trace = read_trace(DEMO_TRACE).cut(requests=30)
+    made = measure(trace, (1, 2), rounds=1, num_workers=2, load=3.0, speedup=30.0)
+    assert list(made) == [1, 2]
+    for [one] in made.values():
+        assert (one.summary.failed, one.degraded) == (0, 0)
+        assert one.summary.ttft_mean_s
+        assert one.conflicts >= 0
+        assert 0 < one.routers_cpu < one.cluster_cpu <= 1
+        assert 0 < one.machine_cpu <= 1
+    # Nobody else reserves.
+    assert made[1][0].conflicts == made[1][0].retries == 0
+    compared = compare(made)
+    assert (compared["base"], compared["noise"]) == (1, {"least": 1.0, "most": 1.0})
+    assert compared["against"]["2"]["ttft_mean"]["median"] > 0
+    show(made, Console(file=io.StringIO()))
