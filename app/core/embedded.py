@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -25,6 +26,7 @@ LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 22_000)
 """Below those for outgoing connections, as are their neighbours 10,000 above, which Redis Cluster
 takes as well."""
+_next_port = cycle(random.sample(PORTS, len(PORTS)))
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
 POLL_S = 0.01
@@ -60,9 +62,10 @@ def redis_binary() -> Path | None:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nothing listened on a moment ago.
 
-    None of those that the system gives to outgoing connections, which would take it meanwhile.
+    None of those that the system gives to outgoing connections, which would take it meanwhile, and
+    another one each time: nobody may be listening yet on the one before.
     """
-    for port in random.sample(PORTS, len(PORTS)):
+    for port in islice(_next_port, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port

@@ -113,6 +113,11 @@ def test_a_server_in_the_active_virtual_environment_is_not_the_systems(
     assert system_binary("redis-server") == elsewhere / "redis-server"
 
 
+def test_no_two_servers_are_given_the_same_free_port() -> None:
+    ports = [free_port() for _ in range(500)]
+    assert len(set(ports)) == len(ports)
+
+
 def test_a_free_port_can_be_listened_on() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", free_port()))
