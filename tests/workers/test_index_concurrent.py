@@ -43,7 +43,7 @@ from workers.agent import Agent, AgentSettings
 KEYS = Keyspace("concurrent")
 NUM_SHARDS = 2
 NUM_READERS = 3
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 LEASE_TTL_S = 1.0
 MAX_PAUSE_S = 0.01
 BATCH_BLOCKS = 24
