@@ -19,7 +19,7 @@ import numpy as np
 from redis.asyncio import Redis
 
 from app.core import leases, metrics
-from app.core.errors import RedisRecovering, RedisUnavailable
+from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.matching import Overlaps
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
@@ -178,8 +178,10 @@ class Fleet:
         ahead_ms = self._redis_ahead_ms
         return None if ahead_ms is None else round(time.monotonic() * 1000 + ahead_ms)
 
-    def lost_sight(self) -> None:
-        """Redis did not answer."""
+    def note(self, error: KvrouteError) -> None:
+        """A question to Redis failed with this."""
+        if not isinstance(error, RedisUnavailable) or isinstance(error, RedisRecovering):
+            return
         self._recovers_until = time.monotonic() + RECOVERY_S
         if not self._missed and self.last_view is not None:
             self._missed = frozenset(self.last_view.incarnations)

@@ -5,39 +5,39 @@ Written behind the decisions, never before their answers; what Redis does not ta
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import orjson
 
+from app.core.config import RouterSettings
+from app.core.errors import RedisUnavailable
 from app.core.index import hex_text
 from app.core.keys import Keyspace
 from app.core.predictions import positions
 from app.core.redis import deadline
-from app.core.topology import Client
+from app.core.topology import Client, exchange
 from app.core.types import SequenceHash, TierOverlap
+from app.pace import Pace
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import Candidates, CostFunction, RequestSize
 
+log = logging.getLogger(__name__)
+
 PAGE = 256
 PAGE_TIMEOUT_S = 5.0
-LOCALITIES = (
-    "kept",
-    "none",
-    "tie",
-    "load",
-    "session",
-    "full",
-    "excluded",
-    "lease",
-    "degraded",
-)
-"""Whether the worker with the longest overlap was chosen: kept; or nobody held anything (none); or
-another one was, as costs were equal, its load outweighed its overlap, the session had gone to the
-other one, it was full, the request excluded it, its lease had run out, or Redis was away."""
+SPOILT = re.compile("WRONGTYPE|exhausted the last possible ID")
+"""What Redis says of a stream that somebody made into something that takes no more."""
+WRITE_PAUSE_S = 0.05
+MAX_UNWRITTEN = 1024
 FIELDS = tuple(field.name for field in fields(Candidates))
 
 
@@ -160,6 +160,49 @@ def _seen(text: str) -> Seen:
     return Seen(
         found["workers"], found["block_size"], Candidates(*matrix), found["eligible"], affinity
     )
+
+
+class Recorder:
+    """Writes decisions to their stream, while `run` runs."""
+
+    def __init__(self, redis: Client, keyspace: Keyspace, settings: RouterSettings) -> None:
+        self._redis = redis
+        self._key = keyspace["decisions"]
+        self._kept = settings.decisions_kept
+        self._timeout_s = settings.redis_timeout_ms / 1000
+        self._details = Pace(settings.details_per_s)
+        # Past the limit the oldest are not recorded.
+        self._unwritten: deque[Callable[[Pace], Record]] = deque(maxlen=MAX_UNWRITTEN)
+        self._has_some = asyncio.Event()
+
+    def add(self, make: Callable[[Pace], Record]) -> None:
+        """make: called later, with the pace at which records may have their `seen`."""
+        if self._kept:
+            self._unwritten.append(make)
+            self._has_some.set()
+
+    async def run(self) -> None:
+        """Until cancelled. What has come in some time is written in one round trip."""
+        while True:
+            await self._has_some.wait()
+            self._has_some.clear()
+            entries = [encode(make(self._details)) for make in self._unwritten]
+            self._unwritten.clear()
+            try:
+                await self._write(entries)
+            except RedisUnavailable as error:
+                log.debug("%d decisions are not recorded: %s", len(entries), error)
+            await asyncio.sleep(WRITE_PAUSE_S)
+
+    async def _write(self, entries: list[dict[str, Any]]) -> None:
+        commands = [
+            ["XADD", self._key, "MAXLEN", "~", self._kept, "*", *chain(*entry.items())]
+            for entry in entries
+        ]
+        async with deadline(self._timeout_s):
+            replies = await exchange(self._redis.node_of(self._key), commands)
+            if any(SPOILT.search(str(reply)) for reply in replies):
+                await self._redis.unlink(self._key)
 
 
 async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:

@@ -5,46 +5,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
-import re
 import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app import inspection
-from app.core import index, leases, matching, predictions, reservations, sessions
+from app.core import index, matching, predictions, reservations, sessions
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
     NamespaceMissing,
     NoWorkers,
-    RedisRecovering,
     RedisUnavailable,
     RouterOverloaded,
     RoutingError,
 )
 from app.core.keys import Keyspace
 from app.core.matching import Overlaps
-from app.core.redis import deadline
 from app.core.reservations import Load, Refused, Reservation
 from app.core.scripts import Call, ScriptRunner
-from app.core.strays import Strays
-from app.core.topology import exchange
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
+from app.locality import locality_of
+from app.maintenance import Maintenance
+from app.pace import Pace
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
 from app.policy.select import Choice, choose
-from app.recording import Record, Seen, encode, sampled
+from app.recording import Record, Recorder, Seen, sampled
 from app.telemetry import Telemetry
 from app.waiting import Waiter, Waiting
 
@@ -57,25 +53,8 @@ MAX_TRIES = 32
 about so many can race before one reserves on loads known to be out of date. Eight replicas that
 look at the same moment put 23 of a burst of 32 where one puts 15 with 4 tries; with 16, one burst
 in a hundred still put 18 there."""
-MAINTENANCE_INTERVAL_S = 0.25
-RETIRE_GRACE_MS = 5000
-"""A worker that Redis did not hear for so long beyond its lease is gone for good: its requests and
-blocks are forgotten. Until then it is only not routed to."""
-SWEEP_BUCKETS = 8
-"""A step of the sweep then takes Redis about a millisecond."""
-SWEEP_PAUSE_S = 0.005
-FILL_INTERVAL_S = 10.0
-PRUNE_BUCKETS = 64
-"""All of 8,192 are then looked through every 32 s."""
-SCRUB_INTERVAL_MS = 300_000
-"""What nobody's death explains is looked for so often: about 20 µs of Redis's time per bucket."""
-EXPIRE_LIMIT = 64
-SPOILT = re.compile("WRONGTYPE|exhausted the last possible ID")
-"""What Redis says of a stream that somebody made into something that takes no more."""
 COMPLAINTS_PER_S = 1
 """That Redis is away. Metrics count each decision without it."""
-RECORD_PAUSE_S = 0.05
-"""Between two writes of decisions to their stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +111,7 @@ class Decision:
     attempt: str
     """Tells the reservation from others of the same request."""
     locality: str
-    """One of recording.LOCALITIES: was the worker chosen that holds most, and if not, why."""
+    """One of LOCALITIES: was the worker chosen that holds most, and if not, why."""
     best: str
     """The worker that holds most of the prompt, and how many blocks; "" where nobody holds any."""
     best_overlap: int
@@ -209,9 +188,6 @@ class Router:
         # Past the limit the oldest are lost, which costs a little overlap.
         self._routed: deque[Call[int]] = deque(maxlen=MAX_QUEUED)
         self._has_routed = asyncio.Event()
-        # Past the limit the oldest are not recorded.
-        self._decided: deque[_Plan] = deque(maxlen=MAX_QUEUED)
-        self._has_decided = asyncio.Event()
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue(MAX_QUEUED)
         self._waiting = (
             Waiting(runner, keyspace, settings, fleet, telemetry) if settings.wait_queue else None
@@ -219,9 +195,10 @@ class Router:
         self._complaints = Pace(COMPLAINTS_PER_S)
         self._nonce = secrets.token_hex(4)
         self._attempts = 0
-        # Of reservations that nobody will end, though Redis may hold them. Past the limit, the
-        # oldest are left to expire.
-        self._releases: deque[Call[bool]] = deque(maxlen=4 * MAX_QUEUED)
+        self._recorder = Recorder(runner.redis, keyspace, settings)
+        self._maintenance = Maintenance(
+            runner, keyspace, settings, fleet, telemetry, self._predictions
+        )
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -229,9 +206,9 @@ class Router:
             if self._waiting is not None:
                 tasks.create_task(self._waiting.run())
             tasks.create_task(self._decide_forever())
-            tasks.create_task(self._maintain())
+            tasks.create_task(self._maintenance.run())
             tasks.create_task(self._record_routed())
-            tasks.create_task(self._record_decisions())
+            tasks.create_task(self._recorder.run())
             tasks.create_task(self.fleet.follow())
             tasks.create_task(self._runner.redis.follow())
 
@@ -280,7 +257,7 @@ class Router:
 
     def abandon(self, decision: Decision) -> None:
         """Release what was reserved for a caller that is gone, soon."""
-        self._release_soon(decision.request_id, decision.attempt)
+        self._maintenance.release_soon(decision.request_id, decision.attempt)
 
     async def release(self, request_id: str) -> bool:
         """False if there is no such reservation (any more).
@@ -293,18 +270,11 @@ class Router:
         except RedisUnavailable:
             if now_ms is not None:
                 # Not of what the same id may have been promised by then.
-                self._release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
+                self._maintenance.release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
             raise
         self.telemetry.reservations.labels("released" if known else "unknown").inc()
         self._look_again()
         return known
-
-    def _release_soon(
-        self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
-    ) -> None:
-        self._releases.append(
-            reservations.release(self._keyspace, request_id, attempt, expires_by_ms)
-        )
 
     def _look_again(self) -> None:
         if self._waiting is not None:
@@ -341,7 +311,7 @@ class Router:
         try:
             view = await self._look_up(batch)
         except (RedisUnavailable, NamespaceMissing) as error:
-            self._note(error)
+            self.fleet.note(error)
             # Who came meanwhile shall not wait for a deadline each.
             while not self._queue.empty():
                 batch.append(self._queue.get_nowait())
@@ -362,18 +332,18 @@ class Router:
                     return
                 view = await self.fleet.view(refusal.fresh)
             except RedisUnavailable as error:
-                self._note(error)
+                self.fleet.note(error)
                 undecided = [p for p in waiting if not p.answer.done()]
                 # Redis may still run what it has been sent.
                 for p in undecided:
-                    self._release_soon(p.request.request_id, p.attempt)
+                    self._maintenance.release_soon(p.request.request_id, p.attempt)
                 self._decide_degraded(undecided, error)
                 return
         for pending in waiting:
             if pending.held is not None:
                 self._take(pending.held)
                 continue
-            self._release_soon(pending.request.request_id, pending.attempt)
+            self._maintenance.release_soon(pending.request.request_id, pending.attempt)
             pending.attempt = self._new_attempt()
             busy = f"every choice of {MAX_TRIES} was full by then"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
@@ -464,33 +434,7 @@ class Router:
         self.telemetry.count_blocks(
             str(decision.worker.key), decision.isl_blocks, decision.overlap.total
         )
-        if self._settings.decisions_kept:
-            self._decided.append(plan)
-            self._has_decided.set()
-
-    async def _record_decisions(self) -> None:
-        """Write decisions to their stream, those of some time in one round trip."""
-        redis, key = self._runner.redis, self._keyspace["decisions"]
-        timeout_s = self._settings.redis_timeout_ms / 1000
-        details = Pace(self._settings.details_per_s)
-        while True:
-            await self._has_decided.wait()
-            self._has_decided.clear()
-            plans = list(self._decided)
-            self._decided.clear()
-            commands = [
-                ["XADD", key, "MAXLEN", "~", self._settings.decisions_kept, "*", *fields]
-                for plan in plans
-                for fields in [chain.from_iterable(encode(_recorded(plan, details)).items())]
-            ]
-            try:
-                async with deadline(timeout_s):
-                    replies = await exchange(redis.node_of(key), commands)
-                    if any(SPOILT.search(str(reply)) for reply in replies):
-                        await redis.unlink(key)
-            except RedisUnavailable as error:
-                log.debug("%d decisions are not recorded: %s", len(plans), error)
-            await asyncio.sleep(RECORD_PAUSE_S)
+        self._recorder.add(partial(_recorded, plan))
 
     def _plan_all(self, waiting: list[_Pending], view: View) -> list[_Plan]:
         """Decide one after another; answer those who get no worker or want no reservation."""
@@ -584,7 +528,7 @@ class Router:
         incarnation = view.incarnations[position]
         overlap = pending.overlaps.get(incarnation, NO_OVERLAP)
         cached = min(overlap.total * size.block_size, request.isl_tokens)
-        locality, best, best_overlap = _locality(
+        locality, best, best_overlap = locality_of(
             view, candidates, pending.overlaps, eligible, choice, overlap.total, affinity
         )
         prefill_s = choice.costs.terms.get("prefill_s")
@@ -696,10 +640,6 @@ class Router:
             self.abandon(plan.decision)
         _answer(plan.pending, plan.decision)
 
-    def _note(self, error: Exception) -> None:
-        if isinstance(error, RedisUnavailable) and not isinstance(error, RedisRecovering):
-            self.fleet.lost_sight()
-
     def _decide_degraded(self, batch: list[_Pending], reason: Exception) -> None:
         """Spread by the loads last seen, counting on what is decided meanwhile."""
         if self._complaints.lets_through():
@@ -719,98 +659,6 @@ class Router:
             self.telemetry.degraded.inc()
             self._note_decision(plan)
             _answer(pending, plan.decision)
-
-    async def _maintain(self) -> None:
-        """Expire reservations, retire lapsed leases, sweep what the dead left, drop what belongs to
-        nobody: every replica a little, so that it does not matter which of them live."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._maintain_workers())
-            tasks.create_task(self._maintain_index())
-            tasks.create_task(self._maintain_keys())
-            tasks.create_task(self._watch_fill())
-
-    async def _maintain_workers(self) -> None:
-        expire = reservations.expire(
-            self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
-        )
-        heard_ms = 0
-        while True:
-            calls: list[Call[Any]] = [expire, self._loads]
-            # Nobody could renew in a Redis that was away.
-            if not self.fleet.recovers:
-                calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
-            releases = list(islice(self._releases, EXPIRE_LIMIT))
-            try:
-                expired, snapshot, *_ = await self._runner.run([*calls, *releases])
-                heard_ms = snapshot.now_ms
-                for _ in releases:
-                    self._releases.popleft()
-                self.telemetry.reservations.labels("expired").inc(expired)
-                await self.fleet.view(snapshot)
-                await self._runner.run(self._prune())
-            except (RedisUnavailable, NamespaceMissing) as error:
-                self._note(error)
-                log.debug("maintenance: %s", error)
-            if self.fleet.last_view is not None:
-                self.fleet.forget_except(self.fleet.last_view.incarnations)
-            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
-
-    async def _watch_fill(self) -> None:
-        rng = random.Random()
-        while True:
-            with suppress(RedisUnavailable):
-                shards = self.fleet.shards or 0
-                fill = await inspection.fill(self._runner.redis, self._keyspace, shards, rng)
-                self.telemetry.index_fill.set(fill)
-            await asyncio.sleep(FILL_INTERVAL_S)
-
-    def _prune(self) -> list[Call[int]]:
-        if self._predictions is None:
-            return []
-        shards = [self._keyspace.of_shard(shard) for shard in range(self.fleet.shards or 0)]
-        return [predictions.prune(shard, self._predictions, PRUNE_BUCKETS) for shard in shards]
-
-    async def _maintain_index(self) -> None:
-        """Sweep all shards in steps.
-
-        Which incarnations are over is asked after a shard has named those that may write to it:
-        they registered before, so one that is then unknown is gone for good.
-        """
-        lost: list[Incarnation] = []
-        while True:
-            pause = MAINTENANCE_INTERVAL_S
-            try:
-                steps = await self._runner.run(
-                    [
-                        index.sweep(
-                            self._keyspace.of_shard(shard),
-                            lost,
-                            max_buckets=SWEEP_BUCKETS,
-                            scrub_ms=SCRUB_INTERVAL_MS,
-                        )
-                        for shard in range(self.fleet.shards or 0)
-                    ]
-                )
-                writers = {inc for step in steps for inc in step.writers}
-                lost = await self._runner.one(leases.absent(self._keyspace, writers))
-                if any(step.buckets_left for step in steps):
-                    pause = SWEEP_PAUSE_S
-            except RedisUnavailable as error:
-                log.debug("sweep: %s", error)
-            await asyncio.sleep(pause)
-
-    async def _maintain_keys(self) -> None:
-        """Go through all keys of the namespace, a few at a time and without end, for members of
-        families that belong to nothing: no script would ever look for them."""
-        timeout_s = self._settings.redis_timeout_ms / 1000
-        strays = Strays(self._runner, self._keyspace, timeout_s)
-        while True:
-            try:
-                if self.fleet.shards is not None:
-                    await strays.drop_some(self.fleet.shards)
-            except RedisUnavailable as error:
-                log.debug("strays: %s", error)
-            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
 
     def _count(self, decision: Decision) -> None:
         if decision.reserved:
@@ -869,61 +717,6 @@ def _seen(view: View, overlaps: Overlaps, eligible: list[bool], choice: Choice) 
             zip(view.incarnations, view.infos, view.loads, eligible, strict=True)
         )
     ]
-
-
-def _locality(
-    view: View,
-    candidates: Candidates,
-    overlaps: Overlaps,
-    eligible: NDArray[np.bool_],
-    choice: Choice,
-    overlap: int,
-    affinity: Affinity | None,
-) -> tuple[str, str, int]:
-    """What became of the longest overlap, one of recording.LOCALITIES; whose it is, and blocks.
-
-    overlap: of the worker that was chosen.
-    """
-    best, best_overlap = choice.index, overlap
-    lapsed: Incarnation | None = None
-    for inc, known in overlaps.items():
-        if known.total > best_overlap:
-            position = view.position(inc)
-            best_overlap = known.total
-            lapsed = inc if position is None else None
-            best = choice.index if position is None else position
-    if lapsed is not None:
-        return "lease", f"#{lapsed}", best_overlap
-    name = str(view.infos[best].key) if best_overlap else ""
-    if best == choice.index:
-        return ("kept" if overlap else "none"), name, best_overlap
-    if not eligible[best]:
-        return "excluded", name, best_overlap
-    if candidates.active_requests[best] >= candidates.max_requests[best]:
-        return "full", name, best_overlap
-    cost = choice.costs.cost
-    if cost[best] == cost[choice.index]:
-        return "tie", name, best_overlap
-    if affinity is not None and affinity.position == choice.index:
-        discount = choice.costs.terms["affinity"][choice.index]
-        if cost[best] < cost[choice.index] - discount:
-            return "session", name, best_overlap
-    return "load", name, best_overlap
-
-
-class Pace:
-    """Lets through so many a second, evenly."""
-
-    def __init__(self, per_s: int) -> None:
-        self._pause_s = 1 / per_s if per_s else math.inf
-        self._due = 0.0 if per_s else math.inf
-
-    def lets_through(self) -> bool:
-        now = time.monotonic()
-        if now < self._due:
-            return False
-        self._due = now + self._pause_s
-        return True
 
 
 def _recorded(plan: _Plan, details: Pace) -> Record:

@@ -151,7 +151,7 @@ async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
     for name in ("a", "b"):
         await space.worker(name)
     await fleet.view(await space.loads())
-    fleet.lost_sight()
+    fleet.note(RedisUnavailable("away"))
     assert fleet.recovers
     await space.redis.zadd(space.keys["leases"], {"1": 1, "2": 1})
     with pytest.raises(RedisRecovering, match="2 leases ran out while Redis was away"):
@@ -175,7 +175,7 @@ async def test_who_does_not_renew_soon_after_an_outage_is_gone(
     await space.worker("a")
     await fleet.view(await space.loads())
     monkeypatch.setattr(fleets, "RECOVERY_S", 0.0)
-    fleet.lost_sight()
+    fleet.note(RedisUnavailable("away"))
     assert not fleet.recovers
     await space.redis.zadd(space.keys["leases"], {"1": 1})
     assert (await fleet.view(await space.loads())).incarnations == []

@@ -15,7 +15,8 @@ from app import recording
 from app.cli import main
 from app.core.embedded import EmbeddedRedis
 from app.core.redis import connect
-from app.recording import LOCALITIES, Record
+from app.locality import LOCALITIES
+from app.recording import Record
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers

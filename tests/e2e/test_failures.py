@@ -10,7 +10,7 @@ from operator import eq
 
 import pytest
 
-from app.router import RETIRE_GRACE_MS
+from app.maintenance import RETIRE_GRACE_MS
 from loadtest.client import ClusterClient, FailureKind, Outcome
 from tests.e2e.conftest import (
     BLOCK_SIZE,

@@ -19,7 +19,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from app import router as routing
+from app import maintenance
 from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
@@ -364,10 +364,10 @@ async def world(
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "AUDIT_INTERVAL_S", 0.05)
-    monkeypatch.setattr(routing, "MAINTENANCE_INTERVAL_S", 0.03)
-    monkeypatch.setattr(routing, "SWEEP_PAUSE_S", 0.001)
-    monkeypatch.setattr(routing, "SCRUB_INTERVAL_MS", 100)
-    monkeypatch.setattr(routing, "RETIRE_GRACE_MS", 300)
+    monkeypatch.setattr(maintenance, "MAINTENANCE_INTERVAL_S", 0.03)
+    monkeypatch.setattr(maintenance, "SWEEP_PAUSE_S", 0.001)
+    monkeypatch.setattr(maintenance, "SCRUB_INTERVAL_MS", 100)
+    monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", 300)
 
 
 async def key_of(world: World, family: str) -> str:

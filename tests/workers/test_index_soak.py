@@ -22,8 +22,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from app import inspection
-from app import router as routers
+from app import inspection, maintenance
 from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import RoutingError
@@ -344,7 +343,7 @@ async def is_bounded(cluster: Cluster) -> None:
     for worker in cluster.workers:
         ownership = sizes(worker.agent._ownership)
         assert max(ownership.values()) == DEVICE_BLOCKS + HOST_BLOCKS, ownership
-    for keeper in (cluster.fleet, cluster.router):
+    for keeper in (cluster.fleet, cluster.router, cluster.router._maintenance):
         assert all(size <= NUM_WORKERS for size in sizes(keeper).values()), sizes(keeper)
 
 
@@ -365,7 +364,7 @@ async def nothing_but_data(redis: Client) -> AsyncIterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routers, "RETIRE_GRACE_MS", GRACE_MS)
+    monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", GRACE_MS)
 
 
 async def test_a_cluster_at_constant_occupancy_does_not_grow(

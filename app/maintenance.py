@@ -1,0 +1,169 @@
+"""What routers do beside decisions: expire, retire, release, sweep and prune.
+
+Every replica does a little of it, so that it does not matter which of them live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from app import inspection
+from app.core import index, leases, predictions, reservations
+from app.core.config import RouterSettings
+from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.predictions import PredictionSettings
+from app.core.scripts import Call, ScriptRunner
+from app.core.strays import Strays
+from app.core.types import Incarnation
+from app.fleet import Fleet
+from app.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+MAINTENANCE_INTERVAL_S = 0.25
+RETIRE_GRACE_MS = 5000
+"""A worker that Redis did not hear for so long beyond its lease is gone for good: its requests and
+blocks are forgotten. Until then it is only not routed to."""
+SWEEP_BUCKETS = 8
+"""A step of the sweep then takes Redis about a millisecond."""
+SWEEP_PAUSE_S = 0.005
+FILL_INTERVAL_S = 10.0
+PRUNE_BUCKETS = 64
+"""All of 8,192 are then looked through every 32 s."""
+SCRUB_INTERVAL_MS = 300_000
+"""What nobody's death explains is looked for so often: about 20 µs of Redis's time per bucket."""
+EXPIRE_LIMIT = 64
+MAX_RELEASES = 4096
+
+
+class Maintenance:
+    """Expires reservations, retires lapsed leases, sweeps what the dead left, drops what belongs to
+    nobody, while `run` runs.
+
+    predicted: how predictions are kept; None: none are.
+    """
+
+    def __init__(
+        self,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        settings: RouterSettings,
+        fleet: Fleet,
+        telemetry: Telemetry,
+        predicted: PredictionSettings | None,
+    ) -> None:
+        self._runner = runner
+        self._keyspace = keyspace
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._predictions = predicted
+        self._loads = reservations.loads(keyspace)
+        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
+        self._timeout_s = settings.redis_timeout_ms / 1000
+        # Past the limit the oldest are left to expire.
+        self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._maintain_workers())
+            tasks.create_task(self._maintain_index())
+            tasks.create_task(self._maintain_keys())
+            tasks.create_task(self._watch_fill())
+
+    def release_soon(
+        self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+    ) -> None:
+        """What nobody else will end, though Redis may hold it; see `reservations.release`."""
+        self._releases.append(
+            reservations.release(self._keyspace, request_id, attempt, expires_by_ms)
+        )
+
+    async def _maintain_workers(self) -> None:
+        expire = reservations.expire(
+            self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
+        )
+        heard_ms = 0
+        while True:
+            calls: list[Call[Any]] = [expire, self._loads]
+            # Nobody could renew in a Redis that was away.
+            if not self._fleet.recovers:
+                calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
+            releases = list(islice(self._releases, EXPIRE_LIMIT))
+            try:
+                expired, snapshot, *_ = await self._runner.run([*calls, *releases])
+                heard_ms = snapshot.now_ms
+                for _ in releases:
+                    self._releases.popleft()
+                self._telemetry.reservations.labels("expired").inc(expired)
+                await self._fleet.view(snapshot)
+                await self._runner.run(self._prune())
+            except (RedisUnavailable, NamespaceMissing) as error:
+                self._fleet.note(error)
+                log.debug("maintenance: %s", error)
+            if self._fleet.last_view is not None:
+                self._fleet.forget_except(self._fleet.last_view.incarnations)
+            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+
+    async def _watch_fill(self) -> None:
+        rng = random.Random()
+        while True:
+            with suppress(RedisUnavailable):
+                shards = self._fleet.shards or 0
+                fill = await inspection.fill(self._runner.redis, self._keyspace, shards, rng)
+                self._telemetry.index_fill.set(fill)
+            await asyncio.sleep(FILL_INTERVAL_S)
+
+    def _prune(self) -> list[Call[int]]:
+        if self._predictions is None:
+            return []
+        shards = [self._keyspace.of_shard(shard) for shard in range(self._fleet.shards or 0)]
+        return [predictions.prune(shard, self._predictions, PRUNE_BUCKETS) for shard in shards]
+
+    async def _maintain_index(self) -> None:
+        """Sweep all shards in steps.
+
+        Which incarnations are over is asked after a shard has named those that may write to it:
+        they registered before, so one that is then unknown is gone for good.
+        """
+        lost: list[Incarnation] = []
+        while True:
+            pause = MAINTENANCE_INTERVAL_S
+            try:
+                steps = await self._runner.run(
+                    [
+                        index.sweep(
+                            self._keyspace.of_shard(shard),
+                            lost,
+                            max_buckets=SWEEP_BUCKETS,
+                            scrub_ms=SCRUB_INTERVAL_MS,
+                        )
+                        for shard in range(self._fleet.shards or 0)
+                    ]
+                )
+                writers = {inc for step in steps for inc in step.writers}
+                lost = await self._runner.one(leases.absent(self._keyspace, writers))
+                if any(step.buckets_left for step in steps):
+                    pause = SWEEP_PAUSE_S
+            except RedisUnavailable as error:
+                log.debug("sweep: %s", error)
+            await asyncio.sleep(pause)
+
+    async def _maintain_keys(self) -> None:
+        """Go through all keys of the namespace, a few at a time and without end, for members of
+        families that belong to nothing: no script would ever look for them."""
+        strays = Strays(self._runner, self._keyspace, self._timeout_s)
+        while True:
+            try:
+                if self._fleet.shards is not None:
+                    await strays.drop_some(self._fleet.shards)
+            except RedisUnavailable as error:
+                log.debug("strays: %s", error)
+            await asyncio.sleep(MAINTENANCE_INTERVAL_S)

@@ -1,0 +1,21 @@
+"""A limit to how often something is done or said."""
+
+from __future__ import annotations
+
+import math
+import time
+
+
+class Pace:
+    """Lets through so many a second, evenly."""
+
+    def __init__(self, per_s: int) -> None:
+        self._pause_s = 1 / per_s if per_s else math.inf
+        self._due = 0.0 if per_s else math.inf
+
+    def lets_through(self) -> bool:
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + self._pause_s
+        return True
