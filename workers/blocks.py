@@ -73,12 +73,12 @@ class Counts:
 class BlockTable:
     """The device slots of one request, in the order of its tokens.
 
-    num_matched: leading slots that held the prompt's blocks when it was prepared, or are being
-    filled with them by `loads`. chain: the blocks of the leading slots that are full.
+    tiers: where the prompt's leading blocks were when it was prepared; those that were not on the
+    device are filled by `loads`. chain: the blocks of the leading slots that are full.
     """
 
     slots: list[Slot]
-    num_matched: int
+    tiers: list[Tier]
     chain: list[SequenceHash]
     loads: list[Move]
     epoch: int
@@ -86,6 +86,11 @@ class BlockTable:
     @property
     def block_ids(self) -> list[int]:
         return [slot.block_id for slot in self.slots]
+
+    @property
+    def num_matched(self) -> int:
+        """Leading slots that hold the prompt's blocks, or are being filled with them."""
+        return len(self.tiers)
 
     @property
     def is_ready(self) -> bool:
@@ -121,7 +126,9 @@ class Eviction:
 class BlockManager:
     """Slots of the device and, behind it, of any slower tiers; their blocks and who uses them.
 
-    num_slots: of each tier, fastest first; the device must be there. max_storing: blocks that may
+    num_slots: of each tier, fastest first; the device must be there. reuse_multiple: requests reuse
+    a multiple of so many blocks: an engine that computes so many at a time, and always from such a
+    place on, gets the same bits with reuse as without. max_storing: blocks that may
     be on their way to slower tiers at once; beyond that they are not stored. Loads have no bound
     but the slots that they fill. now: seconds, for pins.
     """
@@ -132,6 +139,7 @@ class BlockManager:
         *,
         write: WritePolicy = WritePolicy.BACK,
         admission: Admission | None = None,
+        reuse_multiple: int = 1,
         max_storing: int = 256,
         now: Callable[[], float],
     ) -> None:
@@ -143,6 +151,7 @@ class BlockManager:
         self._device = self.tiers[Tier.DEVICE]
         self._below = dict(zip(self.tiers, [*list(self.tiers)[1:], None], strict=True))
         self._write = write
+        self._reuse_multiple = reuse_multiple
         self._max_storing = max_storing
         self._now = now
         self._epoch = 0
@@ -170,6 +179,7 @@ class BlockManager:
         if len(prefix) > num_blocks:
             raise ValueError(f"{len(prefix)} blocks do not fit into {num_blocks}")
         found = self._find(prefix)
+        found = found[: self._reusable(len(found))]
         num_new = num_blocks - sum(tier is Tier.DEVICE for tier, _ in found)
         if num_new > self._device.num_free:
             raise NotEnoughBlocks(num_new, self._device.num_free)
@@ -191,7 +201,7 @@ class BlockManager:
         loads = dict.fromkeys(slot.filling for slot in slots if slot.filling is not None)
         table = BlockTable(
             slots=slots + fresh[::-1],
-            num_matched=len(found),
+            tiers=[tier for tier, _ in found],
             chain=list(prefix[: len(found)]),
             loads=list(loads),
             epoch=self._epoch,
@@ -234,7 +244,7 @@ class BlockManager:
         Raises NotEnoughBlocks, and has released the table then.
         """
         assert table.is_ready
-        num_whole = table.num_whole
+        num_whole = self._reusable(table.num_whole)
         lost = table.num_matched - num_whole
         assert lost, "no load failed"
         self.counts.fallbacks += 1
@@ -242,7 +252,7 @@ class BlockManager:
         for slot in table.slots[num_whole : table.num_matched][::-1]:
             self._device.release(slot)
         del table.slots[num_whole : table.num_matched], table.chain[num_whole:]
-        table.num_matched = num_whole
+        del table.tiers[num_whole:]
         try:
             table.slots[num_whole:num_whole] = self._device.take(lost)
         except NotEnoughBlocks:
@@ -403,6 +413,9 @@ class BlockManager:
             else:
                 break
         return found
+
+    def _reusable(self, num_blocks: int) -> int:
+        return num_blocks - num_blocks % self._reuse_multiple
 
     def _hold(self, tier: Tier, slot: Slot) -> None:
         """For a request, or to load it: if it was leaving, it stays."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 
 import orjson
 from fastapi import FastAPI, Request
@@ -14,23 +16,31 @@ from starlette.types import Receive, Scope, Send
 
 from app.core.errors import InvalidRequest
 from app.core.hashing import token_bytes
-from workers.engines.runner import EngineRunner, EngineStoppedError, QueueFullError
-from workers.engines.sim import PromptTooLargeError
-from workers.engines.steps import Finished, SimRequest
+from workers.engines.base import (
+    CompletionRequest,
+    Engine,
+    EngineStoppedError,
+    PromptTooLargeError,
+    QueueFullError,
+    Sampling,
+)
+from workers.engines.steps import Finished
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API takes when a request does not say."""
 
 RETRY_AFTER_S = 1
+_SAMPLING = tuple(field.name for field in fields_of(Sampling))
 
 
-def create_app(runner: EngineRunner, *, model: str = "simulated") -> FastAPI:
-    """The HTTP interface of `runner`; the caller runs it.
+def create_app(engine: Engine, *, model: str = "simulated") -> FastAPI:
+    """The HTTP interface of `engine`; the caller runs it.
 
     `POST /v1/completions` takes a JSON object with `prompt` (token ids), `max_tokens`, `stream`,
-    `request_id` and `stream_interval` (tokens per chunk after the first); or, as
-    `application/octet-stream`, the prompt in raw little-endian u32 with the other fields in the
-    query. Unknown fields are ignored. A client that disconnects cancels its request.
+    `request_id`, `stream_interval` (tokens per chunk after the first), `ignore_eos` and the fields
+    of Sampling; or, as `application/octet-stream`, the prompt in raw little-endian u32 with the
+    other fields in the query. Unknown fields are ignored. A client that disconnects cancels its
+    request.
     """
     app = FastAPI(title="kvroute worker", openapi_url=None)
     for kind in (InvalidRequest, PromptTooLargeError, QueueFullError, EngineStoppedError):
@@ -38,29 +48,23 @@ def create_app(runner: EngineRunner, *, model: str = "simulated") -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        if runner.running:
+        if engine.running:
             return _json(200, {"status": "ok"})
         return _json(503, {"status": "the engine is not running"})
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        call = await _read(request)
-        sim_request = SimRequest.from_tokens(
-            call.request_id, call.prompt, call.max_tokens, block_size=runner.engine.block_size
-        )
-        return _CompletionResponse(runner, sim_request, call, model)
+        return _CompletionResponse(engine, await _read(request), model)
 
     return app
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A checked request. prompt: little-endian u32."""
+    """A checked request."""
 
-    prompt: bytes
-    max_tokens: int
+    completion: CompletionRequest
     stream: bool
-    request_id: str
     stream_interval: int
 
 
@@ -93,30 +97,34 @@ def _prompt_bytes(prompt: object) -> bytes:
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
     """Query fields as JSON would have them; what cannot be converted is left to the checks."""
     fields: dict[str, object] = dict(query)
-    for name in ("max_tokens", "stream_interval"):
-        if query.get(name, "").isdecimal():
-            fields[name] = int(query[name])
-    if query.get("stream") in ("true", "false"):
-        fields["stream"] = query["stream"] == "true"
+    for name in query.keys() - {"request_id"}:
+        with suppress(orjson.JSONDecodeError):
+            fields[name] = orjson.loads(query[name])
     return fields
 
 
 def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
     if not prompt:
         raise InvalidRequest("prompt", "is empty")
-    stream = fields.get("stream") or False
-    if not isinstance(stream, bool):
-        raise InvalidRequest("stream", f"needs true or false, got {stream!r}")
     request_id = fields.get("request_id") or f"cmpl-{uuid.uuid4().hex}"
     if not isinstance(request_id, str):
         raise InvalidRequest("request_id", f"needs a string, got {request_id!r}")
-    return _Call(
-        prompt=prompt,
-        max_tokens=_positive(fields, "max_tokens", DEFAULT_MAX_TOKENS),
-        stream=stream,
-        request_id=request_id,
-        stream_interval=_positive(fields, "stream_interval", 1),
+    chosen = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    completion = CompletionRequest(
+        request_id,
+        prompt,
+        _positive(fields, "max_tokens", DEFAULT_MAX_TOKENS),
+        Sampling(**chosen),  # type: ignore[arg-type]  # it checks them
+        _flag(fields, "ignore_eos"),
     )
+    return _Call(completion, _flag(fields, "stream"), _positive(fields, "stream_interval", 1))
+
+
+def _flag(fields: Mapping[str, object], name: str) -> bool:
+    value = fields.get(name) or False
+    if not isinstance(value, bool):
+        raise InvalidRequest(name, f"needs true or false, got {value!r}")
+    return value
 
 
 def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
@@ -131,11 +139,12 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
 class _CompletionResponse(StreamingResponse):
     """Submits the request when made; cancels it however the exchange with the client ends."""
 
-    def __init__(self, runner: EngineRunner, request: SimRequest, call: _Call, model: str) -> None:
-        interval = call.stream_interval if call.stream else call.max_tokens
-        self._generation = runner.generate(request, stream_interval=interval)
+    def __init__(self, engine: Engine, call: _Call, model: str) -> None:
+        request = call.completion
+        interval = call.stream_interval if call.stream else request.max_tokens
+        self._generation = engine.complete(request, stream_interval=interval)
         self._frame = {
-            "id": call.request_id,
+            "id": request.request_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
@@ -168,7 +177,7 @@ class _CompletionResponse(StreamingResponse):
             "index": 0,
             "text": "",
             "token_ids": token_ids,
-            "finish_reason": "length" if finished else None,
+            "finish_reason": finished.finish_reason if finished else None,
         }
         usage = {"usage": _usage(finished)} if finished else {}
         return orjson.dumps({**self._frame, "choices": [choice], **usage})
@@ -179,7 +188,14 @@ def _usage(finished: Finished) -> dict[str, object]:
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.output_tokens,
         "total_tokens": finished.prompt_tokens + finished.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": finished.cached_tokens,
+            "cached_tokens_by_tier": {
+                "device": finished.cached_tokens - finished.host_tokens - finished.disk_tokens,
+                "host": finished.host_tokens,
+                "disk": finished.disk_tokens,
+            },
+        },
     }
 
 

@@ -55,6 +55,7 @@ class BlockModel:
         write: WritePolicy,
         admission: Admission,
         max_storing: int,
+        reuse_multiple: int,
     ) -> None:
         self.num_slots = num_slots
         self.cells: dict[Tier, list[Cell]] = {tier: [] for tier in num_slots}
@@ -63,6 +64,7 @@ class BlockModel:
         self._write = write
         self._admission = admission
         self._max_storing = max_storing
+        self._reuse_multiple = reuse_multiple
         self._epoch = 0
         self._tick = 0
         self._ghosts: list[tuple[SequenceHash, int]] = []
@@ -105,6 +107,7 @@ class BlockModel:
     def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> Table | None:
         """None if there are not enough free slots."""
         found = self.find(prefix)
+        found = found[: len(found) // self._reuse_multiple * self._reuse_multiple]
         if num_blocks - sum(tier is Tier.DEVICE for tier, _ in found) > self.num_free(Tier.DEVICE):
             return None
         cells = []
@@ -161,6 +164,7 @@ class BlockModel:
 
     def fall_back(self, table: Table) -> bool:
         whole, matched = self.num_whole(table), table.num_matched
+        whole = whole // self._reuse_multiple * self._reuse_multiple
         for cell in reversed(table.cells[whole:matched]):
             self._release(Tier.DEVICE, cell)
         table.cells[whole:matched] = []

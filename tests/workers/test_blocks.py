@@ -337,6 +337,21 @@ def test_after_a_failed_load_all_who_share_it_compute_from_the_last_good_block()
     assert (counts.failed, counts.fallbacks, counts.recomputed) == (3, 2, 6)
 
 
+def test_reuse_is_cut_at_multiples_of_what_is_computed_at_once() -> None:
+    manager = manager_of(12, host=4, reuse_multiple=2)
+    cached(manager, "ABCD")
+    assert manager.prepare(chain("ABCX"), 4).num_matched == 2
+    evict(manager, DEVICE, 2)
+    table = manager.prepare(chain("ABCD"), 5)
+    assert table.tiers == [DEVICE, DEVICE, HOST, HOST]
+    finish_all(manager, num_done=1)
+    assert table.num_whole == 3
+    manager.fall_back(table)
+    manager.check()
+    assert table.tiers == [DEVICE, DEVICE]
+    assert len(table.slots) == 5
+
+
 def test_a_request_that_cannot_fall_back_is_released() -> None:
     manager = manager_of(5, host=4)
     cached(manager, "ABCD")

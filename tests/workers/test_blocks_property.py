@@ -46,11 +46,15 @@ class Run:
         self.rng = random.Random(seed)
         self.chains = some_chains(self.rng)
         admission = Admission(min_uses=self.rng.choice((1, 2)))
-        self.model = BlockModel(num_slots, write, admission, max_storing=9)
+        reuse_multiple = self.rng.choice((1, 1, 2, 3))
+        self.model = BlockModel(
+            num_slots, write, admission, max_storing=9, reuse_multiple=reuse_multiple
+        )
         self.manager = BlockManager(
             num_slots,
             write=write,
             admission=admission,
+            reuse_multiple=reuse_multiple,
             max_storing=9,
             now=lambda: self.model.now,
         )

@@ -15,8 +15,9 @@ import uvicorn
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.metrics import DEFAULT_SPEED
+from workers.engines.base import EngineStoppedError, Generation, Output
 from workers.engines.profiles import Profile
-from workers.engines.runner import EngineRunner, EngineStoppedError, Generation, Output
+from workers.engines.runner import EngineRunner
 from workers.engines.sim import SimEngine
 from workers.engines.steps import SimRequest
 from workers.serve import create_app
@@ -266,7 +267,10 @@ async def test_a_completion_is_answered_as_a_whole_unless_streaming_is_asked_for
             "prompt_tokens": 10,
             "completion_tokens": 7,
             "total_tokens": 17,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {
+                "cached_tokens": 0,
+                "cached_tokens_by_tier": {"device": 0, "host": 0, "disk": 0},
+            },
         },
     }
 
@@ -319,7 +323,10 @@ async def test_usage_tells_how_much_of_the_prompt_was_cached() -> None:
         response = await client.post("/v1/completions", json={"prompt": ABC})
 
     usage = response.json()["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert usage["prompt_tokens_details"] == {
+        "cached_tokens": 8,
+        "cached_tokens_by_tier": {"device": 8, "host": 0, "disk": 0},
+    }
     assert usage["completion_tokens"] == 16
 
 
@@ -372,7 +379,7 @@ async def test_bad_input_is_refused_with_the_field_and_its_value(
     [
         (b"\0" * 7, {}, "prompt", "7 bytes"),
         (b"", {}, "prompt", "empty"),
-        (b"\0" * 8, {"max_tokens": "-1"}, "max_tokens", "got '-1'"),
+        (b"\0" * 8, {"max_tokens": "-1"}, "max_tokens", "got -1"),
         (b"\0" * 8, {"stream": "maybe"}, "stream", "got 'maybe'"),
     ],
 )

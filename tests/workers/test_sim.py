@@ -8,8 +8,9 @@ import pytest
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.types import SequenceHash, Tier
+from workers.engines.base import PromptTooLargeError
 from workers.engines.profiles import PROFILES, Profile
-from workers.engines.sim import PromptTooLargeError, SimEngine
+from workers.engines.sim import SimEngine
 from workers.engines.steps import SimRequest, Step
 
 BLOCK_SIZE = 4

@@ -4,82 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 
 from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from workers.engines.base import (
+    CompletionRequest,
+    EngineStoppedError,
+    Generation,
+    QueueFullError,
+)
 from workers.engines.sim import SimEngine
 from workers.engines.steps import Finished, SimRequest
 from workers.speed import SpeedLearner, sped_up
-
-
-class QueueFullError(Exception):
-    """As many requests wait as may wait; try again later."""
-
-
-class EngineStoppedError(Exception):
-    """The engine stopped before the request was complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Tokens that came since the last output; `finished` is set on the last one."""
-
-    token_ids: list[int]
-    finished: Finished | None
-
-
-class Generation:
-    """Output of one request as it comes: iterate over it once, then `cancel` it in any case.
-
-    What has come but was not taken is a number of tokens, so a slow reader costs no memory and
-    gets larger outputs.
-    """
-
-    def __init__(
-        self, request: SimRequest, stream_interval: int, cancel: Callable[[Generation], None]
-    ) -> None:
-        self.request = request
-        self._stream_interval = stream_interval
-        self._cancel = cancel
-        self._changed = asyncio.Event()
-        self._emitted = 0
-        self._wake_at = 1
-        self._finished: Finished | None = None
-        self._stopped = False
-
-    def cancel(self) -> None:
-        """Free what the request holds in the engine. Does nothing once it has finished."""
-        self._cancel(self)
-
-    def emit(self) -> None:
-        """Called by the runner: the engine has made one more token."""
-        self._emitted += 1
-        if self._emitted >= self._wake_at:
-            self._changed.set()
-
-    def end(self, finished: Finished | None) -> None:
-        """Called by the runner: no token will follow; None if the engine stopped."""
-        self._finished = finished
-        self._stopped = finished is None
-        self._changed.set()
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        """Raises EngineStoppedError if the engine stops before the request is complete."""
-        taken = 0
-        finished = None
-        while finished is None:
-            await self._changed.wait()
-            self._changed.clear()
-            if self._stopped:
-                raise EngineStoppedError(f"request {self.request.request_id} after {taken} tokens")
-            token_ids = self.request.output_tokens(taken, self._emitted)
-            taken = self._emitted
-            self._wake_at = taken + self._stream_interval
-            finished = self._finished
-            yield Output(token_ids, finished)
 
 
 class EngineRunner:
@@ -151,6 +89,16 @@ class EngineRunner:
         self._stopped = True
         self._work.set()
 
+    def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
+        """As `generate`. How tokens are to be chosen is ignored: they are invented."""
+        sim_request = SimRequest.from_tokens(
+            request.request_id,
+            request.prompt,
+            request.max_tokens,
+            block_size=self.engine.block_size,
+        )
+        return self.generate(sim_request, stream_interval=stream_interval)
+
     def generate(self, request: SimRequest, *, stream_interval: int = 1) -> Generation:
         """Submit a request at once; its first token comes alone, the others `stream_interval` each.
 
@@ -164,7 +112,9 @@ class EngineRunner:
         if request.request_id in self._generations:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
         self.engine.submit(request)
-        generation = Generation(request, stream_interval, self._cancel)
+        generation = Generation(
+            request.request_id, request.output_tokens, stream_interval, self._cancel
+        )
         self._generations[request.request_id] = generation
         self._work.set()
         return generation
@@ -190,11 +140,11 @@ class EngineRunner:
 
     def _cancel(self, generation: Generation) -> None:
         if self._forget(generation):
-            self.engine.cancel(generation.request.request_id)
+            self.engine.cancel(generation.request_id)
 
     def _forget(self, generation: Generation) -> bool:
         """False if it was forgotten before, so its id may be another request's by now."""
-        request_id = generation.request.request_id
+        request_id = generation.request_id
         if self._generations.get(request_id) is not generation:
             return False
         del self._generations[request_id]

@@ -7,7 +7,7 @@ adds it up. Only the tokens are invented.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,30 +15,39 @@ from app.core.events import CacheEvent
 from app.core.hashing import compute_local_hashes, next_sequence_hash
 from app.core.metrics import ForwardPassMetrics
 from app.core.types import SequenceHash
+from workers.engines.base import HitRate, PromptTooLargeError
 from workers.engines.pool import BlockPool
 from workers.engines.profiles import Profile
 from workers.engines.steps import Finished, SimRequest, Step
-
-HIT_RATE_WINDOW = 1000
-"""Requests over which the prefix cache hit rate is taken."""
-
-
-class PromptTooLargeError(ValueError):
-    """The request could never be admitted: prompt and output exceed the whole KV pool."""
 
 
 class _Running:
     """An admitted request. The pool holds `chain` as references and the rest as private blocks."""
 
-    __slots__ = ("cached_tokens", "chain", "due", "emitted", "num_blocks", "prefilled", "request")
+    __slots__ = (
+        "cached_tokens",
+        "chain",
+        "due",
+        "emitted",
+        "host_tokens",
+        "num_blocks",
+        "prefilled",
+        "request",
+    )
 
     def __init__(
-        self, request: SimRequest, chain: list[SequenceHash], num_blocks: int, cached_tokens: int
+        self,
+        request: SimRequest,
+        chain: list[SequenceHash],
+        num_blocks: int,
+        cached_tokens: int,
+        host_tokens: int,
     ) -> None:
         self.request = request
         self.chain = chain
         self.num_blocks = num_blocks
         self.cached_tokens = self.prefilled = cached_tokens
+        self.host_tokens = host_tokens
         self.emitted = 0
         self.due = 0  # the value of `emitted` at which a block fills or the request ends
 
@@ -85,8 +94,7 @@ class SimEngine:
         self._prefilling: _Running | None = None
         self._decoding: list[_Running] = []
         self._decode_context = 0
-        self._admitted: deque[tuple[int, int]] = deque()
-        self._admitted_cached = self._admitted_tokens = 0
+        self._hit_rate = HitRate()
 
     @property
     def num_waiting(self) -> int:
@@ -207,7 +215,7 @@ class SimEngine:
             kv_total_blocks=self.pool.num_blocks,
             num_requests_waiting=len(self._waiting),
             gpu_cache_usage_perc=self.pool.num_used / self.pool.num_blocks,
-            gpu_prefix_cache_hit_rate=self._admitted_cached / max(1, self._admitted_tokens),
+            gpu_prefix_cache_hit_rate=self._hit_rate.value,
         )
 
     def check(self) -> None:
@@ -259,22 +267,14 @@ class SimEngine:
         if onboarded is None:
             assert self._running, "an empty pool refused a request that fits"
             return None
-        step.loaded_tokens += onboarded * self.block_size
+        host_tokens = onboarded * self.block_size
+        step.loaded_tokens += host_tokens
         cached_tokens = len(prefix) * self.block_size
-        self._count_hits(cached_tokens, request.prompt_tokens)
+        self._hit_rate.add(cached_tokens, request.prompt_tokens)
         del self._waiting[request.request_id]
-        running = _Running(request, list(prefix), num_blocks, cached_tokens)
+        running = _Running(request, list(prefix), num_blocks, cached_tokens, host_tokens)
         self._running[request.request_id] = running
         return running
-
-    def _count_hits(self, cached: int, total: int) -> None:
-        self._admitted.append((cached, total))
-        self._admitted_cached += cached
-        self._admitted_tokens += total
-        if len(self._admitted) > HIT_RATE_WINDOW:
-            cached, total = self._admitted.popleft()
-            self._admitted_cached -= cached
-            self._admitted_tokens -= total
 
     def _register_prompt(self, running: _Running) -> None:
         """Register the blocks computed so far: requests admitted later in this step reuse them."""
@@ -329,6 +329,7 @@ class SimEngine:
                     request.prompt_tokens,
                     running.cached_tokens,
                     running.emitted,
+                    host_tokens=running.host_tokens,
                 )
             )
         if finished:

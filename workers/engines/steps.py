@@ -57,6 +57,11 @@ class Finished:
     cached_tokens: int
     """Prompt tokens that were not computed, because a tier held them at admission."""
     output_tokens: int
+    host_tokens: int = 0
+    """Of the cached ones, those that were loaded from the host tier."""
+    disk_tokens: int = 0
+    finish_reason: str = "length"
+    """As the OpenAI API has it: `length`, or `stop` after an end-of-sequence token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,177 @@
+"""What a worker's HTTP interface and its agent need of an engine, whichever it is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.core.errors import InvalidRequest
+from app.core.metrics import ForwardPassMetrics, Speed
+from workers.engines.steps import Finished
+
+HIT_RATE_WINDOW = 1000
+"""Requests over which the prefix cache hit rate is taken."""
+
+
+class PromptTooLargeError(ValueError):
+    """The request could never be admitted: prompt and output exceed the whole KV pool."""
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may wait; try again later."""
+
+
+class EngineStoppedError(Exception):
+    """The engine stopped before the request was complete."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen from its logits, as the OpenAI API and vLLM have it.
+
+    temperature: 0 takes the likeliest. top_p: of the likeliest tokens, so many that their
+    probabilities reach it. top_k: no more than so many; 0: no limit. seed: None: a random one.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest, naming the field and its value."""
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= 2):
+            raise InvalidRequest("temperature", f"needs 0 to 2, got {self.temperature!r}")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise InvalidRequest("top_p", f"needs more than 0 and at most 1, got {self.top_p!r}")
+        if not (_is_integer(self.top_k) and 0 <= self.top_k < 1 << 31):
+            raise InvalidRequest("top_k", f"needs an integer of at least 0, got {self.top_k!r}")
+        if self.seed is not None and not (_is_integer(self.seed) and abs(self.seed) < 1 << 63):
+            raise InvalidRequest("seed", f"needs an integer of 64 bits, got {self.seed!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """prompt: token ids, little-endian u32, at least one. ignore_eos: go on to `max_tokens`."""
+
+    request_id: str
+    prompt: bytes
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens that came since the last output; `finished` is set on the last one."""
+
+    token_ids: list[int]
+    finished: Finished | None
+
+
+class Generation:
+    """Output of one request as it comes: iterate over it once, then `cancel` it in any case.
+
+    tokens: the output tokens from one number to another, of those that have come. What has come
+    but was not taken is a number, so a slow reader costs no memory and gets larger outputs.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        tokens: Callable[[int, int], list[int]],
+        stream_interval: int,
+        cancel: Callable[[Generation], None],
+    ) -> None:
+        self.request_id = request_id
+        self._tokens = tokens
+        self._stream_interval = stream_interval
+        self._cancel = cancel
+        self._changed = asyncio.Event()
+        self._emitted = 0
+        self._wake_at = 1
+        self._finished: Finished | None = None
+        self._stopped = False
+
+    def cancel(self) -> None:
+        """Free what the request holds in the engine. Does nothing once it has finished."""
+        self._cancel(self)
+
+    def emit(self) -> None:
+        """Called by the engine: it has made one more token."""
+        self._emitted += 1
+        if self._emitted >= self._wake_at:
+            self._changed.set()
+
+    def end(self, finished: Finished | None) -> None:
+        """Called by the engine: no token will follow; None if it stopped before."""
+        self._finished = finished
+        self._stopped = finished is None
+        self._changed.set()
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """Raises EngineStoppedError if the engine stops before the request is complete."""
+        taken = 0
+        finished = None
+        while finished is None:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._stopped:
+                raise EngineStoppedError(f"request {self.request_id} after {taken} tokens")
+            token_ids = self._tokens(taken, self._emitted)
+            taken = self._emitted
+            self._wake_at = taken + self._stream_interval
+            finished = self._finished
+            yield Output(token_ids, finished)
+
+
+class Engine(Protocol):
+    """An engine that runs on the wall clock."""
+
+    @property
+    def running(self) -> bool:
+        """Does it take requests?"""
+
+    def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
+        """Submit a request at once; its first token comes alone, the others `stream_interval` each.
+
+        Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
+        EngineStoppedError once the engine stops.
+        """
+
+    def metrics(self) -> ForwardPassMetrics: ...
+
+    def speed(self) -> Speed: ...
+
+
+class HitRate:
+    """Which part of the last prompts was cached when they were admitted."""
+
+    def __init__(self) -> None:
+        self._admitted: deque[tuple[int, int]] = deque()
+        self._cached = self._tokens = 0
+
+    def add(self, cached: int, tokens: int) -> None:
+        self._admitted.append((cached, tokens))
+        self._cached += cached
+        self._tokens += tokens
+        if len(self._admitted) > HIT_RATE_WINDOW:
+            cached, tokens = self._admitted.popleft()
+            self._cached -= cached
+            self._tokens -= tokens
+
+    @property
+    def value(self) -> float:
+        return self._cached / max(1, self._tokens)
