@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 from app.core.errors import NotEnoughBlocks
@@ -26,6 +27,8 @@ from workers.slots import Move
 log = logging.getLogger(__name__)
 
 LOAD_THREADS = 2
+STORE_WAIT_S = 0.1
+"""Blocks that leave wait so long for room in the tier below; then they are not stored."""
 WITHDRAW_TIMEOUT_S = 1.0
 """If Redis has not heard by then that a block goes, it goes nevertheless."""
 
@@ -156,9 +159,23 @@ class BlockCache:
                 wanted = max(wanted, sum(self._needed.values()))
             short = wanted - slots.num_free
             if short > 0 and slots.num_idle:
-                await self._free(tier, short)
+                await self._free(tier, await self._storable(tier, short))
             else:
                 await changed.wait()
+
+    async def _storable(self, tier: Tier, count: int) -> int:
+        """How many of `count` blocks to free at once, so that there is room to store them.
+
+        All, if none comes free below in time: who waits for slots is not to wait for a slow disk.
+        """
+        below = next((slots for lower, slots in self.manager.tiers.items() if lower > tier), None)
+        if below is None:
+            return count
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STORE_WAIT_S):
+                while not below.num_free and (below.num_idle or below.num_leaving):
+                    await self._changed.wait()
+        return min(count, below.num_free or count)
 
     async def _free(self, tier: Tier, count: int) -> None:
         eviction = self.manager.evict(tier, count)

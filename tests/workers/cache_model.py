@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier, TierOverlap
@@ -38,6 +39,22 @@ class CacheModel:
             slowest = max(slowest, min(self.tiers_of(block)))
             published[block] = slowest
         return leading(published, chain)
+
+
+class Listener:
+    """Stands for an agent where a test needs none: it hears at once, unless it is told to wait."""
+
+    def __init__(self) -> None:
+        self.shown = CacheModel()
+        self.hears = asyncio.Event()
+        self.hears.set()
+
+    def notify(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            self.shown.take(event)
+
+    async def settled(self) -> None:
+        await self.hears.wait()
 
 
 def leading(published: Mapping[SequenceHash, Tier], chain: Sequence[SequenceHash]) -> TierOverlap:

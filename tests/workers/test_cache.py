@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
 from tests.eventually import eventually
-from tests.workers.cache_model import CacheModel
+from tests.workers.cache_model import Listener
 from workers.agent import Agent, AgentSettings
 from workers.blocks import BlockManager, BlockTable, Eviction, WritePolicy
 from workers.cache import BlockCache, Publisher
@@ -36,22 +37,6 @@ SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_size=8, dtype=torch.float32, 
 KEYS = Keyspace("cache")
 NUM_SLOTS = {DEVICE: 24, HOST: 20, DISK: 30}
 SPARE = {DEVICE: 4, HOST: 6, DISK: 6}
-
-
-class Listener:
-    """Stands for an agent where a test needs none: it hears at once, unless it is told to wait."""
-
-    def __init__(self) -> None:
-        self.shown = CacheModel()
-        self.hears = asyncio.Event()
-        self.hears.set()
-
-    def notify(self, events: Iterable[CacheEvent]) -> None:
-        for event in events:
-            self.shown.take(event)
-
-    async def settled(self) -> None:
-        await self.hears.wait()
 
 
 class Worker:
@@ -68,11 +53,15 @@ class Worker:
         self.transfers = stack.enter_context(closing(Transfers(self.pools, self.disk)))
         self.manager = manager
         self.cache = BlockCache(manager, self.carry_out, publisher, spare=SPARE)
-        self.may_load = threading.Event()
+        self.may_load, self.may_store = threading.Event(), threading.Event()
         self.may_load.set()
+        self.may_store.set()
 
     def carry_out(self, move: Move) -> int:
-        assert not move.is_load or self.may_load.wait(60)
+        if move.is_load:
+            assert self.may_load.wait(60)
+        elif move.target is DISK:
+            assert self.may_store.wait(60)
         return self.transfers.carry_out(move)
 
     async def compute(self, chain: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
@@ -128,6 +117,7 @@ async def running(
             yield worker
         finally:
             worker.may_load.set()
+            worker.may_store.set()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -165,6 +155,41 @@ async def test_a_request_waits_for_room_and_is_refused_where_none_can_be_made(
         worker.cache.extend(table, 2)
         worker.cache.release(table)
         await worker.settle()
+
+
+async def test_blocks_wait_for_room_below_rather_than_not_being_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.cache.STORE_WAIT_S", 30.0)
+    async with running(tmp_path, Listener()) as worker:
+        for n in range(5):
+            # More at a time than host memory keeps free.
+            await worker.compute_and_release(chain_of(n, 20))
+        await worker.settle()
+        assert worker.manager.counts.stores_dropped == 0
+        assert len(worker.manager.match(chain_of(3, 20))) == 20
+
+
+async def test_a_request_does_not_wait_for_a_tier_below_that_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.cache.STORE_WAIT_S", 0.001)
+    async with running(tmp_path, Listener()) as worker:
+        for n in range(2):
+            await worker.compute_and_release(chain_of(n, 20))
+            await worker.settle()
+        worker.may_store.clear()
+        # Host memory has room for 6 blocks, none of which arrives while nothing is stored.
+        free = worker.manager.tiers[HOST].num_free
+        waiting = asyncio.ensure_future(worker.compute(chain_of(2, 24), 24))
+
+        async def dropped() -> int:
+            return worker.manager.counts.stores_dropped
+
+        await eventually(dropped)
+        worker.may_store.set()
+        worker.cache.release(await waiting)
+        assert free == 6
 
 
 async def test_no_slot_is_given_away_before_redis_has_heard_of_it(tmp_path: Path) -> None:
@@ -237,11 +262,10 @@ async def test_what_cannot_be_loaded_is_computed(tmp_path: Path) -> None:
     async with running(tmp_path, Listener(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
-        await worker.compute_and_release(chain_of(2, 20))
-        await worker.compute_and_release(chain_of(3, 20))
-        await worker.settle()
-        held = worker.manager.match(chain)
-        assert held[-1] is DISK
+        others = count(2)
+        while worker.manager.match(chain)[-1] is not DISK:
+            await worker.compute_and_release(chain_of(next(others), 20))
+            await worker.settle()
         size = (tmp_path / "blocks").stat().st_size
         (tmp_path / "blocks").write_bytes(bytes(size))
         await worker.compute_and_release(chain)
