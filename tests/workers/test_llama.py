@@ -1,0 +1,475 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from app.core.errors import ConfigError
+from workers.engines.llama import SIZES, Llama, LlamaConfig, RopeScaling
+from workers.tiers import MemoryPool
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+TINY = SIZES["tiny"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Of the eight frequencies, some are kept, some stretched, and some in between."""
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def reference(**settings: Any) -> transformers.LlamaForCausalLM:
+    """A small model with weights that matter, the norms' included."""
+    config = transformers.LlamaConfig(
+        **{
+            "vocab_size": 96,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.2,
+            "eos_token_id": 7,
+        }
+        | settings
+    )
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model
+
+
+def logits_of(model: transformers.LlamaForCausalLM, tokens: Sequence[int]) -> Tensor:
+    """(len(tokens), vocab_size)"""
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def loaded(folder: Path, device: str = "cpu") -> Llama:
+    config = LlamaConfig.from_checkpoint(folder)
+    return Llama.load(config, folder, dtype=torch.float32, device=device)
+
+
+def pool_of(model: Llama) -> MemoryPool:
+    """Full of what others left."""
+    pool = MemoryPool(model.kv_shape(BLOCK_SIZE), NUM_BLOCKS, model.device)
+    pool.kv.normal_(generator=torch.Generator(model.device).manual_seed(5))
+    return pool
+
+
+def prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+def slots(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Blocks for sequences of so many tokens, all different and in no order."""
+    free = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    return [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
+
+
+def prefilled(
+    model: Llama,
+    kv: Tensor,
+    tokens: Sequence[int],
+    chunks: Sequence[int],
+    block_ids: Sequence[int],
+) -> list[Tensor]:
+    """The logits at the end of each chunk; no chunk is longer than what is left."""
+    ends = [sum(chunks[: n + 1]) for n in range(len(chunks))]
+    return [
+        model.prefill(kv, tokens[end - size : end], end - size, block_ids)
+        for end, size in zip(ends, chunks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 6, "head_dim": None},
+        {"num_key_value_heads": 1, "rms_norm_eps": 0.01},
+        {"rope_parameters": LLAMA3},
+    ],
+    ids=["GQA", "tied", "MHA", "MQA", "llama3"],
+)
+def test_logits_are_those_of_transformers_at_every_position(
+    settings: dict[str, Any], device: str, tmp_path: Path
+) -> None:
+    model = reference(**settings)
+    model.save_pretrained(tmp_path)
+    ours = loaded(tmp_path, device)
+    kv = pool_of(ours).kv
+    tokens = [prompt(length, 96, seed=length) for length in (70, 23, 41, 9)]
+    blocks = slots(*map(len, tokens))
+    expected = [logits_of(model, of_one).to(device) for of_one in tokens]
+    prefills = [[1, 31, 9], [5], [3, 4, 8], [2]]
+    for of_one, chunks, block_ids, logits in zip(tokens, prefills, blocks, expected, strict=True):
+        ends = [sum(chunks[: n + 1]) - 1 for n in range(len(chunks))]
+        torch.testing.assert_close(
+            torch.stack(prefilled(ours, kv, of_one, chunks, block_ids)),
+            logits[ends],
+            rtol=0,
+            atol=1e-4,
+        )
+    at = [sum(chunks) for chunks in prefills]
+    while going := [n for n in range(len(tokens)) if at[n] < len(tokens[n])]:
+        torch.testing.assert_close(
+            ours.decode(
+                kv,
+                [tokens[n][at[n]] for n in going],
+                [at[n] for n in going],
+                [blocks[n] for n in going],
+            ),
+            torch.stack([expected[n][at[n]] for n in going]),
+            rtol=0,
+            atol=1e-4,
+        )
+        for n in going:
+            at[n] += 1
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> list[int]:
+    return draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(splits(), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_a_chunk_is_the_same_bit_for_bit_wherever_its_blocks_lie(
+    chunks: list[int], num_reused: int, rng: random.Random
+) -> None:
+    """Though the chunks before it were computed elsewhere, and their blocks copied."""
+    num_reused = min(num_reused, len(chunks) - 1)
+    model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
+    tokens = [rng.randrange(TINY.vocab_size) for _ in range(sum(chunks))]
+    here, there = pool_of(model), pool_of(model)
+    there.kv.mul_(-1)
+    block_ids, [other_ids] = slots(len(tokens))[0], slots(len(tokens), seed=rng.randrange(999))
+    logits = prefilled(model, here.kv, tokens, chunks, block_ids)
+
+    start = sum(chunks[:num_reused])
+    num_blocks = -(-start // BLOCK_SIZE)
+    there.kv[other_ids[:num_blocks]] = here.kv[block_ids[:num_blocks]]
+    for size, expected in zip(chunks[num_reused:], logits[num_reused:], strict=True):
+        assert torch.equal(
+            model.prefill(there.kv, tokens[start : start + size], start, other_ids), expected
+        )
+        start += size
+    for pool, ids in ((here, block_ids), (there, other_ids)):
+        pool.kv[ids[-1], :, :, (len(tokens) - 1) % BLOCK_SIZE + 1 :] = 0
+    assert torch.equal(there.kv[other_ids], here.kv[block_ids])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prefill_is_the_same_bit_for_bit_in_other_slots(
+    dtype: torch.dtype, device: str
+) -> None:
+    model = Llama.random(replace(SIZES["30m"], num_layers=2), seed=1, dtype=dtype, device=device)
+    tokens = prompt(700, 16_384)
+    here, there = (MemoryPool(model.kv_shape(16), 64, device).kv for _ in range(2))
+    block_ids, other_ids = (random.Random(seed).sample(range(64), 44) for seed in (1, 2))
+    logits = prefilled(model, here, tokens, [256, 256, 188], block_ids)
+    there[other_ids[:32]] = here[block_ids[:32]]
+    assert torch.equal(model.prefill(there, tokens[512:], 512, other_ids), logits[-1])
+    assert torch.equal(there[other_ids], here[block_ids])
+
+
+def test_no_other_block_is_written() -> None:
+    model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
+    pool = pool_of(model)
+    before = pool.kv.clone()
+    [block_ids, others] = slots(11, 4 * (NUM_BLOCKS - 3))
+    model.prefill(pool.kv, prompt(10, 256), 0, block_ids)
+    model.decode(pool.kv, [3], [10], [block_ids])
+    assert torch.equal(pool.kv[others], before[others])
+    assert torch.equal(pool.kv[block_ids[-1], :, :, 3:], before[block_ids[-1], :, :, 3:])
+
+
+def test_what_others_left_does_not_matter() -> None:
+    """Neither behind the last token, nor, though it be no number, in other blocks."""
+    model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
+    one, other = pool_of(model), pool_of(model)
+    blocks = slots(38, 34, seed=1)
+    other.kv[[b for b in range(NUM_BLOCKS) if b not in blocks[0] + blocks[1]]] = torch.nan
+    other.kv[[blocks[0][-1], blocks[1][-1]]] *= 100
+    logits = []
+    for pool in (one, other):
+        for length, block_ids in zip((37, 33), blocks, strict=True):
+            model.prefill(pool.kv, prompt(length, 256), 0, block_ids)
+        logits.append(model.decode(pool.kv, [9, 9], [37, 33], blocks))
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_a_sequence_decodes_alike_beside_much_longer_and_shorter_ones() -> None:
+    model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
+    kv = pool_of(model).kv
+    lengths = [120, 5, 33, 1, 17]
+    blocks = slots(*(length + 1 for length in lengths))
+    for length, block_ids in zip(lengths, blocks, strict=True):
+        model.prefill(kv, prompt(length, 256, seed=length), 0, block_ids)
+    together = model.decode(kv, [1, 2, 3, 4, 5], lengths, blocks)
+    for n, length in enumerate(lengths):
+        alone = model.decode(kv, [n + 1], [length], [blocks[n]])
+        torch.testing.assert_close(together[n], alone[0], rtol=0, atol=1e-5)
+        again = model.prefill(kv, [n + 1], length, blocks[n])
+        torch.testing.assert_close(together[n], again, rtol=0, atol=1e-5)
+
+
+def test_with_random_weights_the_whole_context_moves_the_logits() -> None:
+    model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
+    kv = pool_of(model).kv
+    [block_ids] = slots(50)
+    tokens = prompt(50, 256)
+    logits = model.prefill(kv, tokens, 0, block_ids)
+    other = model.prefill(kv, [tokens[0] ^ 1, *tokens[1:]], 0, block_ids)
+    assert (logits - other).abs().max() > 0.01
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    def logits(seed: int) -> Tensor:
+        model = Llama.random(TINY, seed=seed, dtype=torch.float32, device="cpu")
+        return model.prefill(pool_of(model).kv, [1, 2, 3], 0, [0])
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+
+
+def test_a_checkpoint_may_come_in_shards(tmp_path: Path) -> None:
+    model = reference()
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ours = loaded(tmp_path)
+    logits = ours.prefill(pool_of(ours).kv, [5, 6, 7], 0, [0])
+    torch.testing.assert_close(logits, logits_of(model, [5, 6, 7])[-1], rtol=0, atol=1e-4)
+
+
+def test_copies_of_what_the_model_has_anyway_are_passed_over(tmp_path: Path) -> None:
+    model = reference(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, path)
+    loaded(tmp_path)
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.__setitem__(name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (without("model.norm.weight"), r"missing: model\.norm\.weight"),
+        (
+            with_tensor("model.layers.0.self_attn.q_proj.bias", torch.ones(96)),
+            r"model\.layers\.0\.self_attn\.q_proj\.bias is not in the model",
+        ),
+        (
+            with_tensor("model.layers.1.mlp.up_proj.weight", torch.ones(81, 48)),
+            r"up_proj\.weight is \(81, 48\), but the model has \(80, 48\)",
+        ),
+        (
+            with_tensor("model.norm.weight", torch.ones(48, dtype=torch.int8)),
+            r"model\.norm\.weight is torch\.int8",
+        ),
+    ],
+    ids=["missing", "unexpected", "wrong shape", "quantised"],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    spoil: Callable[[dict[str, Tensor]], None], complaint: str, tmp_path: Path
+) -> None:
+    reference().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=complaint):
+        loaded(tmp_path)
+
+
+def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    reference().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
+        loaded(tmp_path)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
+        loaded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match="has no weight_map"):
+        loaded(tmp_path)
+
+
+def config_file(folder: Path, **changes: Any) -> Path:
+    """A config.json as older versions of transformers wrote it; None takes a setting out."""
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "eos_token_id": 128_001,
+    } | changes
+    given = {name: value for name, value in settings.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(given))
+    return folder
+
+
+def test_a_config_of_older_transformers_is_read(tmp_path: Path) -> None:
+    assert LlamaConfig.from_checkpoint(config_file(tmp_path)) == replace(
+        SIZES["llama-3.1-8b"], eos_token_ids=(128_001,)
+    )
+
+
+def test_a_config_of_newer_transformers_is_read(tmp_path: Path) -> None:
+    reference(rope_parameters=LLAMA3).config.save_pretrained(tmp_path)
+    assert LlamaConfig.from_checkpoint(tmp_path) == LlamaConfig(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=16,
+        max_position_embeddings=256,
+        rope_theta=1000.0,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        eos_token_ids=(7,),
+    )
+
+
+def test_what_a_config_leaves_out_is_what_it_is_in_transformers(tmp_path: Path) -> None:
+    left_out = (
+        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
+        *("rope_scaling", "hidden_act", "attention_bias", "tie_word_embeddings", "eos_token_id"),
+    )
+    config = LlamaConfig.from_checkpoint(config_file(tmp_path, **dict.fromkeys(left_out)))
+    theirs = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_size == theirs.head_dim
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.rope_scaling is None
+    assert config.tie_word_embeddings is theirs.tie_word_embeddings
+    assert config.eos_token_ids == ()
+
+
+def test_the_generation_config_says_what_ends_a_sequence(tmp_path: Path) -> None:
+    config_file(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": 0.6}')
+    assert LlamaConfig.from_checkpoint(tmp_path).eos_token_ids == (128_001,)
+    path.write_text('{"eos_token_id": [128001, 128008, 128009]}')
+    assert LlamaConfig.from_checkpoint(tmp_path).eos_token_ids == (128_001, 128_008, 128_009)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "mistral"}, "model_type: .*'mistral'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: .*Sequence"),
+        ({"attention_bias": True}, "attention_bias: .*True"),
+        ({"mlp_bias": True}, "mlp_bias: .*True"),
+        ({"hidden_act": "gelu"}, "hidden_act: .*'gelu'"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: .*0\.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*fp8"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type: .*'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_parameters: factor is missing"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor: .*0\.5"),
+        ({"rope_scaling": 3}, "rope_parameters: .*3"),
+        ({"vocab_size": None}, "vocab_size: .*None"),
+        ({"num_attention_heads": 0}, "num_attention_heads: .*0"),
+        ({"hidden_size": "4096"}, "hidden_size: .*'4096'"),
+        ({"num_key_value_heads": 5}, "num_kv_heads: 32 heads cannot share 5"),
+        ({"head_dim": 127}, "head_size: .*127"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: .*'small'"),
+        ({"rope_theta": -1.0}, r"rope_theta: .*-1\.0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: .*no"),
+        ({"eos_token_id": 128_256}, "eos_token_ids: .*128256"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        LlamaConfig.from_checkpoint(config_file(tmp_path, **changes))
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        LlamaConfig.from_checkpoint(tmp_path)
+    for text, complaint in (("{", "cannot be read"), ("[]", "needs an object, got list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=complaint):
+            LlamaConfig.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"factor": 0}, "factor: .*0"),
+        ({"high_freq_factor": 1.0}, "high_freq_factor: .*1.0"),
+        ({"original_max_position_embeddings": 0.5}, r"original_max_position_embeddings: .*0\.5"),
+    ],
+)
+def test_a_scaling_that_makes_no_sense_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        replace(RopeScaling(8.0, 1.0, 4.0, 8192), **changes)
+
+
+def test_kv_of_a_model_fits_its_pool() -> None:
+    model = Llama.random(TINY, seed=1, dtype=torch.bfloat16, device="cpu")
+    shape = model.kv_shape(16)
+    assert shape.block_shape == (2, 2, 16, 2, 16)
+    assert shape.dtype is torch.bfloat16

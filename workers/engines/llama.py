@@ -1,0 +1,612 @@
+"""Llama models over paged KV: what the torch engine computes, on CPU and CUDA alike.
+
+A prefill is one chunk of one sequence in a forward pass of its own, so that what it computes
+depends on the tokens, their positions and the KV before them, bit for bit, and on nothing that
+happens to run beside it. Decoding computes one token of many sequences together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from app.core.errors import ConfigError
+from workers.tiers import KVShape
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(queries, keys, values) of a layer -> (num_tokens, num_heads * head_size).
+
+queries: (num_tokens, num_heads, head_size); keys, values: (num_blocks, block_size, num_kv_heads,
+head_size), the whole pool's, those of the tokens themselves included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """The `llama3` kind: long wavelengths are stretched by `factor`, short ones left alone."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field and its value."""
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            _check_positive(name, getattr(self, name))
+        _check_count("original_max_position_embeddings", self.original_max_position_embeddings)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"high_freq_factor: needs more than low_freq_factor, {self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The shape of a model, in the words of Hugging Face; head_size is their head_dim."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field and its value."""
+        for field in fields(self)[:8]:
+            _check_count(field.name, getattr(self, field.name))
+        for name in ("rope_theta", "rms_norm_eps"):
+            _check_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads: {self.num_heads} heads cannot share {self.num_kv_heads} evenly"
+            )
+        if self.head_size % 2:
+            raise ConfigError(f"head_size: RoPE needs an even number, got {self.head_size}")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise ConfigError(f"tie_word_embeddings: needs a bool, got {self.tie_word_embeddings}")
+        for token in self.eos_token_ids:
+            if not _is_int(token) or not 0 <= token < self.vocab_size:
+                raise ConfigError(
+                    f"eos_token_ids: needs tokens below {self.vocab_size}, got {token!r}"
+                )
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Self:
+        """Read `config.json`, and the end-of-sequence tokens of `generation_config.json`.
+
+        Raises ConfigError if they cannot be read, or tell of anything that is not computed here.
+        """
+        config = _read_json(folder / "config.json")
+        _check_supported(config)
+        rope_theta, rope_scaling = _rope(config)
+        eos = config.get("eos_token_id")
+        generation = folder / "generation_config.json"
+        if generation.exists():
+            eos = _read_json(generation).get("eos_token_id", eos)
+        hidden_size = _count(config, "hidden_size")
+        num_heads = _count(config, "num_attention_heads")
+        return cls(
+            vocab_size=_count(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_count(config, "intermediate_size"),
+            num_layers=_count(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_count(config, "num_key_value_heads", num_heads),
+            head_size=_count(config, "head_dim", hidden_size // num_heads),
+            max_position_embeddings=_count(config, "max_position_embeddings", 2048),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            rms_norm_eps=_get(config, "rms_norm_eps", 1e-6),
+            tie_word_embeddings=_get(config, "tie_word_embeddings", False),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+
+class _Layer(NamedTuple):
+    """Weights of one layer; what multiplies the same input is one matrix."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    output: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class _Alike(NamedTuple):
+    """Sequences of about the same length, which attend together, padded to the longest.
+
+    rows: theirs in the batch.
+    held: their blocks, (num_seqs * num_blocks,).
+    mask: (num_seqs, 1, 1, num_blocks * block_size), added to the scores.
+    """
+
+    rows: slice
+    held: Tensor
+    mask: Tensor
+
+
+class Llama:
+    """A model whose weights lie on `device` in `dtype`. Not safe in several threads at once.
+
+    Callers see to it that tokens are below vocab_size and positions below
+    max_position_embeddings: on CUDA nothing else would notice before it is too late.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Weights are whatever the memory held; `random` and `load` fill them."""
+        self.config = c = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self._embedding = empty(c.vocab_size, c.hidden_size)
+        self._layers = [
+            _Layer(
+                attention_norm=empty(c.hidden_size),
+                qkv=empty((c.num_heads + 2 * c.num_kv_heads) * c.head_size, c.hidden_size),
+                output=empty(c.hidden_size, c.num_heads * c.head_size),
+                mlp_norm=empty(c.hidden_size),
+                gate_up=empty(2 * c.intermediate_size, c.hidden_size),
+                down=empty(c.hidden_size, c.intermediate_size),
+            )
+            for _ in range(c.num_layers)
+        ]
+        self._norm = empty(c.hidden_size)
+        self._head = (
+            self._embedding if c.tie_word_embeddings else empty(c.vocab_size, c.hidden_size)
+        )
+        self._cos, self._sin = (t.to(device, dtype) for t in _rope_tables(c))
+
+    @classmethod
+    def random(
+        cls,
+        config: LlamaConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Self:
+        """Weights of such sizes that every layer, and so the whole context, moves the logits.
+
+        The same seed gives the same weights on the same kind of device.
+        """
+        model = cls(config, dtype=dtype, device=device)
+        generator = torch.Generator(device).manual_seed(seed)
+        for _, weight in model._weights():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+        return model
+
+    @classmethod
+    def load(
+        cls,
+        config: LlamaConfig,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Self:
+        """Weights of a Hugging Face checkpoint, `model.safetensors` or shards with an index.
+
+        Raises ConfigError if it cannot be read, or its tensors are not those of `config`.
+        """
+        model = cls(config, dtype=dtype, device=device)
+        missing = dict(model._weights())
+        for path in _weight_files(folder):
+            try:
+                # Read straight to the device, one tensor at a time.
+                with safe_open(path, framework="pt", device=str(model.device)) as file:
+                    for name in file.keys():  # noqa: SIM118, it is no mapping
+                        if not _is_ignored(name, config):
+                            _fill(missing, name, file.get_tensor(name), path)
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from error
+        if missing:
+            raise ConfigError(f"{folder}: tensors are missing: {_some(missing)}")
+        return model
+
+    def kv_shape(self, block_size: int) -> KVShape:
+        """What the pool of a model that is not split keeps of each block."""
+        c = self.config
+        return KVShape(c.num_layers, c.num_kv_heads, c.head_size, self.dtype, block_size)
+
+    @torch.inference_mode()
+    def prefill(
+        self, kv: Tensor, tokens: Sequence[int], start: int, block_ids: Sequence[int]
+    ) -> Tensor:
+        """Compute one chunk of one sequence; returns float32 logits of its last token.
+
+        kv: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_size), strided; holds the KV
+        of positions before `start`, and gets that of the chunk. Keys are kept after RoPE.
+        start: position of tokens[0].
+        block_ids: block_ids[i] has positions i * block_size on; further ones are not looked at.
+        Returns (vocab_size,).
+        """
+        c = self.config
+        block_size = kv.shape[3]
+        end = start + len(tokens)
+        held = self._index(block_ids[: -(-end // block_size)])
+        positions = torch.arange(start, end, device=self.device)
+        mask = None
+        if start:
+            mask = self._masked(torch.arange(end, device=self.device) > positions[:, None])
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # The heads that share a KV head are a batch over it, so that no KV is repeated.
+            shape = c.num_kv_heads, c.group_size, -1, c.head_size
+            q = queries.transpose(0, 1).view(shape)
+            k, v = (
+                blocks.index_select(0, held)
+                .flatten(0, 1)[:end]
+                .transpose(0, 1)[:, None]
+                .expand(shape)
+                for blocks in (keys, values)
+            )
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            return out.permute(2, 0, 1, 3).flatten(1)
+
+        blocks = held[positions // block_size]
+        hidden = self._forward(
+            kv, self._index(tokens), positions, blocks, positions % block_size, attend
+        )
+        return self._logits(hidden[-1])
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        kv: Tensor,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Compute one token of each of several sequences; returns float32 logits.
+
+        kv and each of block_ids: as in `prefill`. What the last block of a sequence holds behind
+        its token is masked, so it has to be finite.
+        Returns (num_seqs, vocab_size).
+        """
+        c = self.config
+        block_size = kv.shape[3]
+        order = sorted(range(len(tokens)), key=positions.__getitem__)
+        groups = self._alike(
+            [positions[i] for i in order], [block_ids[i] for i in order], block_size
+        )
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            outs = []
+            for rows, held, mask in groups:
+                # To one query, the heads that share a KV head are as many queries.
+                q = queries[rows].view(-1, c.num_kv_heads, c.group_size, c.head_size)
+                k, v = (
+                    blocks.index_select(0, held).view(len(q), -1, *blocks.shape[2:]).transpose(1, 2)
+                    for blocks in (keys, values)
+                )
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                outs.append(out.flatten(1))
+            return torch.cat(outs)
+
+        hidden = self._forward(
+            kv,
+            self._index([tokens[i] for i in order]),
+            self._index([positions[i] for i in order]),
+            self._index([block_ids[i][positions[i] // block_size] for i in order]),
+            self._index([positions[i] % block_size for i in order]),
+            attend,
+        )
+        rank = sorted(range(len(order)), key=order.__getitem__)
+        return self._logits(hidden[self._index(rank)])
+
+    def _forward(
+        self,
+        kv: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        blocks: Tensor,
+        offsets: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """All layers over some tokens; their KV is put at those offsets of those blocks.
+
+        tokens, positions, blocks, offsets: int64, (num_tokens,).
+        Returns (num_tokens, hidden_size), before the last norm.
+        """
+        c = self.config
+        num_heads, kv_heads, head_size = c.num_heads, c.num_kv_heads, c.head_size
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        x = F.embedding(tokens, self._embedding)
+        for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
+            qkv = F.linear(self._normed(x, layer.attention_norm), layer.qkv)
+            qk, v = torch.split(
+                qkv.view(len(x), -1, head_size), [num_heads + kv_heads, kv_heads], 1
+            )
+            q, k = torch.split(_rotate(qk, cos, sin), [num_heads, kv_heads], 1)
+            keys, values = layer_kv.unbind(1)
+            keys[blocks, offsets] = k
+            values[blocks, offsets] = v
+            x = x + F.linear(attend(q, keys, values), layer.output)
+            gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        return x
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self._normed(hidden, self._norm), self._head).float()
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+    def _alike(
+        self, positions: Sequence[int], block_ids: Sequence[Sequence[int]], block_size: int
+    ) -> list[_Alike]:
+        """Groups of sequences, given in order of their length, that padding at most doubles."""
+        groups = []
+        last = [position // block_size for position in positions]
+        for _, alike in groupby(range(len(last)), key=lambda row: last[row].bit_length()):
+            rows = list(alike)
+            num_blocks = last[rows[-1]] + 1
+            held: list[int] = []
+            for row in rows:
+                # Padded with a block of its own, as any other might hold what is not finite.
+                padding = [block_ids[row][0]] * (num_blocks - last[row] - 1)
+                held += [*block_ids[row][: last[row] + 1], *padding]
+            at = torch.arange(num_blocks * block_size, device=self.device)
+            later = at > self._index([positions[row] for row in rows]).view(-1, 1, 1, 1)
+            groups.append(
+                _Alike(slice(rows[0], rows[-1] + 1), self._index(held), self._masked(later))
+            )
+        return groups
+
+    def _masked(self, hidden: Tensor) -> Tensor:
+        """What to add to scores: minus infinity where `hidden`, else nothing."""
+        zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(hidden, -torch.inf)
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of a checkpoint by name, as the part of our weights that it is."""
+        c = self.config
+        yield "model.embed_tokens.weight", self._embedding
+        for number, layer in enumerate(self._layers):
+            queries, kv = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
+            q, k, v = torch.split(layer.qkv, [queries, kv, kv])
+            gate, up = layer.gate_up.chunk(2)
+            for name, weight in {
+                "input_layernorm": layer.attention_norm,
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": layer.output,
+                "post_attention_layernorm": layer.mlp_norm,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": layer.down,
+            }.items():
+                yield f"model.layers.{number}.{name}.weight", weight
+        yield "model.norm.weight", self._norm
+        if not c.tie_word_embeddings:
+            yield "lm_head.weight", self._head
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE as Hugging Face lays it out, each element paired with the one half a head further."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32, (max_position_embeddings, head_size / 2)."""
+    size = config.head_size
+    frequencies = config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if scaling := config.rope_scaling:
+        # How often each turns within the length that the model was first trained for.
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    angles = torch.arange(config.max_position_embeddings)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ConfigError(f"{index}: has no weight_map")
+    return [folder / name for name in sorted(set(shards.values()))]
+
+
+def _is_ignored(name: str, config: LlamaConfig) -> bool:
+    """Copies, which some checkpoints have, of what the model has anyway."""
+    tied = config.tie_word_embeddings and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq")
+
+
+def _fill(missing: dict[str, Tensor], name: str, tensor: Tensor, path: Path) -> None:
+    weight = missing.pop(name, None)
+    if weight is None:
+        raise ConfigError(f"{path}: {name} is not in the model, or came before")
+    if tensor.shape != weight.shape:
+        raise ConfigError(
+            f"{path}: {name} is {tuple(tensor.shape)}, but the model has {tuple(weight.shape)}"
+        )
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"{path}: {name} is {tensor.dtype}; quantised weights are not computed")
+    weight.copy_(tensor)
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(list(names)[:4]) + more
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path}: needs an object, got {type(read).__name__}")
+    return read
+
+
+_SUPPORTED = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+"""Of a checkpoint's settings, those that say what is computed: what each has to be, if given."""
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    for name, value in _SUPPORTED.items():
+        got = _get(config, name, value)
+        if got != value:
+            raise ConfigError(f"{name}: only {value!r} is computed here, got {got!r}")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, of which older checkpoints have the first on its own."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"rope_parameters: needs an object, got {rope!r}")
+    _check_supported(rope)
+    theta = rope.get("rope_theta", _get(config, "rope_theta", 10_000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ConfigError(f"rope_type: only default and llama3 are computed here, got {kind!r}")
+    try:
+        return theta, RopeScaling(**{name: rope[name] for name in RopeScaling.__slots__})
+    except KeyError as error:
+        raise ConfigError(f"rope_parameters: {error.args[0]} is missing") from error
+
+
+def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = config.get(name)
+    return default if value is None else value
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = _get(config, name, default)
+    _check_count(name, value)
+    return int(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not _is_int(value) or value < 1:
+        raise ConfigError(f"{name}: needs an integer of at least 1, got {value!r}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}: needs a positive number, got {value!r}")
+
+
+SIZES = {
+    "tiny": LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    ),
+    "30m": LlamaConfig(
+        vocab_size=16_384,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=64,
+        max_position_embeddings=32_768,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
+    ),
+    "125m": LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2816,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=4,
+        head_size=64,
+        max_position_embeddings=32_768,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=64,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+        rms_norm_eps=1e-5,
+    ),
+}
+"""Shapes for random weights, by name. No token ends a sequence."""
