@@ -14,7 +14,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 NEEDS_TORCH = frozenset(
-    {"workers.tiers", "workers.transfers", "workers.engines.torch", "loadtest.bench_tiers"}
+    {
+        "loadtest.bench_tiers",
+        "workers.engines.llama",
+        "workers.engines.sampling",
+        "workers.engines.torch",
+        "workers.tiers",
+        "workers.transfers",
+    }
 )
 
 # Imports argv[1] and every module below it but those named after it; prints what is loaded then.

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from app.core.errors import ConfigError
+from workers.engines.tokenizer import HALF_CHARACTER, HELD_TOKENS, Tokenizer
+
+TEXT = """A stream of tokens is decoded as it comes; no half character, no wrong space.
+日本語の文章と絵文字 👩‍👩‍👧 😀, и кириллица, ça et là.  Two spaces,	a tab
+and "quotes" (as they are)."""
+KINDS = "bytes", "sentencepiece"
+
+
+@cache
+def library(kind: str) -> Library:
+    """A tokenizer as Llama 3 has it, of bytes, or as Llama 2 has it, of characters and bytes."""
+    trained = Library(models.BPE())
+    special = ["<s>", "</s>", "<unk>"]
+    if kind == "bytes":
+        trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trained.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        trained.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        alphabet = []
+    trained.train_from_iterator(
+        [TEXT if kind == "bytes" else TEXT.splitlines()[0]],
+        trainers.BpeTrainer(
+            vocab_size=330,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    if kind == "sentencepiece":
+        described = json.loads(trained.to_str())
+        vocabulary = described["model"]["vocab"]
+        for byte in range(256):
+            vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+        described["model"] |= {"byte_fallback": True, "unk_token": "<unk>"}
+        trained = Library.from_str(json.dumps(described))
+        trained.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+    trained.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", trained.token_to_id("<s>"))]
+    )
+    return trained
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer(library(kind))
+
+
+def streamed(of: Tokenizer, tokens: Sequence[int], context: Sequence[int] = ()) -> list[str]:
+    stream = of.stream(context)
+    return [*map(stream.push, tokens), stream.end()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_comes_back_from_its_tokens(kind: str, tmp_path: Path) -> None:
+    library(kind).save(str(tmp_path / "tokenizer.json"))
+    read = Tokenizer.from_folder(tmp_path)
+    tokens = read.encode(TEXT)
+    assert tokens[0] == library(kind).token_to_id("<s>")
+    assert read.decode(tokens) == TEXT
+
+
+def test_a_prompt_is_neither_cut_nor_padded_though_the_file_says_so(tmp_path: Path) -> None:
+    asking = Library.from_str(library("bytes").to_str())
+    asking.enable_truncation(4)
+    asking.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_folder(tmp_path).encode(TEXT)) > 4
+    asking.no_truncation()
+    asking.enable_padding(length=1000)
+    asking.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_folder(tmp_path).encode(TEXT)) < 1000
+
+
+def test_a_character_comes_whole_with_the_last_of_its_bytes() -> None:
+    of = tokenizer("sentencepiece")
+    tokens = [library("sentencepiece").token_to_id(f"<0x{byte:02X}>") for byte in "é😀".encode()]
+    assert streamed(of, tokens) == ["", "é", "", "", "", "😀", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_text_streams_in_whole_characters_and_spaced_as_in_one_piece(
+    kind: str, data: st.DataObject
+) -> None:
+    text = data.draw(st.text(st.sampled_from(TEXT), min_size=1, max_size=60))
+    of = tokenizer(kind)
+    tokens = of.encode(text)
+    pieces = streamed(of, tokens)
+    assert "".join(pieces) == of.decode(tokens) == text
+    assert HALF_CHARACTER not in "".join(pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_what_follows_a_prompt_is_spelled_as_behind_it(kind: str, data: st.DataObject) -> None:
+    of = tokenizer(kind)
+    tokens = of.encode(data.draw(st.text(st.sampled_from(TEXT), min_size=20, max_size=60)))
+    whole = [n for n in range(len(tokens)) if not of.decode(tokens[:n]).endswith(HALF_CHARACTER)]
+    cut = data.draw(st.sampled_from(whole))
+    answer = "".join(streamed(of, tokens[cut:], context=tokens[:cut]))
+    assert of.decode(tokens[:cut]) + answer == of.decode(tokens)
+
+
+def test_a_character_that_the_prompt_has_half_of_is_completed() -> None:
+    of = tokenizer("bytes")
+    tokens = [library("bytes").token_to_id(c) for c in "aðŁĺĢ"]
+    assert of.decode(tokens) == "a😀"
+    assert streamed(of, tokens[3:], context=tokens[:3]) == ["", "😀", ""]
+
+
+@given(st.lists(st.integers(0, 329), max_size=60))
+def test_any_tokens_of_bytes_stream_as_they_decode_in_one_piece(tokens: list[int]) -> None:
+    """As those of random weights, which seldom make up characters."""
+    of = tokenizer("bytes")
+    assert "".join(streamed(of, tokens)) == of.decode(tokens)
+
+
+def test_no_tokens_of_characters_and_bytes_keep_later_text_back() -> None:
+    """Bytes that are no character spoil all bytes in a row with them, if decoded in one piece."""
+    of, rng = tokenizer("sentencepiece"), random.Random(1)
+    letter = library("sentencepiece").token_to_id("s")
+    byte = {b: library("sentencepiece").token_to_id(f"<0x{b:02X}>") for b in range(256)}
+    assert streamed(of, [byte[0xC3], byte[0xA9], byte[0xFF], letter]) == [
+        "",
+        "é",
+        "",
+        "\ufffds",
+        "",
+    ]
+    for _ in range(100):
+        noise = [rng.choice(list(byte.values())) for _ in range(rng.randrange(30))]
+        assert "".join(streamed(of, [*noise, letter, letter])).endswith("ss")
+
+
+def test_bytes_that_never_make_up_a_character_are_given_after_a_while() -> None:
+    of, token = tokenizer("bytes"), library("bytes").token_to_id("ÿ")
+    pieces = streamed(of, [token] * (2 * HELD_TOKENS + 1))
+    assert [len(piece) for piece in pieces if piece] == [HELD_TOKENS, HELD_TOKENS, 1]
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"model": {"type": "none"}}'])
+def test_a_file_that_is_no_tokenizer_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
+        Tokenizer.from_folder(tmp_path)

@@ -1,0 +1,95 @@
+"""Text to tokens and back, as a checkpoint's `tokenizer.json` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+
+from app.core.errors import ConfigError
+
+HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What decoding ends in where bytes of a character are still to come."""
+CONTEXT_TOKENS = 8
+"""Of a prompt, so many are enough to tell how the first token after it is spelled."""
+HELD_TOKENS = 64
+"""At most, or bytes that never make up a character would be decoded again and again."""
+
+
+class Tokenizer:
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        # A file may ask for both, for training; a prompt must stay as it is.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Raises ConfigError unless there is a `tokenizer.json` that can be read."""
+        path = folder / "tokenizer.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+            return cls(tokenizers.Tokenizer.from_str(text))
+        # The library raises plain Exception for what it cannot read.
+        except Exception as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer adds by itself."""
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Without special tokens."""
+        return self._tokenizer.decode(tokens)
+
+    def stream(self, context: Sequence[int] = ()) -> TextStream:
+        """Text of tokens that come one by one behind those of `context`."""
+        return TextStream(self, context[-CONTEXT_TOKENS:])
+
+
+class TextStream:
+    """Text of tokens as they come: whole characters only, spaced as in one piece.
+
+    A token alone does not tell its text: it may hold part of a character, and a space before it
+    may depend on what precedes. So it is decoded together with the tokens of the last piece of
+    text, and what they alone give is taken off. `tokenizers.decoders.DecodeStream` does the same,
+    but keeps what it holds back at the end, and fails where bytes that do not make up a character
+    follow on some that do.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        while tokenizer.decode(context).startswith(HALF_CHARACTER):
+            context = context[1:]
+        self._given = list(context)
+        """Tokens whose text is out, the last ones of them."""
+        self._prefix = tokenizer.decode(context).rstrip(HALF_CHARACTER)
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that is certain now; empty where more tokens are to come for it."""
+        self._held.append(token)
+        text = self._text()
+        if text.endswith(HALF_CHARACTER) and len(self._held) < HELD_TOKENS:
+            return ""
+        return self._give(text)
+
+    def end(self) -> str:
+        """What is held back, as no more is to come."""
+        return self._give(self._text())
+
+    def _text(self) -> str:
+        """Of the tokens that are held."""
+        text = self._tokenizer.decode(self._given + self._held)
+        if text.startswith(self._prefix):
+            return text[len(self._prefix) :]
+        # Bytes that came have spoilt those before them, which are out already.
+        return self._tokenizer.decode(self._held)
+
+    def _give(self, text: str) -> str:
+        if text:
+            self._given, self._held = self._held, []
+            self._prefix = self._tokenizer.decode(self._given)
+        return text
