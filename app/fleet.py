@@ -22,7 +22,13 @@ from app.core import leases, metrics
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.matching import Overlaps
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.core.metrics import (
+    DEFAULT_SPEED,
+    NO_READINGS,
+    ForwardPassMetrics,
+    GpuReadings,
+    Speed,
+)
 from app.core.redis import deadline
 from app.core.reservations import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerInfo
@@ -44,6 +50,7 @@ class Measured:
 
     metrics: ForwardPassMetrics
     speed: Speed
+    gpu: GpuReadings
     at_ms: int
 
     def is_stale(self, now_ms: int) -> bool:
@@ -136,7 +143,7 @@ def _measured_fields(info: WorkerInfo, measured: Measured) -> tuple[float, ...]:
     )
 
 
-_UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, at_ms=0)
+_UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
 
 
 class Fleet:

@@ -12,11 +12,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from app.core import index, leases, matching
+from app.core import index, leases, matching, metrics
 from app.core.errors import ConfigError
 from app.core.index import BLOCKS_PER_BUCKET
 from app.core.keys import METRICS_MAXLEN, Keyspace
 from app.core.matching import parse_owners
+from app.core.metrics import NO_READINGS, GpuReadings
 from app.core.redis import deadline
 from app.core.reservations import Load
 from app.core.scripts import ScriptRunner
@@ -36,7 +37,7 @@ EXAMPLES = 5
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One incarnation. lease_ms: left of its lease; None: it has none. metrics_age_s: of its newest
-    entry in the metrics stream."""
+    entry in the metrics stream, and gpu: what that says of its GPU."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -44,6 +45,7 @@ class Worker:
     lease_ms: int | None
     load: Load | None
     metrics_age_s: float | None
+    gpu: GpuReadings
     blocks: dict[Tier, int]
 
 
@@ -424,15 +426,16 @@ async def _workers(
 ) -> list[Worker]:
     async with deadline(STEP_TIMEOUT_S):
         entries: Any = await redis.xrevrange(keyspace["metrics"], count=METRICS_MAXLEN)
-    newest: dict[bytes, int] = {}
-    for entry_id, fields in entries:
-        newest.setdefault(fields.get(b"incarnation", b""), int(entry_id.split(b"-")[0]))
+    newest: dict[bytes, tuple[int, dict[bytes, bytes]]] = {}
+    for entry_id, entry in entries:
+        newest.setdefault(entry.get(b"incarnation", b""), (int(entry_id.split(b"-")[0]), entry))
     found = []
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
         info = control.workers.get(inc)
         text = control.load.get(inc)
         number = Incarnation(_number(inc))
+        at_ms, measured = newest.get(inc, (None, {}))
         found.append(
             Worker(
                 incarnation=number,
@@ -440,7 +443,8 @@ async def _workers(
                 current=inc in control.current.values(),
                 lease_ms=None if expiry is None else int(expiry) - control.now_ms,
                 load=Load(*map(int, text.split())) if text and _loaded(text) else None,
-                metrics_age_s=(control.now_ms - newest[inc]) / 1000 if inc in newest else None,
+                metrics_age_s=None if at_ms is None else (control.now_ms - at_ms) / 1000,
+                gpu=_readable_gpu(measured),
                 blocks={tier: held[number, tier] for tier in Tier},
             )
         )
@@ -456,6 +460,13 @@ def _readable_info(text: bytes | None) -> WorkerInfo | None:
         return leases.decode_info(text) if text else None
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _readable_gpu(entry: dict[bytes, bytes]) -> GpuReadings:
+    try:
+        return metrics.decode({name.decode(): text.decode() for name, text in entry.items()})[2]
+    except ValueError:
+        return NO_READINGS
 
 
 async def _held(redis: Client, keyspace: Keyspace) -> tuple[Counter[tuple[Incarnation, Tier]], int]:

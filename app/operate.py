@@ -174,13 +174,25 @@ def _name(names: dict[Incarnation, inspection.Worker], inc: Incarnation) -> str:
     return str(one.info.key) if one and one.info else "over"
 
 
+GPU_TEXT = (
+    ("memory_used_bytes", 2**30, "{:,.1f} GiB used"),
+    ("memory_total_bytes", 2**30, "{:,.1f} GiB in all"),
+    ("utilisation", 0.01, "{:.0f} % busy"),
+    ("temperature_c", 1, "{:.0f} °C"),
+    ("power_w", 1, "{:.0f} W"),
+    ("pcie_sent_bytes_per_s", 1e6, "{:,.1f} MB/s sent over PCIe"),
+    ("pcie_received_bytes_per_s", 1e6, "{:,.1f} MB/s received"),
+)
+"""Fields of GpuReadings: the unit that a person reads them in, and the words around it."""
+
+
 @inspect.command(cls=Command)
 @click.argument("name", metavar="WORKER")
 @_COMMON
 @as_json
 @_on_redis
 async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) -> None:
-    """A worker by its id, or <id>:<dp_rank>: lease, load, blocks, what is reserved on it."""
+    """A worker by its id, or <id>:<dp_rank>: lease, load, blocks, GPU, what is reserved on it."""
     found = await inspection.worker(redis, keyspace, name)
     if not found:
         raise click.ClickException(f"worker {name!r}: there is none")
@@ -198,6 +210,9 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
                 f"\n{w.info.key} at {w.info.address}, {w.info.kv_total_blocks:,} blocks, "
                 f"up to {w.info.max_requests} requests, {w.info.accelerator}"
             )
+        if readings := w.gpu.known():
+            texts = [text.format(readings[k] / u) for k, u, text in GPU_TEXT if k in readings]
+            click.echo("  GPU: " + ", ".join(texts))
         reserved = requests[w.incarnation]
         for request, record in list(reserved.items())[:MAX_SHOWN]:
             click.echo(f"  {request}  {record}")

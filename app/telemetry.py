@@ -138,6 +138,14 @@ class Telemetry:
             ["worker", "what"],
             registry=r,
         )
+        self.worker_gpu = Gauge(
+            "kvroute_worker_gpu",
+            "Per worker whose GPU was read within the last second: memory_used_bytes, "
+            "memory_total_bytes, utilisation (0 to 1), temperature_c, power_w, "
+            "pcie_sent_bytes_per_s and pcie_received_bytes_per_s, as far as the GPU tells them.",
+            ["worker", "what"],
+            registry=r,
+        )
 
     def count_blocks(self, worker: str, isl: int, overlap: int) -> None:
         """A prompt of so many blocks was routed to a worker that held so many of them."""

@@ -11,7 +11,13 @@ from redis.asyncio import Redis
 from app.core import index, leases, metrics, reservations
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.core.metrics import (
+    DEFAULT_SPEED,
+    NO_READINGS,
+    ForwardPassMetrics,
+    GpuReadings,
+    Speed,
+)
 from app.core.reservations import Load
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
@@ -81,14 +87,18 @@ class FakeWorkers:
         assert await self._runner.one(call)
 
     async def report(
-        self, name: str, measured: ForwardPassMetrics, speed: Speed = DEFAULT_SPEED
+        self,
+        name: str,
+        measured: ForwardPassMetrics,
+        speed: Speed = DEFAULT_SPEED,
+        gpu: GpuReadings = NO_READINGS,
     ) -> None:
         """`name` writes one entry to the metrics stream."""
         incarnation = self._workers[_key(name)].incarnation
         entry: dict[Any, Any] = {
             "worker": str(_key(name)),
             "incarnation": str(incarnation),
-            **metrics.encode(measured, speed),
+            **metrics.encode(measured, speed, gpu),
         }
         await self.redis.xadd(KEYS["metrics"], entry)
 

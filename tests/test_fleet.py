@@ -13,7 +13,7 @@ from app import fleet as fleets
 from app.core import metrics
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import RedisRecovering, RedisUnavailable
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.core.metrics import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.core.redis import connect
 from app.core.reservations import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap
@@ -308,7 +308,7 @@ async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_begin
 
 
 def test_what_was_measured_a_second_ago_is_stale() -> None:
-    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, at_ms=10_000)
+    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=10_000)
     assert not measured.is_stale(11_000)
     assert measured.is_stale(11_001)
 

@@ -20,6 +20,7 @@ from app.core.embedded import EmbeddedRedis
 from app.core.hashing import compute_hashes
 from app.core.index import GROUP_BLOCKS
 from app.core.keys import Keyspace
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.core.redis import connect
 from app.core.reservations import Reservation
 from app.core.scripts import ScriptRunner
@@ -145,6 +146,44 @@ def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
     assert "w2:1 at http://w2-1:80" in text
     missing = kvroute(url, "inspect", "worker", "w9")
     assert (missing.exit_code, missing.output) == (1, "Error: worker 'w9': there is none\n")
+
+
+def test_a_worker_is_shown_with_what_its_gpu_told(one_redis_server: EmbeddedRedis) -> None:
+    async def fill() -> None:
+        async with connect(one_redis_server.url) as redis:
+            workers = FakeWorkers(redis)
+            for name, told in {
+                "all": GpuReadings(
+                    60_129_542_145, 85_899_345_920, 0.37, 54, 312.345, 0, 87_654_321
+                ),
+                "some": GpuReadings(temperature_c=54),
+                "none": GpuReadings(),
+            }.items():
+                await workers.register(name)
+                await workers.report(name, ForwardPassMetrics(), DEFAULT_SPEED, told)
+            spoilt = await workers.register("spoilt")
+            entry = {"incarnation": str(spoilt), "gpu_power_w": "-1"}
+            await redis.xadd(KEYS["metrics"], entry)
+
+    asyncio.run(fill())
+    url = one_redis_server.url
+    gpu_lines = {
+        name: [line for line in lines if line.startswith("  GPU: ")]
+        for name in ("all", "some", "none", "spoilt")
+        if (lines := kvroute(url, "inspect", "worker", name).output.splitlines())
+    }
+    assert gpu_lines == {
+        "all": [
+            "  GPU: 56.0 GiB used, 80.0 GiB in all, 37 % busy, 54 °C, 312 W, "
+            "0.0 MB/s sent over PCIe, 87.7 MB/s received"
+        ],
+        "some": ["  GPU: 54 °C"],
+        "none": [],
+        "spoilt": [],
+    }
+    [found] = as_json(url, "inspect", "worker", "some")
+    assert found["gpu"]["temperature_c"] == 54
+    assert found["gpu"]["power_w"] is None
 
 
 def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
 from app.core.events import CacheEvent
 from app.core.index import Change
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
-from app.core.metrics import ForwardPassMetrics, Speed
+from app.core.metrics import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed
 from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, WorkerInfo
@@ -61,7 +61,7 @@ class AgentSettings:
 
 
 class Agent:
-    """start, run, stop. `measure` is asked for the engine's metrics every 100 ms."""
+    """start, run, stop. Every 100 ms `measure` and `read_gpu` are asked for what to publish."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Agent:
         info: WorkerInfo,
         settings: AgentSettings,
         measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
+        read_gpu: Callable[[], GpuReadings] = lambda: NO_READINGS,
     ) -> None:
         self.info = info
         self.incarnation: Incarnation | None = None
@@ -80,6 +81,7 @@ class Agent:
         self._index_blocks = settings.index_blocks
         self._shards = settings.shards
         self._measure = measure
+        self._read_gpu = read_gpu
         self._nonce = secrets.token_hex(4)
         self._ownership = Ownership()
         self._seqs: list[int] = []
@@ -375,11 +377,10 @@ class Agent:
         """The latest value only: a tick that Redis does not take is not made up for."""
         while True:
             await asyncio.sleep(METRICS_INTERVAL_S)
-            measured, speed = self._measure()
             entry: dict[Any, Any] = {
                 "worker": str(self.info.key),
                 "incarnation": str(self.incarnation),
-                **metrics.encode(measured, speed),
+                **metrics.encode(*self._measure(), self._read_gpu()),
             }
             try:
                 async with deadline(METRICS_TIMEOUT_S):

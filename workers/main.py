@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from workers.agent import Agent, AgentSettings
 from workers.engines.profiles import PROFILES
 from workers.engines.runner import EngineRunner
 from workers.engines.sim import SimEngine
-from workers.probe import accelerator_name
+from workers.probe import GpuProbe
 
 REDIS_TIMEOUT_S = 1.0
 CAPACITY_WORKERS = 16
@@ -47,7 +48,8 @@ async def serve(settings: WorkerSettings) -> None:
     )
     runner = EngineRunner(engine, speedup=settings.speedup)
     redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
-    agent = await _agent(settings, runner, ScriptRunner(redis, REDIS_TIMEOUT_S))
+    probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    agent = await _agent(settings, runner, ScriptRunner(redis, REDIS_TIMEOUT_S), probe)
     with suppress(RedisUnavailable):
         await check_server(redis, REDIS_TIMEOUT_S)
     runner.on_step = lambda: agent.notify(runner.take_events())
@@ -66,6 +68,7 @@ async def serve(settings: WorkerSettings) -> None:
             await serve_http(app, listening, on_stop=leave)
             stepping.cancel()
     finally:
+        await asyncio.to_thread(probe.stop)
         await redis.aclose()
 
 
@@ -75,7 +78,9 @@ async def _announce(agent: Agent) -> None:
     await agent.run()
 
 
-async def _agent(settings: WorkerSettings, runner: EngineRunner, scripts: ScriptRunner) -> Agent:
+async def _agent(
+    settings: WorkerSettings, runner: EngineRunner, scripts: ScriptRunner, probe: GpuProbe
+) -> Agent:
     device_blocks = runner.engine.pool.num_blocks
     host_blocks = settings.host_pool_tokens // settings.block_size
     info = WorkerInfo(
@@ -84,7 +89,7 @@ async def _agent(settings: WorkerSettings, runner: EngineRunner, scripts: Script
         block_size=settings.block_size,
         kv_total_blocks=device_blocks,
         max_requests=settings.max_requests,
-        accelerator=await asyncio.to_thread(accelerator_name),
+        accelerator=await asyncio.to_thread(probe.start),
     )
 
     def measure() -> tuple[ForwardPassMetrics, Speed]:
@@ -92,4 +97,4 @@ async def _agent(settings: WorkerSettings, runner: EngineRunner, scripts: Script
 
     capacity = settings.index_blocks or CAPACITY_WORKERS * (device_blocks + host_blocks)
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)
-    return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure)
+    return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure, probe.latest)

@@ -1,26 +1,173 @@
-"""What hardware a worker runs on. No GPU, or no driver, is a normal case."""
+"""What GPU a worker runs on, and what that says of itself.
+
+No GPU, no driver, one that hangs, and a GPU that vanishes and comes back are normal cases.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
-def accelerator_name() -> str:
-    """Name of the first GPU as its driver gives it, such as `NVIDIA H100 80GB HBM3`; else `cpu`.
+from app.core.metrics import NO_READINGS, GpuReadings
 
-    Blocks while the driver wakes up, up to seconds: call it from a thread.
+log = logging.getLogger(__name__)
+
+NO_GPU = "cpu"
+START_TIMEOUT_S = 10.0
+"""A driver that sleeps takes seconds to wake up."""
+STOP_TIMEOUT_S = 1.0
+READ_INTERVAL_S = 1.0
+"""A driver takes its own samples no oftener than that, as a rule."""
+MAX_AGE_S = 3.0
+"""Without an answer for so long, the last readings count no more."""
+RETRY_S = 10.0
+"""Between two looks for a GPU that is not there."""
+
+_CUDA_DEVICE = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)
+
+
+class GpuProbe:
+    """Reads one GPU, the first that CUDA shows this process, once a second: start, latest, stop.
+
+    Nothing here raises, and only start and stop wait, for as long as START_TIMEOUT_S and
+    STOP_TIMEOUT_S. All calls of the driver are made by one daemon thread, which no executor
+    would wait for at the end of the process: a call that hangs holds nothing else up.
     """
-    try:
-        import pynvml
-    except ImportError:  # the package comes with the `worker` extra
-        return "cpu"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return "cpu"
-    try:
-        if pynvml.nvmlDeviceGetCount() == 0:
-            return "cpu"
-        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
-    except pynvml.NVMLError:
-        return "cpu"
-    finally:
-        pynvml.nvmlShutdown()
+
+    def __init__(self, cuda_visible_devices: str | None) -> None:
+        """cuda_visible_devices: the variable CUDA_VISIBLE_DEVICES; None: it is not set."""
+        devices = "0" if cuda_visible_devices is None else cuda_visible_devices
+        self._wanted = devices.split(",")[0].strip()
+        self._name = NO_GPU
+        self._latest = (NO_READINGS, 0.0)
+        """And when they were read."""
+        self._present = False
+        self._silent = False
+        self._looked = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-probe", daemon=True)
+
+    def start(self) -> str:
+        """Name of the GPU as its driver gives it, such as `NVIDIA H100 80GB HBM3`; else `cpu`."""
+        if not _CUDA_DEVICE.fullmatch(self._wanted):
+            # GPUs are hidden from this process: leave their driver alone.
+            return NO_GPU
+        self._thread.start()
+        if not self._looked.wait(START_TIMEOUT_S):
+            log.warning("the GPU driver has not answered for %g s", START_TIMEOUT_S)
+        return self._name
+
+    def latest(self) -> GpuReadings:
+        """What was read last; NO_READINGS while there is no GPU, or its driver is silent."""
+        readings, at = self._latest
+        silent = readings != NO_READINGS and time.monotonic() - at > MAX_AGE_S
+        if silent and not self._silent:
+            log.warning("%s: its driver has not answered for %g s", self._name, MAX_AGE_S)
+        self._silent = silent
+        return NO_READINGS if silent else readings
+
+    def stop(self) -> None:
+        """No call of the driver is made after this, but for one that hangs."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            import pynvml
+        except ImportError:  # the package comes with the `worker` extra
+            self._looked.set()
+            return
+        while not self._stopping.is_set():
+            try:
+                self._read_until_lost(pynvml)
+            except pynvml.NVMLError as error:
+                self._note_absent(error)
+            self._looked.set()
+            self._stopping.wait(RETRY_S)
+
+    def _read_until_lost(self, nvml: Any) -> None:
+        """Raises NVMLError when the GPU is not there, or no more; returns once it is to stop."""
+        nvml.nvmlInit()
+        try:
+            device = _find(nvml, self._wanted)
+            self._name = str(nvml.nvmlDeviceGetName(device))
+            while not self._stopping.is_set():
+                self._latest = (_read(nvml, device), time.monotonic())
+                if not self._present:
+                    log.info("%s is read once a second", self._name)
+                self._present = True
+                self._looked.set()
+                self._stopping.wait(READ_INTERVAL_S)
+        finally:
+            with suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
+
+    def _note_absent(self, error: Exception) -> None:
+        self._latest = (NO_READINGS, 0.0)
+        if self._present:
+            log.warning("%s cannot be read any more: %s", self._name, error)
+        elif not self._looked.is_set():
+            log.debug("no GPU: %s", error)
+        self._present = False
+
+
+def _find(nvml: Any, wanted: str) -> Any:
+    """The device that an entry of CUDA_VISIBLE_DEVICES means. Raises NVMLError: there is none.
+
+    Numbers count in the order of the PCI bus. So do CUDA's where all GPUs are alike, and with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID. The beginning of a GPU's UUID is enough if no other begins so.
+    """
+    if wanted.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(wanted))
+    if wanted.startswith("MIG-"):
+        return nvml.nvmlDeviceGetHandleByUUID(wanted)
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):  # of another device, that is lost
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            if nvml.nvmlDeviceGetUUID(device).startswith(wanted):
+                found.append(device)
+    if len(found) != 1:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+    return found[0]
+
+
+def _read(nvml: Any, device: Any) -> GpuReadings:
+    """Takes 50 ms: each direction of PCIe is counted for 20. Raises NVMLError: nothing is read.
+
+    Of a MIG instance memory is its own; what only the whole card has is the card's.
+    """
+    errors: list[Exception] = []
+
+    def ask(question: Callable[[], Any]) -> Any:
+        """The answer, or None: any of them may be unsupported, and not all cards say so alike."""
+        try:
+            return question()
+        except nvml.NVMLError as error:
+            errors.append(error)
+            return None
+
+    card = device
+    with suppress(nvml.NVMLError):  # it is a card itself
+        card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
+    to_host, from_host = nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES
+    readings = GpuReadings(
+        memory_used_bytes=ask(lambda: nvml.nvmlDeviceGetMemoryInfo(device).used),
+        memory_total_bytes=ask(lambda: nvml.nvmlDeviceGetMemoryInfo(device).total),
+        utilisation=ask(lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100),
+        temperature_c=ask(lambda: nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)),
+        power_w=ask(lambda: nvml.nvmlDeviceGetPowerUsage(card) / 1000),
+        pcie_sent_bytes_per_s=ask(lambda: 1000 * nvml.nvmlDeviceGetPcieThroughput(card, to_host)),
+        pcie_received_bytes_per_s=ask(
+            lambda: 1000 * nvml.nvmlDeviceGetPcieThroughput(card, from_host)
+        ),
+    )
+    if readings == NO_READINGS:
+        raise errors[-1]
+    return readings

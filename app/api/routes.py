@@ -34,6 +34,7 @@ from app.core.hashing import (
     seed_for,
     token_bytes,
 )
+from app.core.metrics import NO_READINGS
 from app.core.types import LocalHash, SequenceHash
 from app.fleet import View
 from app.router import Candidate, Decision, Router, RouteRequest
@@ -204,6 +205,7 @@ async def metrics(request: Request) -> Response:
     router, _ = _parts(request)
     telemetry, fleet = router.telemetry, router.fleet
     telemetry.worker_load.clear()
+    telemetry.worker_gpu.clear()
     try:
         view = await router.refresh()
     except (RedisUnavailable, NamespaceMissing):
@@ -222,6 +224,9 @@ async def metrics(request: Request) -> Response:
             gauge.labels(name, "requests_waiting").set(worker.num_requests_waiting)
             gauge.labels(name, "cache_usage").set(worker.gpu_cache_usage)
             gauge.labels(name, "stale").set(worker.stale)
+            if worker.gpu is not None and not worker.stale:
+                for what, value in worker.gpu.known().items():
+                    telemetry.worker_gpu.labels(name, what).set(value)
         load_avg, load_std = fleet.load_statistics(view.now_ms)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)
@@ -517,6 +522,7 @@ def _worker_models(view: View) -> list[schemas.WorkerModel]:
             num_requests_waiting=measured.metrics.num_requests_waiting,
             gpu_cache_usage=measured.metrics.gpu_cache_usage_perc,
             gpu_prefix_cache_hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
+            gpu=None if measured.gpu == NO_READINGS else measured.gpu,
             stale=measured.is_stale(view.now_ms),
         )
         for inc, info, load, measured in zip(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from app.core.config import POLICY_NAMES, PRIORITIES
+from app.core.metrics import GpuReadings
 
 U64 = 1 << 64
 
@@ -182,7 +183,8 @@ class WorkerModel(BaseModel):
     num_requests_waiting: int
     gpu_cache_usage: float
     gpu_prefix_cache_hit_rate: float
-    stale: bool
+    gpu: GpuReadings | None = Field(description="null where nothing was read")
+    stale: bool = Field(description="what is measured is older than a second")
 
 
 class Workers(BaseModel):

@@ -36,9 +36,10 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 request waits, ms, Redis clock; x: it excludes workers; as line
     sessions            hash    <session> -> "<inc> <when it went there last, ms, Redis clock>"; by
                                 remember; until --session-ttl-s later, or there are too many
-    metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics and
-                                Speed; by agents every METRICS_INTERVAL_S; trimmed to about
-                                METRICS_MAXLEN entries
+    metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics, Speed
+                                and, after "gpu_", of GpuReadings as far as they were read; by
+                                agents every METRICS_INTERVAL_S; trimmed to about METRICS_MAXLEN
+                                entries
     decisions           stream  a routed request each: see app/recording.py; by routers; trimmed
 
     kvroute:1:{<namespace>#<shard>}:...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from math import inf
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +47,58 @@ class Speed:
 DEFAULT_SPEED = Speed()
 
 
-def encode(metrics: ForwardPassMetrics, speed: Speed) -> dict[str, str]:
-    """Stream fields: one per field of either class, numbers as short text."""
-    return {name: f"{value:.9g}" for name, value in (asdict(metrics) | asdict(speed)).items()}
+@dataclass(frozen=True, slots=True)
+class GpuReadings:
+    """What a worker's GPU says of itself. None: it does not say that, or does not answer."""
+
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilisation: float | None = None
+    """Fraction of the last moments, 0-1, in which anything ran."""
+    temperature_c: float | None = None
+    power_w: float | None = None
+    pcie_sent_bytes_per_s: int | None = None
+    """By the GPU, to the host or to another device."""
+    pcie_received_bytes_per_s: int | None = None
+
+    def known(self) -> dict[str, float]:
+        """By name, what there is."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def decode(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed]:
+NO_READINGS = GpuReadings()
+GPU_PREFIX = "gpu_"
+"""Of the readings' names in the stream."""
+
+
+def encode(
+    metrics: ForwardPassMetrics, speed: Speed, gpu: GpuReadings = NO_READINGS
+) -> dict[str, str]:
+    """Stream fields: one per field of each class, numbers as short text."""
+    readings = {GPU_PREFIX + name: value for name, value in gpu.known().items()}
+    values: dict[str, float] = asdict(metrics) | asdict(speed) | readings
+    return {k: str(v) if isinstance(v, int) else f"{v:.9g}" for k, v in values.items()}
+
+
+def decode(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     """Inverse of `encode`; a missing field takes its default, an unknown one is ignored.
 
     Raises ValueError if a field is not a finite number of at least 0.
     """
 
-    def numbers(cls: type) -> dict[str, float]:
-        kinds = {f.name: int if f.type == "int" else float for f in fields(cls)}
-        return {k: kind(_checked(k, entry[k])) for k, kind in kinds.items() if k in entry}
+    def numbers(cls: type, prefix: str = "") -> dict[str, Any]:
+        kinds = {f.name: int if str(f.type).startswith("int") else float for f in fields(cls)}
+        return {
+            name: kind(_checked(prefix + name, entry[prefix + name]))
+            for name, kind in kinds.items()
+            if prefix + name in entry
+        }
 
-    return ForwardPassMetrics(**numbers(ForwardPassMetrics)), Speed(**numbers(Speed))  # type: ignore[arg-type]
+    return (
+        ForwardPassMetrics(**numbers(ForwardPassMetrics)),
+        Speed(**numbers(Speed)),
+        GpuReadings(**numbers(GpuReadings, GPU_PREFIX)),
+    )
 
 
 def _checked(name: str, text: str) -> float:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.core.embedded import EmbeddedRedis
-from app.core.metrics import ForwardPassMetrics
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.core.redis import connect
 from app.core.types import Tier
 from tests.api.conftest import StartReplica
@@ -76,6 +76,7 @@ async def test_every_name_is_ours_and_explained(
         "kvroute_load_avg",
         "kvroute_load_std",
         "kvroute_worker_load",
+        "kvroute_worker_gpu",
     }
 
 
@@ -213,6 +214,25 @@ async def test_worker_load_shows_what_is_reserved_and_what_is_reported(
     assert 0 <= scraped("metrics_stream_lag_seconds") < 10
 
 
+async def test_what_gpus_told_is_shown_until_it_is_stale(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    told = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0, power_w=312.345)
+    await two.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, told)
+    await two.report("w2", ForwardPassMetrics())
+    while not (shown := gpu_samples(scraped := await scrape(client))):
+        pass
+    assert shown == {
+        ("w1:0", "memory_used_bytes"): 60_129_542_145,
+        ("w1:0", "utilisation"): 0.0,
+        ("w1:0", "power_w"): 312.345,
+    }
+    assert scraped("worker_load", worker="w1:0", what="stale") == 0
+    while not scraped("worker_load", worker="w1:0", what="stale"):
+        scraped = await scrape(client)
+    assert gpu_samples(scraped) == {}
+
+
 async def test_the_stream_lag_grows_while_nobody_reports(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
@@ -250,6 +270,11 @@ async def test_without_redis_degraded_decisions_count_and_no_load_is_vouched_for
         assert scraped("reservations_total", event="made") == 1
         assert scraped("hit_fraction_count") == 1
         assert shown_workers(scraped) == set()
+
+
+def gpu_samples(scraped: Scraped) -> dict[tuple[str, str], float]:
+    samples = scraped.families["kvroute_worker_gpu"].samples
+    return {(s.labels["worker"], s.labels["what"]): s.value for s in samples}
 
 
 def shown_workers(scraped: Scraped) -> set[str]:

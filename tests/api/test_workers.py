@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from app.core.embedded import EmbeddedRedis
-from app.core.metrics import ForwardPassMetrics
+from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.core.redis import connect
 from tests.api.conftest import StartReplica
 from tests.fake_workers import FakeWorkers
@@ -57,6 +57,7 @@ async def test_a_worker_is_listed_with_what_it_said_and_what_is_reserved_on_it(
         "num_requests_waiting": 0,
         "gpu_cache_usage": 0.0,
         "gpu_prefix_cache_hit_rate": 0.0,
+        "gpu": None,
         "stale": True,
     }
     # One prefill of 1 ms is left, and drains.
@@ -84,6 +85,24 @@ async def test_what_a_worker_reports_is_shown_and_makes_it_fresh(
     assert worker["num_requests_waiting"] == 2
     assert worker["gpu_cache_usage"] == 0.25
     assert worker["gpu_prefix_cache_hit_rate"] == 0.5
+
+
+async def test_what_a_gpu_told_is_shown_and_the_rest_is_null(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    told = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0)
+    await workers.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, told)
+    (worker,) = (await listed_once_fresh(client, 1))["workers"]
+    assert worker["gpu"] == {
+        "memory_used_bytes": 60_129_542_145,
+        "memory_total_bytes": None,
+        "utilisation": 0.0,
+        "temperature_c": None,
+        "power_w": None,
+        "pcie_sent_bytes_per_s": None,
+        "pcie_received_bytes_per_s": None,
+    }
 
 
 async def test_load_statistics_leave_out_workers_that_report_nothing(

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, Speed, decode, encode
+from app.core.metrics import (
+    DEFAULT_SPEED,
+    NO_READINGS,
+    ForwardPassMetrics,
+    GpuReadings,
+    Speed,
+    decode,
+    encode,
+)
 
 METRICS = ForwardPassMetrics(
     request_active_slots=3,
@@ -14,10 +22,26 @@ METRICS = ForwardPassMetrics(
     gpu_prefix_cache_hit_rate=0.75,
 )
 SPEED = Speed(prefill_s_per_token=1.25e-5, mean_output_tokens=212.5)
+READINGS = GpuReadings(
+    memory_used_bytes=60_129_542_145,
+    memory_total_bytes=85_899_345_920,
+    utilisation=0.37,
+    temperature_c=54,
+    power_w=312.345,
+    pcie_sent_bytes_per_s=1_250_000,
+    pcie_received_bytes_per_s=87_654_321_000,
+)
 
 
 def test_metrics_are_read_as_they_are_written() -> None:
-    assert decode(encode(METRICS, SPEED)) == (METRICS, SPEED)
+    assert decode(encode(METRICS, SPEED, READINGS)) == (METRICS, SPEED, READINGS)
+
+
+def test_only_what_a_gpu_told_is_written() -> None:
+    entry = encode(METRICS, SPEED, GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0))
+    told = entry.items() - encode(METRICS, SPEED).items()
+    assert told == {("gpu_memory_used_bytes", "60129542145"), ("gpu_power_w", "0")}
+    assert decode(entry)[2] == GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
 
 
 def test_every_field_is_short_text_under_its_own_name() -> None:
@@ -33,25 +57,28 @@ def test_every_field_is_short_text_under_its_own_name() -> None:
 
 
 def test_counts_stay_whole_numbers() -> None:
-    metrics, _ = decode({"kv_total_blocks": "25000", "num_requests_waiting": "2"})
+    metrics, *_ = decode({"kv_total_blocks": "25000", "num_requests_waiting": "2"})
     assert (metrics.kv_total_blocks, metrics.num_requests_waiting) == (25_000, 2)
     assert isinstance(metrics.kv_total_blocks, int)
 
 
 def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> None:
-    metrics, speed = decode({"kv_active_blocks": "5", "worker": "a:0", "colour": "red"})
+    metrics, speed, gpu = decode({"kv_active_blocks": "5", "worker": "a:0", "colour": "red"})
     assert metrics == ForwardPassMetrics(kv_active_blocks=5)
     assert speed == DEFAULT_SPEED
+    assert gpu == NO_READINGS
 
 
-@pytest.mark.parametrize("field", ["kv_active_blocks", "prefill_s_per_token"])
+@pytest.mark.parametrize("field", ["kv_active_blocks", "prefill_s_per_token", "gpu_power_w"])
 @pytest.mark.parametrize("text", ["inf", "nan", "-1"])
 def test_a_number_that_nothing_measures_is_refused(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is {text}"):
         decode({field: text})
 
 
-@pytest.mark.parametrize("field", ["kv_active_blocks", "mean_output_tokens"])
+@pytest.mark.parametrize(
+    "field", ["kv_active_blocks", "mean_output_tokens", "gpu_memory_used_bytes"]
+)
 def test_a_field_that_is_no_number_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match="many"):
         decode({field: "many"})

@@ -19,7 +19,7 @@ from app.core.errors import NamespaceMismatch, NamespaceMissing, RedisUnavailabl
 from app.core.events import Cleared, Removed, Stored
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.matching import match
-from app.core.metrics import ForwardPassMetrics, Speed
+from app.core.metrics import ForwardPassMetrics, GpuReadings, Speed
 from app.core.redis import connect
 from app.core.reservations import Reservation
 from app.core.scripts import Call, ScriptRunner
@@ -34,6 +34,7 @@ CHAIN = [SequenceHash(0x1111_0000_0000_0000 + i) for i in range(8)]
 """Eight blocks of one prompt."""
 MEASURED = ForwardPassMetrics(request_active_slots=3, kv_active_blocks=40, kv_total_blocks=100)
 LEARNED = Speed(prefill_s_per_token=1e-4, mean_output_tokens=250.0)
+READ = GpuReadings(utilisation=0.5, pcie_sent_bytes_per_s=7_000)
 
 
 def info(worker_id: str = "w0", block_size: int = 16) -> WorkerInfo:
@@ -49,6 +50,7 @@ def new_agent(
         info(**told),
         AgentSettings(lease_ttl_s=ttl_s, index_blocks=512),
         lambda: (MEASURED, LEARNED),
+        lambda: READ,
     )
 
 
@@ -475,8 +477,10 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
         "host_s_per_token": "2e-06",
         "disk_s_per_token": "2e-05",
         "mean_output_tokens": "250",
+        "gpu_utilisation": "0.5",
+        "gpu_pcie_sent_bytes_per_s": "7000",
     }
-    assert metrics.decode(text) == (MEASURED, LEARNED)
+    assert metrics.decode(text) == (MEASURED, LEARNED, READ)
 
 
 async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:

@@ -1,66 +1,333 @@
+"""What is read of a GPU. pynvml is real; the C library behind it is a stand-in."""
+
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from workers.probe import accelerator_name
+import workers.probe
+from app.core.metrics import NO_READINGS, GpuReadings
+from tests.eventually import eventually
+from workers.probe import GpuProbe
 
 pynvml = pytest.importorskip("pynvml")
 
+from tests.nvml import Gpu, StandIn, stand_in  # noqa: E402 (it imports pynvml)
 
-def fake_driver(monkeypatch: pytest.MonkeyPatch, count: int) -> list[str]:
-    """A driver with `count` GPUs; the calls that begin and end its use."""
-    calls: list[str] = []
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: calls.append("init"))
-    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: calls.append("shutdown"))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: count)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: f"GPU {index}")
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: f"name of {handle}")
-    return calls
+READ = GpuReadings(
+    memory_used_bytes=60_129_542_145,
+    memory_total_bytes=85_899_345_920,
+    utilisation=0.37,
+    temperature_c=54,
+    power_w=312.345,
+    pcie_sent_bytes_per_s=1_250_000,
+    pcie_received_bytes_per_s=87_654_321_000,
+)
+"""Of a Gpu() as it is."""
+SLICE = Gpu(
+    name="NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    uuid="MIG-22222222-0000",
+    memory_used=1_000_000_000,
+    memory_total=5_000_000_000,
+    failing={
+        "nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED,
+        "nvmlDeviceGetTemperature": pynvml.NVML_ERROR_INVALID_ARGUMENT,
+        "nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_INVALID_ARGUMENT,
+        "nvmlDeviceGetPcieThroughput": pynvml.NVML_ERROR_INVALID_ARGUMENT,
+    },
+)
 
-
-def test_the_first_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_driver(monkeypatch, count=2)
-
-    assert accelerator_name() == "name of GPU 0"
-    assert calls == ["init", "shutdown"]
-
-
-def test_a_driver_without_a_gpu_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_driver(monkeypatch, count=0)
-
-    assert accelerator_name() == "cpu"
-    assert calls == ["init", "shutdown"]
-
-
-def test_no_driver_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", fail)
-
-    assert accelerator_name() == "cpu"
+Plug = Callable[..., StandIn]
+Probe = Callable[..., GpuProbe]
 
 
-def test_a_driver_that_fails_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_driver(monkeypatch, count=1)
-
-    def fail(handle: str) -> str:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", fail)
-
-    assert accelerator_name() == "cpu"
-    assert calls == ["init", "shutdown"]
+@pytest.fixture
+def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
+    """`plug(*gpus)`: a machine with a driver and these. The driver is asked often."""
+    monkeypatch.setattr(workers.probe, "READ_INTERVAL_S", 0.01)
+    monkeypatch.setattr(workers.probe, "RETRY_S", 0.01)
+    return lambda *gpus: stand_in(monkeypatch, *gpus)
 
 
-def test_a_plain_install_without_the_package_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def probe(plug: Plug) -> Iterator[Probe]:
+    """`probe(cuda_visible_devices=None)`: not started yet, and stopped when the test is over."""
+    made: list[GpuProbe] = []
+
+    def make(cuda_visible_devices: str | None = None) -> GpuProbe:
+        made.append(GpuProbe(cuda_visible_devices))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+        assert not one._thread.is_alive()
+
+
+async def until(probe: GpuProbe, readings: GpuReadings) -> None:
+    async def latest() -> GpuReadings:
+        return probe.latest()
+
+    await eventually(latest, lambda seen: seen == readings)
+
+
+def test_a_gpu_is_named_and_read_in_our_units(plug: Plug, probe: Probe) -> None:
+    library = plug(Gpu())
+    one = probe()
+    assert one.latest() == NO_READINGS
+    assert one.start() == "NVIDIA H100 80GB HBM3"
+    assert one.latest() == READ
+    one.stop()
+    assert library.initialised == 0
+
+
+def test_an_idle_gpu_reads_zero_and_not_nothing(plug: Plug, probe: Probe) -> None:
+    plug(Gpu(memory_used=0, utilization_percent=0, power_mw=0, pcie_kb_per_s=(0, 0)))
+    one = probe()
+    one.start()
+    assert one.latest() == GpuReadings(0, 85_899_345_920, 0.0, 54, 0.0, 0, 0)
+
+
+@pytest.mark.parametrize("code", ["NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND"])
+@pytest.mark.parametrize(
+    ("function", "unread"),
+    [
+        ("MemoryInfo", ["memory_used_bytes", "memory_total_bytes"]),
+        ("UtilizationRates", ["utilisation"]),
+        ("Temperature", ["temperature_c"]),
+        ("PowerUsage", ["power_w"]),
+        ("PcieThroughput", ["pcie_sent_bytes_per_s", "pcie_received_bytes_per_s"]),
+    ],
+)
+def test_what_a_gpu_does_not_tell_is_left_out_alone(
+    plug: Plug, probe: Probe, function: str, unread: list[str], code: str
+) -> None:
+    failing = {f"nvmlDeviceGet{function}": getattr(pynvml, f"NVML_ERROR_{code}")}
+    plug(Gpu(failing=failing))
+    one = probe()
+    one.start()
+    known = READ.known()
+    assert one.latest().known() == {name: known[name] for name in known if name not in unread}
+
+
+def test_an_older_library_without_a_function_is_read_without_it(plug: Plug, probe: Probe) -> None:
+    library = plug(Gpu())
+    del library.nvmlDeviceGetPcieThroughput
+    del library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle
+    one = probe()
+    one.start()
+    assert len(one.latest().known()) == 5
+
+
+def test_a_plain_install_without_the_package_is_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, probe: Probe
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    one = probe()
+    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
 
-    assert accelerator_name() == "cpu"
+
+async def test_a_library_that_is_installed_later_is_found(plug: Plug, probe: Probe) -> None:
+    library = plug(Gpu())
+    library.installed = False
+    one = probe()
+    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
+    library.installed = True
+    await until(one, READ)
+
+
+@pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN"])
+async def test_a_driver_that_does_not_start_is_a_cpu_until_it_does(
+    plug: Plug, probe: Probe, code: str
+) -> None:
+    library = plug(Gpu())
+    library.failing["nvmlInitWithFlags"] = getattr(pynvml, f"NVML_ERROR_{code}")
+    one = probe()
+    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
+    library.failing.clear()
+    await until(one, READ)
+
+
+def test_a_driver_without_a_gpu_is_a_cpu(plug: Plug, probe: Probe) -> None:
+    library = plug()
+    one = probe()
+    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
+    one.stop()
+    assert library.initialised == 0
+
+
+@pytest.mark.parametrize("code", ["GPU_IS_LOST", "UNKNOWN", "RESET_REQUIRED"])
+async def test_a_gpu_that_is_lost_is_not_read_until_it_is_back_and_each_is_logged_once(
+    plug: Plug, probe: Probe, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = plug(Gpu())
+    one = probe()
+    with caplog.at_level(logging.INFO, "workers.probe"):
+        one.start()
+        library.gpus[0].failing[""] = getattr(pynvml, f"NVML_ERROR_{code}")
+        await until(one, NO_READINGS)
+        tries = len(library.calls)
+
+        async def tried() -> int:
+            return len(library.calls)
+
+        await eventually(tried, lambda calls: calls > tries + 20)
+        assert one.latest() == NO_READINGS
+        library.gpus[0].failing.clear()
+        await until(one, READ)
+    lost, *_ = (r.message for r in caplog.records if r.levelno == logging.WARNING)
+    assert [r.message for r in caplog.records] == [
+        "NVIDIA H100 80GB HBM3 is read once a second",
+        lost,
+        "NVIDIA H100 80GB HBM3 is read once a second",
+    ]
+    assert lost.startswith("NVIDIA H100 80GB HBM3 cannot be read any more: ")
+
+
+async def test_a_gpu_that_is_unplugged_is_found_again_under_its_new_handle(
+    plug: Plug, probe: Probe
+) -> None:
+    library = plug(Gpu())
+    one = probe()
+    one.start()
+    unplugged = library.gpus.pop()
+    await until(one, NO_READINGS)
+    library.gpus.append(Gpu(power_mw=1_000, uuid=unplugged.uuid))
+    await eventually(lambda: _read(one, "power_w"), lambda seen: seen == 1.0)
+
+
+async def _read(one: GpuProbe, name: str) -> float | None:
+    return one.latest().known().get(name)
+
+
+async def test_a_driver_that_hangs_makes_readings_void_and_is_asked_once(
+    plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers.probe, "MAX_AGE_S", 0.05)
+    monkeypatch.setattr(workers.probe, "STOP_TIMEOUT_S", 0.05)
+    library = plug(Gpu())
+    one = probe()
+    one.start()
+    library.answering.clear()
+    await until(one, NO_READINGS)
+    assert "NVIDIA H100 80GB HBM3: its driver has not answered for 0.05 s" in caplog.messages
+    caplog.clear()
+    assert [one.latest(), one.latest()] == [NO_READINGS, NO_READINGS]
+    assert caplog.messages == []
+    one.stop()
+    assert one._thread.is_alive(), "it was not waited for"
+    assert library.num_hanging == 1
+    library.answering.set()
+    monkeypatch.setattr(workers.probe, "STOP_TIMEOUT_S", 10.0)
+
+
+async def test_a_driver_that_answers_late_is_read_again(
+    plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.probe, "MAX_AGE_S", 0.05)
+    library = plug(Gpu())
+    one = probe()
+    one.start()
+    library.answering.clear()
+    await until(one, NO_READINGS)
+    library.answering.set()
+    await until(one, READ)
+
+
+async def test_a_driver_that_hangs_at_the_start_delays_it_no_longer_than_said(
+    plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.probe, "START_TIMEOUT_S", 0.05)
+    library = plug(Gpu())
+    library.answering.clear()
+    one = probe()
+    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
+    library.answering.set()
+    await until(one, READ)
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        (None, "first"),
+        ("0", "first"),
+        ("1", "second"),
+        ("1,0", "second"),
+        (" 2 , 1", "third"),
+        ("GPU-bbbb-2222", "second"),
+        ("GPU-c", "third"),
+        ("GPU-c,0", "third"),
+        ("MIG-22222222-0000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"),
+        ("3", "cpu"),
+        ("GPU-bbbb", "cpu"),  # two begin so
+        ("GPU-d", "cpu"),
+        ("MIG-3", "cpu"),
+        ("3,0", "cpu"),  # CUDA shows nothing from an entry on that it does not know
+    ],
+)
+def test_the_first_gpu_that_cuda_shows_the_process_is_read(
+    plug: Plug, probe: Probe, visible: str | None, name: str
+) -> None:
+    plug(
+        Gpu(name="first", uuid="GPU-bbbb-1111"),
+        Gpu(name="second", uuid="GPU-bbbb-2222"),
+        Gpu(name="third", uuid="GPU-cccc-1111", mig=SLICE),
+    )
+    assert probe(visible).start() == name
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", ",0", "none"])
+def test_a_process_that_gpus_are_hidden_from_asks_no_driver(
+    plug: Plug, probe: Probe, visible: str
+) -> None:
+    library = plug(Gpu())
+    one = probe(visible)
+    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
+    one.stop()
+    assert library.calls == []
+
+
+def test_a_gpu_is_found_by_its_uuid_beside_one_that_is_lost(plug: Plug, probe: Probe) -> None:
+    plug(Gpu(failing={"": pynvml.NVML_ERROR_GPU_IS_LOST}), Gpu(name="second", uuid="GPU-b"))
+    assert probe("GPU-b").start() == "second"
+
+
+def test_a_mig_instance_has_memory_of_its_own_and_the_rest_of_its_card(
+    plug: Plug, probe: Probe
+) -> None:
+    plug(Gpu(mig=SLICE))
+    one = probe(SLICE.uuid)
+    one.start()
+    assert one.latest() == GpuReadings(
+        memory_used_bytes=1_000_000_000,
+        memory_total_bytes=5_000_000_000,
+        temperature_c=54,
+        power_w=312.345,
+        pcie_sent_bytes_per_s=1_250_000,
+        pcie_received_bytes_per_s=87_654_321_000,
+    )
 
 
 @pytest.mark.gpu
-def test_the_driver_of_this_machine_names_its_gpu() -> None:
-    assert "NVIDIA" in accelerator_name()
+def test_the_gpu_of_this_machine_is_read(probe: Probe) -> None:
+    one = probe(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    name = one.start()
+    assert "NVIDIA" in name
+    known = one.latest().known()
+    limits = {
+        "memory_used_bytes": (1 << 20, known["memory_total_bytes"]),
+        "memory_total_bytes": (1 << 30, 1 << 40),
+        "utilisation": (0, 1),
+        "temperature_c": (5, 110),
+        "power_w": (1, 2_000),
+        "pcie_sent_bytes_per_s": (0, 300e9),
+        "pcie_received_bytes_per_s": (0, 300e9),
+    }
+    outside = {k: v for k, v in known.items() if not limits[k][0] <= v <= limits[k][1]}
+    assert outside == {}
+    one.stop()
+    assert not one._thread.is_alive()

@@ -1,0 +1,99 @@
+"""From a GPU's driver to what a router shows: a whole worker process, Redis and a router."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.core.embedded import EmbeddedRedis
+from tests.eventually import eventually
+from tests.fake_workers import NAMESPACE
+
+pytest.importorskip("pynvml")
+
+SAID = {
+    "memory_used_bytes": 60_129_542_145,
+    "memory_total_bytes": 85_899_345_920,
+    "utilisation": 0.37,
+    "temperature_c": 54,
+    "power_w": 312.345,
+    "pcie_sent_bytes_per_s": 1_250_000,
+    "pcie_received_bytes_per_s": 87_654_321_000,
+}
+ROOT = Path(__file__).parents[2]
+WORKER = """
+import sys
+import pytest
+import workers.probe
+from app.cli import main
+from tests.nvml import Gpu, stand_in
+
+library = stand_in(pytest.MonkeyPatch(), Gpu())
+if sys.argv.pop(1) == "hangs":
+    library.answering.clear()
+    workers.probe.START_TIMEOUT_S = 0.1
+main()
+"""
+"""`kvroute` behind the stand-in of tests/nvml.py for a driver that `answers` or `hangs`."""
+
+
+@contextmanager
+def worker_whose_driver(does: str, redis_url: str) -> Iterator[None]:
+    """It must end well when asked to."""
+    settings = ["--port=0", "--worker-id=w0", f"--namespace={NAMESPACE}", "--log-level=error"]
+    command = ["worker", f"--redis-url={redis_url}", *settings]
+    process = subprocess.Popen([sys.executable, "-c", WORKER, does, *command], cwd=ROOT)
+    try:
+        yield
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def reporting_worker(client: httpx.AsyncClient) -> dict[str, Any]:
+    """What /v1/workers says of the one worker, once its metrics come."""
+
+    async def fresh() -> list[dict[str, Any]]:
+        found = (await client.get("/v1/workers")).json()["workers"]
+        return [worker for worker in found if not worker["stale"]]
+
+    [worker] = await eventually(fresh, within_s=30)
+    return worker
+
+
+async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
+    """What /metrics says of the worker's GPU."""
+    text = (await client.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = families["kvroute_worker_gpu"].samples
+    return {s.labels["what"]: s.value for s in samples if s.labels["worker"] == "w0:0"}
+
+
+async def test_what_a_workers_gpu_says_is_shown_by_a_router(
+    client: httpx.AsyncClient, one_redis_server: EmbeddedRedis
+) -> None:
+    with worker_whose_driver("answers", one_redis_server.url):
+        worker = await reporting_worker(client)
+        assert worker["accelerator"] == "NVIDIA H100 80GB HBM3"
+        assert worker["gpu"] == SAID
+        assert await eventually(lambda: scraped(client)) == SAID
+
+
+async def test_a_worker_whose_driver_hangs_reports_all_else_and_ends_when_asked(
+    client: httpx.AsyncClient, one_redis_server: EmbeddedRedis
+) -> None:
+    with worker_whose_driver("hangs", one_redis_server.url):
+        worker = await reporting_worker(client)
+        assert (worker["accelerator"], worker["gpu"]) == ("cpu", None)
+        assert await scraped(client) == {}

@@ -1,0 +1,165 @@
+"""A stand-in for libnvidia-ml: its C functions, behind the loader of pynvml.
+
+They are called through C function pointers, take the arguments that the library takes, write
+into the caller's memory and return the library's codes. So pynvml itself is real.
+"""
+
+from __future__ import annotations
+
+from ctypes import CFUNCTYPE, c_int, c_uint, c_void_p, memmove, string_at
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
+from typing import Any
+
+import pynvml
+import pytest
+
+LIBRARY = "libnvidia-ml.so.1"
+SIGNATURES = {
+    "nvmlInitWithFlags": (c_uint,),
+    "nvmlShutdown": (),
+    "nvmlDeviceGetCount_v2": (c_void_p,),
+    "nvmlDeviceGetHandleByIndex_v2": (c_uint, c_void_p),
+    "nvmlDeviceGetHandleByUUID": (c_void_p, c_void_p),
+    "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": (c_void_p, c_void_p),
+    "nvmlDeviceGetUUID": (c_void_p, c_void_p, c_uint),
+    "nvmlDeviceGetName": (c_void_p, c_void_p, c_uint),
+    "nvmlDeviceGetMemoryInfo": (c_void_p, c_void_p),
+    "nvmlDeviceGetUtilizationRates": (c_void_p, c_void_p),
+    "nvmlDeviceGetTemperature": (c_void_p, c_uint, c_void_p),
+    "nvmlDeviceGetPowerUsage": (c_void_p, c_void_p),
+    "nvmlDeviceGetPcieThroughput": (c_void_p, c_uint, c_void_p),
+}
+
+
+@dataclass
+class Gpu:
+    """In the library's units. failing: what it returns for a function, or for `""`, any of them.
+
+    mig: an instance of this card, which is found by its UUID only.
+    """
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    uuid: str = "GPU-11111111-0000"
+    memory_used: int = 60_129_542_145
+    memory_total: int = 85_899_345_920
+    utilization_percent: int = 37
+    temperature_c: int = 54
+    power_mw: int = 312_345
+    pcie_kb_per_s: tuple[int, int] = (1_250, 87_654_321)
+    """Sent, received."""
+    failing: dict[str, int] = field(default_factory=dict)
+    mig: Gpu | None = None
+
+
+class StandIn:
+    """The loaded library. failing: what a function returns that is not asked of a GPU."""
+
+    def __init__(self, *gpus: Gpu) -> None:
+        self.gpus = list(gpus)
+        self.installed = True
+        self.failing: dict[str, int] = {}
+        self.initialised = 0
+        self.calls: list[str] = []
+        self.answering = Event()
+        """While it is not set, whatever is asked of a GPU hangs."""
+        self.answering.set()
+        self.num_hanging = 0
+        for name, argtypes in SIGNATURES.items():
+            pointer = CFUNCTYPE(c_int, *argtypes)(partial(self._call, name))
+            setattr(self, name, pointer)
+
+    def load(self, name: str) -> StandIn:
+        """In the place of ctypes.CDLL."""
+        if not self.installed:
+            raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+        assert name == LIBRARY
+        return self
+
+    def _call(self, name: str, *args: int) -> int:
+        self.calls.append(name)
+        if code := self.failing.get(name):
+            return code
+        if not self.initialised and name != "nvmlInitWithFlags":
+            return pynvml.NVML_ERROR_UNINITIALIZED
+        match name, args:
+            case "nvmlInitWithFlags", _:
+                self.initialised += 1
+            case "nvmlShutdown", _:
+                self.initialised -= 1
+            case "nvmlDeviceGetCount_v2", (count,):
+                return _write(count, c_uint(len(self.gpus)))
+            case "nvmlDeviceGetHandleByIndex_v2", (index, handle):
+                if index >= len(self.gpus):
+                    return pynvml.NVML_ERROR_INVALID_ARGUMENT
+                return _hand_out(self.gpus[index], handle)
+            case "nvmlDeviceGetHandleByUUID", (uuid, handle):
+                named = [d for d in self._devices() if d.uuid.encode() == string_at(uuid)]
+                return _hand_out(named[0], handle) if named else pynvml.NVML_ERROR_NOT_FOUND
+            case _, (handle, *rest):
+                return self._ask(name, handle, *rest)
+        return pynvml.NVML_SUCCESS
+
+    def _devices(self) -> list[Gpu]:
+        return self.gpus + [gpu.mig for gpu in self.gpus if gpu.mig]
+
+    def _ask(self, name: str, handle: int, *args: int) -> int:
+        if not self.answering.is_set():
+            self.num_hanging += 1
+            self.answering.wait()
+            self.num_hanging -= 1
+        gpu = next((gpu for gpu in self._devices() if id(gpu) == handle), None)
+        if gpu is None:
+            return pynvml.NVML_ERROR_GPU_IS_LOST
+        return gpu.failing.get(name) or gpu.failing.get("") or self._answer(name, gpu, *args)
+
+    def _answer(self, name: str, gpu: Gpu, *args: int) -> int:
+        match name.removeprefix("nvmlDeviceGet"), args:
+            case "DeviceHandleFromMigDeviceHandle", (out,):
+                cards = [card for card in self.gpus if card.mig is gpu]
+                if not cards:
+                    return pynvml.NVML_ERROR_INVALID_ARGUMENT
+                return _write(out, c_void_p(id(cards[0])))
+            case "UUID", (out, size):
+                return _write_text(out, size, gpu.uuid)
+            case "Name", (out, size):
+                return _write_text(out, size, gpu.name)
+            case "MemoryInfo", (out,):
+                free = gpu.memory_total - gpu.memory_used
+                return _write(out, pynvml.c_nvmlMemory_t(gpu.memory_total, free, gpu.memory_used))
+            case "UtilizationRates", (out,):
+                return _write(out, pynvml.c_nvmlUtilization_t(gpu.utilization_percent, 99))
+            case "Temperature", (pynvml.NVML_TEMPERATURE_GPU, out):
+                return _write(out, c_uint(gpu.temperature_c))
+            case "PowerUsage", (out,):
+                return _write(out, c_uint(gpu.power_mw))
+            case "PcieThroughput", (counter, out):
+                return _write(out, c_uint(gpu.pcie_kb_per_s[counter]))
+        return pynvml.NVML_ERROR_INVALID_ARGUMENT
+
+
+def _hand_out(gpu: Gpu, handle: int) -> int:
+    return gpu.failing.get("") or _write(handle, c_void_p(id(gpu)))
+
+
+def _write(address: int, value: Any) -> int:
+    memmove(address, bytes(value), len(bytes(value)))
+    return pynvml.NVML_SUCCESS
+
+
+def _write_text(address: int, size: int, text: str) -> int:
+    if len(text) >= size:
+        return pynvml.NVML_ERROR_INSUFFICIENT_SIZE
+    memmove(address, text.encode() + b"\0", len(text) + 1)
+    return pynvml.NVML_SUCCESS
+
+
+def stand_in(patch: pytest.MonkeyPatch, *gpus: Gpu) -> StandIn:
+    """From here on pynvml finds this library, and none loaded yet."""
+    library = StandIn(*gpus)
+    patch.setattr(pynvml, "CDLL", library.load)
+    patch.setattr(pynvml, "nvmlLib", None)
+    patch.setattr(pynvml, "_nvmlLib_refcount", 0)
+    patch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return library
