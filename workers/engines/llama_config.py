@@ -1,0 +1,247 @@
+"""Shapes of Llama models: by name, and as checkpoints of Hugging Face tell them. Without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from app.core.errors import ConfigError
+
+_SUPPORTED = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+"""Of a checkpoint's settings, those that say what is computed: what each has to be, if given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """The `llama3` kind: long wavelengths are stretched by `factor`, short ones left alone."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field and its value."""
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            _check_positive(name, getattr(self, name))
+        _check_count("original_max_position_embeddings", self.original_max_position_embeddings)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"high_freq_factor: needs more than low_freq_factor, {self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The shape of a model, in the words of Hugging Face; head_size is their head_dim."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field and its value."""
+        for name in (f.name for f in fields(self) if f.type == "int"):
+            _check_count(name, getattr(self, name))
+        for name in ("rope_theta", "rms_norm_eps"):
+            _check_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads: {self.num_heads} heads cannot share {self.num_kv_heads} evenly"
+            )
+        if self.head_size % 2:
+            raise ConfigError(f"head_size: RoPE needs an even number, got {self.head_size}")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise ConfigError(f"tie_word_embeddings: needs a bool, got {self.tie_word_embeddings}")
+        for token in self.eos_token_ids:
+            if not _is_int(token) or not 0 <= token < self.vocab_size:
+                raise ConfigError(
+                    f"eos_token_ids: needs tokens below {self.vocab_size}, got {token!r}"
+                )
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Self:
+        """Read `config.json`, and the end-of-sequence tokens of `generation_config.json`.
+
+        Raises ConfigError if they cannot be read, or tell of anything that is not computed here.
+        """
+        config = read_json(folder / "config.json")
+        _check_supported(config)
+        rope_theta, rope_scaling = _rope(config)
+        eos = config.get("eos_token_id")
+        generation = folder / "generation_config.json"
+        if generation.exists():
+            eos = read_json(generation).get("eos_token_id", eos)
+        hidden_size = _count(config, "hidden_size")
+        num_heads = _count(config, "num_attention_heads")
+        return cls(
+            vocab_size=_count(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_count(config, "intermediate_size"),
+            num_layers=_count(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_count(config, "num_key_value_heads", num_heads),
+            head_size=_count(config, "head_dim", hidden_size // num_heads),
+            max_position_embeddings=_count(config, "max_position_embeddings", 2048),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            rms_norm_eps=_get(config, "rms_norm_eps", 1e-6),
+            tie_word_embeddings=_get(config, "tie_word_embeddings", False),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ConfigError unless the file can be read and holds an object."""
+    try:
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path}: needs an object, got {type(read).__name__}")
+    return read
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    for name, value in _SUPPORTED.items():
+        got = _get(config, name, value)
+        if got != value:
+            raise ConfigError(f"{name}: only {value!r} is computed here, got {got!r}")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, of which older checkpoints have the first on its own."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"rope_parameters: needs an object, got {rope!r}")
+    _check_supported(rope)
+    theta = rope.get("rope_theta", _get(config, "rope_theta", 10_000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ConfigError(f"rope_type: only default and llama3 are computed here, got {kind!r}")
+    try:
+        return theta, RopeScaling(**{name: rope[name] for name in RopeScaling.__slots__})
+    except KeyError as error:
+        raise ConfigError(f"rope_parameters: {error.args[0]} is missing") from error
+
+
+def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = config.get(name)
+    return default if value is None else value
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = _get(config, name, default)
+    _check_count(name, value)
+    return int(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not _is_int(value) or value < 1:
+        raise ConfigError(f"{name}: needs an integer of at least 1, got {value!r}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}: needs a positive number, got {value!r}")
+
+
+SIZES = {
+    "tiny": LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    ),
+    "30m": LlamaConfig(
+        vocab_size=16_384,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=64,
+        max_position_embeddings=32_768,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
+    ),
+    "125m": LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2816,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=4,
+        head_size=64,
+        max_position_embeddings=32_768,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=64,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+        rms_norm_eps=1e-5,
+    ),
+}
+"""Shapes for random weights, by name. No token ends a sequence."""
