@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 #
 # docker build --target router .        one router replica (the default); needs REDIS_URL
-# docker build --target worker .        one worker, with a simulated engine; needs REDIS_URL
+# docker build --target worker .        one worker, with an engine of our own; needs REDIS_URL
 # docker build --target all-in-one .    Redis, routers, balancer and workers in one container
 
 # torch's CPU build. With a GPU: --build-arg TORCH_INDEX=https://pypi.org/simple

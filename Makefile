@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-gpu lint format demo clean
+.PHONY: help setup test test-slow test-gpu lint format demo demo-torch clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ format: setup ## Format the code and fix what ruff can fix
 
 demo: setup ## A whole cluster on this machine, without a GPU
 	$(BIN)/kvroute demo
+
+demo-torch: setup ## Two workers that compute a real model, on this machine's CPU
+	$(BIN)/python -m loadtest.demo_torch
 
 clean: ## Remove .venv, caches and builds
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import cycle
 from types import TracebackType
@@ -100,6 +100,8 @@ class Outcome:
     first_token_s: float | None = None
     end_s: float | None = None
     cached_tokens: int = 0
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    """Empty where the worker does not say."""
     output_tokens: int = 0
 
 
@@ -217,6 +219,7 @@ class ClusterClient:
         except RequestError as request_error:
             failure, error = request_error.kind, str(request_error)
         usage = progress.usage if failure is None and progress.usage else {}
+        details = usage.get("prompt_tokens_details") or {}
         return Outcome(
             request_id=request_id,
             arrival_s=arrival,
@@ -230,7 +233,8 @@ class ClusterClient:
             degraded=progress.degraded,
             first_token_s=progress.first_token_s if failure is None else None,
             end_s=progress.end_s if failure is None else None,
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            cached_tokens=details.get("cached_tokens", 0),
+            cached_tokens_by_tier=details.get("cached_tokens_by_tier") or {},
             output_tokens=usage.get("completion_tokens", 0),
         )
 

@@ -238,6 +238,24 @@ class BlockManager:
         if self._write is WritePolicy.THROUGH:
             self._plan_store(Tier.DEVICE, fresh)
 
+    def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
+        """What of `prefix`, behind the table's chain, others have filled since it was prepared.
+
+        The table gets those slots in the place of its own. How many.
+        """
+        if table.epoch != self._epoch:
+            return 0
+        at = len(table.chain)
+        filled = 0
+        for block in prefix[at:]:
+            there = self._device.find(block)
+            if there is None or there.filling is not None:
+                break
+            filled += 1
+        count = max(0, self._reusable(at + filled) - at)
+        self.register(table, prefix[at : at + count])
+        return count
+
     def fall_back(self, table: BlockTable) -> None:
         """Some load of a table that is ready failed: slots of its own for all from there on.
 

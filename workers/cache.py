@@ -121,6 +121,12 @@ class BlockCache:
         self.manager.register(table, blocks)
         self._go_on()
 
+    def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
+        """See BlockManager.share: slots of the table may change."""
+        count = self.manager.share(table, prefix)
+        self._go_on()
+        return count
+
     def release(self, table: BlockTable, priority: int = 0) -> None:
         """The request is over or cancelled."""
         self.manager.release(table, priority)

@@ -1,9 +1,10 @@
-"""One worker process: a simulated engine, the agent beside it, and its HTTP interface."""
+"""One worker process: an engine, the agent beside it, and its HTTP interface."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,11 +16,9 @@ from app.core.redis import check_server, connect
 from app.core.scripts import ScriptRunner
 from app.core.serving import listen
 from app.core.serving import serve as serve_http
-from app.core.types import WORKER_ID, WorkerInfo, WorkerKey
+from app.core.types import WORKER_ID, Tier, WorkerInfo, WorkerKey
 from workers.agent import Agent, AgentSettings
-from workers.engines.profiles import PROFILES
-from workers.engines.runner import EngineRunner
-from workers.engines.sim import SimEngine
+from workers.engines.hosting import Hosted, host
 from workers.probe import GpuProbe
 
 REDIS_TIMEOUT_S = 1.0
@@ -35,27 +34,23 @@ async def serve(settings: WorkerSettings) -> None:
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
         )
-    if settings.profile not in PROFILES:
-        raise ConfigError(f"profile {settings.profile!r}: there is {', '.join(PROFILES)}")
+    hosted = await asyncio.to_thread(host, settings)
     # Before the worker is registered, so that whoever is routed here can connect.
     listening = listen(settings.host, settings.port)
     settings = replace(settings, port=listening.getsockname()[1])
-    engine = SimEngine(
-        PROFILES[settings.profile],
-        block_size=settings.block_size,
-        kv_pool_tokens=settings.kv_pool_tokens,
-        host_pool_tokens=settings.host_pool_tokens,
-    )
-    runner = EngineRunner(engine, speedup=settings.speedup)
     redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
     probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    agent = await _agent(settings, runner, ScriptRunner(redis, REDIS_TIMEOUT_S), probe)
+
+    def measure() -> tuple[ForwardPassMetrics, Speed]:
+        return engine.metrics(), engine.speed()
+
+    agent = await _agent(settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, probe)
+    engine = hosted.start(agent)
     with suppress(RedisUnavailable):
         await check_server(redis, REDIS_TIMEOUT_S)
-    runner.on_step = lambda: agent.notify(runner.take_events())
     try:
         async with asyncio.TaskGroup() as tasks:
-            stepping = tasks.create_task(runner.run())
+            running = tasks.create_task(engine.run())
             announcing = tasks.create_task(_announce(agent))
 
             async def leave() -> None:
@@ -64,11 +59,12 @@ async def serve(settings: WorkerSettings) -> None:
                 await asyncio.wait([announcing])
                 await agent.stop()
 
-            app = create_app(runner, model=settings.profile)
+            app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
             await serve_http(app, listening, on_stop=leave)
-            stepping.cancel()
+            running.cancel()
     finally:
         await asyncio.to_thread(probe.stop)
+        hosted.close()
         await redis.aclose()
 
 
@@ -79,22 +75,20 @@ async def _announce(agent: Agent) -> None:
 
 
 async def _agent(
-    settings: WorkerSettings, runner: EngineRunner, scripts: ScriptRunner, probe: GpuProbe
+    settings: WorkerSettings,
+    hosted: Hosted,
+    scripts: ScriptRunner,
+    measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
+    probe: GpuProbe,
 ) -> Agent:
-    device_blocks = runner.engine.pool.num_blocks
-    host_blocks = settings.host_pool_tokens // settings.block_size
     info = WorkerInfo(
         key=WorkerKey(settings.resolved_id(), settings.dp_rank),
         address=settings.resolved_address(),
         block_size=settings.block_size,
-        kv_total_blocks=device_blocks,
+        kv_total_blocks=hosted.num_blocks[Tier.DEVICE],
         max_requests=settings.max_requests,
         accelerator=await asyncio.to_thread(probe.start),
     )
-
-    def measure() -> tuple[ForwardPassMetrics, Speed]:
-        return runner.metrics(), runner.speed()
-
-    capacity = settings.index_blocks or CAPACITY_WORKERS * (device_blocks + host_blocks)
+    capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)
     return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure, probe.latest)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 
+import numpy as np
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -23,6 +24,8 @@ from workers.engines.base import (
     PromptTooLargeError,
     QueueFullError,
     Sampling,
+    TextStream,
+    Tokenizer,
 )
 from workers.engines.steps import Finished
 
@@ -33,10 +36,13 @@ RETRY_AFTER_S = 1
 _SAMPLING = tuple(field.name for field in fields_of(Sampling))
 
 
-def create_app(engine: Engine, *, model: str = "simulated") -> FastAPI:
+def create_app(
+    engine: Engine, *, model: str = "simulated", tokenizer: Tokenizer | None = None
+) -> FastAPI:
     """The HTTP interface of `engine`; the caller runs it.
 
-    `POST /v1/completions` takes a JSON object with `prompt` (token ids), `max_tokens`, `stream`,
+    `POST /v1/completions` takes a JSON object with `prompt` (token ids; text as well, which is also
+    what comes back, where there is a tokenizer), `max_tokens`, `stream`,
     `request_id`, `stream_interval` (tokens per chunk after the first), `ignore_eos` and the fields
     of Sampling; or, as `application/octet-stream`, the prompt in raw little-endian u32 with the
     other fields in the query. Unknown fields are ignored. A client that disconnects cancels its
@@ -54,7 +60,7 @@ def create_app(engine: Engine, *, model: str = "simulated") -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return _CompletionResponse(engine, await _read(request), model)
+        return _CompletionResponse(engine, await _read(request, tokenizer), model, tokenizer)
 
     return app
 
@@ -68,7 +74,7 @@ class _Call:
     stream_interval: int
 
 
-async def _read(request: Request) -> _Call:
+async def _read(request: Request, tokenizer: Tokenizer | None) -> _Call:
     """Raises InvalidRequest, naming the field and its value."""
     body = await request.body()
     if request.headers.get("content-type", "").startswith("application/octet-stream"):
@@ -81,10 +87,14 @@ async def _read(request: Request) -> _Call:
         raise InvalidRequest("body", f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
-    return _check(fields, _prompt_bytes(fields.get("prompt")))
+    return _check(fields, _prompt_bytes(fields.get("prompt"), tokenizer))
 
 
-def _prompt_bytes(prompt: object) -> bytes:
+def _prompt_bytes(prompt: object, tokenizer: Tokenizer | None) -> bytes:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequest("prompt", "is text, and this worker has no tokenizer")
+        prompt = tokenizer.encode(prompt)
     if not isinstance(prompt, list):
         raise InvalidRequest("prompt", f"needs a list of token ids, got {type(prompt).__name__}")
     try:
@@ -139,10 +149,15 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
 class _CompletionResponse(StreamingResponse):
     """Submits the request when made; cancels it however the exchange with the client ends."""
 
-    def __init__(self, engine: Engine, call: _Call, model: str) -> None:
+    def __init__(
+        self, engine: Engine, call: _Call, model: str, tokenizer: Tokenizer | None
+    ) -> None:
         request = call.completion
         interval = call.stream_interval if call.stream else request.max_tokens
         self._generation = engine.complete(request, stream_interval=interval)
+        self._text: TextStream | None = None
+        if tokenizer is not None:
+            self._text = tokenizer.stream(np.frombuffer(request.prompt, "<u4").tolist())
         self._frame = {
             "id": request.request_id,
             "object": "text_completion",
@@ -171,11 +186,16 @@ class _CompletionResponse(StreamingResponse):
             token_ids += output.token_ids
         yield self._completion(token_ids, output.finished)
 
+    def _next_text(self, token_ids: Sequence[int], is_last: bool) -> str:
+        if self._text is None:
+            return ""
+        pieces = [self._text.push(token) for token in token_ids]
+        return "".join([*pieces, self._text.end()] if is_last else pieces)
+
     def _completion(self, token_ids: list[int], finished: Finished | None) -> bytes:
-        # There is no tokenizer here, hence no text.
         choice = {
             "index": 0,
-            "text": "",
+            "text": self._next_text(token_ids, finished is not None),
             "token_ids": token_ids,
             "finish_reason": finished.finish_reason if finished else None,
         }

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.core.metrics import DEFAULT_SPEED, Speed
+from app.core.types import Tier
 from workers.engines.steps import Step
 
 FORGET = 0.9995
@@ -88,7 +89,8 @@ class SpeedLearner:
             [defaults.prefill_s_per_token, defaults.prefill_s_per_token2], [1e3, 1e7]
         )
         self._rows: list[tuple[float, ...]] = []
-        self._load_s = self._loaded_tokens = 0.0
+        self._load_s = dict.fromkeys(Tier, 0.0)
+        self._loaded_tokens = dict.fromkeys(Tier, 0.0)
         self._mean_output = defaults.mean_output_tokens
         self._num_outputs = 10  # the default counts as ten requests
 
@@ -98,30 +100,36 @@ class SpeedLearner:
         decode = (step.decode_seqs, step.decode_context_tokens)
         self._rows.append((wall_s - load_s, *decode, step.prefill_tokens, step.attention_pairs))
         if step.loaded_tokens:
-            self._load_s = FORGET * self._load_s + load_s
-            self._loaded_tokens = FORGET * self._loaded_tokens + step.loaded_tokens
+            self.observe_load(Tier.HOST, step.loaded_tokens, load_s)
         for request in step.finished:
             self._num_outputs = min(self._num_outputs + 1, OUTPUT_WINDOW)
             self._mean_output += (request.output_tokens - self._mean_output) / self._num_outputs
         if len(self._rows) >= self.FOLD_AT:
             self._fold()
 
+    def observe_load(self, tier: Tier, num_tokens: int, seconds: float) -> None:
+        """Tokens whose KV was loaded from a tier."""
+        self._load_s[tier] = FORGET * self._load_s[tier] + seconds
+        self._loaded_tokens[tier] = FORGET * self._loaded_tokens[tier] + num_tokens
+
     def speed(self) -> Speed:
         """Learned values, the defaults where there is nothing to learn from."""
         self._fold()
         decode, prefill = self._decode.weights(), self._prefill.weights()
-        host_s = self._defaults.host_s_per_token
-        if self._loaded_tokens:
-            host_s = self._load_s / self._loaded_tokens
         return replace(
             self._defaults,
             prefill_s_per_token=float(prefill[1] + prefill[0] / self._batch_tokens),
             prefill_s_per_token2=float(prefill[2]),
             decode_s_per_seq=float(decode[1]),
             decode_s_per_kv_token=float(decode[2]),
-            host_s_per_token=host_s,
+            host_s_per_token=self._load_s_per_token(Tier.HOST, self._defaults.host_s_per_token),
+            disk_s_per_token=self._load_s_per_token(Tier.DISK, self._defaults.disk_s_per_token),
             mean_output_tokens=self._mean_output,
         )
+
+    def _load_s_per_token(self, tier: Tier, default: float) -> float:
+        tokens = self._loaded_tokens[tier]
+        return self._load_s[tier] / tokens if tokens else default
 
     def _fold(self) -> None:
         if not self._rows:

@@ -251,15 +251,52 @@ class WorkerSettings(CommonSettings):
     dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
     address: str = setting("", "Base URL that clients reach it by; none: http://<host>:<port>.")
     block_size: int = setting(16, "Tokens per KV block.", POSITIVE)
+    engine: str = setting(
+        "sim", "sim: simulated; torch: computes a Llama model.", click.Choice(("sim", "torch"))
+    )
+    kv_pool_tokens: int | None = setting(
+        None, "Device KV pool, tokens; none: the profile's, or 1 GiB.", POSITIVE
+    )
+    host_pool_tokens: int = setting(0, "Host KV pool, tokens.", click.IntRange(min=0))
     profile: str = setting(
         "70b-4xh100", "Timing of the simulated engine: 70b-4xh100, 70b-4xh200 or 8b-1xh100."
     )
-    kv_pool_tokens: int | None = setting(
-        None, "Device KV pool, tokens; none: the profile's.", POSITIVE
-    )
-    host_pool_tokens: int = setting(0, "Host KV pool, tokens.", click.IntRange(min=0))
     speedup: float = setting(
         1.0, "Run the simulated engine so many times faster than the clock.", POSITIVE_SECONDS
+    )
+    model: str = setting(
+        "40m",
+        "Of the torch engine: a folder with a Hugging Face checkpoint of a Llama, or a size that "
+        "gets random weights: tiny, 40m, 125m, 1b or 8b.",
+    )
+    device: str = setting(
+        "auto", "Of the torch engine: cpu, cuda or cuda:N; auto: a GPU, if there is one."
+    )
+    dtype: str = setting(
+        "auto",
+        "Of weights and KV of the torch engine; auto: bfloat16 on a GPU, else float32.",
+        click.Choice(("auto", "float32", "bfloat16", "float16")),
+    )
+    threads: int | None = setting(
+        None, "Threads that the torch engine computes with on a CPU; none: all cores.", POSITIVE
+    )
+    prefill_chunk: int = setting(
+        256,
+        "The torch engine computes so many prompt tokens at a time, and reuses multiples of that.",
+        POSITIVE,
+    )
+    max_num_seqs: int = setting(64, "Requests that the torch engine runs at once.", POSITIVE)
+    disk_pool_tokens: int = setting(
+        0, "KV pool of the torch engine on disk, tokens.", click.IntRange(min=0)
+    )
+    disk_folder: str = setting(
+        "", "Where that lies: a folder for this worker alone, which gets one named like it there."
+    )
+    write_policy: str = setting(
+        "back",
+        "The torch engine stores blocks in the next slower tier when they are evicted (back) or as "
+        "soon as they are filled (through).",
+        click.Choice(("back", "through")),
     )
     max_requests: int = setting(256, "Requests reserved on it at once; then it is full.", POSITIVE)
     lease_ttl_s: float = setting(

@@ -156,6 +156,17 @@ class BlockModel:
         if self._write is WritePolicy.THROUGH:
             self._store(Tier.DEVICE, fresh)
 
+    def share(self, table: Table, prefix: Sequence[SequenceHash]) -> int:
+        if table.epoch != self._epoch:
+            return 0
+        at = end = len(table.chain)
+        device = {cell.block for cell in self.cells[Tier.DEVICE] if cell.filling is None}
+        while end < len(prefix) and prefix[end] in device:
+            end += 1
+        end = max(at, end // self._reuse_multiple * self._reuse_multiple)
+        self.register(table, prefix[at:end])
+        return end - at
+
     def num_whole(self, table: Table) -> int:
         for n in range(table.num_matched):
             if table.cells[n].block != table.chain[n]:

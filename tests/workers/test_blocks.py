@@ -337,6 +337,22 @@ def test_after_a_failed_load_all_who_share_it_compute_from_the_last_good_block()
     assert (counts.failed, counts.fallbacks, counts.recomputed) == (3, 2, 6)
 
 
+def test_what_another_fills_meanwhile_takes_the_place_of_own_slots() -> None:
+    manager = manager_of(12, reuse_multiple=2)
+    late = manager.prepare(chain("ABCDX"), 6)
+    computed(manager, "ABCD", tail=1)
+    assert free(manager) == 1
+    assert manager.share(late, chain("ABC")) == 2
+    assert manager.share(late, chain("ABCDX")) == 2
+    assert manager.share(late, chain("ABCDX")) == 0
+    manager.check()
+    assert late.chain == chain("ABCD")
+    assert free(manager) == 5
+    manager.fence()
+    computed(manager, "ABCDX")
+    assert manager.share(late, chain("ABCDX")) == 0
+
+
 def test_reuse_is_cut_at_multiples_of_what_is_computed_at_once() -> None:
     manager = manager_of(12, host=4, reuse_multiple=2)
     cached(manager, "ABCD")

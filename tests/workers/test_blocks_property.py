@@ -69,6 +69,7 @@ class Run:
         steps: list[tuple[Callable[[], None], int]] = [
             (self.prepare, 10),
             (self.register, 10),
+            (self.share, 4),
             (self.extend, 1),
             (self.release, 8),
             (self.fall_back, 6),
@@ -111,6 +112,16 @@ class Run:
             blocks = request.chain[full : full + self.rng.randint(1, room)]
             self.manager.register(request.real, blocks)
             self.model.register(request.plain, blocks)
+
+    def share(self) -> None:
+        if not self.requests:
+            return
+        request = self.rng.choice(self.requests)
+        prefix = request.chain[: len(request.real.slots)]
+        if request.real.is_ready and self.is_whole(request):
+            assert self.manager.share(request.real, prefix) == self.model.share(
+                request.plain, prefix
+            )
 
     def is_whole(self, request: Request) -> bool:
         assert request.real.num_whole == self.model.num_whole(request.plain)

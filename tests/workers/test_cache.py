@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 from redis.asyncio import Redis
 
 from app.core.errors import NotEnoughBlocks
-from app.core.events import CacheEvent
 from app.core.keys import Keyspace
 from app.core.matching import match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics

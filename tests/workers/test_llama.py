@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.core.errors import ConfigError
+from tests.workers.checkpoints import reference
 from workers.engines.llama import SIZES, Llama, LlamaConfig
 from workers.tiers import MemoryPool
 
@@ -31,31 +32,6 @@ LLAMA3 = {
 }
 """Of the eight frequencies, some are kept, some stretched, and some in between."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def reference(**settings: Any) -> transformers.LlamaForCausalLM:
-    """A small model with weights that matter, the norms' included."""
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": 96,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.2,
-            "eos_token_id": 7,
-        }
-        | settings
-    )
-    torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(config).eval()
-    for name, weight in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-    return model
 
 
 def logits_of(model: transformers.LlamaForCausalLM, tokens: Sequence[int]) -> Tensor:
@@ -187,7 +163,7 @@ def test_a_chunk_is_the_same_bit_for_bit_wherever_its_blocks_lie(
 def test_a_long_prefill_is_the_same_bit_for_bit_in_other_slots(
     dtype: torch.dtype, device: str
 ) -> None:
-    model = Llama.random(replace(SIZES["30m"], num_layers=2), seed=1, dtype=dtype, device=device)
+    model = Llama.random(replace(SIZES["40m"], num_layers=2), seed=1, dtype=dtype, device=device)
     tokens = prompt(700, 16_384)
     here, there = (MemoryPool(model.kv_shape(16), 64, device).kv for _ in range(2))
     block_ids, other_ids = (random.Random(seed).sample(range(64), 44) for seed in (1, 2))

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from app.core.errors import InvalidRequest
-from workers.engines.sampling import Sampler, Sampling, sample
+from workers.engines.base import Sampling
+from workers.engines.sampling import Sampler, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

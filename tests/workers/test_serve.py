@@ -348,7 +348,12 @@ async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
     ("fields", "field", "message"),
     [
         ({}, "prompt", "got NoneType"),
-        ({"prompt": "hello"}, "prompt", "got str"),
+        ({"prompt": "hello"}, "prompt", "this worker has no tokenizer"),
+        ({"prompt": 7}, "prompt", "got int"),
+        ({"prompt": [1], "temperature": -1}, "temperature", "got -1"),
+        ({"prompt": [1], "top_p": 0}, "top_p", "got 0"),
+        ({"prompt": [1], "seed": "x"}, "seed", "got 'x'"),
+        ({"prompt": [1], "ignore_eos": 1}, "ignore_eos", "got 1"),
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": [1, "2"]}, "prompt", "'2' is not a token id"),
         ({"prompt": [1, 2.5]}, "prompt", "2.5 is not a token id"),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -10,59 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from app.core.errors import ConfigError
+from tests.workers.checkpoints import KINDS, TEXT, library
 from workers.engines.tokenizer import HALF_CHARACTER, HELD_TOKENS, Tokenizer
-
-TEXT = """A stream of tokens is decoded as it comes; no half character, no wrong space.
-日本語の文章と絵文字 👩‍👩‍👧 😀, и кириллица, ça et là.  Two spaces,	a tab
-and "quotes" (as they are)."""
-KINDS = "bytes", "sentencepiece"
-
-
-@cache
-def library(kind: str) -> Library:
-    """A tokenizer as Llama 3 has it, of bytes, or as Llama 2 has it, of characters and bytes."""
-    trained = Library(models.BPE())
-    special = ["<s>", "</s>", "<unk>"]
-    if kind == "bytes":
-        trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trained.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        trained.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        alphabet = []
-    trained.train_from_iterator(
-        [TEXT if kind == "bytes" else TEXT.splitlines()[0]],
-        trainers.BpeTrainer(
-            vocab_size=330,
-            special_tokens=special,
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
-    if kind == "sentencepiece":
-        described = json.loads(trained.to_str())
-        vocabulary = described["model"]["vocab"]
-        for byte in range(256):
-            vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
-        described["model"] |= {"byte_fallback": True, "unk_token": "<unk>"}
-        trained = Library.from_str(json.dumps(described))
-        trained.decoder = decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
-    trained.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", trained.token_to_id("<s>"))]
-    )
-    return trained
 
 
 @cache

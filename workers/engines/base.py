@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from app.core.errors import InvalidRequest
@@ -15,6 +14,12 @@ from workers.engines.steps import Finished
 
 HIT_RATE_WINDOW = 1000
 """Requests over which the prefix cache hit rate is taken."""
+
+
+MAX_TEMPERATURE = 2.0
+MIN_TEMPERATURE = 1e-5
+"""What is below counts as 0, as in vLLM: float32 could not hold what it divides."""
+_INT64 = range(-(1 << 63), 1 << 63)
 
 
 class PromptTooLargeError(ValueError):
@@ -29,20 +34,14 @@ class EngineStoppedError(Exception):
     """The engine stopped before the request was complete."""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen from its logits, as the OpenAI API and vLLM have it.
+    """How a request wants its tokens chosen, in the words and ranges of OpenAI and vLLM.
 
-    temperature: 0 takes the likeliest. top_p: of the likeliest tokens, so many that their
-    probabilities reach it. top_k: no more than so many; 0: no limit. seed: None: a random one.
+    temperature: 0 to 2; 0 is greedy, it always takes the most likely token.
+    top_p: above 0, up to 1: only the most likely tokens that have this much together.
+    top_k: only so many of the most likely ones; 0 or -1 for all.
+    seed: the same one gives the same tokens again; None for others each time.
     """
 
     temperature: float = 1.0
@@ -52,14 +51,25 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field and its value."""
-        if not (_is_number(self.temperature) and 0 <= self.temperature <= 2):
-            raise InvalidRequest("temperature", f"needs 0 to 2, got {self.temperature!r}")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InvalidRequest("top_p", f"needs more than 0 and at most 1, got {self.top_p!r}")
-        if not (_is_integer(self.top_k) and 0 <= self.top_k < 1 << 31):
-            raise InvalidRequest("top_k", f"needs an integer of at least 0, got {self.top_k!r}")
-        if self.seed is not None and not (_is_integer(self.seed) and abs(self.seed) < 1 << 63):
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise InvalidRequest(
+                "temperature", f"needs a number from 0 to 2, got {self.temperature!r}"
+            )
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InvalidRequest("top_p", f"needs a number above 0 and up to 1, got {self.top_p!r}")
+        if not _is_int(self.top_k) or self.top_k < -1:
+            raise InvalidRequest("top_k", f"needs an integer of at least -1, got {self.top_k!r}")
+        if self.seed is not None and (not _is_int(self.seed) or self.seed not in _INT64):
             raise InvalidRequest("seed", f"needs an integer of 64 bits, got {self.seed!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def is_cut(self) -> bool:
+        """Only some of the tokens are to be had."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,7 @@ class CompletionRequest:
     request_id: str
     prompt: bytes
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
 
 
@@ -144,6 +154,9 @@ class Engine(Protocol):
     def running(self) -> bool:
         """Does it take requests?"""
 
+    async def run(self) -> None:
+        """Until cancelled; what is unfinished then ends."""
+
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
         """Submit a request at once; its first token comes alone, the others `stream_interval` each.
 
@@ -154,6 +167,20 @@ class Engine(Protocol):
     def metrics(self) -> ForwardPassMetrics: ...
 
     def speed(self) -> Speed: ...
+
+
+class TextStream(Protocol):
+    """The text of an output as it comes, in whole characters."""
+
+    def push(self, token: int) -> str: ...
+
+    def end(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+    def stream(self, context: Sequence[int] = ()) -> TextStream: ...
 
 
 class HitRate:
@@ -175,3 +202,11 @@ class HitRate:
     @property
     def value(self) -> float:
         return self._cached / max(1, self._tokens)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_int(value)

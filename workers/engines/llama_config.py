@@ -192,8 +192,8 @@ SIZES = {
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     ),
-    "30m": LlamaConfig(
-        vocab_size=16_384,
+    "40m": LlamaConfig(
+        vocab_size=32_000,
         hidden_size=512,
         intermediate_size=1408,
         num_layers=8,

@@ -3,57 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from app.core.errors import InvalidRequest
-
-MAX_TEMPERATURE = 2.0
-MIN_TEMPERATURE = 1e-5
-"""What is below counts as 0, as in vLLM: float32 could not hold what it divides."""
-_INT64 = range(-(1 << 63), 1 << 63)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request wants its tokens chosen, in the words and ranges of OpenAI and vLLM.
-
-    temperature: 0 to 2; 0 is greedy, it always takes the most likely token.
-    top_p: above 0, up to 1: only the most likely tokens that have this much together.
-    top_k: only so many of the most likely ones; 0 or -1 for all.
-    seed: the same one gives the same tokens again; None for others each time.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raises InvalidRequest, naming the field and its value."""
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise InvalidRequest(
-                "temperature", f"needs a number from 0 to 2, got {self.temperature!r}"
-            )
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidRequest("top_p", f"needs a number above 0 and up to 1, got {self.top_p!r}")
-        if not _is_int(self.top_k) or self.top_k < -1:
-            raise InvalidRequest("top_k", f"needs an integer of at least -1, got {self.top_k!r}")
-        if self.seed is not None and (not _is_int(self.seed) or self.seed not in _INT64):
-            raise InvalidRequest("seed", f"needs an integer of 64 bits, got {self.seed!r}")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < MIN_TEMPERATURE
-
-    @property
-    def is_cut(self) -> bool:
-        """Only some of the tokens are to be had."""
-        return self.top_p < 1 or self.top_k > 0
+from workers.engines.base import Sampling
 
 
 class Sampler:
@@ -125,11 +81,3 @@ def _descending(values: Tensor) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_int(value)

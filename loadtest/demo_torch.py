@@ -1,0 +1,258 @@
+"""What reuse is worth on a real engine: a Llama with random weights, computed by torch on a CPU.
+
+First one worker: the time to first token of prompts that share most of their tokens with one that
+was computed before, by the tier that holds these, against prompts that share nothing. Then two
+workers behind a router: conversations with and without KV-aware routing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import click
+import numpy as np
+import orjson
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from app.cluster import Cluster
+from app.core.config import (
+    POSITIVE,
+    POSITIVE_SECONDS,
+    Command,
+    RouterSettings,
+    WorkerSettings,
+)
+from app.core.serving import run
+from loadtest import report
+from loadtest.client import ClusterClient
+from loadtest.replay import progress_display, replay_policy
+from loadtest.traces import Session, Trace, TraceRequest, pseudo_random_tokens
+
+BLOCK_SIZE = 16
+CHUNK = 128
+PROMPT_TOKENS = 2048
+SHARED_TOKENS = 1792
+POOL_TOKENS = 8192
+MAX_PROMPTS = 30
+"""Are enough to fill device and host memory, and to push some to disk."""
+TURN_TOKENS = 256
+"""Of a conversation: the last answer and the next question."""
+SYSTEM_TOKENS = 512
+OUTPUT_TOKENS = 16
+POLICIES = "round_robin", "latency"
+ROUTER_TIMEOUT_S = 10.0
+TIERS = "device", "host", "disk"
+
+
+def conversation_trace(number: int, turns: int, every_s: float) -> Trace:
+    """All share a system prompt, and each turn's prompt begins with the one before.
+
+    A conversation begins every `every_s` seconds, and its user thinks for so long between turns.
+    """
+    return Trace(
+        "conversations",
+        tuple(
+            Session(start * every_s, tuple(_turn(start * turns, n, every_s) for n in range(turns)))
+            for start in range(number)
+        ),
+    )
+
+
+def _turn(first: int, number: int, think_s: float) -> TraceRequest:
+    """first: number of the conversation's first turn among all."""
+    num_system = SYSTEM_TOKENS // TURN_TOKENS
+    own = range(num_system + first, num_system + first + number + 1)
+    blocks = (*range(num_system), *own)
+    return TraceRequest(
+        index=first + number,
+        input_tokens=len(blocks) * TURN_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
+        blocks=blocks,
+        block_tokens=TURN_TOKENS,
+        think_s=think_s if number else 0.0,
+    )
+
+
+class Prompts:
+    """Of one worker: fresh ones, and such that share SHARED_TOKENS with one that it computed."""
+
+    def __init__(self) -> None:
+        self.stems: list[int] = []
+        """Numbers of prompts that were computed, and not shared with yet."""
+        self._made = 0
+
+    def fresh(self) -> bytes:
+        self.stems.append(self._made)
+        return self._prompt(self._made)
+
+    def sharing(self, stem: int) -> bytes:
+        """Ends in tokens of its own."""
+        return self._prompt(stem)
+
+    def _prompt(self, stem: int) -> bytes:
+        own = self._made
+        self._made += 1
+        positions = np.arange(PROMPT_TOKENS, dtype=np.uint64)
+        positions[:SHARED_TOKENS] += np.uint64(stem * PROMPT_TOKENS)
+        positions[SHARED_TOKENS:] += np.uint64(own * PROMPT_TOKENS)
+        return pseudo_random_tokens(positions, seed=0).astype("<u4").tobytes()
+
+
+def worker_settings(model: str, folder: str) -> WorkerSettings:
+    return WorkerSettings(
+        engine="torch",
+        model=model,
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        threads=1,
+        prefill_chunk=CHUNK,
+        kv_pool_tokens=POOL_TOKENS,
+        host_pool_tokens=POOL_TOKENS,
+        disk_pool_tokens=4 * POOL_TOKENS,
+        disk_folder=folder,
+        log_level="warning",
+    )
+
+
+async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds to the first token, by where the shared tokens were; `cold`: nothing was shared."""
+    prompts = Prompts()
+    times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
+    timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
+    async with (
+        ClusterClient(base_url) as client,
+        aiohttp.ClientSession(base_url, timeout=timeout) as session,
+    ):
+        await _ttft_s(client, prompts.fresh(), {})  # the first one finds torch itself cold
+        for _ in range(MAX_PROMPTS + rounds):
+            if all(len(seconds) >= rounds for seconds in times.values()):
+                return times
+            times["cold"].append(await _ttft_s(client, prompts.fresh(), {}))
+            # One tier after another, so that prompts are left to go down.
+            for tier in [tier for tier in TIERS if len(times[tier]) < rounds][:1]:
+                expected = {tier: SHARED_TOKENS}
+                for stem in prompts.stems:
+                    prompt = prompts.sharing(stem)
+                    if await _held(session, prompt) == expected:
+                        prompts.stems.remove(stem)
+                        times[tier].append(await _ttft_s(client, prompt, expected))
+                        break
+    missing = ", ".join(name for name, seconds in times.items() if len(seconds) < rounds)
+    raise click.ClickException(f"the worker did not hold enough prompts whole in: {missing}")
+
+
+async def _held(session: aiohttp.ClientSession, prompt: bytes) -> dict[str, int]:
+    """Tokens of a prompt that the worker holds, by tier, as the router sees it."""
+    async with session.post(
+        "/v1/route",
+        params={"reserve": "false"},
+        data=prompt,
+        headers={"content-type": "application/octet-stream"},
+        raise_for_status=True,
+    ) as response:
+        overlap = orjson.loads(await response.read())["overlap_blocks"]
+    return {tier: n * BLOCK_SIZE for tier, n in overlap.items() if n}
+
+
+async def _ttft_s(client: ClusterClient, prompt: bytes, expected: dict[str, int]) -> float:
+    """Raises ClickException unless the worker found in each tier what was expected."""
+    outcome = await client.send(f"demo-{uuid.uuid4().hex}", lambda: prompt, output_tokens=1)
+    if outcome.first_token_s is None:
+        raise click.ClickException(f"no answer: {outcome.error}")
+    if outcome.cached_tokens_by_tier != {tier: expected.get(tier, 0) for tier in TIERS}:
+        raise click.ClickException(
+            f"the router saw {expected}, the worker used {outcome.cached_tokens_by_tier}"
+        )
+    return outcome.first_token_s - outcome.sent_s
+
+
+def tiers_table(times: dict[str, list[float]]) -> Table:
+    cells = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"Time to first token of {PROMPT_TOKENS:,} tokens, one at a time",
+        caption=f"{SHARED_TOKENS:,} of them ({SHARED_TOKENS / PROMPT_TOKENS:.1%}) are shared. If "
+        f"reuse cost nothing and all tokens the same, {bound():.1f} times: the bound. Later tokens "
+        "cost more, as they attend to more.",
+    )
+    for name in ("shared part from", "median", "times faster", "requests"):
+        cells.add_column(name, justify="right" if name != "shared part from" else "left")
+    for name, seconds in times.items():
+        cells.add_row(
+            name, f"{median(seconds):.3f} s", f"{speedup(times, name):.1f}", str(len(seconds))
+        )
+    return cells
+
+
+def bound() -> float:
+    return PROMPT_TOKENS / (PROMPT_TOKENS - SHARED_TOKENS)
+
+
+def speedup(times: dict[str, list[float]], name: str) -> float:
+    return median(times["cold"]) / median(times[name])
+
+
+@click.command(cls=Command)
+@click.option("--model", default="40m", show_default=True, help="As of `kvroute worker`.")
+@click.option("--rounds", default=5, show_default=True, type=POSITIVE, help="Prompts of each kind.")
+@click.option("--conversations", default=24, show_default=True, type=POSITIVE)
+@click.option("--turns", default=5, show_default=True, type=POSITIVE, help="Of each conversation.")
+@click.option(
+    "--every-s",
+    default=3.0,
+    show_default=True,
+    type=POSITIVE_SECONDS,
+    help="A conversation begins so often, and thinks for so long between turns.",
+)
+@click.option(
+    "--out",
+    default=Path("out"),
+    show_default=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for demo-torch.json.",
+)
+def main(
+    model: str, rounds: int, conversations: int, turns: int, every_s: float, out: Path
+) -> None:
+    """Torch workers on this machine's CPU: hits against misses, then two policies."""
+    console = Console()
+    router = RouterSettings(log_level="warning")
+    console.print(f"one worker, model {model} with random weights, one thread")
+    with (
+        TemporaryDirectory(prefix="kvroute-disk-") as folder,
+        Cluster(
+            num_workers=1, num_replicas=1, router=router, worker=worker_settings(model, folder)
+        ) as cluster,
+    ):
+        times = run(measure_tiers(cluster.balancer_url, rounds))
+    console.print(tiers_table(times))
+
+    trace = conversation_trace(conversations, turns, every_s)
+    console.print(f"{conversations} conversations of {turns} turns, two workers")
+    runs = []
+    for policy in POLICIES:
+        with (
+            TemporaryDirectory(prefix="kvroute-disk-") as folder,
+            Cluster(
+                num_workers=2, num_replicas=2, router=router, worker=worker_settings(model, folder)
+            ) as cluster,
+            progress_display(console, trace.num_requests) as on_progress,
+        ):
+            playing = replay_policy(trace, cluster.balancer_url, policy, on_progress=on_progress)
+            runs.append(run(playing))
+    console.print(report.table(runs))
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "demo-torch.json"
+    tiers = {name: {"ttft_s": s, "times_faster": speedup(times, name)} for name, s in times.items()}
+    found = {"model": model, "bound": bound(), "tiers": tiers, "routing": report.as_json(runs)}
+    file.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    console.print(f"Also in {file}")
+
+
+if __name__ == "__main__":
+    main()

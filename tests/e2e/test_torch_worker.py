@@ -1,0 +1,138 @@
+"""Workers with a torch engine in a cluster of real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.cluster import Cluster
+from app.core.config import RouterSettings, WorkerSettings
+from tests.e2e.conftest import Eyes, Watch
+from tests.eventually import eventually
+from tests.redis_servers import newest_kind, require_redis
+from tests.workers.checkpoints import library, reference
+
+CHUNK = 32
+PROMPT_TOKENS = 200
+REUSED = 192
+
+
+def torch_cluster(folder: Path, num_workers: int, model: str = "tiny") -> Cluster:
+    require_redis(newest_kind())
+    return Cluster(
+        num_workers=num_workers,
+        num_replicas=1,
+        router=RouterSettings(log_level="error"),
+        worker=WorkerSettings(
+            engine="torch",
+            model=model,
+            device="cpu",
+            threads=1,
+            prefill_chunk=CHUNK,
+            kv_pool_tokens=512,
+            host_pool_tokens=512,
+            disk_pool_tokens=4096,
+            disk_folder=str(folder),
+            lease_ttl_s=1.0,
+            log_level="error",
+        ),
+    )
+
+
+def prompt(seed: int) -> bytes:
+    """Token ids that the model knows, raw."""
+    tokens = np.random.default_rng(seed).integers(0, 256, PROMPT_TOKENS, np.uint32)
+    return tokens.astype("<u4").tobytes()
+
+
+async def ask(eyes: Eyes, tokens: bytes) -> tuple[str, list[int], dict[str, int]]:
+    """The worker chosen, what it answered, and what of the prompt it had, by tier."""
+    choice = await eyes.route(tokens)
+    response = await eyes.http.post(
+        f"{choice['address']}/v1/completions?max_tokens=4&temperature=0",
+        content=tokens,
+        headers={"content-type": "application/octet-stream"},
+    )
+    answer: dict[str, Any] = response.json()
+    await eyes.release(choice["request_id"])
+    details = answer["usage"]["prompt_tokens_details"]
+    cached = {tier: n for tier, n in details["cached_tokens_by_tier"].items() if n}
+    return choice["worker_id"], answer["choices"][0]["token_ids"], cached
+
+
+async def test_a_prompt_goes_back_to_the_worker_that_computed_it(
+    tmp_path: Path, watch: Watch
+) -> None:
+    with torch_cluster(tmp_path, num_workers=2) as cluster:
+        eyes = watch(cluster)
+        first = await ask(eyes, prompt(1))
+        assert first[2] == {}
+        blocks = PROMPT_TOKENS // 16
+        assert await eventually(lambda: eyes.overlaps(prompt(1))) == {first[0]: blocks}
+        assert await ask(eyes, prompt(1)) == (first[0], first[1], {"device": REUSED})
+
+
+async def test_a_worker_that_is_killed_comes_back_with_what_it_had_on_disk(
+    tmp_path: Path, watch: Watch
+) -> None:
+    with torch_cluster(tmp_path, num_workers=1) as cluster:
+        eyes = watch(cluster)
+        first = await ask(eyes, prompt(1))
+        seeds = iter(range(2, 40))
+
+        async def on_disk() -> int:
+            """Blocks of the first prompt, after one more other prompt."""
+            await ask(eyes, prompt(next(seeds)))
+            choice = await eyes.route(prompt(1), reserve="false")
+            return int(choice["overlap_blocks"]["disk"])
+
+        await eventually(on_disk, lambda blocks: blocks == PROMPT_TOKENS // 16, within_s=30.0)
+        cluster.workers[0].process.kill()
+        cluster.workers[0].process.wait()
+        member = cluster.start_worker(0)
+
+        async def held() -> bool:
+            workers = await eyes.workers()
+            is_new = "w0" in workers and workers["w0"]["address"] == member.url
+            return is_new and bool(await eyes.overlaps(prompt(1)))
+
+        await eventually(held, within_s=30.0)
+        again = await ask(eyes, prompt(1))
+
+    assert again == (first[0], first[1], {"disk": REUSED})
+
+
+async def test_a_checkpoint_with_a_tokenizer_is_served_as_text(
+    tmp_path: Path, watch: Watch
+) -> None:
+    tokenizer = library("bytes")
+    expected = reference(vocab_size=tokenizer.get_vocab_size(), eos_token_id=None)
+    expected.save_pretrained(tmp_path / "model")
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    question = "A stream of tokens 日本"
+    prompt = tokenizer.encode(question).ids
+    answer = expected.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=24,
+        do_sample=False,
+    )[0][len(prompt) :].tolist()
+    fields = {"prompt": question, "max_tokens": 24, "temperature": 0}
+
+    with torch_cluster(tmp_path, num_workers=1, model=str(tmp_path / "model")) as cluster:
+        url = f"{cluster.workers[0].url}/v1/completions"
+        eyes = watch(cluster)
+        whole = (await eyes.http.post(url, json=fields)).json()
+        streamed = (await eyes.http.post(url, json={**fields, "stream": True})).text
+
+    assert whole["choices"][0]["token_ids"] == answer
+    assert whole["choices"][0]["text"] == tokenizer.decode(answer)
+    assert whole["usage"]["prompt_tokens"] == len(prompt)
+    chunks = [line.removeprefix("data: ") for line in streamed.split("\n\n")]
+    texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks if chunk[:1] == "{"]
+    assert "".join(texts) == tokenizer.decode(answer)
+    assert len(texts) == 24

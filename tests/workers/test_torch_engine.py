@@ -1,0 +1,396 @@
+"""The torch engine on real tiers: what it reuses, what it shares, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.core.errors import InvalidRequest
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
+from app.core.types import SequenceHash, Tier
+from tests.eventually import eventually
+from tests.workers.cache_model import Listener
+from workers.blocks import BlockManager
+from workers.disk import SlotFile
+from workers.engines.base import (
+    CompletionRequest,
+    EngineStoppedError,
+    Generation,
+    PromptTooLargeError,
+    QueueFullError,
+    Sampling,
+)
+from workers.engines.llama import SIZES, Llama
+from workers.engines.steps import Finished
+from workers.engines.torch import TorchEngine
+from workers.tiers import MemoryPool
+from workers.transfers import Transfers
+
+DEVICE, HOST, DISK = Tier
+BLOCK_SIZE = 4
+CHUNK = 8
+NUM_SLOTS = {DEVICE: 32, HOST: 32, DISK: 32}
+GREEDY = Sampling(temperature=0.0)
+MODEL = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device=torch.device("cpu"))
+
+
+class Spy:
+    """The model, and the logits behind each prompt that it computed."""
+
+    def __init__(self, model: Llama) -> None:
+        self.config = model.config
+        self.logits: list[Tensor] = []
+        self.computed = 0
+        """Prompt tokens."""
+        self._model = model
+
+    def prefill(
+        self, kv: Tensor, tokens: Sequence[int], start: int, block_ids: Sequence[int]
+    ) -> Tensor:
+        logits = self._model.prefill(kv, tokens, start, block_ids)
+        self.computed += len(tokens)
+        self.logits.append(logits)
+        return logits
+
+    def decode(self, *args: Any) -> Tensor:
+        return self._model.decode(*args)
+
+
+class Served:
+    """A running engine, what its model computed, and what its cache tells."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack, num_slots: dict[Tier, int]) -> None:
+        shape = MODEL.kv_shape(BLOCK_SIZE)
+        self.folder = folder
+        self.spy = Spy(MODEL)
+        self.heard = Listener()
+        self.manager = BlockManager(num_slots, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: 0.0)
+        pools = {t: MemoryPool(shape, n) for t, n in num_slots.items() if t is not DISK}
+        disk = None
+        if DISK in num_slots:
+            file = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots[DISK])
+            disk = stack.enter_context(closing(file))
+        transfers = stack.enter_context(closing(Transfers(pools, disk)))
+        self.engine = TorchEngine(
+            self.spy,  # type: ignore[arg-type]
+            pools[DEVICE],
+            self.manager,
+            transfers.carry_out,
+            self.heard,
+            chunk_tokens=CHUNK,
+            spare={tier: number // 4 for tier, number in num_slots.items()},
+            max_num_seqs=8,
+            max_waiting=64,
+        )
+
+    def submit(
+        self, name: str, prompt: Sequence[int], max_tokens: int, **fields: Any
+    ) -> Generation:
+        request = CompletionRequest(
+            name, token_bytes(list(prompt)), max_tokens, fields.pop("sampling", GREEDY), **fields
+        )
+        return self.engine.complete(request)
+
+    async def ask(
+        self, prompt: Sequence[int], max_tokens: int = 3, **fields: Any
+    ) -> tuple[list[int], Finished]:
+        return await output_of(self.submit("only", prompt, max_tokens, **fields))
+
+    async def settle(self) -> None:
+        """Until nobody runs and no copy is under way."""
+
+        async def busy() -> bool:
+            slots = [s for tier in self.manager.tiers.values() for s in tier.all()]
+            return any(slot.references or slot.leaving or slot.filling for slot in slots)
+
+        await eventually(busy, lambda is_busy: not is_busy)
+        self.engine.check()
+
+    async def evict(self, tier: Tier) -> None:
+        """Until nothing is left there that was there before."""
+        slots = self.manager.tiers[tier]
+        await self.settle()
+        await self.engine._cache._free(tier, slots.num_slots)
+        await self.settle()
+        assert slots.num_free == slots.num_slots
+
+
+async def output_of(generation: Generation) -> tuple[list[int], Finished]:
+    tokens: list[int] = []
+    async for output in generation:
+        tokens += output.token_ids
+    assert output.finished is not None
+    return tokens, output.finished
+
+
+@asynccontextmanager
+async def running(folder: Path, num_slots: dict[Tier, int] | None = None) -> AsyncIterator[Served]:
+    async with AsyncExitStack() as stack:
+        served = Served(folder, stack, num_slots or NUM_SLOTS)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(served.engine.run())
+            yield served
+            served.engine.stop()
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(MODEL.config.vocab_size) for _ in range(length)]
+
+
+def blocks_of(prompt: Sequence[int]) -> list[SequenceHash]:
+    return compute_sequence_hashes(compute_local_hashes(list(prompt), BLOCK_SIZE))
+
+
+def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The likeliest tokens, from the model as a whole prompt has it, token by token."""
+    pool = MemoryPool(MODEL.kv_shape(BLOCK_SIZE), 32)
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(int(MODEL.prefill(pool.kv, tokens, 0, range(32)).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 24, 61])
+async def test_the_likeliest_tokens_are_those_of_the_model_alone(
+    tmp_path: Path, length: int
+) -> None:
+    prompt = prompt_of(length, length)
+    async with running(tmp_path) as served:
+        tokens, finished = await served.ask(prompt, 6)
+
+    assert tokens == alone(prompt, 6)
+    assert (finished.prompt_tokens, finished.output_tokens) == (length, 6)
+    assert finished.finish_reason == "length"
+
+
+@pytest.mark.parametrize("tier", Tier)
+async def test_logits_with_reuse_from_a_tier_are_those_without_to_the_last_bit(
+    tmp_path: Path, tier: Tier
+) -> None:
+    prompt = prompt_of(1, 43)
+    async with running(tmp_path) as served:
+        # Some slots are taken, so that the same blocks lie elsewhere when they come back.
+        other = served.submit("other", prompt_of(2, 21), 30)
+        cold = await served.ask(prompt)
+        other.cancel()
+        first, computed = served.spy.logits[-1], served.spy.computed
+        for above in range(tier):
+            await served.evict(Tier(above))
+        warm = await served.ask(prompt)
+
+    assert torch.equal(served.spy.logits[-1], first)
+    assert warm[0] == cold[0]
+    assert served.spy.computed - computed == 43 - 40
+    assert (warm[1].cached_tokens, warm[1].host_tokens, warm[1].disk_tokens) == (
+        40,
+        40 if tier is HOST else 0,
+        40 if tier is DISK else 0,
+    )
+
+
+async def test_reuse_ends_at_a_whole_chunk_and_the_last_token_is_always_computed(
+    tmp_path: Path,
+) -> None:
+    prompt = prompt_of(1, 32)
+    async with running(tmp_path) as served:
+        await served.ask(prompt)
+        again = (await served.ask(prompt))[1]
+        # Five blocks are the same, and a chunk is two.
+        forked = (await served.ask([*prompt[:20], *prompt_of(3, 12)]))[1]
+
+    assert again.cached_tokens == 24
+    assert forked.cached_tokens == 16
+
+
+async def test_what_was_generated_is_computed_again(tmp_path: Path) -> None:
+    prompt = prompt_of(1, 16)
+    async with running(tmp_path) as served:
+        tokens, _ = await served.ask(prompt, 16)
+        _, next_turn = await served.ask([*prompt, *tokens, 1])
+
+    assert next_turn.cached_tokens == 16
+
+
+async def test_requests_that_run_together_get_what_each_gets_alone(tmp_path: Path) -> None:
+    stem = prompt_of(0, 16)
+    prompts = [[*stem, *prompt_of(n, n + 1)] for n in range(20)]
+    async with running(tmp_path) as served:
+        generations = [served.submit(f"r{n}", p, 5) for n, p in enumerate(prompts)]
+        outputs = [await output_of(generation) for generation in generations]
+        await served.settle()
+        device = served.manager.tiers[DEVICE]
+        assert device.num_free + device.num_idle == device.num_slots
+        assert served.heard.shown.scan(blocks_of(stem)).total == 4
+
+    assert [tokens for tokens, _ in outputs] == [alone(prompt, 5) for prompt in prompts]
+    assert sum(finished.cached_tokens for _, finished in outputs) > 0
+
+
+async def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_crowd(tmp_path: Path) -> None:
+    prompt = prompt_of(1, 11)
+    drawn = Sampling(temperature=1.0, top_p=0.9, seed=7)
+    async with running(tmp_path) as served:
+        expected, _ = await served.ask(prompt, 12, sampling=drawn)
+        crowd = [served.submit(f"r{n}", prompt_of(n, 9), 12) for n in range(6)]
+        again, _ = await served.ask(prompt, 12, sampling=drawn)
+        other, _ = await served.ask(prompt, 12, sampling=replace(drawn, seed=8))
+        for generation in crowd:
+            await output_of(generation)
+
+    assert again == expected
+    assert other != expected
+
+
+async def test_generation_ends_with_an_end_of_sequence_token_unless_told_to_go_on(
+    tmp_path: Path,
+) -> None:
+    prompt = prompt_of(1, 9)
+    tokens = alone(prompt, 8)
+    end = tokens.index(tokens[3])
+    async with running(tmp_path) as served:
+        served.spy.config = replace(MODEL.config, eos_token_ids=(tokens[3],))
+        short, finished = await served.ask(prompt, 8)
+        long, _ = await served.ask(prompt, 8, ignore_eos=True)
+
+    assert short == tokens[: end + 1]
+    assert finished.finish_reason == "stop"
+    assert long == tokens
+
+
+async def test_what_cannot_be_loaded_is_computed_from_the_last_good_chunk(tmp_path: Path) -> None:
+    prompt = prompt_of(1, 43)
+    async with running(tmp_path) as served:
+        cold, _ = await served.ask(prompt)
+        for tier in (DEVICE, HOST):
+            await served.evict(tier)
+        slot = served.manager.tiers[DISK].find(blocks_of(prompt)[5])
+        assert slot is not None
+        with (tmp_path / "blocks").open("r+b") as file:
+            file.seek(slot.block_id * 4096)
+            spoilt = bytes(255 - byte for byte in file.read(1))
+            file.seek(slot.block_id * 4096)
+            file.write(spoilt)
+        warm, _ = await served.ask(prompt)
+        await served.settle()
+
+    assert warm == cold
+    counts = served.manager.counts
+    # The sixth block of eleven is bad, and a chunk is two.
+    assert (counts.fallbacks, counts.recomputed) == (1, 10 - 4)
+
+
+async def test_a_request_that_does_not_fit_beside_others_waits_for_them(tmp_path: Path) -> None:
+    async with running(tmp_path, {DEVICE: 16}) as served:
+        first = served.submit("first", prompt_of(1, 33), 20)
+        second = served.submit("second", prompt_of(2, 33), 20)
+        third = served.submit("third", prompt_of(3, 3), 1)
+        for generation in (third, second, first):
+            await output_of(generation)
+        await served.settle()
+
+
+async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    stems = [prompt_of(n, 24) for n in range(4)]
+    async with running(tmp_path) as served:
+        for n in range(150):
+            generation = served.submit(
+                f"r{n}", [*rng.choice(stems), *prompt_of(n, rng.randrange(9))], 9
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rng.choice((0.0, 0.001, 0.01, 1.0))):
+                    await output_of(generation)
+            if rng.random() < 0.5:
+                generation.cancel()
+            else:
+                asyncio.get_running_loop().call_later(rng.random() * 0.02, generation.cancel)
+        async with asyncio.timeout(20):
+            while served.engine._sequences:
+                for sequence in list(served.engine._sequences.values()):
+                    sequence.generation.cancel()
+                await asyncio.sleep(0.01)
+        await served.settle()
+        device = served.manager.tiers[DEVICE]
+        assert device.num_free + device.num_idle == device.num_slots
+        assert served.engine.metrics().kv_active_blocks == 0
+
+
+async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:
+    vocabulary = MODEL.config.vocab_size
+    async with running(tmp_path) as served:
+        with pytest.raises(PromptTooLargeError, match="KV pool holds 128"):
+            served.submit("r", prompt_of(1, 100), 29)
+        with pytest.raises(PromptTooLargeError, match="the model takes"):
+            served.submit("r", [1], MODEL.config.max_position_embeddings)
+        with pytest.raises(InvalidRequest, match=f"{vocabulary} is not a token id"):
+            served.submit("r", [1, vocabulary], 1)
+        generation = served.submit("r", [1], 100)
+        with pytest.raises(InvalidRequest, match="'r' is in use"):
+            served.submit("r", [2], 1)
+        generation.cancel()
+        await output_of(served.submit("r", [2], 1))
+
+
+async def test_more_requests_than_may_wait_are_refused(tmp_path: Path) -> None:
+    async with running(tmp_path, {DEVICE: 8}) as served:
+        waiting = [served.submit(f"r{n}", [1], 30) for n in range(64)]
+        with pytest.raises(QueueFullError, match="64 requests are waiting"):
+            served.submit("late", [1], 1)
+        for generation in waiting:
+            generation.cancel()
+        await output_of(served.submit("late", [1], 1))
+
+
+async def test_what_is_unfinished_when_the_engine_stops_ends_with_an_error(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+        generation = served.submit("r", [1], 100)
+        waiting = served.submit("s", [1], 100)
+    for unfinished in (generation, waiting):
+        with pytest.raises(EngineStoppedError):
+            await output_of(unfinished)
+        unfinished.cancel()
+    with pytest.raises(EngineStoppedError):
+        served.submit("t", [1], 1)
+
+
+async def test_the_blocks_of_a_request_that_waits_are_fetched_meanwhile(tmp_path: Path) -> None:
+    prompt = prompt_of(1, 43)
+    async with running(tmp_path, {DEVICE: 40, HOST: 32}) as served:
+        await served.ask(prompt)
+        await served.evict(DEVICE)
+        crowd = [served.submit(f"r{n}", prompt_of(n, 3), 4) for n in range(9)]
+        last = served.submit("last", prompt, 3)
+        for generation in crowd:
+            await output_of(generation)
+        _, finished = await output_of(last)
+
+    assert (finished.cached_tokens, finished.host_tokens) == (40, 0)
+
+
+async def test_metrics_and_speed_tell_of_the_work_done(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+        generation = served.submit("r", prompt_of(1, 16), 50)
+        outputs = aiter(generation)
+        await anext(outputs)
+        metrics = served.engine.metrics()
+        generation.cancel()
+        prompt = prompt_of(2, 43)
+        await served.ask(prompt)
+        await served.evict(DEVICE)
+        await served.ask(prompt)
+        speed = served.engine.speed()
+
+    assert (metrics.request_active_slots, metrics.kv_active_blocks) == (1, 17)
+    assert served.engine.metrics().gpu_prefix_cache_hit_rate == pytest.approx(40 / (16 + 43 + 43))
+    assert speed.host_s_per_token > 0
+    assert speed.mean_output_tokens < 300

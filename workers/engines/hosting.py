@@ -1,0 +1,60 @@
+"""Engines as a worker process hosts them: made from settings, then started beside an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from app.core.config import WorkerSettings
+from app.core.errors import ConfigError
+from app.core.types import Tier
+from workers.cache import Publisher
+from workers.engines.base import Engine, Tokenizer
+from workers.engines.profiles import PROFILES
+from workers.engines.runner import EngineRunner
+from workers.engines.sim import SimEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """An engine, ready but for somebody to tell of its cache.
+
+    num_blocks: slots of each tier. close: to be called when the engine has ended.
+    """
+
+    model: str
+    num_blocks: Mapping[Tier, int]
+    start: Callable[[Publisher], Engine]
+    close: Callable[[], None] = lambda: None
+    tokenizer: Tokenizer | None = None
+
+
+def host(settings: WorkerSettings) -> Hosted:
+    """Blocks, for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
+    if settings.engine == "torch":
+        from workers.engines.loading import load  # torch takes seconds to import
+
+        return load(settings)
+    return _simulated(settings)
+
+
+def _simulated(settings: WorkerSettings) -> Hosted:
+    if settings.profile not in PROFILES:
+        raise ConfigError(f"profile {settings.profile!r}: there is {', '.join(PROFILES)}")
+    engine = SimEngine(
+        PROFILES[settings.profile],
+        block_size=settings.block_size,
+        kv_pool_tokens=settings.kv_pool_tokens,
+        host_pool_tokens=settings.host_pool_tokens,
+    )
+    runner = EngineRunner(engine, speedup=settings.speedup)
+
+    def start(publisher: Publisher) -> Engine:
+        runner.on_step = lambda: publisher.notify(runner.take_events())
+        return runner
+
+    num_blocks = {
+        Tier.DEVICE: engine.pool.num_blocks,
+        Tier.HOST: settings.host_pool_tokens // settings.block_size,
+    }
+    return Hosted(settings.profile, num_blocks, start)

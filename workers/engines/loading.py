@@ -1,0 +1,157 @@
+"""Makes a torch engine from a worker's settings: weights, KV pools of all tiers, block manager."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from app.core.config import WorkerSettings
+from app.core.errors import ConfigError
+from app.core.types import Tier
+from workers.blocks import BlockManager, WritePolicy
+from workers.cache import Publisher
+from workers.disk import SlotFile
+from workers.engines.base import Engine
+from workers.engines.hosting import Hosted
+from workers.engines.llama import SIZES, Llama, LlamaConfig
+from workers.engines.tokenizer import Tokenizer
+from workers.engines.torch import TorchEngine
+from workers.tiers import KVShape, MemoryPool, host_pool
+from workers.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+DEFAULT_POOL_BYTES = 1 << 30
+"""Of the device KV pool, where its size is not given."""
+SPARE = 8
+"""Of so many slots of a tier one is kept free: for requests, and for stores from the tier above."""
+WEIGHTS_SEED = 0
+"""All workers of a named size compute the same model."""
+
+
+def load(settings: WorkerSettings) -> Hosted:
+    """Raises ConfigError for a bad setting."""
+    if settings.prefill_chunk % settings.block_size:
+        raise ConfigError(
+            f"prefill_chunk: needs a multiple of block_size {settings.block_size}, "
+            f"got {settings.prefill_chunk}"
+        )
+    if bool(settings.disk_pool_tokens) != bool(settings.disk_folder):
+        raise ConfigError(
+            f"disk_folder and disk_pool_tokens go together, got {settings.disk_folder!r} and "
+            f"{settings.disk_pool_tokens}"
+        )
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, device)
+    started = time.perf_counter()
+    folder = Path(settings.model)
+    if settings.model in SIZES:
+        model = Llama.random(SIZES[settings.model], seed=WEIGHTS_SEED, dtype=dtype, device=device)
+        tokenizer, identity = None, settings.model
+    elif folder.is_dir():
+        model = Llama.load(LlamaConfig.from_checkpoint(folder), folder, dtype=dtype, device=device)
+        has_text = (folder / "tokenizer.json").exists()
+        tokenizer = Tokenizer.from_folder(folder) if has_text else None
+        identity = _identity(folder)
+    else:
+        raise ConfigError(
+            f"model: {settings.model!r} is no folder, and of sizes there are {', '.join(SIZES)}"
+        )
+    log.info(
+        "model %s, %s on %s: loaded in %.1f s",
+        settings.model,
+        str(dtype).removeprefix("torch."),
+        device,
+        time.perf_counter() - started,
+    )
+    return _with_tiers(settings, model, tokenizer, identity)
+
+
+def _with_tiers(
+    settings: WorkerSettings, model: Llama, tokenizer: Tokenizer | None, identity: str
+) -> Hosted:
+    shape = model.kv_shape(settings.block_size)
+    num_blocks = {
+        Tier.DEVICE: (settings.kv_pool_tokens or 0) // settings.block_size
+        or DEFAULT_POOL_BYTES // shape.block_bytes,
+        Tier.HOST: settings.host_pool_tokens // settings.block_size,
+        Tier.DISK: settings.disk_pool_tokens // settings.block_size,
+    }
+    num_blocks = {tier: number for tier, number in num_blocks.items() if number}
+    manager = BlockManager(
+        num_blocks,
+        write=WritePolicy(settings.write_policy),
+        reuse_multiple=settings.prefill_chunk // settings.block_size,
+        now=time.monotonic,
+    )
+    pools = {Tier.DEVICE: MemoryPool(shape, num_blocks[Tier.DEVICE], model.device)}
+    if Tier.HOST in num_blocks:
+        pools[Tier.HOST] = host_pool(shape, num_blocks[Tier.HOST])
+    with ExitStack() as stack:
+        disk = None
+        if Tier.DISK in num_blocks:
+            disk = stack.enter_context(
+                closing(
+                    SlotFile(
+                        Path(settings.disk_folder) / settings.resolved_id(),
+                        block_bytes=shape.block_bytes,
+                        num_slots=num_blocks[Tier.DISK],
+                        fingerprint=_fingerprint(settings, model, shape, identity),
+                    )
+                )
+            )
+            held = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
+            manager.adopt(Tier.DISK, held)
+        transfers = stack.enter_context(closing(Transfers(pools, disk)))
+        kept = stack.pop_all()
+
+    def start(publisher: Publisher) -> Engine:
+        return TorchEngine(
+            model,
+            pools[Tier.DEVICE],
+            manager,
+            transfers.carry_out,
+            publisher,
+            chunk_tokens=settings.prefill_chunk,
+            spare={tier: number // SPARE for tier, number in num_blocks.items()},
+            max_num_seqs=settings.max_num_seqs,
+        )
+
+    return Hosted(settings.model, num_blocks, start, kept.close, tokenizer)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: {name!r} cannot be used: {error}") from error
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _identity(folder: Path) -> str:
+    """Changes whenever files of a checkpoint do."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
+    """Of all that decides which bits a block of KV has."""
+    machine = torch.__version__, str(model.device), torch.get_num_threads(), settings.prefill_chunk
+    return xxh3_64_intdigest(repr((identity, model.config, machine)).encode(), shape.fingerprint)
