@@ -236,6 +236,17 @@ async def test_requests_that_run_together_get_what_each_gets_alone(tmp_path: Pat
     assert sum(finished.cached_tokens for _, finished in outputs) > 0
 
 
+async def test_requests_that_come_together_compute_what_they_share_once(tmp_path: Path) -> None:
+    stem = prompt_of(0, 40)
+    async with running(tmp_path, {DEVICE: 64}) as served:
+        together = [served.submit(f"r{n}", [*stem, *prompt_of(n, 3)], 2) for n in range(4)]
+        outputs = [await output_of(generation) for generation in together]
+        await served.settle()
+
+    assert [finished.cached_tokens for _, finished in outputs] == [0, 40, 40, 40]
+    assert served.spy.computed == 40 + 4 * 3
+
+
 async def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_crowd(tmp_path: Path) -> None:
     prompt = prompt_of(1, 11)
     drawn = Sampling(temperature=1.0, top_p=0.9, seed=7)

@@ -63,8 +63,12 @@ class _Sequence:
     block_ids: list[int] = field(default_factory=list)
     prefilled: int = 0
     cached: tuple[Tier, ...] = ()
-    """Where its leading blocks were that were not computed."""
+    """Where its leading blocks were that it did not compute."""
     cancelled: bool = False
+
+    def output(self, start: int, stop: int) -> list[int]:
+        """Generated tokens from one number to another."""
+        return self.tokens[self.num_prompt + start : self.num_prompt + stop]
 
     @property
     def num_generated(self) -> int:
@@ -166,7 +170,9 @@ class TorchEngine:
         sequence = self._sequence_of(request)
         sequence.generation = Generation(
             request.request_id,
-            lambda start, stop: sequence.tokens[sequence.num_prompt :][start:stop],
+            lambda start, stop: sequence.tokens[
+                sequence.num_prompt + start : sequence.num_prompt + stop
+            ],
             stream_interval,
             lambda _: self._cancel(sequence),
         )
@@ -289,7 +295,6 @@ class TorchEngine:
         sequence.block_ids = table.block_ids
         sequence.cached = tuple(table.tiers)
         sequence.prefilled = table.num_matched * self.block_size
-        self._hit_rate.add(sequence.prefilled, sequence.num_prompt)
         self._prefilling.append(sequence)
         self._may_step.set()
 
@@ -312,6 +317,13 @@ class TorchEngine:
         if not self._prefilling:
             return None
         sequence = self._prefilling[0]
+        assert sequence.table is not None
+        # Requests before it may have computed the same blocks since it was admitted.
+        shared = self._cache.share(sequence.table, self._reusable(sequence))
+        if shared:
+            sequence.block_ids = sequence.table.block_ids
+            sequence.cached += (Tier.DEVICE,) * shared
+            sequence.prefilled += shared * self.block_size
         start = sequence.prefilled
         return _Chunk(sequence, start, min(start + self._chunk_tokens, sequence.num_prompt))
 
@@ -353,6 +365,7 @@ class TorchEngine:
             if not sequence.cancelled:
                 self._register(sequence)
             if chunk.is_last:
+                self._hit_rate.add(len(sequence.cached) * self.block_size, sequence.num_prompt)
                 self._prefilling.popleft()
                 self._decoding.append(sequence)
                 emitting.append(sequence)
