@@ -290,13 +290,16 @@ class WorkerSettings(CommonSettings):
         0, "KV pool of the torch engine on disk, tokens.", click.IntRange(min=0)
     )
     disk_folder: str = setting(
-        "", "Where that lies: a folder for this worker alone, which gets one named like it there."
+        "", "Where that lies: a folder in which each worker has one of its own."
     )
     write_policy: str = setting(
         "back",
         "The torch engine stores blocks in the next slower tier when they are evicted (back) or as "
         "soon as they are filled (through).",
         click.Choice(("back", "through")),
+    )
+    store_min_uses: int = setting(
+        1, "The torch engine stores blocks there that so many requests have used.", POSITIVE
     )
     max_requests: int = setting(256, "Requests reserved on it at once; then it is full.", POSITIVE)
     lease_ttl_s: float = setting(

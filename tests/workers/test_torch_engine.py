@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from workers.engines.base import (
 from workers.engines.llama import SIZES, Llama
 from workers.engines.steps import Finished
 from workers.engines.torch import TorchEngine
+from workers.slots import Move
 from workers.tiers import MemoryPool
 from workers.transfers import Transfers
 
@@ -386,6 +388,33 @@ async def test_the_blocks_of_a_request_that_waits_are_fetched_meanwhile(tmp_path
         _, finished = await output_of(last)
 
     assert (finished.cached_tokens, finished.host_tokens) == (40, 0)
+
+
+async def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.engines.torch.JUDGE_INTERVAL_S", 0.01)
+    prompt = prompt_of(1, 43)
+    async with running(tmp_path, {DEVICE: 40, HOST: 32}) as served:
+        copy, engine = served.engine._copy, served.engine
+
+        def slowly(move: Move) -> int:
+            time.sleep(2.0 if move.is_load else 0.0)
+            return copy(move)
+
+        engine._copy = slowly
+        await served.ask(prompt)
+        await served.evict(DEVICE)
+        assert (await served.ask(prompt))[1].host_tokens == 40
+
+        async def loads() -> bool:
+            return engine._manager.admission.loads(HOST)
+
+        await eventually(loads, lambda so: not so)
+        await served.evict(DEVICE)
+        assert (await served.ask(prompt))[1].cached_tokens == 0
+        monkeypatch.setattr("workers.engines.torch.TIER_RETRIED_S", 0.0)
+        await eventually(loads)
 
 
 async def test_metrics_and_speed_tell_of_the_work_done(tmp_path: Path) -> None:

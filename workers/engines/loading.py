@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier
-from workers.blocks import BlockManager, WritePolicy
+from workers.blocks import Admission, BlockManager, WritePolicy
 from workers.cache import Publisher
 from workers.disk import SlotFile
 from workers.engines.base import Engine
@@ -88,6 +88,7 @@ def _with_tiers(
     manager = BlockManager(
         num_blocks,
         write=WritePolicy(settings.write_policy),
+        admission=Admission(min_uses=settings.store_min_uses),
         reuse_multiple=settings.prefill_chunk // settings.block_size,
         now=time.monotonic,
     )

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,12 @@ from workers.engines.steps import Finished, Step
 from workers.slots import Move
 from workers.speed import SpeedLearner
 from workers.tiers import MemoryPool
+
+FORGET = 0.99
+"""Weight of a chunk's speed relative to the next one's."""
+JUDGE_INTERVAL_S = 1.0
+TIER_RETRIED_S = 60.0
+"""A tier from which loading took longer than computing is tried again after so long."""
 
 
 @dataclass(eq=False, slots=True)
@@ -121,6 +127,9 @@ class TorchEngine:
         self._learner = SpeedLearner(chunk_tokens)
         self._loaded: deque[tuple[Tier, int, float]] = deque()
         """Tier, tokens and seconds of loads that the learner has not seen."""
+        self._loaded_at: dict[Tier, float] = {}
+        self._prefill_s = self._prefill_tokens = 0.0
+        """Of the last chunks; older ones count less."""
         self._hit_rate = HitRate()
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
@@ -140,13 +149,14 @@ class TorchEngine:
                 caching = tasks.create_task(self._cache.run())
                 try:
                     async with asyncio.TaskGroup() as working:
-                        both = [
+                        working_on = [
                             working.create_task(self._admit_forever()),
                             working.create_task(self._step_forever()),
+                            working.create_task(self._judge_forever()),
                         ]
                         self.running = True
                         await self._stopping.wait()
-                        for task in both:
+                        for task in working_on:
                             task.cancel()
                 finally:
                     self._end_all()
@@ -198,7 +208,9 @@ class TorchEngine:
 
     def speed(self) -> Speed:
         while self._loaded:
-            self._learner.observe_load(*self._loaded.popleft())
+            tier, num_tokens, seconds = self._loaded.popleft()
+            self._learner.observe_load(tier, num_tokens, seconds)
+            self._loaded_at[tier] = time.monotonic()
         return self._learner.speed()
 
     def check(self) -> None:
@@ -312,6 +324,24 @@ class TorchEngine:
             tokens = await loop.run_in_executor(self._thread, self._compute, chunk, decoding)
             duration_s = time.perf_counter() - started
             self._learn(chunk, decoding, duration_s, self._settle(chunk, decoding, tokens))
+
+    async def _judge_forever(self) -> None:
+        """See to it that only what takes less time than computing it is loaded, and so stored."""
+        while True:
+            await asyncio.sleep(JUDGE_INTERVAL_S)
+            if not self._prefill_tokens:
+                continue
+            speed, now = self.speed(), time.monotonic()
+            load_s = {Tier.HOST: speed.host_s_per_token, Tier.DISK: speed.disk_s_per_token}
+            self._manager.admission = replace(
+                self._manager.admission,
+                compute_s=self._prefill_s / self._prefill_tokens * self.block_size,
+                load_s={
+                    tier: load_s[tier] * self.block_size
+                    for tier, loaded_at in self._loaded_at.items()
+                    if now - loaded_at < TIER_RETRIED_S
+                },
+            )
 
     def _next_chunk(self) -> _Chunk | None:
         if not self._prefilling:
@@ -442,6 +472,9 @@ class TorchEngine:
         finished: list[Finished],
     ) -> None:
         num_prefilled = chunk.stop - chunk.start if chunk else 0
+        if num_prefilled:
+            self._prefill_s = FORGET * self._prefill_s + duration_s
+            self._prefill_tokens = FORGET * self._prefill_tokens + num_prefilled
         step = Step(
             duration_s=duration_s,
             load_s=0.0,
