@@ -267,7 +267,7 @@ class WorkerSettings(CommonSettings):
     model: str = setting(
         "40m",
         "Of the torch engine: a folder with a Hugging Face checkpoint of a Llama, or a size that "
-        "gets random weights: tiny, 40m, 125m, 1b or 8b.",
+        "gets random weights: tiny, 40m, 125m, llama-3.2-1b or llama-3.1-8b.",
     )
     device: str = setting(
         "auto", "Of the torch engine: cpu, cuda or cuda:N; auto: a GPU, if there is one."
