@@ -30,7 +30,7 @@ from app.core.errors import (
 )
 from app.core.keys import Keyspace
 from app.core.matching import Overlaps
-from app.core.reservations import Load, Refused, Reservation
+from app.core.reservations import Load, Refused, Reservation, Snapshot, Wish
 from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
@@ -324,13 +324,11 @@ class Router:
             plans = self._plan_all(waiting, view)
             try:
                 with self._timed("reserve"):
-                    replies = await self._runner.run(
-                        [self._reserve(plan, final=attempt == MAX_TRIES) for plan in plans]
-                    )
-                waiting, refusal = self._settle(plans, replies)
-                if refusal is None:
+                    replies = await self._reserve(plans, final=attempt == MAX_TRIES)
+                waiting, fresh = self._settle(plans, replies)
+                if fresh is None:
                     return
-                view = await self.fleet.view(refusal.fresh)
+                view = await self.fleet.view(fresh)
             except RedisUnavailable as error:
                 self.fleet.note(error)
                 undecided = [p for p in waiting if not p.answer.done()]
@@ -588,27 +586,33 @@ class Router:
             return None
         return Affinity(position, self._settings.session_affinity, self._max_queue_s)
 
-    def _reserve(self, plan: _Plan, *, final: bool) -> Call[Refused | None]:
-        return reservations.reserve(
-            self._keyspace,
-            plan.incarnation,
-            plan.reservation,
-            ttl_ms=self._ttl_ms,
-            max_requests=plan.decision.worker.max_requests,
-            seen_total=None if final else plan.seen_total,
+    async def _reserve(self, plans: list[_Plan], *, final: bool) -> list[Refused | None]:
+        if not plans:
+            return []
+        wishes = [
+            Wish(
+                plan.incarnation,
+                plan.reservation,
+                plan.decision.worker.max_requests,
+                None if final else plan.seen_total,
+            )
+            for plan in plans
+        ]
+        return await self._runner.one(
+            reservations.reserve(self._keyspace, wishes, ttl_ms=self._ttl_ms)
         )
 
     def _settle(
         self, plans: list[_Plan], replies: list[Refused | None]
-    ) -> tuple[list[_Pending], Refused | None]:
-        """Answer what was reserved; who is left, and the last refusal with its fresh loads.
+    ) -> tuple[list[_Pending], Snapshot | None]:
+        """Answer what was reserved; who is left, and the fresh loads if anybody was refused.
 
         What was reserved behind a refusal on the same worker is decided again as well, which moves
         it: it passed only because another replica's reservation took the refused one's place.
         """
         left: list[_Pending] = []
         overtaken: set[Incarnation] = set()
-        last: Refused | None = None
+        fresh: Snapshot | None = None
         for plan, reply in zip(plans, replies, strict=True):
             if reply is not None:
                 self.telemetry.conflicts.labels(reply.reason).inc()
@@ -617,17 +621,14 @@ class Router:
                 # Refused or not, what the request had before was given back.
                 plan.pending.held = None
                 left.append(plan.pending)
-                last = reply
-                continue
-            if last is not None and plan.incarnation in last.fresh.loads:
-                last.fresh.loads[plan.incarnation].add(plan.reservation, last.fresh.now_ms)
-            if plan.incarnation in overtaken:
+                fresh = reply.fresh
+            elif plan.incarnation in overtaken:
                 self.telemetry.conflicts.labels("changed").inc()
                 plan.pending.held = plan
                 left.append(plan.pending)
             else:
                 self._take(plan)
-        return left, last
+        return left, fresh
 
     def _take(self, plan: _Plan) -> None:
         """Answer with what is reserved."""
