@@ -163,7 +163,7 @@ def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
 
 def _gaps(runs: list[Run], samples: Sequence[int]) -> list[Gap]:
     """The stretches of more than one step between samples in which the owners change."""
-    if not runs:
+    if not runs or isinstance(samples, range):
         return []
     following = [(run.start, run.owners) for run in runs[1:]]
     if runs[-1].end <= samples[-1]:
