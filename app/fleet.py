@@ -96,12 +96,14 @@ class View:
 
     def candidates(self, overlaps: Overlaps) -> Candidates:
         """The workers as a cost function sees them, for a prompt with these overlaps."""
-        changing = self._changing.copy()
+        device, host, disk, *load = self._changing.copy()
         for inc, overlap in overlaps.items():
             position = self._position.get(inc)
             if position is not None:
-                changing[:3, position] = (overlap.device, overlap.host, overlap.disk)
-        return Candidates(*changing, *self._fixed)
+                device[position] = overlap.device
+                host[position] = overlap.host
+                disk[position] = overlap.disk
+        return Candidates(device, host, disk, *load, *self._fixed)
 
     def position(self, inc: Incarnation) -> int | None:
         """Place of an incarnation; None: it is not routed to."""

@@ -57,7 +57,7 @@ COMPLAINTS_PER_S = 1
 """That Redis is away. Metrics count each decision without it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
@@ -90,7 +90,7 @@ class Candidate:
     terms: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """Where a request goes.
 
@@ -138,7 +138,7 @@ class _Pending:
     """Its place in line, if it had to wait."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     """What one try wants: the worker at `position` of the view, and the reservation on it."""
 
@@ -251,7 +251,7 @@ class Router:
     async def prefill_complete(self, request_id: str) -> bool:
         """False if there is no such reservation. Raises RedisUnavailable."""
         known = await self._runner.one(reservations.prefill_complete(self._keyspace, request_id))
-        self.telemetry.reservations.labels("prefill_complete" if known else "unknown").inc()
+        self.telemetry.reservations_of("prefill_complete" if known else "unknown").inc()
         self._look_again()
         return known
 
@@ -272,7 +272,7 @@ class Router:
                 # Not of what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
             raise
-        self.telemetry.reservations.labels("released" if known else "unknown").inc()
+        self.telemetry.reservations_of("released" if known else "unknown").inc()
         self._look_again()
         return known
 
@@ -632,7 +632,7 @@ class Router:
 
     def _take(self, plan: _Plan) -> None:
         """Answer with what is reserved."""
-        self.telemetry.reservations.labels("made").inc()
+        self.telemetry.reservations_of("made").inc()
         self._predict(plan)
         self._remember(plan)
         self._note_decision(plan)
@@ -665,9 +665,12 @@ class Router:
         if decision.reserved:
             overlap = decision.overlap
             self.telemetry.isl_blocks.inc(decision.isl_blocks)
-            self.telemetry.overlap_of("device").inc(overlap.device)
-            self.telemetry.overlap_of("host").inc(overlap.host)
-            self.telemetry.overlap_of("disk").inc(overlap.disk)
+            if overlap.device:
+                self.telemetry.overlap_of("device").inc(overlap.device)
+            if overlap.host:
+                self.telemetry.overlap_of("host").inc(overlap.host)
+            if overlap.disk:
+                self.telemetry.overlap_of("disk").inc(overlap.disk)
             self.telemetry.hit_fraction.observe(overlap.total / decision.isl_blocks)
 
     def _timed(self, step: str) -> AbstractContextManager[Any]:
