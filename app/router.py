@@ -62,6 +62,7 @@ class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
     session: "" for none. tenant, priority, hung_up: for one that has to wait; see Waiting.
+    Like all that every decision makes it is not frozen, which would take three times as long.
     """
 
     request_id: str
