@@ -16,6 +16,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from redis.asyncio import Redis
 
 from app.core import leases, metrics
@@ -57,25 +58,37 @@ class Measured:
         return now_ms - self.at_ms > STALE_AFTER_MS
 
 
-class View:
-    """The live workers at one moment, in a fixed order; decisions add what they reserve."""
+class Known:
+    """What is known of some incarnations beside their load; the same for many views."""
 
-    def __init__(self, snapshot: Snapshot, known: list[tuple[Incarnation, WorkerInfo, Measured]]):
-        self.now_ms = snapshot.now_ms
-        self.somebody_waits = snapshot.somebody_waits
+    def __init__(self, known: list[tuple[Incarnation, WorkerInfo, Measured]]) -> None:
         self.incarnations = [inc for inc, _, _ in known]
         self.infos = [info for _, info, _ in known]
         self.measured = [measured for _, _, measured in known]
+        self.everybody = np.ones(len(known), dtype=np.bool_)
+        self.position = {inc: i for i, inc in enumerate(self.incarnations)}
+        columns = [_measured_fields(info, measured) for _, info, measured in known]
+        self.rows = tuple(_rows(columns, 13))
+
+
+class View:
+    """The live workers at one moment, in a fixed order; decisions add what they reserve."""
+
+    def __init__(self, snapshot: Snapshot, known: Known) -> None:
+        self.now_ms = snapshot.now_ms
+        self.somebody_waits = snapshot.somebody_waits
+        self.incarnations = known.incarnations
+        self.infos = known.infos
+        self.measured = known.measured
+        self.everybody = known.everybody
         self.loads = [snapshot.loads[inc] for inc in self.incarnations]
         columns = [
-            (0.0, 0.0, 0.0, *self._load_fields(load, info), *_measured_fields(info, measured))
-            for info, load, measured in zip(self.infos, self.loads, self.measured, strict=True)
+            (0.0, 0.0, 0.0, *self._load_fields(load, info))
+            for info, load in zip(self.infos, self.loads, strict=True)
         ]
-        self.everybody = np.ones(len(columns), dtype=np.bool_)
-        matrix = np.array(columns, dtype=np.float64).reshape(len(columns), 22).T.copy()
         # Overlaps and load differ between decisions, the rest does not.
-        self._changing, self._fixed = matrix[:9], tuple(matrix[9:])
-        self._position = {inc: i for i, inc in enumerate(self.incarnations)}
+        self._changing, self._fixed = _rows(columns, 9), known.rows
+        self._position = known.position
 
     @property
     def shortest_queue_s(self) -> float:
@@ -96,12 +109,14 @@ class View:
 
     def candidates(self, overlaps: Overlaps) -> Candidates:
         """The workers as a cost function sees them, for a prompt with these overlaps."""
-        changing = self._changing.copy()
+        device, host, disk, *load = self._changing.copy()
         for inc, overlap in overlaps.items():
             position = self._position.get(inc)
             if position is not None:
-                changing[:3, position] = (overlap.device, overlap.host, overlap.disk)
-        return Candidates(*changing, *self._fixed)
+                device[position] = overlap.device
+                host[position] = overlap.host
+                disk[position] = overlap.disk
+        return Candidates(device, host, disk, *load, *self._fixed)
 
     def position(self, inc: Incarnation) -> int | None:
         """Place of an incarnation; None: it is not routed to."""
@@ -122,6 +137,11 @@ class View:
             load.decoding,
             info.max_requests,
         )
+
+
+def _rows(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
+    """One row for each of `height` fields, however many columns there are."""
+    return np.array(columns, dtype=np.float64).reshape(len(columns), height).T.copy()
 
 
 def _measured_fields(info: WorkerInfo, measured: Measured) -> tuple[float, ...]:
@@ -158,6 +178,8 @@ class Fleet:
         self._timeout_s = timeout_s
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._measured: dict[Incarnation, Measured] = {}
+        self._known: Known | None = None
+        """Of the last view, until anything else is learnt."""
         self._workers_ms: int | None = None
         """How old is what is known of the incarnations: see Snapshot."""
         self.shards: int | None = None
@@ -210,12 +232,10 @@ class Fleet:
         missing = [inc for inc in snapshot.loads if inc not in self._infos]
         if missing:
             await self._learn(missing)
-        known = [
-            (inc, self._infos[inc], self._measured.get(inc, _UNMEASURED))
-            for inc in snapshot.loads
-            if inc in self._infos
-        ]
-        self.last_view = View(snapshot, known)
+        live = [inc for inc in snapshot.loads if inc in self._infos]
+        if self._known is None or self._known.incarnations != live:
+            self._known = Known([(inc, self._infos[inc], self.measured(inc)) for inc in live])
+        self.last_view = View(snapshot, self._known)
         return self.last_view
 
     async def _learn(self, incarnations: list[Incarnation]) -> None:
@@ -237,12 +257,14 @@ class Fleet:
                 # The number is another worker's now, as Redis lost what it was told.
                 self._measured.pop(inc, None)
             self._infos[inc] = info
+            self._known = None
 
     def forget_except(self, live: Iterable[Incarnation]) -> None:
         """Drop what is known of incarnations that are gone."""
         keep = set(live)
         self._infos = {inc: info for inc, info in self._infos.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
+        self._known = None
 
     def load_statistics(self, now_ms: int) -> tuple[float, float]:
         """Mean and sample standard deviation of the used fraction of KV blocks.
@@ -305,6 +327,7 @@ class Fleet:
         try:
             incarnation = Incarnation(int(text["incarnation"]))
             self._measured[incarnation] = Measured(*metrics.decode(text), at_ms)
+            self._known = None
         except (KeyError, ValueError) as error:
             log.warning("metrics entry of %s ignored: %s", text.get("worker"), error)
 

@@ -56,7 +56,7 @@ class Seen:
         return cost if self.affinity is None else discounted(cost, self.affinity)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """One decision.
 

@@ -30,7 +30,7 @@ from app.core.errors import (
 )
 from app.core.keys import Keyspace
 from app.core.matching import Overlaps
-from app.core.reservations import Load, Refused, Reservation
+from app.core.reservations import Load, Refused, Reservation, Snapshot, Wish
 from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.fleet import NO_OVERLAP, Fleet, View
@@ -57,11 +57,12 @@ COMPLAINTS_PER_S = 1
 """That Redis is away. Metrics count each decision without it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
     session: "" for none. tenant, priority, hung_up: for one that has to wait; see Waiting.
+    Like all that every decision makes it is not frozen, which would take three times as long.
     """
 
     request_id: str
@@ -90,7 +91,7 @@ class Candidate:
     terms: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """Where a request goes.
 
@@ -138,7 +139,7 @@ class _Pending:
     """Its place in line, if it had to wait."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     """What one try wants: the worker at `position` of the view, and the reservation on it."""
 
@@ -251,7 +252,7 @@ class Router:
     async def prefill_complete(self, request_id: str) -> bool:
         """False if there is no such reservation. Raises RedisUnavailable."""
         known = await self._runner.one(reservations.prefill_complete(self._keyspace, request_id))
-        self.telemetry.reservations.labels("prefill_complete" if known else "unknown").inc()
+        self.telemetry.reservations_of("prefill_complete" if known else "unknown").inc()
         self._look_again()
         return known
 
@@ -272,7 +273,7 @@ class Router:
                 # Not of what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
             raise
-        self.telemetry.reservations.labels("released" if known else "unknown").inc()
+        self.telemetry.reservations_of("released" if known else "unknown").inc()
         self._look_again()
         return known
 
@@ -324,13 +325,11 @@ class Router:
             plans = self._plan_all(waiting, view)
             try:
                 with self._timed("reserve"):
-                    replies = await self._runner.run(
-                        [self._reserve(plan, final=attempt == MAX_TRIES) for plan in plans]
-                    )
-                waiting, refusal = self._settle(plans, replies)
-                if refusal is None:
+                    replies = await self._reserve(plans, final=attempt == MAX_TRIES)
+                waiting, fresh = self._settle(plans, replies)
+                if fresh is None:
                     return
-                view = await self.fleet.view(refusal.fresh)
+                view = await self.fleet.view(fresh)
             except RedisUnavailable as error:
                 self.fleet.note(error)
                 undecided = [p for p in waiting if not p.answer.done()]
@@ -588,27 +587,33 @@ class Router:
             return None
         return Affinity(position, self._settings.session_affinity, self._max_queue_s)
 
-    def _reserve(self, plan: _Plan, *, final: bool) -> Call[Refused | None]:
-        return reservations.reserve(
-            self._keyspace,
-            plan.incarnation,
-            plan.reservation,
-            ttl_ms=self._ttl_ms,
-            max_requests=plan.decision.worker.max_requests,
-            seen_total=None if final else plan.seen_total,
+    async def _reserve(self, plans: list[_Plan], *, final: bool) -> list[Refused | None]:
+        if not plans:
+            return []
+        wishes = [
+            Wish(
+                plan.incarnation,
+                plan.reservation,
+                plan.decision.worker.max_requests,
+                None if final else plan.seen_total,
+            )
+            for plan in plans
+        ]
+        return await self._runner.one(
+            reservations.reserve(self._keyspace, wishes, ttl_ms=self._ttl_ms)
         )
 
     def _settle(
         self, plans: list[_Plan], replies: list[Refused | None]
-    ) -> tuple[list[_Pending], Refused | None]:
-        """Answer what was reserved; who is left, and the last refusal with its fresh loads.
+    ) -> tuple[list[_Pending], Snapshot | None]:
+        """Answer what was reserved; who is left, and the fresh loads if anybody was refused.
 
         What was reserved behind a refusal on the same worker is decided again as well, which moves
         it: it passed only because another replica's reservation took the refused one's place.
         """
         left: list[_Pending] = []
         overtaken: set[Incarnation] = set()
-        last: Refused | None = None
+        fresh: Snapshot | None = None
         for plan, reply in zip(plans, replies, strict=True):
             if reply is not None:
                 self.telemetry.conflicts.labels(reply.reason).inc()
@@ -617,21 +622,18 @@ class Router:
                 # Refused or not, what the request had before was given back.
                 plan.pending.held = None
                 left.append(plan.pending)
-                last = reply
-                continue
-            if last is not None and plan.incarnation in last.fresh.loads:
-                last.fresh.loads[plan.incarnation].add(plan.reservation, last.fresh.now_ms)
-            if plan.incarnation in overtaken:
+                fresh = reply.fresh
+            elif plan.incarnation in overtaken:
                 self.telemetry.conflicts.labels("changed").inc()
                 plan.pending.held = plan
                 left.append(plan.pending)
             else:
                 self._take(plan)
-        return left, last
+        return left, fresh
 
     def _take(self, plan: _Plan) -> None:
         """Answer with what is reserved."""
-        self.telemetry.reservations.labels("made").inc()
+        self.telemetry.reservations_of("made").inc()
         self._predict(plan)
         self._remember(plan)
         self._note_decision(plan)
@@ -664,9 +666,12 @@ class Router:
         if decision.reserved:
             overlap = decision.overlap
             self.telemetry.isl_blocks.inc(decision.isl_blocks)
-            self.telemetry.overlap_of("device").inc(overlap.device)
-            self.telemetry.overlap_of("host").inc(overlap.host)
-            self.telemetry.overlap_of("disk").inc(overlap.disk)
+            if overlap.device:
+                self.telemetry.overlap_of("device").inc(overlap.device)
+            if overlap.host:
+                self.telemetry.overlap_of("host").inc(overlap.host)
+            if overlap.disk:
+                self.telemetry.overlap_of("disk").inc(overlap.disk)
             self.telemetry.hit_fraction.observe(overlap.total / decision.isl_blocks)
 
     def _timed(self, step: str) -> AbstractContextManager[Any]:

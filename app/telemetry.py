@@ -130,6 +130,9 @@ class Telemetry:
         self.locality_of = cache(self.locality.labels)
         self.overlap_of = cache(self.overlap_blocks.labels)
         self.seconds_of = cache(self.redis_seconds.labels)
+        self.reservations_of = cache(self.reservations.labels)
+        for tier in ("device", "host", "disk"):
+            self.overlap_of(tier)
         self._counted: dict[str, tuple[Counter, Counter]] = {}
         self.worker_load = Gauge(
             "kvroute_worker_load",

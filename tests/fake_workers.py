@@ -18,7 +18,7 @@ from app.core.metrics import (
     GpuReadings,
     Speed,
 )
-from app.core.reservations import Load
+from app.core.reservations import Load, Reservation, Wish
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
 
@@ -108,15 +108,10 @@ class FakeWorkers:
         """Other people's requests, of 4 tokens to prefill each, are reserved on `name`."""
         worker = self._workers[_key(name)]
         for request_id in request_ids:
-            reserve = reservations.reserve(
-                KEYS,
-                worker.incarnation,
-                reservations.Reservation(request_id, 4, round(1e6 * prefill_s), blocks),
-                ttl_ms=TTL_MS,
-                max_requests=worker.info.max_requests,
-                seen_total=None,
-            )
-            assert await self._runner.one(reserve) is None
+            reservation = Reservation(request_id, 4, round(1e6 * prefill_s), blocks)
+            wish = Wish(worker.incarnation, reservation, worker.info.max_requests, seen_total=None)
+            reserve = reservations.reserve(KEYS, [wish], ttl_ms=TTL_MS)
+            assert await self._runner.one(reserve) == [None]
 
     async def retire(self, name: str) -> None:
         worker = self._workers.pop(_key(name))

@@ -22,7 +22,7 @@ from app.core.index import GROUP_BLOCKS
 from app.core.keys import Keyspace
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.core.redis import connect
-from app.core.reservations import Reservation
+from app.core.reservations import Reservation, Wish
 from app.core.scripts import ScriptRunner
 from app.core.types import Tier, TierOverlap
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
@@ -43,15 +43,10 @@ def url(one_redis_server: EmbeddedRedis) -> str:
             await workers.register("w2:1")
             await workers.publish("w1", PROMPT)
             await workers.publish("w2:1", PROMPT[:40], Tier.HOST)
-            made = reservations.reserve(
-                KEYS,
-                first,
-                Reservation("req-7", prefill_tokens=100, prefill_us=5000, blocks=7),
-                ttl_ms=60_000,
-                max_requests=256,
-                seen_total=None,
-            )
-            assert await ScriptRunner(redis, 5).one(made) is None
+            reservation = Reservation("req-7", prefill_tokens=100, prefill_us=5000, blocks=7)
+            wish = Wish(first, reservation, max_requests=256, seen_total=None)
+            made = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
+            assert await ScriptRunner(redis, 5).one(made) == [None]
 
     asyncio.run(fill())
     return one_redis_server.url

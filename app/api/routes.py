@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import uuid
-from array import array
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from math import isfinite
 from typing import Any, TypeVar, cast
 
-import orjson
+import numpy as np
+import simdjson
 from fastapi import APIRouter, FastAPI, Request, Response
+from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -314,37 +316,52 @@ def _has_hung_up(request: Request) -> bool:
 def _parsed(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     """The body; and its `token_ids`, as `token_bytes` makes them, where they are not in it.
 
-    pydantic takes two to ten times as long to check the numbers of a prompt. It gets what is not
-    plainly right, as it knows what to say of it.
+    simdjson writes an array of numbers into a buffer, without an object for each: half the time of
+    the fastest parser that makes them, a fifth of pydantic's. pydantic sees the other fields, and
+    the whole body where that is not plainly right, as it knows what to say of it.
     """
-    try:
-        fields = orjson.loads(raw)
-        # Arrays take booleans for numbers, so there must be none but those that are whole fields.
-        booleans = 0
-        # For one letter a body is searched in a twentieth of the time that it is for a word.
-        if b"u" in raw or b"f" in raw:
-            booleans = raw.count(b"true") + raw.count(b"false")
-        if isinstance(fields, dict) and booleans == sum(type(v) is bool for v in fields.values()):
-            return _parsed_fields(model, fields)
-    except (InvalidRequest, OverflowError, TypeError, ValueError):
-        pass
+    # Only objects; and after a byte order mark simdjson would read on.
+    if raw.startswith(b"{"):
+        with suppress(InvalidRequest, LookupError, RuntimeError, TypeError, ValueError):
+            return _parsed_fields(model, raw)
     return model.model_validate_json(raw), None
 
 
-def _parsed_fields(model: type[M], fields: dict[str, Any]) -> tuple[M, bytes | None]:
+def _parsed_fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     """Raises for what is not plainly right."""
-    tokens = None
-    if isinstance(fields.get("token_ids"), list):
-        tokens = token_bytes(fields["token_ids"])
-        fields["token_ids"] = []
-    hashes = fields.get("local_hashes")
-    if isinstance(hashes, list):
-        array("Q", hashes)
-        fields["local_hashes"] = []
+    # A parser of its own, which takes no longer: it holds all that it has read.
+    document: Any = simdjson.Parser().parse(raw)
+    fields: dict[str, Any] = {}
+    tokens: bytes | None = None
+    hashes: list[int] | None = None
+    # Buffers are flat, so there must be no arrays in the arrays that become one.
+    num_arrays = 0
+    for name in document:
+        if name in fields:
+            raise ValueError(f"{name} comes twice, and simdjson shows only the first")
+        value = document[name]
+        if not isinstance(value, simdjson.Array):
+            fields[name] = value
+            continue
+        num_arrays += 1
+        if name == "token_ids":
+            tokens, fields[name] = token_bytes(_unsigned(value)), []
+        elif name == "local_hashes":
+            hashes, fields[name] = _unsigned(value).tolist(), []
+        else:
+            fields[name] = value.as_list()
+            num_arrays += sum(isinstance(inner, list) for inner in fields[name])
+    if raw.count(b"[") != num_arrays:
+        raise ValueError("there are other arrays in arrays")
     body = model.model_validate(fields)
-    if isinstance(hashes, list):
+    if hashes is not None:
         body.local_hashes = hashes
     return body, tokens
+
+
+def _unsigned(numbers: simdjson.Array) -> NDArray[np.uint64]:
+    """Raises TypeError or ValueError if one is not an integer in [0, 2^64), or there are none."""
+    return np.frombuffer(numbers.as_buffer(of_type="u"), np.uint64)
 
 
 def _options_in_query(request: Request) -> schemas.RouteOptions:

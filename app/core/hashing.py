@@ -11,7 +11,6 @@ tests/data/hash_vectors.json holds vectors that this must reproduce bit for bit.
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -52,10 +51,9 @@ def token_bytes(tokens: Tokens) -> bytes:
     if isinstance(tokens, np.ndarray):
         return _array_bytes(tokens)
     try:
-        packed = array("I", tokens)
-    except (TypeError, OverflowError) as error:
+        return struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error as error:
         raise InvalidRequest("token_ids", f"not all are integers in [0, 2^32): {error}") from None
-    return np.frombuffer(packed, np.uint32).astype("<u4", copy=False).tobytes()
 
 
 def _array_bytes(tokens: NDArray[np.integer]) -> bytes:
@@ -63,7 +61,7 @@ def _array_bytes(tokens: NDArray[np.integer]) -> bytes:
         return tokens.astype("<u4", copy=False).tobytes()
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InvalidRequest("token_ids", f"needs a flat integer array, got {tokens.dtype}")
-    if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFFFFFF):
+    if tokens.size and (tokens.max() > 0xFFFFFFFF or tokens.min() < 0):
         raise InvalidRequest("token_ids", "not all are in [0, 2^32)")
     return tokens.astype("<u4").tobytes()
 

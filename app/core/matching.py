@@ -163,7 +163,7 @@ def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
 
 def _gaps(runs: list[Run], samples: Sequence[int]) -> list[Gap]:
     """The stretches of more than one step between samples in which the owners change."""
-    if not runs:
+    if not runs or isinstance(samples, range):
         return []
     following = [(run.start, run.owners) for run in runs[1:]]
     if runs[-1].end <= samples[-1]:
@@ -193,13 +193,15 @@ def _overlaps(runs: list[Run]) -> Overlaps:
         if start != reached:
             break
         by_tier = _by_tier(owners)
-        before = alive if start else [(incs, NOTHING) for incs in by_tier.values()]
-        alive = [
-            (both, _longer(overlap, tier, end - start))
-            for members, overlap in before
-            for tier, incs in by_tier.items()
-            if (both := members & incs)
-        ]
+        if start:
+            alive = [
+                (both, _longer(overlap, tier, end - start))
+                for members, overlap in alive
+                for tier, incs in by_tier.items()
+                if (both := members & incs)
+            ]
+        else:
+            alive = [(incs, _longer(NOTHING, tier, end)) for tier, incs in by_tier.items()]
         for members, overlap in alive:
             found.update(dict.fromkeys(members, overlap))
         reached = end
@@ -207,11 +209,11 @@ def _overlaps(runs: list[Run]) -> Overlaps:
 
 
 def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
-    return TierOverlap(
-        overlap.device + blocks * (tier is Tier.DEVICE),
-        overlap.host + blocks * (tier is Tier.HOST),
-        overlap.disk + blocks * (tier is Tier.DISK),
-    )
+    if tier is Tier.DEVICE:
+        return TierOverlap(overlap.device + blocks, overlap.host, overlap.disk)
+    if tier is Tier.HOST:
+        return TierOverlap(overlap.device, overlap.host + blocks, overlap.disk)
+    return TierOverlap(overlap.device, overlap.host, overlap.disk + blocks)
 
 
 @lru_cache(maxsize=4096)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote
 
-from redis.asyncio import BlockingConnectionPool
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError
 
 from app.core.errors import ConfigError, RedisUnavailable
-from app.core.topology import Address, Client, ClusterClient, SentinelClient, Sentinels
+from app.core.topology import Address, Client, ClusterClient, Pool, SentinelClient, Sentinels
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def _client(target: _Target, options: dict[str, Any], patience_s: float) -> Clie
         return _sentinel_client(target.hosts, service, options | _db(db), patience_s)
     if "path" in options:
         del options["socket_keepalive"]
-    pool = BlockingConnectionPool(**(options | _db(target.path)))
+    pool = Pool(**(options | _db(target.path)))
     return cast(Client, Client.from_pool(pool))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -64,6 +65,18 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """A reservation, and what the decision for its worker was made from."""
+
+    incarnation: Incarnation
+    reservation: Reservation
+    max_requests: int
+    """The worker is full at that many."""
+    seen_total: int | None
+    """`Load.total` as it was seen; None: take the worker as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Loads of the live, routable incarnations at one moment of the Redis clock."""
 
@@ -81,7 +94,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """reason: `lapsed`, `full` or `changed`; decide again from `fresh`."""
+    """reason: `lapsed`, `full` or `changed`. fresh: loads to decide again from, which all that were
+    reserved in the same call are in."""
 
     reason: str
     fresh: Snapshot
@@ -99,36 +113,31 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
 
 
 def reserve(
-    keyspace: Keyspace,
-    incarnation: Incarnation,
-    reservation: Reservation,
-    *,
-    ttl_ms: int,
-    max_requests: int,
-    seen_total: int | None,
-) -> Call[Refused | None]:
-    """Promise capacity, unless the worker has changed; None: it is done.
+    keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int
+) -> Call[list[Refused | None]]:
+    """Promise capacity, one wish after another, unless its worker has changed; None: it is done."""
 
-    seen_total: `Load.total` that the decision was made from; None: take the worker as it is now.
-    """
+    def parse(reply: list[Any]) -> list[Refused | None]:
+        outcomes, *loads_now = reply
+        if not loads_now:
+            return [None] * len(outcomes)
+        fresh = _snapshot(loads_now)
+        return [None if why == 1 else Refused(why.decode(), fresh) for why in outcomes]
 
-    def parse(reply: list[Any]) -> Refused | None:
-        return None if reply[0] == 1 else Refused(reply[1].decode(), _snapshot(reply[2:]))
-
-    return call(
-        "reserve",
-        keyspace,
-        incarnation,
-        reservation.request_id,
-        reservation.prefill_tokens,
-        reservation.prefill_us,
-        reservation.blocks,
-        reservation.attempt,
-        ttl_ms,
-        max_requests,
-        -1 if seen_total is None else seen_total,
-        parse=parse,
-    )
+    args: list[int | str] = []
+    for wish in wishes:
+        promised, seen_total = wish.reservation, wish.seen_total
+        args += (
+            wish.incarnation,
+            promised.request_id,
+            promised.prefill_tokens,
+            promised.prefill_us,
+            promised.blocks,
+            promised.attempt,
+            wish.max_requests,
+            -1 if seen_total is None else seen_total,
+        )
+    return call("reserve", keyspace, ttl_ms, *args, parse=parse)
 
 
 def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:

@@ -34,11 +34,12 @@ class RequestSize:
         return -(-self.isl_tokens // self.block_size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Candidates:
     """What one decision sees of each live worker; every field is (workers,), at least one of them.
 
-    The rows of a (fields, workers) matrix in this order become one with `Candidates(*matrix)`.
+    The rows of a (fields, workers) matrix in this order become one with `Candidates(*matrix)`. Not
+    frozen, as none is changed and to make one that is takes three times as long.
     """
 
     overlap_device: Floats
@@ -114,13 +115,22 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     waiting = candidates.active_requests - candidates.decoding_requests
     terms: dict[str, Floats] = {
         "queue_s": queue,
-        "memory_wait_s": np.maximum(_memory_wait_s(candidates, size, decode) - queue, 0.0),
+        "memory_wait_s": _memory_wait_s(candidates, size, decode, queue),
         "prefill_s": prefill,
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
         "decode_s": DECODE_WEIGHT * decode,
         "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
     }
-    return Costs(sum(terms.values(), np.zeros_like(queue)), terms)
+    return Costs(_sum(terms), terms)
+
+
+def _sum(terms: Mapping[str, Floats]) -> Floats:
+    """Of at least two."""
+    first, second, *others = terms.values()
+    total = first + second
+    for term in others:
+        total += term
+    return total
 
 
 def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:
@@ -128,33 +138,37 @@ def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:
 
     Engines always compute the last token, so a prompt that is cached whole still costs one.
     """
-    host = candidates.overlap_host * size.block_size
-    disk = candidates.overlap_disk * size.block_size
-    cached = candidates.overlap_device * size.block_size + host + disk
+    host, disk = candidates.overlap_host, candidates.overlap_disk
+    cached = (candidates.overlap_device + host + disk) * size.block_size
     uncached = np.maximum(size.isl_tokens - cached, 1.0)
     # uncached * cached + uncached² / 2 pairs, where cached = isl - uncached
-    attended_pairs = uncached * (size.isl_tokens - 0.5 * uncached)
-    seconds: Floats = (
-        candidates.prefill_s_per_token * uncached
-        + candidates.prefill_s_per_token2 * attended_pairs
-        + candidates.host_s_per_token * host
-        + candidates.disk_s_per_token * disk
+    attended = size.isl_tokens - 0.5 * uncached
+    seconds: Floats = uncached * (
+        candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * attended
     )
+    if np.count_nonzero(host) or np.count_nonzero(disk):
+        load = candidates.host_s_per_token * host + candidates.disk_s_per_token * disk
+        seconds += load * size.block_size
     return seconds
 
 
-def _memory_wait_s(candidates: Candidates, size: RequestSize, residence_s: Floats) -> Floats:
-    """Seconds until finishing requests have freed the blocks that the request lacks.
+def _memory_wait_s(
+    candidates: Candidates, size: RequestSize, residence_s: Floats, queue_s: Floats
+) -> Floats:
+    """Seconds beyond `queue_s` until finishing requests have freed the blocks that it lacks.
 
     residence_s: how long a request in flight stays; in that time all active blocks come free.
     Device overlap is taken to be in use already, so only the other blocks of the prompt are new.
     """
     new_blocks = size.isl_blocks - candidates.overlap_device
     missing = candidates.active_blocks + new_blocks - candidates.kv_total_blocks
+    if missing[missing.argmax()] <= 0.0:
+        # As a rule: it saves a third of all that the policy computes.
+        return np.zeros(missing.size)
     missing = np.maximum(missing, 0.0) * (candidates.kv_total_blocks > 0)
     # Nothing in flight frees nothing: residence_s is then 0, and so is the wait.
     wait: Floats = missing * residence_s / np.maximum(candidates.active_blocks, 1.0)
-    return wait
+    return np.maximum(wait - queue_s, 0.0)
 
 
 def balance(candidates: Candidates, size: RequestSize) -> Costs:
@@ -181,7 +195,7 @@ def balance(candidates: Candidates, size: RequestSize) -> Costs:
         "slots": 0.1 * slots,
         "full": np.where((load >= 1.0) | (slots >= 1.0), np.inf, 0.0),
     }
-    return Costs(sum(terms.values(), np.zeros_like(load)), terms)
+    return Costs(_sum(terms), terms)
 
 
 def _fraction(used: Floats, total: Floats) -> Floats:

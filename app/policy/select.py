@@ -53,7 +53,7 @@ def choose(
     if num_eligible == 0:
         raise NoWorkers(f"none of {eligible.size} live workers is eligible")
     costs = (cost or POLICIES[policy])(candidates, size)
-    has_room = (candidates.active_requests < candidates.max_requests) & (costs.cost < np.inf)
+    has_room = (candidates.active_requests < candidates.max_requests) & np.isfinite(costs.cost)
     (workers,) = (eligible & has_room).nonzero()
     if workers.size == 0 or (
         max_queue_s < math.inf and candidates.prefill_s[workers].min() > max_queue_s

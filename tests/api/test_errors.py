@@ -49,6 +49,12 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     "negative token": ({"token_ids": [1, 2, -1]}, "token_ids.2", "got -1"),
     "token too large": ({"token_ids": [1, 2**32]}, "token_ids.1", "got 4294967296"),
     "token no integer": ({"token_ids": [1, 2.5]}, "token_ids.1", "got 2.5"),
+    "token a list": ({"token_ids": [[1], [2]]}, "token_ids.0", "got [1]"),
+    "token a list beside a field of lists": (
+        {"token_ids": [1, [2], 3, 4], "mm_hashes": [[7]]},
+        "token_ids.1",
+        "got [2]",
+    ),
     "token a boolean": ({"token_ids": [True]}, "token_ids.0", "got True"),
     "token a boolean beside a field that is one": (
         {"reserve": True, "token_ids": [1, False]},
@@ -64,6 +70,7 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
         "local_hashes",
         "2 full blocks of 4 tokens do not fit into num_tokens 7",
     ),
+    "hash a list": (HASHES | {"local_hashes": [[1]]}, "local_hashes.0", "got [1]"),
     "hash too large": (HASHES | {"local_hashes": [1, 2**64]}, "local_hashes.1", f"{2**64}"),
     "hash too negative": (
         HASHES | {"local_hashes": [-(2**63) - 1]},

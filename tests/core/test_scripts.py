@@ -14,7 +14,7 @@ from app.core.errors import RedisFull, RedisUnavailable
 from app.core.index import Change
 from app.core.keys import Keyspace
 from app.core.redis import connect
-from app.core.reservations import Reservation
+from app.core.reservations import Reservation, Wish
 from app.core.scripts import Call, ScriptRunner, call, load_script
 from app.core.topology import Client, Node
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
@@ -29,14 +29,13 @@ REGISTER = leases.register(
 )
 ACTIVATE = leases.activate(KEYS, WorkerKey("a"), Incarnation(1), "nonce")
 LOADS = reservations.loads(KEYS)
-RESERVE = reservations.reserve(
-    KEYS,
+WISH = Wish(
     Incarnation(1),
     Reservation("r1", prefill_tokens=100, prefill_us=5000, blocks=7),
-    ttl_ms=60_000,
     max_requests=256,
     seen_total=None,
 )
+RESERVE = reservations.reserve(KEYS, [WISH], ttl_ms=60_000)
 BLOCK = SequenceHash(7)
 RELEASE = reservations.release(KEYS, "r1")
 
@@ -70,7 +69,7 @@ async def test_replies_come_in_the_order_of_the_calls(redis: Client) -> None:
     assert replies == [
         leases.Registration(Incarnation(1), predecessor_lives=False, shards=1),
         True,
-        None,
+        [None],
         True,
         False,
     ]
@@ -93,7 +92,7 @@ async def test_where_redis_lacks_some_scripts_every_call_still_runs_once(redis: 
         [LOADS, RESERVE, LOADS, RELEASE, RESERVE]
     )
     assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
-    assert (reserved, released, again) == (None, True, None)
+    assert (reserved, released, again) == ([None], True, [None])
     load = (await runner.one(LOADS)).loads[Incarnation(1)]
     assert (load.requests, load.total) == (1, 2)
 
@@ -113,7 +112,7 @@ async def test_a_redis_that_is_full_says_so_and_writes_nothing(redis_client: Cli
     await redis_client.config_set("maxmemory", "1")
     try:
         made, refused, released = await runner.run_each([RESERVE, store, RELEASE])
-        assert made is None
+        assert made == [None]
         assert isinstance(refused, RedisFull)
         assert "apply: " in str(refused)
         assert "maxmemory" in str(refused)
@@ -155,7 +154,7 @@ async def test_what_a_replica_refuses_to_write_is_sent_again_once_it_is_master(k
             assert isinstance(refused, RedisUnavailable)
             assert "read only replica" in str(refused)
             runner.promote = True
-            assert await runner.run([LOADS, RESERVE]) == [ANY, None]
+            assert await runner.run([LOADS, RESERVE]) == [ANY, [None]]
             assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 1
 
 
@@ -185,7 +184,7 @@ async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
         os.kill(pid, signal.SIGCONT)
     # The late answers must not be taken for those to a later call.
     runner = ScriptRunner(own_redis, timeout_s=5)
-    assert await runner.run([RESERVE, RELEASE]) == [None, True]
+    assert await runner.run([RESERVE, RELEASE]) == [[None], True]
 
 
 async def test_a_redis_that_cannot_be_reached_is_unavailable() -> None:

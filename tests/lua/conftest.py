@@ -15,7 +15,7 @@ from app.core.keys import Keyspace
 from app.core.leases import Registration
 from app.core.matching import Overlaps
 from app.core.predictions import PredictionSettings
-from app.core.reservations import Load, Refused, Reservation, Snapshot
+from app.core.reservations import Load, Refused, Reservation, Snapshot, Wish
 from app.core.scripts import Call, ScriptRunner
 from app.core.turns import Ticket
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
@@ -176,16 +176,13 @@ class Namespace:
         max_requests: int = 256,
         seen_total: int | None = None,
     ) -> Refused | None:
-        return await self.do(
-            reservations.reserve(
-                self.keys,
-                inc,
-                Reservation(request_id, tokens, us, blocks, attempt),
-                ttl_ms=ttl_ms,
-                max_requests=max_requests,
-                seen_total=seen_total,
-            )
-        )
+        reservation = Reservation(request_id, tokens, us, blocks, attempt)
+        wish = Wish(inc, reservation, max_requests, seen_total)
+        (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms)
+        return refused
+
+    async def reserve_all(self, *wishes: Wish, ttl_ms: int = LONG_MS) -> list[Refused | None]:
+        return await self.do(reservations.reserve(self.keys, wishes, ttl_ms=ttl_ms))
 
     async def prefill_complete(self, request_id: str) -> bool:
         return await self.do(reservations.prefill_complete(self.keys, request_id))

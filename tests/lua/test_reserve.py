@@ -8,7 +8,7 @@ import pytest
 from app.core import reservations
 from app.core.embedded import EmbeddedRedis
 from app.core.redis import connect
-from app.core.reservations import Load, Reservation
+from app.core.reservations import Load, Reservation, Wish
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation
 from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace
@@ -158,6 +158,37 @@ async def test_expired_reservations_are_given_back_first(space: Namespace) -> No
     assert not await space.release("r1")
 
 
+async def test_of_requests_in_one_call_each_is_made_or_refused_by_itself_and_in_order(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    replies = await space.reserve_all(
+        wish(a, "r1", seen_total=0),
+        wish(a, "r2", seen_total=0),
+        wish(a, "r3", seen_total=1),
+        wish(b, "r4", max_requests=1),
+        wish(b, "r5", max_requests=1),
+        wish(Incarnation(99), "r6"),
+    )
+    reasons = [refused and refused.reason for refused in replies]
+    assert reasons == [None, "changed", None, None, "full", "lapsed"]
+    fresh = {a: await space.load(a), b: await space.load(b)}
+    assert [refused.fresh.loads for refused in replies if refused] == [fresh] * 3
+    assert (fresh[a].requests, fresh[b].requests) == (2, 1)
+    queued = await space.redis.lrange(space.keys[f"prefills:{a}"], 0, -1)
+    assert queued == [b"r1", b"r3"]
+
+
+async def test_a_request_that_comes_twice_in_one_call_holds_its_last_reservation(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    replies = await space.reserve_all(wish(a, "r1", seen_total=0), wish(b, "r1", seen_total=0))
+    assert replies == [None, None]
+    assert await space.get("reservations", "r1") == str(b)
+    assert ((await space.load(a)).requests, (await space.load(b)).requests) == (0, 1)
+
+
 async def test_no_more_are_granted_than_a_worker_takes_however_many_ask_at_once(
     redis_server: EmbeddedRedis, space: Namespace
 ) -> None:
@@ -198,7 +229,7 @@ async def race(
     max_requests: int,
     seen_total: int | None,
 ) -> Counter[str]:
-    """How 200 requests at once, from eight clients, fared."""
+    """How 200 requests at once fared, from eight clients, two a call."""
     clients = [connect(server.url) for _ in range(8)]
     runners = [ScriptRunner(client, timeout_s=10) for client in clients]
     try:
@@ -207,17 +238,23 @@ async def race(
                 runners[i % 8].one(
                     reservations.reserve(
                         space.keys,
-                        inc,
-                        Reservation(f"r{i}", prefill_tokens=100, prefill_us=5000, blocks=7),
+                        [wish(inc, f"r{2 * i + n}", max_requests, seen_total) for n in range(2)],
                         ttl_ms=LONG_MS,
-                        max_requests=max_requests,
-                        seen_total=seen_total,
                     )
                 )
-                for i in range(200)
+                for i in range(100)
             )
         )
     finally:
         for client in clients:
             await client.aclose()
-    return Counter("made" if refused is None else refused.reason for refused in outcomes)
+    return Counter(
+        "made" if refused is None else refused.reason for both in outcomes for refused in both
+    )
+
+
+def wish(
+    inc: Incarnation, request_id: str, max_requests: int = 256, seen_total: int | None = None
+) -> Wish:
+    reservation = Reservation(request_id, prefill_tokens=100, prefill_us=5000, blocks=7)
+    return Wish(inc, reservation, max_requests, seen_total)

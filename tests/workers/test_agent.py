@@ -21,7 +21,7 @@ from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.matching import match
 from app.core.metrics import ForwardPassMetrics, GpuReadings, Speed
 from app.core.redis import connect
-from app.core.reservations import Reservation
+from app.core.reservations import Reservation, Wish
 from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from tests.eventually import eventually
@@ -263,17 +263,10 @@ async def test_after_its_incarnation_is_retired_everything_is_published_again(
 
 async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer: Observer) -> None:
     async with running(new_agent(redis)):
-        made = await observer.runner.one(
-            reservations.reserve(
-                KEYS,
-                Incarnation(1),
-                Reservation("req-1", prefill_tokens=100, prefill_us=8500, blocks=7),
-                ttl_ms=60_000,
-                max_requests=256,
-                seen_total=0,
-            )
-        )
-        assert made is None
+        reservation = Reservation("req-1", prefill_tokens=100, prefill_us=8500, blocks=7)
+        wish = Wish(Incarnation(1), reservation, max_requests=256, seen_total=0)
+        reserve = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
+        assert await observer.runner.one(reserve) == [None]
         await observer.lapse(Incarnation(1))
         # Routers sweep all the time.
         assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000, heard_ms=LATER)) == 0

@@ -1,0 +1,127 @@
+"""Where the CPU time of a decision goes: the parts of a replica, in µs a request.
+
+    python -m loadtest.bench_parts
+
+A server looks at its own stack at every tick of its CPU time, while 32 clients ask as in
+bench_decision. What the kernel and libuv do counts where Python goes on after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+import click
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from app.core.config import POSITIVE
+from app.core.embedded import EmbeddedRedis
+from app.core.serving import run
+from loadtest.bench_decision import (
+    CORES,
+    NUM_TOKENS,
+    NUM_WORKERS,
+    PER_REPLICA,
+    Shape,
+    answer_forever,
+    load,
+    register,
+    route_forever,
+    server,
+    server_core,
+    shapes,
+)
+
+TICK_S = 0.004
+PARTS = {
+    "body: read, packed and checked": ("_read", "_parsed"),
+    "hashes": ("compute_local_hashes", "compute_sequence_hashes"),
+    "look-up: commands, replies, view of the workers": ("Router._look_up",),
+    "prices and choice": ("Router._plan_all",),
+    "reservation: command and reply": ("Router._reserve",),
+    "stream of decisions": ("Recorder.run",),
+    "endpoint: request, answer, queue, counters": (
+        *("Application.__call__", "Router.route", "Router._settle", "Router._decide_forever"),
+    ),
+    "housekeeping": ("Maintenance.run", "Fleet.follow", "Router._record_routed"),
+}
+REST = "HTTP and event loop"
+"""What is in none of these functions."""
+PART_OF = {function: part for part, functions in PARTS.items() for function in functions}
+
+
+def part_of(frame: FrameType | None) -> str:
+    """By the innermost function that belongs to one."""
+    while frame is not None:
+        part = PART_OF.get(frame.f_code.co_qualname)
+        if part is not None:
+            return part
+        frame = frame.f_back
+    return REST
+
+
+def sampled(target: Callable[[str, int], None], out: Path, redis_url: str, port: int) -> None:
+    """Run `target` until it ends; then write the ticks of each part, and the CPU time in all."""
+    ticks: Counter[str] = Counter()
+    signal.signal(signal.SIGPROF, lambda _, frame: ticks.update((part_of(frame),)))
+    signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
+    begin = time.process_time()
+    target(redis_url, port)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    out.write_bytes(orjson.dumps({"ticks": ticks, "cpu_s": time.process_time() - begin}))
+
+
+def parts_of(redis_url: str, shape: Shape, requests: int) -> dict[str, float]:
+    """µs of CPU a request, by part."""
+    target = answer_forever if shape.bare else route_forever
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "ticks.json")
+        with server(partial(sampled, target, out), redis_url, server_core(0)) as serving:
+            run(load([serving], redis_url, shape, PER_REPLICA, requests))
+        found: dict[str, Any] = orjson.loads(out.read_bytes())
+    us_per_tick = found["cpu_s"] * 1e6 / requests / sum(found["ticks"].values())
+    return {part: found["ticks"].get(part, 0) * us_per_tick for part in (*PARTS, REST)}
+
+
+def measure(redis_url: str, requests: int) -> dict[str, dict[str, float]]:
+    """The parts of each shape of bench_decision."""
+    asyncio.run(register(redis_url))
+    return {shape.name: parts_of(redis_url, shape, requests) for shape in shapes()}
+
+
+def show(found: dict[str, dict[str, float]], console: Console) -> None:
+    title = f"µs of CPU a request: {PER_REPLICA} at once of {NUM_TOKENS:,} tokens"
+    table = Table(title=f"{title}, {NUM_WORKERS} workers")
+    table.add_column("")
+    for name in found:
+        table.add_column(name, justify="right")
+    for part in (*PARTS, REST):
+        table.add_row(part, *(f"{parts[part]:.0f}" for parts in found.values()))
+    table.add_row("in all", *(f"{sum(parts.values()):.0f}" for parts in found.values()))
+    console.print(table)
+
+
+@click.command()
+@click.option("--requests", default=20_000, show_default=True, type=POSITIVE, help="Of a shape.")
+def main(requests: int) -> None:
+    """Sample a replica that decides, and a bare endpoint."""
+    with EmbeddedRedis() as redis:
+        assert redis.pid is not None
+        for pid in (0, redis.pid):
+            os.sched_setaffinity(pid, CORES[:1])
+        show(measure(redis.url, requests), Console(width=120))
+
+
+if __name__ == "__main__":
+    main()

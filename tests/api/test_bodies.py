@@ -1,0 +1,59 @@
+"""Bodies are read past pydantic where they are plainly right; that must not show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from app.api.routes import _parsed
+from app.api.schemas import FindBestWorker, RouteBody
+from app.core.hashing import token_bytes
+
+NUMBERS = ("0", "1", "70000", "4294967295", "4294967296", "18446744073709551615", "-1", "1e400")
+OTHERS = ("1.0", "-0", "01", "true", "null", '"7"', '"f7f70123456789ab"', '"["', "[1]", "[]", "{}")
+NAMES = (
+    *("token_ids", "local_hashes", "num_tokens", "mm_hashes", "request_id", "exclude", "reserve"),
+    *("junk", r"token\u005fids", r"token_ids\u0000", r"\ud800", ""),
+)
+
+value = st.sampled_from(NUMBERS + OTHERS)
+numbers = st.lists(st.sampled_from(NUMBERS[:6]), max_size=4)
+arrays = st.builds(
+    lambda plain, odd: f"[{','.join(plain + odd)}]", numbers, st.lists(value, max_size=1)
+)
+nested = st.builds(lambda inner: f"[{','.join(inner)}]", st.lists(arrays, max_size=3))
+fields = st.builds(
+    lambda name, text: f'"{name}": {text}', st.sampled_from(NAMES), arrays | nested | value
+)
+objects = st.builds(lambda found: "{" + ", ".join(found) + "}", st.lists(fields, max_size=4))
+bodies = st.builds(
+    lambda before, text, behind: (before + text + behind).encode(),
+    st.sampled_from(["", "", "", " ", "\ufeff"]),
+    objects,
+    st.sampled_from(["", "", "", " ", "}", "x"]),
+)
+
+
+def seen(read: Callable[[], tuple[RouteBody | FindBestWorker, bytes | None]]) -> object:
+    """All that became of a body."""
+    try:
+        body, tokens = read()
+    except ValidationError as error:
+        return error.errors(include_url=False, include_context=False)
+    found = body.model_dump()
+    if tokens is None and found.get("token_ids") is not None:
+        tokens = token_bytes(found["token_ids"])
+    return found | {"token_ids": tokens}
+
+
+@pytest.mark.parametrize("model", [RouteBody, FindBestWorker])
+@given(raw=bodies)
+@settings(max_examples=2000, deadline=None)
+def test_every_body_is_read_as_pydantic_reads_it(
+    model: type[RouteBody] | type[FindBestWorker], raw: bytes
+) -> None:
+    assert seen(lambda: _parsed(model, raw)) == seen(lambda: (model.model_validate_json(raw), None))
