@@ -11,7 +11,6 @@ from math import isfinite
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import simdjson
 from fastapi import APIRouter, FastAPI, Request, Response
 from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -40,6 +39,11 @@ from app.core.metrics import NO_READINGS
 from app.core.types import LocalHash, SequenceHash
 from app.fleet import View
 from app.router import Candidate, Decision, Router, RouteRequest
+
+try:
+    import simdjson
+except ImportError:  # there is no wheel for the newest Python yet
+    simdjson = None  # type: ignore[assignment]
 
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
@@ -321,7 +325,7 @@ def _parsed(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     the whole body where that is not plainly right, as it knows what to say of it.
     """
     # Only objects; and after a byte order mark simdjson would read on.
-    if raw.startswith(b"{"):
+    if simdjson is not None and raw.startswith(b"{"):
         with suppress(InvalidRequest, LookupError, RuntimeError, TypeError, ValueError):
             return _parsed_fields(model, raw)
     return model.model_validate_json(raw), None

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from app.api import routes
 from app.api.routes import _parsed
 from app.api.schemas import FindBestWorker, RouteBody
 from app.core.hashing import token_bytes
@@ -57,3 +58,11 @@ def test_every_body_is_read_as_pydantic_reads_it(
     model: type[RouteBody] | type[FindBestWorker], raw: bytes
 ) -> None:
     assert seen(lambda: _parsed(model, raw)) == seen(lambda: (model.model_validate_json(raw), None))
+
+
+def test_without_simdjson_all_is_left_to_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = b'{"token_ids": [1, 2], "reserve": false}'
+    fast = seen(lambda: _parsed(RouteBody, raw))
+    monkeypatch.setattr(routes, "simdjson", None)
+    assert _parsed(RouteBody, raw)[1] is None
+    assert seen(lambda: _parsed(RouteBody, raw)) == fast
