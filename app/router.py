@@ -196,7 +196,7 @@ class Router:
         self._complaints = Pace(COMPLAINTS_PER_S)
         self._nonce = secrets.token_hex(4)
         self._attempts = 0
-        self._recorder = Recorder(runner.redis, keyspace, settings)
+        self._recorder = Recorder(runner, keyspace, settings)
         self._maintenance = Maintenance(
             runner, keyspace, settings, fleet, telemetry, self._predictions
         )

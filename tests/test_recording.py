@@ -5,7 +5,7 @@ import pytest
 
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.cost import Candidates
-from app.recording import FIELDS, Record, Seen, Usage, decode, encode, sampled, usages
+from app.recording import ENTRY, FIELDS, Record, Seen, Usage, decode, encode, sampled, usages
 
 
 def record(request_id: str, blocks: list[SequenceHash], seen: Seen | None = None) -> Record:
@@ -27,10 +27,10 @@ def record(request_id: str, blocks: list[SequenceHash], seen: Seen | None = None
     )
 
 
-def as_redis_gives_it(entry: dict[str, object]) -> dict[bytes, bytes]:
+def as_redis_gives_it(values: tuple[object, ...]) -> dict[bytes, bytes]:
     return {
         name.encode(): value if isinstance(value, bytes) else str(value).encode()
-        for name, value in entry.items()
+        for name, value in zip(ENTRY, values, strict=True)
     }
 
 

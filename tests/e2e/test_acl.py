@@ -65,6 +65,7 @@ SCRIPTS = {
         "prefill_complete",
         "prune",
         "recall",
+        "record",
         "release",
         "remember",
         "reserve",
