@@ -391,7 +391,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_answer_is_what_was_published_while_it_was_asked_for(
     redis_server: EmbeddedRedis,
 ) -> None:
-    async with connect(redis_server.url) as redis:
+    async with connect(redis_server.url, timeout_s=TIMEOUT_S) as redis:
         history = await play(redis, num_workers=3, num_events=150, seed=1)
     # Most of them met a worker in the middle of publishing: else nothing was tested.
     assert history.num_between > 50
@@ -404,7 +404,7 @@ async def test_answers_are_what_was_published_through_long_histories(
     redis_server: EmbeddedRedis, num_workers: int
 ) -> None:
     """Ten histories for each kind of server."""
-    async with connect(redis_server.url) as redis:
+    async with connect(redis_server.url, timeout_s=TIMEOUT_S) as redis:
         for seed in range(10):
             await redis.flushall()
             history = await play(redis, num_workers=num_workers, num_events=1000, seed=seed)
