@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from app.core.errors import InvalidRequest
@@ -28,6 +29,7 @@ from workers.engines.base import (
     Tokenizer,
 )
 from workers.engines.steps import Finished
+from workers.telemetry import registry_of
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API takes when a request does not say."""
@@ -57,6 +59,12 @@ def create_app(
         if engine.running:
             return _json(200, {"status": "ok"})
         return _json(503, {"status": "the engine is not running"})
+
+    registry = registry_of(engine)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

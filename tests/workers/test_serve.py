@@ -15,6 +15,7 @@ import uvicorn
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.metrics import DEFAULT_SPEED
+from tests.eventually import eventually
 from workers.engines.base import EngineStoppedError, Generation, Output
 from workers.engines.profiles import Profile
 from workers.engines.runner import EngineRunner
@@ -328,6 +329,20 @@ async def test_usage_tells_how_much_of_the_prompt_was_cached() -> None:
         "cached_tokens_by_tier": {"device": 8, "host": 0, "disk": 0},
     }
     assert usage["completion_tokens"] == 16
+
+
+async def test_metrics_tell_what_the_engine_does() -> None:
+    gate = Gate()
+    async with serving(runner_of(sleep=gate.sleep)) as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": ABC}))
+
+        async def text() -> str:
+            return (await client.get("/metrics")).text
+
+        assert await eventually(text, lambda t: 'kvroute_engine_requests{state="running"} 1.0' in t)
+        assert 'kvroute_engine_kv_blocks{what="used"} 7.0' in await text()
+        gate.open(99)
+        assert (await asking).status_code == 200
 
 
 async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:

@@ -34,6 +34,7 @@ from workers.engines.llama import SIZES, Llama
 from workers.engines.steps import Finished
 from workers.engines.torch import TorchEngine
 from workers.slots import Move
+from workers.telemetry import EngineCollector
 from workers.tiers import MemoryPool
 from workers.transfers import Transfers
 
@@ -297,6 +298,14 @@ async def test_what_cannot_be_loaded_is_computed_from_the_last_good_chunk(tmp_pa
         await served.settle()
 
     assert warm == cold
+    metrics = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in EngineCollector(served.engine).collect()
+        for sample in family.samples
+    }
+    assert metrics["kvroute_engine_kv_block_events_total", "fallbacks"] == 1
+    assert metrics["kvroute_engine_kv_block_events_total", "recomputed"] == 10 - 4
+    assert metrics["kvroute_engine_kv_blocks", "total"] == NUM_SLOTS[DEVICE]
     counts = served.manager.counts
     # The sixth block of eleven is bad, and a chunk is two.
     assert (counts.fallbacks, counts.recomputed) == (1, 10 - 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,6 +167,9 @@ class Engine(Protocol):
     def metrics(self) -> ForwardPassMetrics: ...
 
     def speed(self) -> Speed: ...
+
+    def block_events(self) -> Mapping[str, int]:
+        """How many KV blocks were evicted, loaded and so on, since the start, by event."""
 
 
 class TextStream(Protocol):

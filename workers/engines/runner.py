@@ -131,6 +131,10 @@ class EngineRunner:
         """In wall-clock seconds, so the faster the larger the speed-up."""
         return self._learner.speed()
 
+    def block_events(self) -> dict[str, int]:
+        """None: nothing is moved here."""
+        return {}
+
     def _deliver(self, emitted: list[Generation], ended: list[tuple[Generation, Finished]]) -> None:
         for generation in emitted:
             generation.emit()

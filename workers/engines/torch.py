@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -212,6 +212,10 @@ class TorchEngine:
             self._learner.observe_load(tier, num_tokens, seconds)
             self._loaded_at[tier] = time.monotonic()
         return self._learner.speed()
+
+    def block_events(self) -> dict[str, int]:
+        """See workers/blocks.py, Counts, and BlockCache.unconfirmed."""
+        return {**asdict(self._manager.counts), "unconfirmed": self._cache.unconfirmed}
 
     def check(self) -> None:
         """Raises AssertionError where the books contradict themselves."""
