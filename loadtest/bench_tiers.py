@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.types import SequenceHash, Tier
-from workers.disk import SlotFile
+from workers.disk import DiskBlock, SlotFile
 from workers.tiers import KVShape, MemoryPool, host_pool
-from workers.transfers import DiskBlock, Transfers
+from workers.transfers import Transfers
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = tuple(permutations(Tier, 2))

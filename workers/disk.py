@@ -2,9 +2,9 @@
 
 A folder holds two files. `blocks` has a slot for each block, at a multiple of 4096 bytes. `index`
 has a page that says what the files are for, then a record for each slot, of 64 bytes, checked by a
-hash of its own. To write a block is to void the slot's record, write the block, then write a record
-with the block's checksum: at any moment each record names a block that is whole, or nothing. So a
-process that is killed loses the block that it was writing, and no other.
+hash of its own. To write blocks is to void the records of their slots, write the blocks, then write
+records with the blocks' checksums: at any moment each record names a block that is whole, or
+nothing. So a process that is killed loses the blocks that it was writing, and no other.
 
 A machine that stops may lose any of the last writes, in any order. Whoever opens the files after a
 reboot therefore reads all blocks once, and keeps those that fit their checksums.
@@ -16,12 +16,15 @@ import fcntl
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple
 
-from xxhash import xxh3_64_intdigest
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from app.core.errors import BlockLost, ConfigError
 from app.core.types import SequenceHash
@@ -30,25 +33,39 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 """Slots begin at multiples of it, as direct I/O would need them to."""
-RECORD_BYTES = 64
+RUN_BYTES = 256 << 10
+"""Hashed and then copied at once, or the other way round: the second finds it in a core's cache."""
 _MAGIC = b"kvroute disk tier 1\n"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# magic, bytes of a block, slots, fingerprint, boot id; then, as in a record, a hash of all before.
+# magic, bytes of a block, slots, fingerprint, boot id; then a hash of all before.
 _HEADER = struct.Struct("<32sQQQ64s")
-# state, sequence hash, parent, generation, checksum of the block.
-_RECORD = struct.Struct("<B7xQQQQ16x")
 _HASH = struct.Struct("<Q")
+_RECORD = np.dtype(
+    [
+        ("state", "<u8"),
+        ("block", "<u8"),
+        ("parent", "<u8"),
+        ("generation", "<u8"),
+        ("checksum", "<u8"),
+        ("unused", "<u8", 2),
+        ("seal", "<u8"),
+    ]
+)
+"""checksum: of the block. seal: a hash of all before; of a record that is void, it is 0 as well."""
+RECORD_BYTES = _RECORD.itemsize
 _VOID, _ROOT, _CHILD = range(3)
 
+Slots = NDArray[np.int64]
+Records = NDArray[Any]
+"""Of _RECORD."""
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What a slot holds. generation: of the slot when it was written; see workers/slots.py."""
 
+class DiskBlock(NamedTuple):
+    """What a slot holds, or is to hold. generation: of the slot then; see workers/slots.py."""
+
+    generation: int
     block: SequenceHash
     parent: SequenceHash | None
-    generation: int
-    checksum: int
 
 
 class SlotFile:
@@ -57,7 +74,8 @@ class SlotFile:
     fingerprint: of whatever makes a block usable, such as model and shape; files of another one,
     or of another size, are begun anew.
 
-    Reads and writes may run in several threads, but not while their slot is being written.
+    Reads and writes may run in several threads, but not while their slots are being written. They
+    are of any number of blocks, in the order of their slots: those in a row are copied at once.
     """
 
     def __init__(
@@ -69,14 +87,15 @@ class SlotFile:
         self.block_bytes = block_bytes
         self.num_slots = num_slots
         self._slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._records: dict[int, Record] = {}
+        self._pad = memoryview(bytearray(self._slot_bytes - block_bytes))
+        self._records: Records = np.zeros(num_slots, _RECORD)
+        """As they are in the file."""
+        self._changing = RLock()
         folder.mkdir(parents=True, exist_ok=True)
         self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._lock(folder)
-            header = _sealed(
-                _HEADER.pack(_MAGIC, block_bytes, num_slots, fingerprint, _boot_id()), seed=0
-            )
+            header = _sealed(_HEADER.pack(_MAGIC, block_bytes, num_slots, fingerprint, _boot_id()))
             self._index = self._open_index(folder, header)
         except BaseException:
             os.close(self._blocks)
@@ -87,53 +106,74 @@ class SlotFile:
         os.close(self._index)
         os.close(self._blocks)
 
-    def records(self) -> Iterator[tuple[int, Record]]:
+    def records(self) -> Iterator[tuple[int, DiskBlock]]:
         """All slots that hold a block."""
-        yield from list(self._records.items())
+        slots = self._held(np.arange(self.num_slots))
+        of_slots = self._records[slots]
+        states, blocks, parents, generations = (
+            of_slots[name].tolist() for name in ("state", "block", "parent", "generation")
+        )
+        for slot, state, block, parent, generation in zip(
+            slots.tolist(), states, blocks, parents, generations, strict=True
+        ):
+            yield slot, DiskBlock(generation, block, parent if state == _CHILD else None)
 
     def write(
-        self,
-        slot: int,
-        generation: int,
-        block: SequenceHash,
-        parent: SequenceHash | None,
-        data: memoryview,
-    ) -> None:
-        """Put a block into `slot`, in the place of what is there.
+        self, slots: Sequence[int], blocks: Sequence[DiskBlock], data: Sequence[memoryview]
+    ) -> dict[int, OSError]:
+        """Put blocks into `slots`, in the place of what is there.
 
-        Raises OSError, the disk being full for instance: the new block is then not there.
+        Returns what kept blocks from it, the disk being full for instance, by their place in
+        `slots`: those are then not there.
         """
-        if data.nbytes != self.block_bytes:
-            raise ValueError(f"a block has {self.block_bytes} bytes, not {data.nbytes}")
-        self.drop(slot)
-        record = Record(block, parent, generation, xxh3_64_intdigest(data))
-        _write(self._blocks, data, slot * self._slot_bytes)
-        self._write_record(slot, record)
-        self._records[slot] = record
+        into = self._checked(slots, data)
+        try:
+            held = self._held(into)
+            self._put(held, np.zeros(len(held), _RECORD))
+        except OSError as error:
+            return dict.fromkeys(range(len(slots)), error)
+        failed: dict[int, OSError] = {}
+        checksums: list[int] = []
+        for run in self._runs(into):
+            checksums += map(xxh3_64_intdigest, data[run])
+            for nth, why in self._write_run(slots[run.start], data[run]):
+                failed[run.start + nth] = why
+        stored = np.delete(np.arange(len(slots)), list(failed))
+        try:
+            self._put(into[stored], _packed(slots, blocks, checksums)[stored])
+        except OSError as error:
+            failed |= dict.fromkeys(stored.tolist(), error)
+        return failed
 
-    def read(self, slot: int, generation: int, into: memoryview) -> None:
-        """Fill `into` with the block that `slot` was given in that generation.
+    def read(
+        self, slots: Sequence[int], generations: Sequence[int], into: Sequence[memoryview]
+    ) -> dict[int, BlockLost]:
+        """Fill `into` with the blocks that `slots` were given in those generations.
 
-        Raises BlockLost if the slot holds another by now, or if the block is not what was written,
-        which is then forgotten; `into` may hold anything.
+        Returns what is wrong with blocks, by their place in `slots`: a slot holds another by now,
+        or the block is not what was written, which is then forgotten. There `into` may hold
+        anything.
         """
-        if into.nbytes != self.block_bytes:
-            raise ValueError(f"a block has {self.block_bytes} bytes, not {into.nbytes}")
-        record = self._records.get(slot)
-        if record is None or record.generation != generation:
-            raise BlockLost(f"disk slot {slot} does not hold generation {generation} any more")
-        why = self._spoilt(slot, record, into)
-        if why is not None:
-            if self._records.get(slot) is record:
-                with suppress(OSError):
-                    self.drop(slot)
-            raise BlockLost(f"disk slot {slot}, block {record.block:016x}: {why}")
-
-    def drop(self, slot: int) -> None:
-        """Forget what `slot` holds. Raises OSError, and it holds that still."""
-        if slot in self._records:
-            self._write_record(slot, None)
-            del self._records[slot]
+        asked = self._checked(slots, into)
+        with self._changing:
+            records = self._records[asked]
+        right = (records["state"] != _VOID) & (
+            records["generation"] == np.array(generations, np.uint64)
+        )
+        lost = {
+            n: BlockLost(f"disk slot {slots[n]} does not hold generation {generations[n]} any more")
+            for n in np.flatnonzero(~right).tolist()
+        }
+        there = np.flatnonzero(right)
+        places, checksums = there.tolist(), records["checksum"][there].tolist()
+        rows = [into[n] for n in places]
+        for run in self._runs(asked[there]):
+            for nth, why in self._read_run(int(asked[there[run.start]]), checksums[run], rows[run]):
+                n = places[run.start + nth]
+                self._forget(slots[n], records[n])
+                block = int(records["block"][n])
+                lost[n] = BlockLost(f"disk slot {slots[n]}, block {block:016x}: {why}")
+        return lost
 
     def _lock(self, folder: Path) -> None:
         try:
@@ -156,59 +196,146 @@ class SlotFile:
             self._take_records(found[PAGE_BYTES:])
             if rebooted or cut:
                 self._verify(folder)
-        records = b"".join(_pack(slot, self._records.get(slot)) for slot in range(self.num_slots))
-        _replace(path, header.ljust(PAGE_BYTES, b"\0") + records)
-        if self._records:
-            log.info("disk tier %s: %d blocks are there", folder, len(self._records))
+        _replace(path, header.ljust(PAGE_BYTES, b"\0") + self._records.tobytes())
+        num_held = np.count_nonzero(self._records["state"])
+        if num_held:
+            log.info("disk tier %s: %d blocks are there", folder, num_held)
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def _take_records(self, packed: bytes) -> None:
-        for slot in range(min(self.num_slots, len(packed) // RECORD_BYTES)):
-            body = _unsealed(packed[slot * RECORD_BYTES :][:RECORD_BYTES], seed=slot)
-            if body is None:
-                continue
-            state, block, parent, generation, checksum = _RECORD.unpack(body)
-            if state in (_ROOT, _CHILD):
-                above = SequenceHash(parent) if state == _CHILD else None
-                self._records[slot] = Record(SequenceHash(block), above, generation, checksum)
+        count = min(self.num_slots, len(packed) // RECORD_BYTES)
+        found = np.frombuffer(packed, _RECORD, count)
+        slots = np.flatnonzero(np.isin(found["state"], (_ROOT, _CHILD)))
+        found = found[slots]
+        right = found["seal"] == _seals(slots.tolist(), found)
+        self._records[slots[right]] = found[right]
 
     def _verify(self, folder: Path) -> None:
         """Read all blocks; forget those that cannot be proved whole."""
         buffer = memoryview(bytearray(self.block_bytes))
-        lost = 0
-        for slot, record in self.records():
-            if self._spoilt(slot, record, buffer) is not None:
-                del self._records[slot]
-                lost += 1
-        log.info("disk tier %s: all blocks were read, %d of them are lost", folder, lost)
+        lost = [
+            slot
+            for slot in self._held(np.arange(self.num_slots)).tolist()
+            if self._spoilt(slot, int(self._records["checksum"][slot]), buffer) is not None
+        ]
+        self._records[lost] = np.zeros(1, _RECORD)
+        log.info("disk tier %s: all blocks were read, %d of them are lost", folder, len(lost))
 
-    def _spoilt(self, slot: int, record: Record, into: memoryview) -> str | None:
-        """Read it; what is wrong with it, if anything is."""
+    def _checked(self, slots: Sequence[int], rows: Sequence[memoryview]) -> Slots:
+        wrong = next((row.nbytes for row in rows if row.nbytes != self.block_bytes), None)
+        if wrong is not None:
+            raise ValueError(f"a block has {self.block_bytes} bytes, not {wrong}")
+        ids = np.array(slots, dtype=np.int64)
+        assert (np.diff(ids) > 0).all(), "slots are to be in order"
+        return ids
+
+    def _runs(self, slots: Slots) -> Iterator[slice]:
+        """Places of slots that follow one another, no more of them than RUN_BYTES."""
+        groups = slots // max(1, RUN_BYTES // self._slot_bytes)
+        return _cut(slots, (np.diff(slots) != 1) | (np.diff(groups) != 0))
+
+    def _with_pads(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
+        return [part for row in rows for part in (row, self._pad)] if self._pad else rows
+
+    def _write_run(self, first: int, rows: Sequence[memoryview]) -> Iterator[tuple[int, OSError]]:
+        """Blocks into the slots from the first on. Yields which are not written, and why."""
         try:
-            done = _read(self._blocks, into, slot * self._slot_bytes)
-        except OSError as error:
-            return str(error)
-        if done < self.block_bytes:
-            return f"{done} of {self.block_bytes} bytes are there"
-        if xxh3_64_intdigest(into) != record.checksum:
-            return "the checksum is wrong"
-        return None
+            written = os.pwritev(self._blocks, self._with_pads(rows), first * self._slot_bytes)
+        except OSError:
+            written = 0
+        if written == len(rows) * self._slot_bytes:
+            return
+        for nth, row in enumerate(rows):
+            try:
+                _write(self._blocks, row, (first + nth) * self._slot_bytes)
+            except OSError as error:
+                yield nth, error
 
-    def _write_record(self, slot: int, record: Record | None) -> None:
-        packed = _pack(slot, record)
-        _write(self._index, memoryview(packed), PAGE_BYTES + slot * RECORD_BYTES)
+    def _read_run(
+        self, first: int, checksums: Sequence[int], rows: Sequence[memoryview]
+    ) -> Iterator[tuple[int, str]]:
+        """Blocks from the slots from the first on. Yields which are spoilt, and what is wrong."""
+        if self.block_bytes <= RUN_BYTES:
+            with suppress(OSError):
+                os.preadv(self._blocks, self._with_pads(rows), first * self._slot_bytes)
+            # What was not read to its end does not fit its checksum either.
+            if list(map(xxh3_64_intdigest, rows)) == checksums:
+                return
+        for nth, (checksum, row) in enumerate(zip(checksums, rows, strict=True)):
+            why = self._spoilt(first + nth, checksum, row)
+            if why is not None:
+                yield nth, why
+
+    def _spoilt(self, slot: int, checksum: int, into: memoryview) -> str | None:
+        """Read it; what is wrong with it, if anything is."""
+        found = xxh3_64()
+        for at in range(0, self.block_bytes, RUN_BYTES):
+            part = into[at : at + RUN_BYTES]
+            try:
+                done = _read(self._blocks, part, slot * self._slot_bytes + at)
+            except OSError as error:
+                return str(error)
+            if done < len(part):
+                return f"{at + done} of {self.block_bytes} bytes are there"
+            found.update(part)
+        return None if found.intdigest() == checksum else "the checksum is wrong"
+
+    def _held(self, slots: Slots) -> Slots:
+        """Those that hold a block."""
+        with self._changing:
+            held: Slots = slots[self._records["state"][slots] != _VOID]
+        return held
+
+    def _forget(self, slot: int, record: Any) -> None:
+        """Unless it holds something else by now."""
+        with self._changing, suppress(OSError):
+            if self._records["seal"][slot] == record["seal"]:
+                self._put(np.array([slot]), np.zeros(1, _RECORD))
+
+    def _put(self, slots: Slots, records: Records) -> None:
+        """Write records: one piece for those near each other, with what lies between them.
+
+        Raises OSError; then some of them are as they were.
+        """
+        for near in _cut(slots, np.diff(slots) > PAGE_BYTES // RECORD_BYTES):
+            first, last = int(slots[near][0]), int(slots[near][-1])
+            with self._changing:
+                there = self._records[first : last + 1]
+                piece = there.copy()
+                piece[slots[near] - first] = records[near]
+                _write(self._index, memoryview(piece.tobytes()), PAGE_BYTES + first * RECORD_BYTES)
+                there[:] = piece
 
 
-def _pack(slot: int, record: Record | None) -> bytes:
-    if record is None:
-        body = _RECORD.pack(_VOID, 0, 0, 0, 0)
-    else:
-        state = _ROOT if record.parent is None else _CHILD
-        body = _RECORD.pack(
-            state, record.block, record.parent or 0, record.generation, record.checksum
-        )
-    # A record that got to another slot's place is none.
-    return _sealed(body, seed=slot)
+def _cut(slots: Slots, apart: NDArray[np.bool_]) -> Iterator[slice]:
+    """Places of slots in pieces, cut wherever `apart` is true of a slot and the next."""
+    if not len(slots):
+        return iter(())
+    ends = [*(np.flatnonzero(apart) + 1).tolist(), len(slots)]
+    return map(slice, [0, *ends[:-1]], ends)
+
+
+def _packed(slots: Sequence[int], blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
+    records = np.zeros(len(slots), _RECORD)
+    generations, hashes, parents = zip(*blocks, strict=True) if blocks else ((), (), ())
+    records["state"] = [_ROOT if parent is None else _CHILD for parent in parents]
+    records["block"] = hashes
+    records["parent"] = [parent or 0 for parent in parents]
+    records["generation"] = generations
+    records["checksum"] = checksums
+    records["seal"] = _seals(slots, records)
+    return records
+
+
+def _seals(slots: Sequence[int], records: Records) -> NDArray[np.uint64]:
+    """A record that got to another slot's place is none."""
+    packed = memoryview(records.tobytes())
+    size = RECORD_BYTES - _HASH.size
+    seals = [
+        xxh3_64_intdigest(packed[at : at + size], slot)
+        for at, slot in zip(range(0, len(packed), RECORD_BYTES), slots, strict=True)
+    ]
+    return np.array(seals, np.uint64)
 
 
 def _boot_id() -> bytes:
@@ -221,22 +348,15 @@ def _boot_id() -> bytes:
 
 def _compare(found: bytes, header: bytes) -> tuple[bool, bool]:
     """Whether `found` heads files like `header`'s, and whether they are from before a reboot."""
-    body = _unsealed(found, seed=0)
-    if body is None or len(found) != len(header):
+    if len(found) != len(header) or found != _sealed(found[: _HEADER.size]):
         return False, False
-    *what, boot_id = _HEADER.unpack(body)
+    *what, boot_id = _HEADER.unpack(found[: _HEADER.size])
     *what_now, boot_id_now = _HEADER.unpack(header[: _HEADER.size])
     return what == what_now, boot_id != boot_id_now
 
 
-def _sealed(body: bytes, seed: int) -> bytes:
-    return body + _HASH.pack(xxh3_64_intdigest(body, seed))
-
-
-def _unsealed(packed: bytes, seed: int) -> bytes | None:
-    """None unless it is what `_sealed` made."""
-    body = packed[: -_HASH.size]
-    return body if packed == _sealed(body, seed) else None
+def _sealed(header: bytes) -> bytes:
+    return header + _HASH.pack(xxh3_64_intdigest(header))
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:

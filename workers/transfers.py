@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import memmove
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.core.errors import BlockLost
-from app.core.types import SequenceHash, Tier
-from workers.disk import SlotFile
+from app.core.types import Tier
+from workers.disk import DiskBlock, SlotFile
 from workers.slots import Move
 from workers.tiers import WORD_BYTES, MemoryPool, check_map
 
@@ -299,14 +297,6 @@ def copy_stream(source: MemoryPool, target: MemoryPool) -> CopyStream:
     return CudaCopyStream(source, target) if on_cuda else ThreadCopyStream(source, target)
 
 
-class DiskBlock(NamedTuple):
-    """What a slot on disk holds, or is to hold."""
-
-    generation: int
-    block: SequenceHash
-    parent: SequenceHash | None
-
-
 class Transfers:
     """Copies blocks between all tiers of a worker; each call blocks, and may come from any thread.
 
@@ -416,44 +406,43 @@ class Transfers:
 
     def _on_disk(
         self,
-        act: Callable[[int, DiskBlock, memoryview], bool],
+        act: Callable[[Sequence[int], Sequence[DiskBlock], Sequence[memoryview]], Iterable[int]],
         slots: Sequence[int],
         on_disk: Sequence[DiskBlock],
         rows: Sequence[memoryview],
     ) -> int:
-        """Do this to each block, several at a time; how many leading ones came well."""
-        share = -(-len(slots) // DISK_THREADS)
-        parts = [slice(at, at + share) for at in range(0, len(slots), share)]
-        done = [
-            self._disk_threads.submit(
-                lambda part: _leading(map(act, slots[part], on_disk[part], rows[part])), part
+        """Do this to all blocks, in the order of their slots; how many leading ones came well."""
+
+        def of_share(share: list[int]) -> list[int]:
+            failed = act(
+                [slots[n] for n in share], [on_disk[n] for n in share], [rows[n] for n in share]
             )
-            for part in parts
-        ]
-        total = 0
-        for part, count in zip(parts, [future.result() for future in done], strict=True):
-            total += count
-            if count < len(slots[part]):
-                break
-        return total
+            return [share[n] for n in failed]
 
-    def _write(self, slot: int, what: DiskBlock, row: memoryview) -> bool:
-        assert self._disk is not None
-        try:
-            self._disk.write(slot, what.generation, what.block, what.parent, row)
-        except OSError as error:
-            log.warning("block %016x is not stored in disk slot %d: %s", what.block, slot, error)
-            return False
-        return True
+        order = np.argsort(_ids(slots))
+        shares = [share.tolist() for share in np.array_split(order, DISK_THREADS)]
+        failed = list(self._disk_threads.map(of_share, shares))
+        return min(chain.from_iterable(failed), default=len(slots))
 
-    def _read(self, slot: int, what: DiskBlock, row: memoryview) -> bool:
+    def _write(
+        self, slots: Sequence[int], on_disk: Sequence[DiskBlock], rows: Sequence[memoryview]
+    ) -> Iterable[int]:
         assert self._disk is not None
-        try:
-            self._disk.read(slot, what.generation, row)
-        except BlockLost as error:
+        failed = self._disk.write(slots, on_disk, rows)
+        for n, error in failed.items():
+            log.warning(
+                "block %016x is not stored in disk slot %d: %s", on_disk[n].block, slots[n], error
+            )
+        return failed
+
+    def _read(
+        self, slots: Sequence[int], on_disk: Sequence[DiskBlock], rows: Sequence[memoryview]
+    ) -> Iterable[int]:
+        assert self._disk is not None
+        lost = self._disk.read(slots, [what.generation for what in on_disk], rows)
+        for error in lost.values():
             log.warning("%s", error)
-            return False
-        return True
+        return lost
 
 
 def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
@@ -505,11 +494,6 @@ def _synchronize(*pools: MemoryPool) -> None:
     for pool in pools:
         if pool.words.is_cuda:
             torch.cuda.current_stream(pool.device).synchronize()
-
-
-def _leading(done: Iterable[bool]) -> int:
-    """How many came well before the first that did not; those after it are not begun."""
-    return sum(1 for _ in takewhile(bool, done))
 
 
 def _rows(words: Tensor, block_ids: Iterable[int]) -> list[memoryview]:

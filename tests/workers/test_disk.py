@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -7,7 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from app.core.errors import BlockLost, ConfigError
 from app.core.types import SequenceHash
 from workers import disk
-from workers.disk import PAGE_BYTES, RECORD_BYTES, SlotFile
+from workers.disk import PAGE_BYTES, RECORD_BYTES, DiskBlock, SlotFile
 
 BLOCK_BYTES = 10_000
 """Two pages and a part of a third: a slot takes three."""
@@ -38,10 +40,38 @@ def content(block: int, size: int = BLOCK_BYTES) -> memoryview:
     return memoryview(random.Random(block).randbytes(size))
 
 
+def write(
+    file: SlotFile,
+    slot: int,
+    generation: int,
+    block: SequenceHash,
+    parent: SequenceHash | None,
+    data: memoryview,
+) -> None:
+    for error in file.write([slot], [DiskBlock(generation, block, parent)], [data]).values():
+        raise error
+
+
 def read(file: SlotFile, slot: int, generation: int) -> bytes:
     into = bytearray(file.block_bytes)
-    file.read(slot, generation, memoryview(into))
+    for error in file.read([slot], [generation], [memoryview(into)]).values():
+        raise error
     return bytes(into)
+
+
+def write_roots(file: SlotFile, slots: Sequence[int], generation: int = 1) -> dict[int, OSError]:
+    """Into each slot the block of that number, in one batch."""
+    blocks = [DiskBlock(generation, SequenceHash(slot), None) for slot in slots]
+    return file.write(slots, blocks, [content(slot) for slot in slots])
+
+
+def read_roots(
+    file: SlotFile, slots: Sequence[int], generation: int = 1
+) -> tuple[list[bytearray], dict[int, str]]:
+    """What was read in one batch, and what was wrong."""
+    into = [bytearray(file.block_bytes) for _ in slots]
+    lost = file.read(slots, [generation] * len(slots), [memoryview(row) for row in into])
+    return into, {n: str(error) for n, error in lost.items()}
 
 
 def listed(file: SlotFile) -> dict[int, SequenceHash]:
@@ -61,10 +91,8 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(3, 1, A, None, content(A))
-        file.write(5, 1, B, A, content(B))
-        file.write(6, 1, C, B, content(C))
-        file.drop(6)
+        write(file, 3, 1, A, None, content(A))
+        write(file, 5, 1, B, A, content(B))
         assert read(file, 5, 1) == content(B)
     with opened(tmp_path) as file:
         records = dict(file.records())
@@ -77,8 +105,8 @@ def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: 
 
 def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(0, 1, A, None, content(A))
-        file.write(0, 2, B, None, content(B))
+        write(file, 0, 1, A, None, content(A))
+        write(file, 0, 2, B, None, content(B))
         with pytest.raises(BlockLost, match="slot 0 does not hold generation 1 any more"):
             read(file, 0, 1)
         assert read(file, 0, 2) == content(B)
@@ -98,7 +126,7 @@ def test_files_of_another_model_or_size_are_begun_anew(
     num_slots: int, fingerprint: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path) as file:
-        file.write(1, 1, A, None, content(A))
+        write(file, 1, 1, A, None, content(A))
     with opened(tmp_path, num_slots, fingerprint) as file:
         assert listed(file) == {}
         assert "of another model or size" in caplog.text
@@ -114,16 +142,16 @@ def test_a_size_that_holds_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         with pytest.raises(ValueError, match="a block has 10000 bytes, not 9999"):
-            file.write(0, 1, A, None, content(A, 9_999))
-        file.write(0, 1, A, None, content(A))
+            write(file, 0, 1, A, None, content(A, 9_999))
+        write(file, 0, 1, A, None, content(A))
         with pytest.raises(ValueError, match="a block has 10000 bytes, not 10001"):
-            file.read(0, 1, memoryview(bytearray(10_001)))
+            file.read([0], [1], [memoryview(bytearray(10_001))])
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, 1, A, None, content(A))
-        file.write(3, 1, B, A, content(B))
+        write(file, 2, 1, A, None, content(A))
+        write(file, 3, 1, B, A, content(B))
         spoil(tmp_path / "blocks", 2 * SLOT_BYTES + 1234)
         with pytest.raises(BlockLost, match="slot 2, block 000000000000000a: the checksum"):
             read(file, 2, 1)
@@ -135,8 +163,8 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, 1, A, None, content(A))
-        file.write(3, 1, B, A, content(B))
+        write(file, 2, 1, A, None, content(A))
+        write(file, 3, 1, B, A, content(B))
         os.truncate(tmp_path / "blocks", 3 * SLOT_BYTES + 5_000)
         with pytest.raises(BlockLost, match="5000 of 10000 bytes are there"):
             read(file, 3, 1)
@@ -148,8 +176,8 @@ def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: 
 @pytest.mark.parametrize("offset", range(0, RECORD_BYTES, 7))
 def test_a_spoilt_record_is_a_block_that_is_gone(offset: int, tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, 1, A, None, content(A))
-        file.write(3, 1, B, A, content(B))
+        write(file, 2, 1, A, None, content(A))
+        write(file, 3, 1, B, A, content(B))
     spoil(tmp_path / "index", PAGE_BYTES + 2 * RECORD_BYTES + offset)
     with opened(tmp_path) as file:
         assert listed(file) == {3: B}
@@ -160,7 +188,7 @@ def test_a_spoilt_record_is_a_block_that_is_gone(offset: int, tmp_path: Path) ->
 def test_a_cut_index_names_what_is_left_of_it(size: int, tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         for slot in range(NUM_SLOTS):
-            file.write(slot, 1, SequenceHash(slot), None, content(slot))
+            write(file, slot, 1, SequenceHash(slot), None, content(slot))
     os.truncate(tmp_path / "index", size)
     with opened(tmp_path) as file:
         whole = max(0, size - PAGE_BYTES) // RECORD_BYTES
@@ -169,7 +197,7 @@ def test_a_cut_index_names_what_is_left_of_it(size: int, tmp_path: Path) -> None
 
 def test_a_record_in_the_place_of_another_slots_is_none(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(2, 1, A, None, content(A))
+        write(file, 2, 1, A, None, content(A))
     index = bytearray((tmp_path / "index").read_bytes())
     at = PAGE_BYTES + 2 * RECORD_BYTES
     index[at + RECORD_BYTES : at + 2 * RECORD_BYTES] = index[at : at + RECORD_BYTES]
@@ -184,7 +212,7 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
     caplog.set_level(logging.INFO)
     with opened(tmp_path) as file:
         for slot, block in enumerate((A, B, C)):
-            file.write(slot, 1, block, None, content(block))
+            write(file, slot, 1, block, None, content(block))
     spoil(tmp_path / "blocks", SLOT_BYTES)
     reboot(monkeypatch)
     with opened(tmp_path) as file:
@@ -196,84 +224,177 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
         assert "all blocks were read" not in caplog.text
 
 
-def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
+@contextmanager
+def no_room_beyond(size: int) -> Iterator[None]:
     """The limit on the size of files stands for the disk's: the kernel refuses the write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        file.write(1, 1, A, None, content(A))
-        file.write(4, 1, B, None, content(B))
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4 * SLOT_BYTES + 100, limits[1]))
+        write(file, 1, 1, A, None, content(A))
+        write(file, 4, 1, B, None, content(B))
+        with no_room_beyond(4 * SLOT_BYTES + 100):
             with pytest.raises(OSError, match="File too large"):
-                file.write(4, 1, C, None, content(C))
-            file.write(0, 1, C, None, content(C))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, ignored)
+                write(file, 4, 1, C, None, content(C))
+            write(file, 0, 1, C, None, content(C))
         assert listed(file) == {0: C, 1: A}
     with opened(tmp_path) as file:
         assert listed(file) == {0: C, 1: A}
         assert read(file, 1, 1) == content(A)
 
 
-KILLED_BLOCK_BYTES = 1 << 20
+def test_of_a_batch_a_full_disk_takes_the_blocks_that_fit(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        write_roots(file, [2, 4, 7])
+        with no_room_beyond(4 * SLOT_BYTES + 100):
+            failed = write_roots(file, [1, 2, 3, 4, 5], generation=2)
+        assert {n: error.errno for n, error in failed.items()} == {
+            3: errno.EFBIG,
+            4: errno.EFBIG,
+        }
+        # What was in slot 4 made room for what did not come.
+        assert listed(file) == {1: 1, 2: 2, 3: 3, 7: 7}
+    with opened(tmp_path) as file:
+        assert listed(file) == {1: 1, 2: 2, 3: 3, 7: 7}
+        assert read_roots(file, [1, 2, 3], generation=2) == ([content(n) for n in (1, 2, 3)], {})
+        assert read(file, 7, 1) == content(7)
+
+
+def test_an_index_that_cannot_be_written_leaves_what_the_slots_held(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        write_roots(file, [1, 2])
+        with no_room_beyond(PAGE_BYTES):
+            assert write_roots(file, [1, 2, 3], generation=2).keys() == {0, 1, 2}
+        assert read_roots(file, [1, 2]) == ([content(1), content(2)], {})
+    with opened(tmp_path) as file:
+        assert listed(file) == {1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("slots", [[], [3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 6, 7]], ids=len)
+@pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
+def test_a_batch_is_read_as_it_was_written(
+    run_bytes: int, slots: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
+    with opened(tmp_path) as file:
+        assert write_roots(file, slots) == {}
+    with opened(tmp_path) as file:
+        assert listed(file) == {slot: slot for slot in slots}
+        assert read_roots(file, slots) == ([content(slot) for slot in slots], {})
+
+
+@pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
+def test_bad_blocks_of_a_batch_are_named_and_cost_no_others(
+    run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
+    with opened(tmp_path) as file:
+        write_roots(file, [1, 2, 3, 4, 5, 6])
+        write_roots(file, [2], generation=2)
+        spoil(tmp_path / "blocks", 4 * SLOT_BYTES + 9_999)
+        os.truncate(tmp_path / "blocks", 6 * SLOT_BYTES + 5_000)
+        into, lost = read_roots(file, [1, 2, 3, 4, 5, 6, 7])
+        assert lost == {
+            1: "disk slot 2 does not hold generation 1 any more",
+            3: "disk slot 4, block 0000000000000004: the checksum is wrong",
+            5: "disk slot 6, block 0000000000000006: 5000 of 10000 bytes are there",
+            6: "disk slot 7 does not hold generation 1 any more",
+        }
+        assert [into[n] for n in (0, 2, 4)] == [content(slot) for slot in (1, 3, 5)]
+        assert listed(file) == {slot: slot for slot in (1, 2, 3, 5)}
+
+
+def test_batches_that_are_written_at_once_leave_each_others_records_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as file, ThreadPoolExecutor(2) as threads:
+        even, odd = range(0, NUM_SLOTS, 2), range(1, NUM_SLOTS, 2)
+        for generation in range(1, 100):
+            both = [threads.submit(write_roots, file, slots, generation) for slots in (even, odd)]
+            assert [batch.result() for batch in both] == [{}, {}]
+    with opened(tmp_path) as file:
+        assert {slot: record.generation for slot, record in file.records()} == dict.fromkeys(
+            range(NUM_SLOTS), 99
+        )
+
+
+KILLED_BLOCK_BYTES = 1 << 17
+KILLED_SLOTS = 64
 WRITER = f"""
 import os, random, sys
 from pathlib import Path
-from workers.disk import SlotFile
+from workers.disk import DiskBlock, SlotFile
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
 
 rng = random.Random(int(sys.argv[2]))
-file = SlotFile(Path(sys.argv[1]), block_bytes={KILLED_BLOCK_BYTES}, num_slots={NUM_SLOTS})
+file = SlotFile(Path(sys.argv[1]), block_bytes={KILLED_BLOCK_BYTES}, num_slots={KILLED_SLOTS})
 while True:
-    slot, block = rng.randrange({NUM_SLOTS}), rng.getrandbits(64)
-    data = memoryview(block.to_bytes(8, "little") * {KILLED_BLOCK_BYTES // 8})
-    say("begin", slot, block)
-    file.write(slot, 1, block, None, data)
-    say("done", slot, block)
+    slots = sorted(rng.sample(range({KILLED_SLOTS}), rng.randrange(1, {KILLED_SLOTS})))
+    blocks = [DiskBlock(1, rng.getrandbits(64), None) for _ in slots]
+    data = [
+        memoryview(what.block.to_bytes(8, "little") * {KILLED_BLOCK_BYTES // 8}) for what in blocks
+    ]
+    batch = [word for slot, what in zip(slots, blocks) for word in (slot, what.block)]
+    say("begin", *batch)
+    file.write(slots, blocks, data)
+    say("done", *batch)
 """
 
 
-def killed_writer(folder: Path, turn: int) -> list[list[str]]:
-    """What a process said that wrote blocks until it was killed."""
+def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]]]:
+    """What a process said that wrote batches of blocks until it was killed.
+
+    In every other turn that is when it has just voided records, or written them.
+    """
+    index = folder / "index"
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(folder), str(turn)], stdout=subprocess.PIPE, text=True
     ) as writer:
         assert writer.stdout is not None
         said = [writer.stdout.readline() for _ in range(random.Random(turn).randrange(1, 24))]
+        before = index.read_bytes()
+        while turn % 2 and index.read_bytes() == before and writer.poll() is None:
+            pass
         writer.kill()
         said += writer.stdout.readlines()
-    return [line.split() for line in said]
+    for line in said:
+        event, *words = line.split()
+        numbers = list(map(int, words))
+        yield event, dict(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def test_a_process_killed_in_mid_write_loses_the_block_it_was_writing_and_no_other(
+def test_a_process_killed_in_mid_write_loses_the_batch_it_was_writing_and_no_other_block(
     tmp_path: Path,
 ) -> None:
     torn = 0
     held: dict[int, int] = {}
     for turn in range(40):
-        begun: tuple[int, int] | None = None
-        for event, slot, block in killed_writer(tmp_path, turn):
+        begun: dict[int, int] = {}
+        for event, batch in killed_writer(tmp_path, turn):
             if event == "begin":
-                begun = int(slot), int(block)
+                begun = batch
             else:
-                held[int(slot)], begun = int(block), None
+                held, begun = held | batch, {}
         with closing(
-            SlotFile(tmp_path, block_bytes=KILLED_BLOCK_BYTES, num_slots=NUM_SLOTS)
+            SlotFile(tmp_path, block_bytes=KILLED_BLOCK_BYTES, num_slots=KILLED_SLOTS)
         ) as file:
             found = {slot: int(block) for slot, block in listed(file).items()}
             for slot, record in file.records():
                 whole = record.block.to_bytes(8, "little") * (KILLED_BLOCK_BYTES // 8)
                 assert read(file, slot, record.generation) == whole
-        if begun is not None:
+        for slot, block in begun.items():
             # It holds what it held, nothing, or the new block, as far as the write had come.
-            slot, block = begun
             assert found.get(slot) in (held.get(slot), None, block)
-            torn += slot not in found
-            held.pop(slot, None)
-            held |= {slot: found[slot]} if slot in found else {}
+        torn += any(slot not in found for slot in begun)
+        held = {slot: block for slot, block in held.items() if slot not in begun}
+        held |= {slot: found[slot] for slot in begun if slot in found}
         assert found == held
     assert torn, "no write was cut short"

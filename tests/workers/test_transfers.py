@@ -10,22 +10,23 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from app.core.errors import BlockLost
 from app.core.types import SequenceHash, Tier
 from workers import transfers
 from workers.blocks import BlockManager
-from workers.disk import PAGE_BYTES, SlotFile
+from workers.disk import PAGE_BYTES, DiskBlock, SlotFile
 from workers.tiers import KVShape, MemoryPool, host_pool
 from workers.transfers import (
     MOVERS,
     Copier,
     CopyStream,
-    DiskBlock,
     Ids,
     Mover,
     Transfers,
@@ -362,26 +363,52 @@ def test_a_short_read_costs_what_is_behind_the_end_of_the_file(tiers: Tiers) -> 
     assert tiers.load(BLOCKS) == good
 
 
-def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
-    tiers: Tiers, caplog: pytest.LogCaptureFixture
-) -> None:
+@contextmanager
+def no_room_beyond(size: int) -> Iterator[None]:
     """The limit on the size of files stands for the disk's: the kernel refuses the write."""
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * WIDE.block_bytes + 100, limits[1]))
-        tiers.evict(HOST)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
+    tiers: Tiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    with no_room_beyond(4 * WIDE.block_bytes + 100):
+        tiers.evict(HOST)
     assert "is not stored in disk slot 4: [Errno 27] File too large" in caplog.text
     stored = [block for block in BLOCKS if tiers.manager.tiers[DISK].find(block)]
     assert len(stored) == 4
     assert tiers.manager.counts.failed == 2
     tiers.content = {block: tiers.content[block] for block in stored}
     tiers.load(BLOCKS)
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["small", "wide"])
+def test_what_counts_as_copied_ends_at_the_first_bad_block_in_the_order_of_the_request(
+    shape: KVShape, tmp_path: Path
+) -> None:
+    with closing(Tiers(tmp_path, shape)) as tiers:
+        copy = tiers.transfers.copy_blocks
+        on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(5)]
+        slot_bytes = -(-shape.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        with no_room_beyond(7 * slot_bytes):
+            assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 2
+        assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 5
+        with (tmp_path / "blocks").open("r+b") as file:
+            file.seek(slot_bytes)
+            byte = file.read(1)[0]
+            file.seek(slot_bytes)
+            file.write(bytes([byte ^ 4]))
+        assert copy(DISK, DEVICE, [6, 2, 9, 1, 0], [0, 1, 2, 3, 4], on_disk) == 3
+        assert torch.equal(tiers.pools[DEVICE].words[:3], tiers.pools[HOST].words[[4, 3, 2]])
 
 
 def test_a_slow_disk_keeps_no_load_from_memory_waiting(
@@ -395,10 +422,10 @@ def test_a_slow_disk_keeps_no_load_from_memory_waiting(
     asked, may_go_on = threading.Event(), threading.Event()
     write = SlotFile.write
 
-    def slow_write(file: SlotFile, *args: object) -> None:
+    def slow_write(file: SlotFile, *args: Any) -> dict[int, OSError]:
         asked.set()
         assert may_go_on.wait(60)
-        write(file, *args)  # type: ignore[arg-type]
+        return write(file, *args)
 
     monkeypatch.setattr(SlotFile, "write", slow_write)
     thread = threading.Thread(
@@ -422,10 +449,10 @@ def test_a_request_cancelled_in_mid_transfer_leaves_slots_that_are_whole(
     asked, may_go_on = threading.Event(), threading.Event()
     read = SlotFile.read
 
-    def slow_read(file: SlotFile, slot: int, generation: int, into: memoryview) -> None:
+    def slow_read(file: SlotFile, *args: Any) -> dict[int, BlockLost]:
         asked.set()
         assert may_go_on.wait(60)
-        read(file, slot, generation, into)
+        return read(file, *args)
 
     monkeypatch.setattr(SlotFile, "read", slow_read)
     table = tiers.manager.prepare(BLOCKS, 8)
@@ -456,7 +483,8 @@ def test_a_slot_that_was_reused_under_a_reader_is_not_taken_for_what_it_held(tie
     # By a mistake elsewhere: the books hold sources for as long as they are read.
     victim = load.sources[2]
     row = torch.zeros_like(tiers.pools[HOST].words[0]).numpy().data.cast("B")
-    tiers.disk.write(victim.block_id, victim.generation + 1, SequenceHash(7), None, row)
+    other = DiskBlock(victim.generation + 1, SequenceHash(7), None)
+    assert tiers.disk.write([victim.block_id], [other], [row]) == {}
     done = tiers.transfers.carry_out(load)
     assert done == 2
     tiers.manager.finish(load, done)
@@ -477,7 +505,7 @@ def test_a_block_that_is_rewritten_while_it_is_read_is_not_taken_for_whole(
             while not stop.is_set():
                 generation += 1
                 data = memoryview(generation.to_bytes(8, "little") * (size // 8))
-                disk.write(0, generation, SequenceHash(generation), None, data)
+                disk.write([0], [DiskBlock(generation, SequenceHash(generation), None)], [data])
 
         writer = threading.Thread(target=write)
         writer.start()
@@ -485,9 +513,7 @@ def test_a_block_that_is_rewritten_while_it_is_read_is_not_taken_for_whole(
         into = bytearray(size)
         while whole < 20 or lost < 20:
             for _, record in disk.records():
-                try:
-                    disk.read(0, record.generation, memoryview(into))
-                except transfers.BlockLost:
+                if disk.read([0], [record.generation], [memoryview(into)]):
                     lost += 1
                 else:
                     whole += 1
