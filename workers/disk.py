@@ -18,6 +18,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
@@ -132,17 +133,19 @@ class SlotFile:
             self._put(held, np.zeros(len(held), _RECORD))
         except OSError as error:
             return dict.fromkeys(range(len(slots)), error)
-        failed: dict[int, OSError] = {}
-        checksums: list[int] = []
-        for run in self._runs(into):
-            checksums += map(xxh3_64_intdigest, data[run])
-            for nth, why in self._write_run(slots[run.start], data[run]):
-                failed[run.start + nth] = why
-        stored = np.delete(np.arange(len(slots)), list(failed))
+        done = [
+            came
+            for run in self._runs(into)
+            for came in self._write_run(slots[run.start], data[run])
+        ]
+        failed = {n: came for n, came in enumerate(done) if isinstance(came, OSError)}
+        checksums = [came for came in done if not isinstance(came, OSError)]
+        stored = [n for n in range(len(slots)) if n not in failed]
+        records = _packed([slots[n] for n in stored], [blocks[n] for n in stored], checksums)
         try:
-            self._put(into[stored], _packed(slots, blocks, checksums)[stored])
+            self._put(into[stored], records)
         except OSError as error:
-            failed |= dict.fromkeys(stored.tolist(), error)
+            failed |= dict.fromkeys(stored, error)
         return failed
 
     def read(
@@ -167,9 +170,21 @@ class SlotFile:
         there = np.flatnonzero(right)
         places, checksums = there.tolist(), records["checksum"][there].tolist()
         rows = [into[n] for n in places]
-        for run in self._runs(asked[there]):
-            for nth, why in self._read_run(int(asked[there[run.start]]), checksums[run], rows[run]):
-                n = places[run.start + nth]
+        first = asked[there].tolist()
+        not_cached = [
+            run
+            for run in self._runs(asked[there])
+            if not self._is_cached(first[run.start], checksums[run], rows[run])
+        ]
+        # The disk gets all of it to do at once.
+        for run in not_cached:
+            size = (run.stop - run.start) * self._slot_bytes
+            start = first[run.start] * self._slot_bytes
+            os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
+        for nth in chain.from_iterable(range(run.start, run.stop) for run in not_cached):
+            why = self._spoilt(first[nth], checksums[nth], rows[nth])
+            if why is not None:
+                n = places[nth]
                 self._forget(slots[n], records[n])
                 block = int(records["block"][n])
                 lost[n] = BlockLost(f"disk slot {slots[n]}, block {block:016x}: {why}")
@@ -237,42 +252,50 @@ class SlotFile:
     def _with_pads(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
         return [part for row in rows for part in (row, self._pad)] if self._pad else rows
 
-    def _write_run(self, first: int, rows: Sequence[memoryview]) -> Iterator[tuple[int, OSError]]:
-        """Blocks into the slots from the first on. Yields which are not written, and why."""
-        try:
-            written = os.pwritev(self._blocks, self._with_pads(rows), first * self._slot_bytes)
-        except OSError:
-            written = 0
-        if written == len(rows) * self._slot_bytes:
-            return
-        for nth, row in enumerate(rows):
-            try:
-                _write(self._blocks, row, (first + nth) * self._slot_bytes)
-            except OSError as error:
-                yield nth, error
-
-    def _read_run(
-        self, first: int, checksums: Sequence[int], rows: Sequence[memoryview]
-    ) -> Iterator[tuple[int, str]]:
-        """Blocks from the slots from the first on. Yields which are spoilt, and what is wrong."""
+    def _write_run(self, first: int, rows: Sequence[memoryview]) -> list[int | OSError]:
+        """Blocks into the slots from the first on: the checksum of each, or what kept it away."""
         if self.block_bytes <= RUN_BYTES:
+            checksums: list[int | OSError] = list(map(xxh3_64_intdigest, rows))
+            size = len(rows) * self._slot_bytes
             with suppress(OSError):
-                os.preadv(self._blocks, self._with_pads(rows), first * self._slot_bytes)
-            # What was not read to its end does not fit its checksum either.
-            if list(map(xxh3_64_intdigest, rows)) == checksums:
-                return
-        for nth, (checksum, row) in enumerate(zip(checksums, rows, strict=True)):
-            why = self._spoilt(first + nth, checksum, row)
-            if why is not None:
-                yield nth, why
+                at = first * self._slot_bytes
+                if os.pwritev(self._blocks, self._with_pads(rows), at) == size:
+                    return checksums
+        return [self._write_block(first + nth, row) for nth, row in enumerate(rows)]
 
-    def _spoilt(self, slot: int, checksum: int, into: memoryview) -> str | None:
+    def _write_block(self, slot: int, data: memoryview) -> int | OSError:
+        checksum = xxh3_64()
+        for at in range(0, self.block_bytes, RUN_BYTES):
+            part = data[at : at + RUN_BYTES]
+            checksum.update(part)
+            try:
+                _write(self._blocks, part, slot * self._slot_bytes + at)
+            except OSError as error:
+                return error
+        return checksum.intdigest()
+
+    def _is_cached(self, first: int, checksums: Sequence[int], rows: Sequence[memoryview]) -> bool:
+        """Read blocks from the slots from the first on, if no disk is to be waited for.
+
+        False also if anything is wrong with any of them.
+        """
+        if self.block_bytes > RUN_BYTES:
+            return self._spoilt(first, checksums[0], rows[0], os.RWF_NOWAIT) is None
+        try:
+            at = first * self._slot_bytes
+            os.preadv(self._blocks, self._with_pads(rows), at, os.RWF_NOWAIT)
+        except OSError:
+            return False
+        # What was not read to its end does not fit its checksum either.
+        return list(map(xxh3_64_intdigest, rows)) == checksums
+
+    def _spoilt(self, slot: int, checksum: int, into: memoryview, flags: int = 0) -> str | None:
         """Read it; what is wrong with it, if anything is."""
         found = xxh3_64()
         for at in range(0, self.block_bytes, RUN_BYTES):
             part = into[at : at + RUN_BYTES]
             try:
-                done = _read(self._blocks, part, slot * self._slot_bytes + at)
+                done = _read(self._blocks, part, slot * self._slot_bytes + at, flags)
             except OSError as error:
                 return str(error)
             if done < len(part):
@@ -366,12 +389,12 @@ def _write(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _read(file: int, into: memoryview, offset: int) -> int:
+def _read(file: int, into: memoryview, offset: int, flags: int) -> int:
     """Bytes read: fewer than asked for only at the end of the file."""
     into = into.cast("B")
     done = 0
     while done < into.nbytes:
-        count = os.preadv(file, [into[done:]], offset + done)
+        count = os.preadv(file, [into[done:]], offset + done, flags)
         if not count:
             break
         done += count

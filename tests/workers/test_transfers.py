@@ -391,10 +391,12 @@ def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
     tiers.load(BLOCKS)
 
 
+@pytest.mark.parametrize("disk_threads", [1, 3])
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["small", "wide"])
 def test_what_counts_as_copied_ends_at_the_first_bad_block_in_the_order_of_the_request(
-    shape: KVShape, tmp_path: Path
+    shape: KVShape, disk_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfers, "DISK_THREADS", disk_threads)
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
         on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(5)]
