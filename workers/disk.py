@@ -180,7 +180,8 @@ class SlotFile:
         for run in not_cached:
             size = (run.stop - run.start) * self._slot_bytes
             start = first[run.start] * self._slot_bytes
-            os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):
+                os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
         for nth in chain.from_iterable(range(run.start, run.stop) for run in not_cached):
             why = self._spoilt(first[nth], checksums[nth], rows[nth])
             if why is not None:

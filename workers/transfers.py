@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import memmove
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from statistics import median
 
 import numpy as np
@@ -438,9 +438,14 @@ class Transfers:
     ) -> Iterable[int]:
         assert self._disk is not None
         failed = self._disk.write(slots, on_disk, rows)
-        for n, error in failed.items():
+        for n, error in islice(failed.items(), 1):
             log.warning(
-                "block %016x is not stored in disk slot %d: %s", on_disk[n].block, slots[n], error
+                "block %016x is not stored in disk slot %d: %s (%d of %d blocks are not)",
+                on_disk[n].block,
+                slots[n],
+                error,
+                len(failed),
+                len(slots),
             )
         return failed
 
@@ -449,8 +454,8 @@ class Transfers:
     ) -> Iterable[int]:
         assert self._disk is not None
         lost = self._disk.read(slots, [what.generation for what in on_disk], rows)
-        for error in lost.values():
-            log.warning("%s", error)
+        for error in islice(lost.values(), 1):
+            log.warning("%s (%d of %d blocks are lost)", error, len(lost), len(slots))
         return lost
 
 
