@@ -214,6 +214,22 @@ async def test_reuse_ends_at_a_whole_chunk_and_the_last_token_is_always_computed
     assert forked.cached_tokens == 16
 
 
+async def test_blocks_of_a_chunk_that_a_prompts_end_cut_short_are_not_offered(
+    tmp_path: Path,
+) -> None:
+    prompt = prompt_of(1, 43)
+    async with running(tmp_path / "alone") as served:
+        await served.ask(prompt)
+        expected = served.spy.logits[-1]
+    async with running(tmp_path / "after") as served:
+        # The seventh block is computed in a chunk of five tokens, which may give it other bits.
+        await served.ask(prompt[:29])
+        assert served.heard.shown.scan(blocks_of(prompt)).total == 6
+        await served.ask(prompt)
+
+    assert torch.equal(served.spy.logits[-1], expected)
+
+
 async def test_what_was_generated_is_computed_again(tmp_path: Path) -> None:
     prompt = prompt_of(1, 16)
     async with running(tmp_path) as served:

@@ -417,11 +417,15 @@ class TorchEngine:
         return finished
 
     def _register(self, sequence: _Sequence) -> None:
-        """Offer the prompt's blocks that are computed for reuse."""
+        """Offer the whole chunks that are computed for reuse.
+
+        Not the blocks of one that the prompt's end cut short: a forward pass of another length may
+        give them other bits, and who computes the whole chunk would get them in place of its own.
+        """
         table = sequence.table
         assert table is not None
-        full = sequence.blocks[len(table.chain) : sequence.prefilled // self.block_size]
-        self._cache.register(table, full)
+        whole = sequence.prefilled - sequence.prefilled % self._chunk_tokens
+        self._cache.register(table, sequence.blocks[len(table.chain) : whole // self.block_size])
         sequence.block_ids = table.block_ids
 
     def _finished(self, sequence: _Sequence) -> Finished | None:
