@@ -80,7 +80,7 @@ def router(**values: Any) -> None:
 @main.command(cls=Command)
 @config.options(WorkerSettings)
 def worker(**values: Any) -> None:
-    """Run one worker: a simulated engine, and the agent that publishes its cache and load."""
+    """Run one worker: an engine, and the agent that publishes its cache and load."""
     settings = WorkerSettings(**values)
     _log_at(settings.log_level)
     from app.core.serving import run

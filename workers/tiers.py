@@ -119,10 +119,12 @@ class MemoryPool:
                 device=device,
                 pin_memory=pinned,
             )
-        except RuntimeError as error:
+        # TypeError: a number beyond 64 bits.
+        except (RuntimeError, TypeError) as error:
+            first_line = str(error).partition("\n")[0]
             raise ConfigError(
                 f"num_blocks: {device} has no room for {num_blocks} blocks of {shape.block_bytes} "
-                f"bytes: {error}"
+                f"bytes: {first_line}"
             ) from error
         used = self.words.view(torch.uint8)[..., : shape.layer_bytes]
         self.kv = used.view(shape.dtype).view(num_blocks, *shape.block_shape)

@@ -278,7 +278,9 @@ class WorkerSettings(CommonSettings):
         click.Choice(("auto", "float32", "bfloat16", "float16")),
     )
     threads: int | None = setting(
-        None, "Threads that the torch engine computes with on a CPU; none: all cores.", POSITIVE
+        None,
+        "Threads that the torch engine computes with on a CPU; none: all cores.",
+        click.IntRange(1, 1024),
     )
     prefill_chunk: int = setting(
         256,

@@ -129,6 +129,7 @@ def test_the_generation_config_says_what_ends_a_sequence(tmp_path: Path) -> None
         ({"rope_scaling": 3}, "rope_parameters: .*3"),
         ({"vocab_size": None}, "vocab_size: .*None"),
         ({"num_attention_heads": 0}, "num_attention_heads: .*0"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers: .*1000000"),
         ({"hidden_size": "4096"}, "hidden_size: .*'4096'"),
         ({"num_key_value_heads": 5}, "num_kv_heads: 32 heads cannot share 5"),
         ({"head_dim": 127}, "head_size: .*127"),
@@ -149,7 +150,11 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(
 def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         LlamaConfig.from_checkpoint(tmp_path)
-    for text, complaint in (("{", "cannot be read"), ("[]", "needs an object, got list")):
+    for text, complaint in (
+        ("{", "cannot be read"),
+        ("[" * 10**5, "cannot be read"),
+        ("[]", "needs an object, got list"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=complaint):
             LlamaConfig.from_checkpoint(tmp_path)

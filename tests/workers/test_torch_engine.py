@@ -20,7 +20,8 @@ from app.core.hashing import compute_local_hashes, compute_sequence_hashes, toke
 from app.core.types import SequenceHash, Tier
 from tests.eventually import eventually
 from tests.workers.cache_model import Listener
-from workers.blocks import BlockManager
+from workers.blocks import BlockManager, WritePolicy
+from workers.cache import Publisher
 from workers.disk import SlotFile
 from workers.engines.base import (
     CompletionRequest,
@@ -71,12 +72,22 @@ class Spy:
 class Served:
     """A running engine, what its model computed, and what its cache tells."""
 
-    def __init__(self, folder: Path, stack: AsyncExitStack, num_slots: dict[Tier, int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stack: AsyncExitStack,
+        num_slots: dict[Tier, int],
+        publisher: Publisher | None = None,
+        *,
+        write: WritePolicy = WritePolicy.BACK,
+        spy: Spy | None = None,
+    ) -> None:
         shape = MODEL.kv_shape(BLOCK_SIZE)
-        self.folder = folder
-        self.spy = Spy(MODEL)
+        self.spy = spy or Spy(MODEL)
         self.heard = Listener()
-        self.manager = BlockManager(num_slots, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: 0.0)
+        self.manager = BlockManager(
+            num_slots, write=write, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: 0.0
+        )
         pools = {t: MemoryPool(shape, n) for t, n in num_slots.items() if t is not DISK}
         disk = None
         if DISK in num_slots:
@@ -88,9 +99,9 @@ class Served:
             pools[DEVICE],
             self.manager,
             transfers.carry_out,
-            self.heard,
+            publisher or self.heard,
             chunk_tokens=CHUNK,
-            spare={tier: number // 4 for tier, number in num_slots.items()},
+            spare={tier: -(-number // 4) for tier, number in num_slots.items()},
             max_num_seqs=8,
             max_waiting=64,
         )
@@ -136,9 +147,12 @@ async def output_of(generation: Generation) -> tuple[list[int], Finished]:
 
 
 @asynccontextmanager
-async def running(folder: Path, num_slots: dict[Tier, int] | None = None) -> AsyncIterator[Served]:
+async def running(
+    folder: Path, num_slots: dict[Tier, int] | None = None, *args: Any, **options: Any
+) -> AsyncIterator[Served]:
+    """args, options: see Served."""
     async with AsyncExitStack() as stack:
-        served = Served(folder, stack, num_slots or NUM_SLOTS)
+        served = Served(folder, stack, num_slots or NUM_SLOTS, *args, **options)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(served.engine.run())
             yield served
@@ -213,6 +227,22 @@ async def test_reuse_ends_at_a_whole_chunk_and_the_last_token_is_always_computed
 
     assert again.cached_tokens == 24
     assert forked.cached_tokens == 16
+
+
+async def test_blocks_of_a_chunk_that_a_prompts_end_cut_short_are_not_offered(
+    tmp_path: Path,
+) -> None:
+    prompt = prompt_of(1, 43)
+    async with running(tmp_path / "alone") as served:
+        await served.ask(prompt)
+        expected = served.spy.logits[-1]
+    async with running(tmp_path / "after") as served:
+        # The seventh block is computed in a chunk of five tokens, which may give it other bits.
+        await served.ask(prompt[:29])
+        assert served.heard.shown.scan(blocks_of(prompt)).total == 6
+        await served.ask(prompt)
+
+    assert torch.equal(served.spy.logits[-1], expected)
 
 
 async def test_what_was_generated_is_computed_again(tmp_path: Path) -> None:
@@ -345,6 +375,16 @@ async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
         device = served.manager.tiers[DEVICE]
         assert device.num_free + device.num_idle == device.num_slots
         assert served.engine.metrics().kv_active_blocks == 0
+
+
+async def test_requests_may_come_while_the_engine_begins(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+
+        async def submit() -> list[Generation]:
+            return [served.submit(f"r{n}", prompt_of(n, 9), 2) for n in range(3)]
+
+        for generation in await asyncio.create_task(submit()):
+            await output_of(generation)
 
 
 async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:

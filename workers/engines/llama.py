@@ -349,8 +349,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / "model.safetensors"]
     shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict):
-        raise ConfigError(f"{index}: has no weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
+        raise ConfigError(f"{index}: has no weight_map of names")
     return [folder / name for name in sorted(set(shards.values()))]
 
 

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from app.core.errors import ConfigError
 
+MAX_COUNT = (1 << 31) - 1
+"""Of whatever is counted; what is multiplied then still fits into what torch takes."""
 _SUPPORTED = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -123,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Raises ConfigError unless the file can be read and holds an object."""
     try:
         read = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path}: needs an object, got {type(read).__name__}")
@@ -171,8 +173,8 @@ def _is_int(value: object) -> bool:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if not _is_int(value) or value < 1:
-        raise ConfigError(f"{name}: needs an integer of at least 1, got {value!r}")
+    if not _is_int(value) or not 1 <= value <= MAX_COUNT:
+        raise ConfigError(f"{name}: needs an integer from 1 to {MAX_COUNT:,}, got {value!r}")
 
 
 def _check_positive(name: str, value: Any) -> None:

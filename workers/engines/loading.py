@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
-from app.core.types import Tier
+from app.core.types import Tier, WorkerKey
 from workers.blocks import Admission, BlockManager, WritePolicy
 from workers.cache import Publisher
 from workers.disk import SlotFile
@@ -41,6 +41,12 @@ def load(settings: WorkerSettings) -> Hosted:
             f"prefill_chunk: needs a multiple of block_size {settings.block_size}, "
             f"got {settings.prefill_chunk}"
         )
+    for name in ("kv_pool_tokens", "host_pool_tokens", "disk_pool_tokens"):
+        tokens = getattr(settings, name)
+        if tokens and tokens < settings.block_size:
+            raise ConfigError(
+                f"{name}: needs a block of {settings.block_size} at least, got {tokens}"
+            )
     if bool(settings.disk_pool_tokens) != bool(settings.disk_folder):
         raise ConfigError(
             f"disk_folder and disk_pool_tokens go together, got {settings.disk_folder!r} and "
@@ -51,19 +57,12 @@ def load(settings: WorkerSettings) -> Hosted:
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, device)
     started = time.perf_counter()
-    folder = Path(settings.model)
-    if settings.model in SIZES:
-        model = Llama.random(SIZES[settings.model], seed=WEIGHTS_SEED, dtype=dtype, device=device)
-        tokenizer, identity = None, settings.model
-    elif folder.is_dir():
-        model = Llama.load(LlamaConfig.from_checkpoint(folder), folder, dtype=dtype, device=device)
-        has_text = (folder / "tokenizer.json").exists()
-        tokenizer = Tokenizer.from_folder(folder) if has_text else None
-        identity = _identity(folder)
-    else:
+    try:
+        model, tokenizer, identity = _model(settings.model, dtype, device)
+    except RuntimeError as error:
         raise ConfigError(
-            f"model: {settings.model!r} is no folder, and of sizes there are {', '.join(SIZES)}"
-        )
+            f"model: {settings.model!r} cannot be loaded on {device}: {_first_line(error)}"
+        ) from error
     log.info(
         "model %s, %s on %s: loaded in %.1f s",
         settings.model,
@@ -72,6 +71,23 @@ def load(settings: WorkerSettings) -> Hosted:
         time.perf_counter() - started,
     )
     return _with_tiers(settings, model, tokenizer, identity)
+
+
+def _model(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Llama, Tokenizer | None, str]:
+    """Of a folder or a size, and what tells it from others. RuntimeError: it does not fit."""
+    if name in SIZES:
+        model = Llama.random(SIZES[name], seed=WEIGHTS_SEED, dtype=dtype, device=device)
+        return model, None, name
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model: {name!r} is no folder, and of sizes there are {', '.join(SIZES)}"
+        )
+    model = Llama.load(LlamaConfig.from_checkpoint(folder), folder, dtype=dtype, device=device)
+    has_text = (folder / "tokenizer.json").exists()
+    return model, Tokenizer.from_folder(folder) if has_text else None, _identity(folder)
 
 
 def _with_tiers(
@@ -85,29 +101,30 @@ def _with_tiers(
         Tier.DISK: settings.disk_pool_tokens // settings.block_size,
     }
     num_blocks = {tier: number for tier, number in num_blocks.items() if number}
-    manager = BlockManager(
-        num_blocks,
-        write=WritePolicy(settings.write_policy),
-        admission=Admission(min_uses=settings.store_min_uses),
-        reuse_multiple=settings.prefill_chunk // settings.block_size,
-        now=time.monotonic,
-    )
-    pools = {Tier.DEVICE: MemoryPool(shape, num_blocks[Tier.DEVICE], model.device)}
-    if Tier.HOST in num_blocks:
-        pools[Tier.HOST] = host_pool(shape, num_blocks[Tier.HOST])
+    # Memory and files first: they tell at once that there is no room for so many blocks.
+    try:
+        pools = {Tier.DEVICE: MemoryPool(shape, num_blocks[Tier.DEVICE], model.device)}
+        if Tier.HOST in num_blocks:
+            pools[Tier.HOST] = host_pool(shape, num_blocks[Tier.HOST])
+    except ConfigError as error:
+        raise ConfigError(
+            f"kv_pool_tokens {settings.kv_pool_tokens}, "
+            f"host_pool_tokens {settings.host_pool_tokens}: {error}"
+        ) from error
     with ExitStack() as stack:
         disk = None
         if Tier.DISK in num_blocks:
-            disk = stack.enter_context(
-                closing(
-                    SlotFile(
-                        Path(settings.disk_folder) / settings.resolved_id(),
-                        block_bytes=shape.block_bytes,
-                        num_slots=num_blocks[Tier.DISK],
-                        fingerprint=_fingerprint(settings, model, shape, identity),
-                    )
-                )
-            )
+            fingerprint = _fingerprint(settings, model, shape, identity)
+            file = _slot_file(settings, shape, num_blocks[Tier.DISK], fingerprint)
+            disk = stack.enter_context(closing(file))
+        manager = BlockManager(
+            num_blocks,
+            write=WritePolicy(settings.write_policy),
+            admission=Admission(min_uses=settings.store_min_uses),
+            reuse_multiple=settings.prefill_chunk // settings.block_size,
+            now=time.monotonic,
+        )
+        if disk is not None:
             held = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
             manager.adopt(Tier.DISK, held)
         transfers = stack.enter_context(closing(Transfers(pools, disk)))
@@ -121,11 +138,29 @@ def _with_tiers(
             transfers.carry_out,
             publisher,
             chunk_tokens=settings.prefill_chunk,
-            spare={tier: number // SPARE for tier, number in num_blocks.items()},
+            spare={tier: -(-number // SPARE) for tier, number in num_blocks.items()},
             max_num_seqs=settings.max_num_seqs,
         )
 
     return Hosted(settings.model, num_blocks, start, kept.close, tokenizer)
+
+
+def _slot_file(
+    settings: WorkerSettings, shape: KVShape, num_slots: int, fingerprint: int
+) -> SlotFile:
+    folder = Path(settings.disk_folder) / str(WorkerKey(settings.resolved_id(), settings.dp_rank))
+    try:
+        return SlotFile(
+            folder,
+            block_bytes=shape.block_bytes,
+            num_slots=num_slots,
+            fingerprint=fingerprint,
+        )
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"disk_folder: {settings.disk_folder!r} cannot hold disk_pool_tokens "
+            f"{settings.disk_pool_tokens}: {error}"
+        ) from error
 
 
 def _device(name: str) -> torch.device:
@@ -134,8 +169,11 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
+    # AssertionError: torch without CUDA.
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device: {name!r} cannot be used: {error}") from error
+        raise ConfigError(f"device: {name!r} cannot be used: {_first_line(error)}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: needs auto, cpu, cuda or cuda:N, got {name!r}")
     return device
 
 
@@ -154,5 +192,13 @@ def _identity(folder: Path) -> str:
 
 def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
     """Of all that decides which bits a block of KV has."""
-    machine = torch.__version__, str(model.device), torch.get_num_threads(), settings.prefill_chunk
-    return xxh3_64_intdigest(repr((identity, model.config, machine)).encode(), shape.fingerprint)
+    computed = (
+        *(torch.__version__, str(model.device), torch.backends.cpu.get_cpu_capability()),
+        *(torch.get_num_threads(), settings.prefill_chunk),
+    )
+    return xxh3_64_intdigest(repr((identity, model.config, computed)).encode(), shape.fingerprint)
+
+
+def _first_line(error: Exception) -> str:
+    """Of what torch says; often the stack of its C++ follows."""
+    return str(error).partition("\n")[0]

@@ -144,26 +144,24 @@ class TorchEngine:
 
     async def run(self) -> None:
         """Until `stop` or cancellation; then what is unfinished ends."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                caching = tasks.create_task(self._cache.run())
-                try:
-                    async with asyncio.TaskGroup() as working:
-                        working_on = [
-                            working.create_task(self._admit_forever()),
-                            working.create_task(self._step_forever()),
-                            working.create_task(self._judge_forever()),
-                        ]
-                        self.running = True
-                        await self._stopping.wait()
-                        for task in working_on:
-                            task.cancel()
-                finally:
-                    self._end_all()
-                    await asyncio.to_thread(self._thread.shutdown)
-                    caching.cancel()
-        finally:
-            self._end_all()
+        async with asyncio.TaskGroup() as tasks:
+            caching = tasks.create_task(self._cache.run())
+            try:
+                async with asyncio.TaskGroup() as working:
+                    working_on = [
+                        working.create_task(self._admit_forever()),
+                        working.create_task(self._step_forever()),
+                        working.create_task(self._judge_forever()),
+                    ]
+                    await asyncio.sleep(0)  # all of these have begun then, the cache first
+                    self.running = True
+                    await self._stopping.wait()
+                    for task in working_on:
+                        task.cancel()
+            finally:
+                self._end_all()
+                await asyncio.to_thread(self._thread.shutdown)
+                caching.cancel()
 
     def stop(self) -> None:
         """Make `run` return, and refuse further requests."""
@@ -180,9 +178,7 @@ class TorchEngine:
         sequence = self._sequence_of(request)
         sequence.generation = Generation(
             request.request_id,
-            lambda start, stop: sequence.tokens[
-                sequence.num_prompt + start : sequence.num_prompt + stop
-            ],
+            sequence.output,
             stream_interval,
             lambda _: self._cancel(sequence),
         )
@@ -421,11 +417,15 @@ class TorchEngine:
         return finished
 
     def _register(self, sequence: _Sequence) -> None:
-        """Offer the prompt's blocks that are computed for reuse."""
+        """Offer the whole chunks that are computed for reuse.
+
+        Not the blocks of one that the prompt's end cut short: a forward pass of another length may
+        give them other bits, and who computes the whole chunk would get them in place of its own.
+        """
         table = sequence.table
         assert table is not None
-        full = sequence.blocks[len(table.chain) : sequence.prefilled // self.block_size]
-        self._cache.register(table, full)
+        whole = sequence.prefilled - sequence.prefilled % self._chunk_tokens
+        self._cache.register(table, sequence.blocks[len(table.chain) : whole // self.block_size])
         sequence.block_ids = table.block_ids
 
     def _finished(self, sequence: _Sequence) -> Finished | None:
