@@ -156,7 +156,7 @@ def _slot_file(
             num_slots=num_slots,
             fingerprint=fingerprint,
         )
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"disk_folder: {settings.disk_folder!r} cannot hold disk_pool_tokens "
             f"{settings.disk_pool_tokens}: {error}"
