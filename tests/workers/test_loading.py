@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +14,14 @@ import pytest
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
 from app.core.types import Tier
+from tests.eventually import eventually
+from tests.workers.cache_model import Listener
+from tests.workers.checkpoints import reference
+from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
+from workers.engines.steps import Finished
 
 SETTINGS = WorkerSettings(
     worker_id="w0",
@@ -63,3 +73,53 @@ def test_workers_share_a_folder_for_disks_but_no_disk(tmp_path: Path) -> None:
         host(settings)
     first.close()
     host(settings).close()
+
+
+@asynccontextmanager
+async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, Listener]]:
+    hosted, heard = host(settings), Listener()
+    engine = hosted.start(heard)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(engine.run())
+            yield engine, heard
+            running.cancel()
+    finally:
+        hosted.close()
+
+
+async def finished(engine: Engine, prompt: list[int]) -> Finished:
+    request = CompletionRequest("r", token_bytes(prompt), 1)
+    async for output in engine.complete(request):
+        last = output
+    assert last.finished is not None
+    return last.finished
+
+
+async def test_what_is_reused_stored_and_found_again_is_as_set(tmp_path: Path) -> None:
+    model, prompt = tmp_path / "model", list(range(43))
+    reference().save_pretrained(model)
+    settings = replace(
+        SETTINGS,
+        model=str(model),
+        block_size=4,
+        prefill_chunk=8,
+        write_policy="through",
+        disk_folder=str(tmp_path / "disks"),
+        disk_pool_tokens=1024,
+    )
+    async with serving(settings) as (engine, heard):
+        await finished(engine, prompt)
+        # Five blocks are the same, and a chunk is two.
+        assert (await finished(engine, [*prompt[:20], 50, 51, 52])).cached_tokens == 16
+
+        async def tiers() -> set[Tier]:
+            block = compute_sequence_hashes(compute_local_hashes(prompt[:40], 4))[-1]
+            return heard.shown.tiers_of(block)
+
+        await eventually(tiers, lambda held: held == set(Tier))
+    async with serving(settings) as (engine, _):
+        assert (await finished(engine, prompt)).disk_tokens == 40
+    os.utime(model / "model.safetensors")
+    async with serving(settings) as (engine, _):
+        assert (await finished(engine, prompt)).cached_tokens == 0
