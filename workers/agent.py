@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 import stamina
+from stamina.instrumentation import RetryDetails, set_on_retry_hooks
 
 from app.core import index, leases, metrics
 from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
@@ -392,6 +393,14 @@ class Agent:
                     )
             except RedisUnavailable as error:
                 log.debug("%s: metrics not published: %s", self.info.key, error)
+
+
+def _tell(details: RetryDetails) -> None:
+    """In the place of stamina's own line, which does not show what failed."""
+    log.warning("%s; trying again in %.1f s", details.caused_by, details.wait_for)
+
+
+set_on_retry_hooks([_tell])
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -367,8 +367,8 @@ async def test_a_restarted_empty_redis_is_filled_again(own_redis_server: Embedde
             assert await observer.live() == {1: "w0:0"}
 
 
-async def test_an_agent_waits_for_a_redis_that_is_not_there_yet(
-    own_redis_server: EmbeddedRedis,
+async def test_an_agent_waits_for_a_redis_that_is_not_there_yet_and_says_so(
+    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     own_redis_server.kill()
     async with connect(own_redis_server.url) as redis:
@@ -379,6 +379,8 @@ async def test_an_agent_waits_for_a_redis_that_is_not_there_yet(
         own_redis_server.start()
         await starting
         assert await Observer(redis).live() == {1: "w0:0"}
+    assert f":{own_redis_server.port}" in caplog.text
+    assert "trying again in" in caplog.text
 
 
 async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRedis) -> None:
