@@ -387,6 +387,26 @@ async def test_requests_may_come_while_the_engine_begins(tmp_path: Path) -> None
             await output_of(generation)
 
 
+async def test_a_request_that_is_cancelled_while_room_is_made_for_it_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 3600.0)
+    async with running(tmp_path, {DEVICE: 16}) as served:
+        await served.ask(prompt_of(1, 50))
+        await served.settle()
+        served.heard.hears.clear()
+        large = served.submit("large", prompt_of(2, 50), 1)
+
+        async def leaving() -> int:
+            return served.manager.tiers[DEVICE].num_leaving
+
+        await eventually(leaving)
+        small = served.submit("small", [1], 1)
+        large.cancel()
+        await asyncio.wait_for(output_of(small), 20)
+        served.heard.hears.set()
+
+
 async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:
     vocabulary = MODEL.config.vocab_size
     async with running(tmp_path) as served:
