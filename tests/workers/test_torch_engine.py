@@ -423,6 +423,19 @@ async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:
         await output_of(served.submit("r", [2], 1))
 
 
+async def test_no_more_requests_run_at_once_than_may(tmp_path: Path) -> None:
+    running_at_once = 0
+    async with running(tmp_path, {DEVICE: 96}) as served:
+        crowd = [served.submit(f"r{n}", [n + 1], 20) for n in range(12)]
+        async for _ in crowd[0]:
+            active = served.engine.metrics().request_active_slots
+            running_at_once = max(running_at_once, active)
+        for generation in crowd[1:]:
+            await output_of(generation)
+
+    assert running_at_once == 8
+
+
 async def test_more_requests_than_may_wait_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path, {DEVICE: 8}) as served:
         waiting = [served.submit(f"r{n}", [1], 30) for n in range(64)]
