@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 import stamina
-from stamina.instrumentation import RetryDetails, set_on_retry_hooks
+import stamina.instrumentation
 
 from app.core import index, leases, metrics
 from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
@@ -194,7 +194,7 @@ class Agent:
         """unless_full: RedisFull is an answer too."""
         final = RedisFull if unless_full else ()
         async for attempt in stamina.retry_context(
-            on=RedisUnavailable, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
+            on=_is_passing, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
         ):
             with attempt:
                 replies = await self._runner.run_each(calls)
@@ -395,12 +395,15 @@ class Agent:
                 log.debug("%s: metrics not published: %s", self.info.key, error)
 
 
-def _tell(details: RetryDetails) -> None:
-    """In the place of stamina's own line, which does not show what failed."""
-    log.warning("%s; trying again in %.1f s", details.caused_by, details.wait_for)
+def _is_passing(error: Exception) -> bool:
+    """For stamina, which asks before it tries again: says what it waits for."""
+    if isinstance(error, RedisUnavailable):
+        log.warning("%s; trying again", error)
+    return isinstance(error, RedisUnavailable)
 
 
-set_on_retry_hooks([_tell])
+# Its own line does not show what failed.
+stamina.instrumentation.set_on_retry_hooks(())
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
