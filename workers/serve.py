@@ -105,11 +105,12 @@ def _prompt_bytes(prompt: object, tokenizer: Tokenizer | None) -> bytes:
         prompt = tokenizer.encode(prompt)
     if not isinstance(prompt, list):
         raise InvalidRequest("prompt", f"needs a list of token ids, got {type(prompt).__name__}")
-    try:
-        return token_bytes(prompt)
-    except InvalidRequest:
-        bad = next(t for t in prompt if not (isinstance(t, int) and 0 <= t < 1 << 32))
-        raise InvalidRequest("prompt", f"{bad!r} is not a token id") from None
+    # A boolean is an int to Python, and no token.
+    if set(map(type, prompt)) <= {int}:
+        with suppress(InvalidRequest):
+            return token_bytes(prompt)
+    bad = next(t for t in prompt if type(t) is not int or not 0 <= t < 1 << 32)
+    raise InvalidRequest("prompt", f"{bad!r} is not a token id")
 
 
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:

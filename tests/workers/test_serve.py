@@ -371,6 +371,7 @@ async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
         ({"prompt": [1], "ignore_eos": 1}, "ignore_eos", "got 1"),
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": [1, "2"]}, "prompt", "'2' is not a token id"),
+        ({"prompt": [1, True]}, "prompt", "True is not a token id"),
         ({"prompt": [1, 2.5]}, "prompt", "2.5 is not a token id"),
         ({"prompt": [-1]}, "prompt", "-1 is not a token id"),
         ({"prompt": [1 << 32]}, "prompt", "4294967296 is not a token id"),
