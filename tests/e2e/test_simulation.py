@@ -16,15 +16,16 @@ from loadtest.virtual import Setting
 from tests.redis_servers import newest_kind, require_redis
 
 SLICE = Path(__file__).parents[1] / "data" / "agentic-slice.jsonl"
-WORKERS = 3
+WORKERS = 4
 REPLICAS = 2
 BLOCK_SIZE = 64
 SPEEDUP = 12.0
-BY_TTFT = ["latency", "blocks", "least_loaded"]
-AGREE = {"latency": 0.02, "blocks": 0.05}
-"""Hit rates may differ by so much. Where the prefix is not what decides, milliseconds do: a delay
-of 0.5 to 50 ms between look-up and reservation moves `blocks` by 2 points in simulation and
-`least_loaded` by up to 10, but `latency` by none."""
+POLICIES = ["latency", "blocks", "least_loaded"]
+"""From the best to the worst."""
+HITS_AGREE_WITHIN = 0.02
+"""For `latency`. Where the prefix is not what decides, how ties fall does: between seeds of the
+simulation alone, hit rates of `blocks` and `least_loaded` differ by up to 13 points on a slice of
+12 sessions, those of `latency` by one. The order of the three does not depend on it."""
 
 
 async def live(trace: Trace, policy: str) -> PolicySummary:
@@ -44,14 +45,19 @@ async def test_a_replay_and_its_simulation_agree_on_hits_and_on_the_order_of_pol
     scenario = Scenario(
         trace, Setting(num_workers=WORKERS, replicas=REPLICAS, block_size=BLOCK_SIZE)
     )
-    replayed = {policy: await live(trace, policy) for policy in BY_TTFT}
-    simulated = {policy: simulate(scenario, policy, 1.0).summary for policy in BY_TTFT}
-    for policy in BY_TTFT:
+    replayed = {policy: await live(trace, policy) for policy in POLICIES}
+    simulated = {policy: simulate(scenario, policy, 1.0).summary for policy in POLICIES}
+    for policy in POLICIES:
         assert replayed[policy].failed == simulated[policy].failed == 0
-    for policy, points in AGREE.items():
-        assert replayed[policy].hit_rate == pytest.approx(simulated[policy].hit_rate, abs=points)
+    assert replayed["latency"].hit_rate == pytest.approx(
+        simulated["latency"].hit_rate, abs=HITS_AGREE_WITHIN
+    )
+
+    def by_hit_rate(summaries: dict[str, PolicySummary]) -> list[str]:
+        return sorted(summaries, key=lambda policy: summaries[policy].hit_rate or 0.0, reverse=True)
 
     def by_ttft(summaries: dict[str, PolicySummary]) -> list[str]:
         return sorted(summaries, key=lambda policy: summaries[policy].ttft_mean_s or 0.0)
 
-    assert by_ttft(replayed) == by_ttft(simulated) == BY_TTFT
+    assert by_hit_rate(replayed) == by_hit_rate(simulated) == POLICIES
+    assert by_ttft(replayed) == by_ttft(simulated) == POLICIES
