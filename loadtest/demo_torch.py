@@ -129,20 +129,23 @@ async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
         ClusterClient(base_url) as client,
         aiohttp.ClientSession(base_url, timeout=timeout) as session,
     ):
-        await _ttft_s(client, prompts.fresh(), {})  # the first one finds torch itself cold
+        await _ask(client, prompts.fresh())  # the first one finds torch itself cold
         for _ in range(MAX_PROMPTS + rounds):
-            if all(len(seconds) >= rounds for seconds in times.values()):
+            wanted = [tier for tier in TIERS if len(times[tier]) < rounds]
+            if not wanted:
                 return times
-            times["cold"].append(await _ttft_s(client, prompts.fresh(), {}))
+            times["cold"].append((await _ask(client, prompts.fresh()))[0])
             # One tier after another, so that prompts are left to go down.
-            for tier in [tier for tier in TIERS if len(times[tier]) < rounds][:1]:
-                expected = {tier: SHARED_TOKENS}
-                for stem in prompts.stems:
-                    prompt = prompts.sharing(stem)
-                    if await _held(session, prompt) == expected:
-                        prompts.stems.remove(stem)
-                        times[tier].append(await _ttft_s(client, prompt, expected))
-                        break
+            expected = {wanted[0]: SHARED_TOKENS}
+            for stem in prompts.stems:
+                prompt = prompts.sharing(stem)
+                if await _held(session, prompt) == expected:
+                    prompts.stems.remove(stem)
+                    seconds, held = await _ask(client, prompt)
+                    # Some of it may have gone further down since.
+                    if held == expected:
+                        times[wanted[0]].append(seconds)
+                    break
     missing = ", ".join(name for name, seconds in times.items() if len(seconds) < rounds)
     raise click.ClickException(f"the worker did not hold enough prompts whole in: {missing}")
 
@@ -160,16 +163,13 @@ async def _held(session: aiohttp.ClientSession, prompt: bytes) -> dict[str, int]
     return {tier: n * BLOCK_SIZE for tier, n in overlap.items() if n}
 
 
-async def _ttft_s(client: ClusterClient, prompt: bytes, expected: dict[str, int]) -> float:
-    """Raises ClickException unless the worker found in each tier what was expected."""
+async def _ask(client: ClusterClient, prompt: bytes) -> tuple[float, dict[str, int]]:
+    """Seconds to the first token, and how many tokens the worker had, by tier."""
     outcome = await client.send(f"demo-{uuid.uuid4().hex}", lambda: prompt, output_tokens=1)
     if outcome.first_token_s is None:
         raise click.ClickException(f"no answer: {outcome.error}")
-    if outcome.cached_tokens_by_tier != {tier: expected.get(tier, 0) for tier in TIERS}:
-        raise click.ClickException(
-            f"the router saw {expected}, the worker used {outcome.cached_tokens_by_tier}"
-        )
-    return outcome.first_token_s - outcome.sent_s
+    held = {tier: n for tier, n in outcome.cached_tokens_by_tier.items() if n}
+    return outcome.first_token_s - outcome.sent_s, held
 
 
 def tiers_table(times: dict[str, list[float]]) -> Table:
