@@ -67,44 +67,20 @@ local function owners_at(position)
   return type(owners) == 'string' and visible(owners)
 end
 
--- Appends to `runs` where the owners change between two positions, all in the first one's group.
-local function walk(runs, from, from_owners, to, to_owners)
-  local hashes = {}
-  for position = from + 1, to - 1 do
-    hashes[#hashes + 1] = hash_at(position)
-  end
-  local found = {}
-  if #hashes > 0 then
-    local bucket = bucket_name(hash_at(leader_of(from)))
-    found = redis.pcall('HMGET', blocks_prefix .. bucket, unpack(hashes))
-  end
-  local previous = from_owners
-  for position = from + 1, to do
-    local owners = to_owners
-    if position < to then
-      owners = visible(found[position - from])
-    end
-    if owners ~= previous then
-      runs[#runs + 1] = position - 1
-      runs[#runs + 1] = previous
-    end
-    if not owners then
-      return
-    end
-    previous = owners
-  end
-end
-
 -- Appends to `runs` where the owners change after position `from`, up to position `to`.
 local function split(runs, from, from_owners, to, to_owners)
-  local first, last = leader_of(from), leader_of(to - 1)
-  if first == last then
-    walk(runs, from, from_owners, to, to_owners)
+  if to - from == 1 then
+    runs[#runs + 1] = from
+    runs[#runs + 1] = from_owners
     return
   end
-  local middle = leader_of(math.floor((from + to) / 2))
-  if middle <= from then
-    middle = last
+  local middle = math.floor((from + to) / 2)
+  -- Which group first, as each is a bucket of its own to fetch from memory.
+  if leader_of(from) ~= leader_of(to - 1) then
+    middle = leader_of(middle)
+    if middle <= from then
+      middle = leader_of(to - 1)
+    end
   end
   local owners = owners_at(middle)
   if owners ~= from_owners then
