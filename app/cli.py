@@ -31,8 +31,8 @@ class _LazyGroup(click.Group):
         "demo": "loadtest.demo",
         "inspect": "app.operate",
         "dump": "app.operate",
-        "explain": "app.operate",
-        "whatif": "app.operate",
+        "explain": "app.hindsight",
+        "whatif": "app.hindsight",
         "restore": "app.operate",
         "reset": "app.operate",
     }

@@ -1,0 +1,56 @@
+"""What the commands for operators share: a client of Redis to run on, and how answers look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+import orjson
+
+from app.core import config
+from app.core.config import CommonSettings
+from app.core.keys import Keyspace
+from app.core.redis import connect
+
+T = TypeVar("T")
+TIMEOUT_S = 5.0
+COMMON = config.options(CommonSettings, without=("host", "log_level"))
+as_json = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+
+
+def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
+    """Runs `command` with a client of the Redis, and the keyspace, that the options name."""
+
+    @wraps(command)
+    def run(redis_url: str, namespace: str, **values: Any) -> T:
+        async def connected() -> T:
+            async with connect(redis_url, timeout_s=TIMEOUT_S) as redis:
+                return await command(redis, Keyspace(namespace), **values)
+
+        return asyncio.run(connected())
+
+    return run
+
+
+def json_text(value: Any) -> str:
+    return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _plain(value: Any) -> Any:
+    return str(value)
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns as wide as their widest cell; all but the first to the right."""
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )

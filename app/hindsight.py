@@ -1,0 +1,192 @@
+"""Looking back: why a request went where it went, and where another policy had sent it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import click
+import numpy as np
+
+from app import recording
+from app.console import COMMON, as_json, json_text, on_redis, text_table
+from app.core import config
+from app.core.config import POLICY_NAMES, Command
+from app.core.errors import RoutingError
+from app.core.keys import Keyspace
+from app.core.topology import Client
+from app.policy.cost import POLICIES, CostFunction, blocks, predicted_prefill_s
+from app.policy.select import choose
+from app.recording import Record
+
+LOCALITY_TEXT = {
+    "kept": "the longest overlap was taken",
+    "none": "nobody held its beginning",
+    "tie": "another was drawn, at the same cost",
+    "load": "another was cheaper, overlap and load together",
+    "session": "another was cheaper, as the session had gone there before",
+    "full": "the longest overlap was on a worker that was full",
+    "excluded": "the longest overlap was on a worker that the request excludes",
+    "lease": "the longest overlap was on a worker whose lease had run out",
+    "degraded": "Redis was away, and so overlap was not known",
+}
+
+
+@click.command(cls=Command)
+@click.argument("request_id")
+@COMMON
+@as_json
+@on_redis
+async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
+    """Why a request went where it went, as long as the decision is kept."""
+    async for record in recording.read(redis, keyspace):
+        if record.request_id == request_id:
+            break
+    else:
+        raise click.ClickException(f"no decision about {request_id!r} is kept (any more)")
+    rows, terms = _scored(record)
+    if as_json:
+        plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
+        head = ("worker", "eligible", "requests", "overlap_blocks", "cost", *terms)
+        plain["candidates"] = [dict(zip(head, row, strict=True)) for row in rows]
+        click.echo(json_text(plain))
+        return
+    o = record.overlap
+    click.echo(
+        f"{request_id}: {record.isl_tokens:,} tokens to {record.worker} by {record.policy}, which "
+        f"held {o.total:,} of {record.isl_blocks:,} full blocks ({o.device:,} on its device, "
+        f"{o.host:,} in host memory, {o.disk:,} on disk)"
+    )
+    longest = f"; {record.best} held most, {record.best_overlap:,}" if record.best else ""
+    click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided at try {record.tries}")
+    if record.waited_ms:
+        click.echo(f"it waited {record.waited_ms / 1000:.2f} s for a worker that could take it")
+    if not rows:
+        click.echo("what the other workers were like was not kept: see --details-per-s")
+        return
+    shown = [[_short(cell) for cell in row] for row in rows]
+    click.echo(text_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
+
+
+def _scored(record: Record) -> tuple[list[list[Any]], list[str]]:
+    """Every candidate with its cost and terms, the cheapest first; and the terms' names."""
+    if record.seen is None:
+        return [], []
+    seen, candidates = record.seen, record.seen.candidates
+    costs = seen.priced(POLICIES[record.policy])(candidates, record.size)
+    overlap = candidates.overlap_device + candidates.overlap_host + candidates.overlap_disk
+    rows = [
+        [
+            worker,
+            bool(seen.eligible[i]),
+            int(candidates.active_requests[i]),
+            int(overlap[i]),
+            float(costs.cost[i]),
+            *(float(values[i]) for values in costs.terms.values()),
+        ]
+        for i, worker in enumerate(seen.workers)
+    ]
+    return sorted(rows, key=lambda row: row[4]), list(costs.terms)
+
+
+def _short(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+@click.command(cls=Command)
+@click.option("--policy", required=True, type=click.Choice(POLICY_NAMES), help="To score with.")
+@click.option(
+    "--prefill-weight",
+    type=click.FloatRange(min=0),
+    help="Of `blocks`, in the place of 1.",
+)
+@click.option("--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions.")
+@COMMON
+@as_json
+@on_redis
+async def whatif(
+    redis: Client,
+    keyspace: Keyspace,
+    policy: str,
+    prefill_weight: float | None,
+    last: int,
+    as_json: bool,
+) -> None:
+    """Score the last decisions again with another policy, each by itself.
+
+    Only those of which all candidates are kept: see --details-per-s. What the other choices would
+    have made of the load is not followed up.
+    """
+    if prefill_weight is not None and policy != "blocks":
+        raise click.BadParameter("only blocks has one", param_hint="--prefill-weight")
+    cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
+    rng = np.random.default_rng(0)
+    found = Comparison()
+    async for record in recording.read(redis, keyspace):
+        if record.seen is None:
+            continue
+        found.add(record, policy, cost, rng)
+        if found.decisions == last:
+            break
+    if not found.decisions:
+        raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
+    if as_json:
+        click.echo(json_text(found.means()))
+        return
+    click.echo(f"{found.decisions:,} decisions; {found.changed:,} would have gone elsewhere")
+    rows = [
+        (name, _short(mean["were"]), _short(mean["would be"]))
+        for name, mean in found.means()["mean"].items()
+    ]
+    click.echo(text_table(("mean", "were", "would be"), rows))
+
+
+class Comparison:
+    """Choices as they were, and as another policy would have made them."""
+
+    def __init__(self) -> None:
+        self.decisions = 0
+        self.changed = 0
+        self._sums = {
+            name: [0.0, 0.0]
+            for name in ("overlap blocks", "predicted start, s", "requests on the worker")
+        }
+
+    def add(
+        self, record: Record, policy: str, cost: CostFunction | None, rng: np.random.Generator
+    ) -> None:
+        seen = record.seen
+        assert seen is not None
+        eligible = np.array(seen.eligible, dtype=bool)
+        try:
+            choice = choose(
+                policy,
+                seen.candidates,
+                record.size,
+                eligible=eligible,
+                rng=rng,
+                turn=self.decisions,
+                cost=seen.priced(cost or POLICIES[policy]),
+            )
+            was = seen.workers.index(record.worker)
+        except (RoutingError, ValueError):
+            return
+        c = seen.candidates
+        overlap = c.overlap_device + c.overlap_host + c.overlap_disk
+        start = c.prefill_s + predicted_prefill_s(c, record.size)
+        for name, values in zip(self._sums, (overlap, start, c.active_requests), strict=True):
+            self._sums[name][0] += float(values[was])
+            self._sums[name][1] += float(values[choice.index])
+        self.decisions += 1
+        self.changed += was != choice.index
+
+    def means(self) -> dict[str, Any]:
+        return {
+            "decisions": self.decisions,
+            "changed": self.changed,
+            "mean": {
+                name: {"were": were / self.decisions, "would be": would / self.decisions}
+                for name, (were, would) in self._sums.items()
+            },
+        }
