@@ -138,6 +138,10 @@ class _Pending:
     waiter: Waiter | None = None
     """Its place in line, if it had to wait."""
 
+    @property
+    def waited_ms(self) -> int:
+        return round(1000 * (time.perf_counter() - self.waiter.since_s)) if self.waiter else 0
+
 
 @dataclass(slots=True)
 class _Plan:
@@ -508,9 +512,7 @@ class Router:
             # Nobody tells of requests that end meanwhile: all would look full before long.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
         affinity = self._affinity(pending, view)
-        eligible = view.everybody
-        if request.exclude:
-            eligible = np.array([not _excluded(info, request.exclude) for info in view.infos])
+        eligible = _eligible(view, request)
         choice = choose(
             policy,
             candidates,
@@ -526,19 +528,8 @@ class Router:
         position = choice.index
         incarnation = view.incarnations[position]
         overlap = pending.overlaps.get(incarnation, NO_OVERLAP)
-        cached = min(overlap.total * size.block_size, request.isl_tokens)
         locality, best, best_overlap = locality_of(
             view, candidates, pending.overlaps, eligible, choice, overlap.total, affinity
-        )
-        prefill_s = choice.costs.terms.get("prefill_s")
-        if prefill_s is None:
-            prefill_s = predicted_prefill_s(candidates, size)
-        reservation = Reservation(
-            request.request_id,
-            prefill_tokens=max(1, request.isl_tokens - cached),
-            prefill_us=round(1e6 * float(prefill_s[position])),
-            blocks=size.isl_blocks,
-            attempt=pending.attempt,
         )
         decision = Decision(
             request_id=request.request_id,
@@ -555,22 +546,17 @@ class Router:
             locality="degraded" if degraded else locality,
             best=best,
             best_overlap=best_overlap,
-            waited_ms=(
-                round(1000 * (time.perf_counter() - pending.waiter.since_s))
-                if pending.waiter is not None
-                else 0
-            ),
+            waited_ms=pending.waited_ms,
             candidates=(
                 _seen(view, pending.overlaps, eligible.tolist(), choice) if request.explain else []
             ),
         )
-        seen_total = view.loads[position].total
         return _Plan(
             pending,
             position,
             incarnation,
-            seen_total,
-            reservation,
+            view.loads[position].total,
+            _reservation(decision, size, choice, candidates),
             decision,
             view,
             candidates,
@@ -692,8 +678,29 @@ def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Over
     return merged
 
 
-def _excluded(info: WorkerInfo, exclude: frozenset[str]) -> bool:
-    return info.key.worker_id in exclude or str(info.key) in exclude
+def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
+    """Which workers the request allows, (workers,)."""
+    if not request.exclude:
+        return view.everybody
+    keys = [info.key for info in view.infos]
+    return np.array([request.exclude.isdisjoint((key.worker_id, str(key))) for key in keys])
+
+
+def _reservation(
+    decision: Decision, size: RequestSize, choice: Choice, candidates: Candidates
+) -> Reservation:
+    """What the decision takes of its worker."""
+    prefill_s = choice.costs.terms.get("prefill_s")
+    if prefill_s is None:
+        prefill_s = predicted_prefill_s(candidates, size)
+    cached = min(decision.overlap.total * size.block_size, size.isl_tokens)
+    return Reservation(
+        decision.request_id,
+        prefill_tokens=max(1, size.isl_tokens - cached),
+        prefill_us=round(1e6 * float(prefill_s[choice.index])),
+        blocks=size.isl_blocks,
+        attempt=decision.attempt,
+    )
 
 
 def _answer(pending: _Pending, decision: Decision) -> None:
