@@ -264,7 +264,6 @@ class Fleet:
         keep = set(live)
         self._infos = {inc: info for inc, info in self._infos.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
-        self._known = None
 
     def load_statistics(self, now_ms: int) -> tuple[float, float]:
         """Mean and sample standard deviation of the used fraction of KV blocks.

@@ -259,6 +259,18 @@ async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
     assert 0 <= fleet.metrics_age_s < 5
 
 
+async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    inc = await space.worker("a")
+    assert (await fleet.view(await space.loads())).measured[0].metrics == ForwardPassMetrics()
+    await publish(space, inc, waiting(7))
+    async with following(fleet):
+        await learned(fleet, inc, waiting=7)
+    view = await fleet.view(await space.loads())
+    assert view.measured[0].metrics == waiting(7)
+    assert view.candidates({}).num_requests_waiting.tolist() == [7]
+
+
 async def test_an_entry_that_makes_no_sense_is_passed_over(
     space: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:

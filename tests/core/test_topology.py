@@ -111,6 +111,20 @@ async def test_what_had_no_connection_was_not_sent() -> None:
     assert str(replies[0]).startswith("ConnectionError: ")
 
 
+async def test_who_finds_no_free_connection_waits_for_one(one_redis_server: EmbeddedRedis) -> None:
+    async with connect(one_redis_server.url, max_connections=2) as redis:
+        ask = [exchange(Node(redis), [("CLIENT ID",)]) for _ in range(20)]
+        replies = [reply for [reply] in await asyncio.gather(*ask)]
+    assert len(set(replies)) == 2
+    assert all(isinstance(reply, int) for reply in replies)
+
+
+async def test_a_connection_that_fails_is_not_in_use_for_ever() -> None:
+    async with connect(f"redis://127.0.0.1:{free_port()}/0", max_connections=2) as nowhere:
+        failures = [str(*await exchange(Node(nowhere), [("PING",)])) for _ in range(4)]
+    assert len(set(failures)) == 1, failures
+
+
 async def test_what_was_sent_may_have_run_when_the_connection_ends(
     own_redis_server: EmbeddedRedis,
 ) -> None:
