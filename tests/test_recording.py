@@ -1,11 +1,33 @@
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 
+from app.core.config import RouterSettings
+from app.core.keys import Keyspace
+from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.cost import Candidates
-from app.recording import ENTRY, FIELDS, Record, Seen, Usage, decode, encode, sampled, usages
+from app.recording import (
+    ENTRY,
+    FIELDS,
+    MAX_UNWRITTEN,
+    Record,
+    Recorder,
+    Seen,
+    Usage,
+    decode,
+    encode,
+    sampled,
+    usages,
+)
+from tests.eventually import eventually
+
+KEYS = Keyspace("test")
 
 
 def record(request_id: str, blocks: list[SequenceHash], seen: Seen | None = None) -> Record:
@@ -84,3 +106,15 @@ def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
         (48, 1),
         (48, 1),
     ]
+
+
+async def test_too_many_decisions_to_write_lose_the_oldest(redis: Redis) -> None:
+    recorder = Recorder(ScriptRunner(redis, timeout_s=5), KEYS, RouterSettings())
+    for n in range(MAX_UNWRITTEN + 3):
+        recorder.add(lambda _, n=n: record(f"r{n}", CHAIN))
+    writing = asyncio.create_task(recorder.run())
+    written = partial(redis.xrange, KEYS["decisions"])
+    entries = await eventually(written, lambda found: len(found) >= MAX_UNWRITTEN)
+    writing.cancel()
+    ids = [entry[b"request_id"].decode() for _, entry in entries]
+    assert ids == [f"r{n}" for n in range(3, MAX_UNWRITTEN + 3)]

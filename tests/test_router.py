@@ -14,6 +14,7 @@ from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis, free_port
 from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
 from app.core.hashing import compute_hashes
+from app.core.index import shard_of
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
@@ -250,6 +251,17 @@ class TestOneReplica:
             policy = "least_loaded"
             assert replica.counted("decisions", policy=policy, outcome="routed") == 1
             assert replica.counted("decisions", policy=policy, outcome="failed") == 1
+
+
+async def test_shards_that_changed_since_the_last_look_cost_no_overlap(
+    router: Replica, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    await workers.publish("w1", PROMPT)
+    await router.route(request("r0"))
+    root = request("r1").chain[0]
+    router.fleet.shards = next(n for n in range(2, 64) if shard_of(root, n))
+    assert (await router.route(request("r1"))).overlap.device == 2
 
 
 class TestConflicts:
