@@ -16,6 +16,7 @@ Floats = NDArray[np.float64]
 
 HOST_CREDIT = 0.75
 DISK_CREDIT = 0.25
+QUEUE_WHOLE_S = 2.0
 BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
@@ -96,7 +97,8 @@ CostFunction = Callable[[Candidates, RequestSize], Costs]
 def latency(candidates: Candidates, size: RequestSize) -> Costs:
     """Predicted seconds that the request costs itself and the others on each worker.
 
-    queue_s         prefill already in flight, which this one waits for
+    queue_s         prefill already in flight, which this one waits for: 2 s of it whole, Q s beyond
+                    that as 2 (1 + ln(Q / 2)), as caches are worth more the longer queues are
     memory_wait_s   what waiting for free KV blocks takes beyond that
     prefill_s       prefill of this prompt
     blocking_s      the same again, and 30 % more for each request that waits for its first token,
@@ -114,7 +116,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     queue = candidates.prefill_s
     waiting = candidates.active_requests - candidates.decoding_requests
     terms: dict[str, Floats] = {
-        "queue_s": queue,
+        "queue_s": _felt_s(queue),
         "memory_wait_s": _memory_wait_s(candidates, size, decode, queue),
         "prefill_s": prefill,
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
@@ -131,6 +133,15 @@ def _sum(terms: Mapping[str, Floats]) -> Floats:
     for term in others:
         total += term
     return total
+
+
+def _felt_s(queue_s: Floats) -> Floats:
+    """A queue of prefills as it counts against what the cache would save."""
+    if queue_s[queue_s.argmax()] <= QUEUE_WHOLE_S:
+        return queue_s
+    beyond = np.maximum(queue_s / QUEUE_WHOLE_S, 1.0)
+    felt: Floats = np.minimum(queue_s, QUEUE_WHOLE_S) + QUEUE_WHOLE_S * np.log(beyond)
+    return felt
 
 
 def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+import math
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -203,6 +204,16 @@ def test_latency_prefers_an_idle_worker_once_the_queue_outweighs_the_cache() -> 
     # with 8 of 10 blocks cached: 2 * 0.38 + queue, against 2 * 1.5
     for queue_s, winner in [(2.2, 0), (2.3, 1)]:
         seen = candidates(2, ROUND_SPEED, overlap_device=[8, 0], prefill_s=[queue_s, 0])
+        assert latency(seen, SIZE).cost.argmin() == winner
+
+
+def test_a_long_queue_counts_less_against_the_cache_but_counts_without_end() -> None:
+    seen = candidates(4, ROUND_SPEED, prefill_s=[0.5, 2.0, 2.0 * math.e, 2.0 * math.e**2])
+    assert_allclose(latency(seen, SIZE).terms["queue_s"], [0.5, 2.0, 4.0, 6.0])
+    # 8 of 10 blocks cached, of a prompt that takes 6 s: 2 * 1.2 + 2 (1 + ln(Q / 2)) against 2 * 6
+    slow = replace(ROUND_SPEED, prefill_s_per_token=6e-3, prefill_s_per_token2=0.0)
+    for queue_s, winner in [(85.0, 0), (95.0, 1)]:
+        seen = candidates(2, slow, overlap_device=[8, 0], prefill_s=[queue_s, 0])
         assert latency(seen, SIZE).cost.argmin() == winner
 
 
