@@ -65,13 +65,15 @@ class Command(click.Command):
     """Shows our own errors as one line, not as a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        error: BaseException
         try:
             return super().invoke(ctx)
         except* KvrouteError as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise click.ClickException(str(error)) from None
+            error = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        # Out here, as the first releases of Python 3.11 wrap what is raised in an except* clause.
+        raise click.ClickException(str(error))
 
 
 def setting(default: Any, help_text: str, kind: Any = None, env: str | None = None) -> Any:
