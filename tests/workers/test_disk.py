@@ -4,8 +4,6 @@ import errno
 import logging
 import os
 import random
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +15,7 @@ import pytest
 
 from app.core.errors import BlockLost, ConfigError
 from app.core.types import SequenceHash
+from tests.workers.full_disk import no_room_beyond
 from workers import disk
 from workers.disk import PAGE_BYTES, RECORD_BYTES, DiskBlock, SlotFile
 
@@ -222,19 +221,6 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
     with opened(tmp_path) as file:
         assert listed(file) == {0: A, 2: C}
         assert "all blocks were read" not in caplog.text
-
-
-@contextmanager
-def no_room_beyond(size: int) -> Iterator[None]:
-    """The limit on the size of files stands for the disk's: the kernel refuses the write."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
-import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from app.core.errors import BlockLost
 from app.core.types import SequenceHash, Tier
+from tests.workers.full_disk import no_room_beyond
 from workers import transfers
 from workers.blocks import BlockManager
 from workers.disk import PAGE_BYTES, DiskBlock, SlotFile
@@ -361,19 +360,6 @@ def test_a_short_read_costs_what_is_behind_the_end_of_the_file(tiers: Tiers) -> 
     os.truncate(tiers.folder / "blocks", max(at.values()) * size + 5_000)
     good = next(n for n, block in enumerate(BLOCKS) if at[block] == max(at.values()))
     assert tiers.load(BLOCKS) == good
-
-
-@contextmanager
-def no_room_beyond(size: int) -> Iterator[None]:
-    """The limit on the size of files stands for the disk's: the kernel refuses the write."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(

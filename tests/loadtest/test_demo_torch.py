@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+from click.testing import CliRunner
+
+from loadtest import demo_torch
+from loadtest.traces import VOCABULARY
+from tests.redis_servers import newest_kind, require_redis
+from tests.workers.checkpoints import reference
+
+
+def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path: Path) -> None:
+    require_redis(newest_kind())
+    model = tmp_path / "model"
+    reference(vocab_size=VOCABULARY, max_position_embeddings=4096).save_pretrained(model)
+    options = ["--rounds=1", "--conversations=2", "--turns=2", "--every-s=0.2"]
+    ended = CliRunner().invoke(demo_torch.main, [f"--model={model}", f"--out={tmp_path}", *options])
+    assert ended.exit_code == 0, ended.output
+    found = orjson.loads((tmp_path / "demo-torch.json").read_bytes())
+    samples = {tier: len(measured["ttft_s"]) for tier, measured in found["tiers"].items()}
+    # Prompts that share nothing fill the device, then host memory, before any is on disk.
+    assert samples.pop("cold") >= 8
+    assert samples == {"device": 1, "host": 1, "disk": 1}
+    played = found["routing"]["policies"]
+    assert {name: run["failed"] for name, run in played.items()} == {"round_robin": 0, "latency": 0}
