@@ -75,13 +75,6 @@ local function split(runs, from, from_owners, to, to_owners)
     return
   end
   local middle = math.floor((from + to) / 2)
-  -- Which group first, as each is a bucket of its own to fetch from memory.
-  if leader_of(from) ~= leader_of(to - 1) then
-    middle = leader_of(middle)
-    if middle <= from then
-      middle = leader_of(to - 1)
-    end
-  end
   local owners = owners_at(middle)
   if owners ~= from_owners then
     split(runs, from, from_owners, middle, owners)

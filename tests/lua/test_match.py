@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -88,6 +89,27 @@ async def test_a_chain_of_any_length_is_matched_to_its_end(space: Namespace, len
     blocks = [A, B, C, D, E]
     await space.hold(inc, blocks)
     assert await space.match(blocks[:length]) == [{inc: TierOverlap(device=length)}]
+
+
+async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> None:
+    inc = await space.worker("a")
+    chain = chain_of(random.Random(2), WHOLE_CHAIN)
+    space.know(chain)
+    await space.hold(inc, chain[:300])
+    await space.redis.config_resetstat()
+    assert await space.match(chain) == [{inc: TierOverlap(device=300)}]
+    stats = await space.redis.info("commandstats")
+    # The layout, both ends, and a step for each halving.
+    assert stats["cmdstat_hget"]["calls"] == 1 + 2 + math.log2(WHOLE_CHAIN)
+
+
+async def test_a_hole_that_somebody_made_does_not_spoil_the_answer(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    chain = [A, B, C, D, E]
+    await space.hold(a, chain)
+    await space.hold(b, [A])
+    assert await space.redis.hdel(space.key("blocks:aa"), f"{C:016x}") == 1
+    assert await runs(space, chain) == [[1, b"1d2d", 2, b"1d", 5, b"1d"]]
 
 
 async def test_several_chains_are_answered_in_their_order(space: Namespace) -> None:
