@@ -194,8 +194,9 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
     }
     assert as_json(url, "inspect", "prefix", str(text), "--text")["isl_blocks"] == 11
     assert as_json(url, "inspect", "prefix", str(tokens), "--lora", "x")["overlaps"] == []
-    tokens.write_text("[-1]")
-    assert "no list of token ids" in kvroute(url, "inspect", "prefix", str(tokens)).output
+    for wrong in ("[-1]", "[true]", "[4294967296]"):
+        tokens.write_text(wrong)
+        assert "no list of token ids" in kvroute(url, "inspect", "prefix", str(tokens)).output
 
 
 def test_nothing_is_wrong_with_a_namespace_that_nobody_touched(url: str) -> None:

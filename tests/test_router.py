@@ -180,6 +180,19 @@ class TestOneReplica:
         assert placed(answers) == {"w1": 4, "w2": 4, "w3": 4}
         assert [(await workers.load(n)).requests for n in ("w1", "w2", "w3")] == [4, 4, 4]
 
+    async def test_what_a_prefill_will_take_is_reserved_whatever_the_policy(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        policies = ("latency", "least_loaded", "round_robin")
+        for name in policies:
+            await workers.register(name)
+        for name in policies:
+            others = frozenset(policies) - {name}
+            await router.route(request(f"r-{name}", name, exclude=others))
+        prefill_us = {(await workers.load(name)).prefill_us for name in policies}
+        assert len(prefill_us) == 1
+        assert prefill_us.pop() > 0
+
     async def test_it_is_never_in_conflict_with_itself(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
