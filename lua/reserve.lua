@@ -14,8 +14,9 @@
 --                               use; attempt, without spaces, tells this reservation from others of
 --                               the request; max_requests, the worker is full at that many;
 --                               seen_total, the reservations ever made on it when the router
---                               looked: one more by now and the choice is off; -1: take it all the
---                               same
+--                               looked: one more by now and the choice is off, as is every later
+--                               one of this call for the same worker, which counted on it; -1: take
+--                               it all the same
 -- Returns  {{outcome, ...}}     of each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"
 --          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: behind the
@@ -35,6 +36,7 @@ despite_full(load)
 local now = now_ms()
 local expires = string.format('%d', now + ttl_ms)
 unreserve_expired(now, 2 * #ARGV)
+local overtaken = {}
 
 local function reserve(inc, request_id, tokens, us, blocks, attempt, max_requests, seen_total)
   unreserve(request_id, now)
@@ -46,7 +48,8 @@ local function reserve(inc, request_id, tokens, us, blocks, attempt, max_request
   if l.requests >= tonumber(max_requests) then
     return 'full'
   end
-  if seen_total ~= '-1' and l.total ~= tonumber(seen_total) then
+  if seen_total ~= '-1' and (overtaken[inc] or l.total ~= tonumber(seen_total)) then
+    overtaken[inc] = true
     return 'changed'
   end
 

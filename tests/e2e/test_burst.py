@@ -16,7 +16,7 @@ from app.core.hashing import compute_hashes
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.fleet import Fleet
-from app.router import Router, RouteRequest
+from app.router import MAX_TRIES, Router, RouteRequest
 from app.telemetry import Telemetry
 from loadtest.bench_burst import (
     BLOCK_SIZE,
@@ -81,7 +81,7 @@ class Replicas:
         decisions = await asyncio.gather(
             *(self.routers[i % self._count].route(r) for i, r in enumerate(requests))
         )
-        assert all(d.reserved for d in decisions)
+        assert all(d.reserved and d.tries < MAX_TRIES for d in decisions)
         released = [await self.routers[0].release(r.request_id) for r in requests]
         assert all(released)
         return Counter(d.worker.key.worker_id for d in decisions)

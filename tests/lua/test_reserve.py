@@ -164,19 +164,33 @@ async def test_of_requests_in_one_call_each_is_made_or_refused_by_itself_and_in_
     a, b = await space.worker("a"), await space.worker("b")
     replies = await space.reserve_all(
         wish(a, "r1", seen_total=0),
-        wish(a, "r2", seen_total=0),
+        wish(a, "r2", seen_total=1),
         wish(a, "r3", seen_total=1),
         wish(b, "r4", max_requests=1),
         wish(b, "r5", max_requests=1),
         wish(Incarnation(99), "r6"),
     )
     reasons = [refused and refused.reason for refused in replies]
-    assert reasons == [None, "changed", None, None, "full", "lapsed"]
+    assert reasons == [None, None, "changed", None, "full", "lapsed"]
     fresh = {a: await space.load(a), b: await space.load(b)}
     assert [refused.fresh.loads for refused in replies if refused] == [fresh] * 3
     assert (fresh[a].requests, fresh[b].requests) == (2, 1)
     queued = await space.redis.lrange(space.keys[f"prefills:{a}"], 0, -1)
-    assert queued == [b"r1", b"r3"]
+    assert queued == [b"r1", b"r2"]
+
+
+async def test_who_counted_on_one_that_was_overtaken_is_overtaken_too(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(a, "other", seen_total=0)
+    replies = await space.reserve_all(
+        wish(a, "r1", seen_total=0),
+        # The count is right, but it is the other's reservation, not that of r1.
+        wish(a, "r2", seen_total=1),
+        wish(b, "r3", seen_total=0),
+        wish(a, "r4"),
+    )
+    assert [refused and refused.reason for refused in replies] == ["changed", "changed", None, None]
+    assert ((await space.load(a)).total, (await space.load(b)).total) == (2, 1)
 
 
 async def test_a_request_that_comes_twice_in_one_call_holds_its_last_reservation(
