@@ -44,9 +44,8 @@ TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
 """At start-up so much is copied with each mover, but no fewer blocks than that and no more."""
 TRIAL_ROUNDS = 5
-DISK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""Reads of a copy that are under way at once: more than there are cores to spare slow each other.
-Of writes a file takes one at a time."""
+DISK_THREADS = min(4, os.cpu_count() or 1)
+"""Share a copy to or from disk: of some blocks checksums are made while others are copied."""
 
 
 def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
@@ -385,10 +384,10 @@ class Transfers:
         on_disk: Sequence[DiskBlock],
     ) -> int:
         if pool.words.is_cpu:
-            return self._on_disk(self._write, 1, slots, on_disk, _rows(pool.words, block_ids))
+            return self._on_disk(self._write, slots, on_disk, _rows(pool.words, block_ids))
         at = torch.from_numpy(_ids(block_ids)).to(pool.device)
         staged = pool.words.index_select(0, at).cpu()
-        return self._on_disk(self._write, 1, slots, on_disk, _rows(staged, range(len(slots))))
+        return self._on_disk(self._write, slots, on_disk, _rows(staged, range(len(slots))))
 
     def _load(
         self,
@@ -399,11 +398,11 @@ class Transfers:
     ) -> int:
         if pool.words.is_cpu:
             rows = _rows(pool.words, block_ids)
-            return self._on_disk(self._read, DISK_THREADS, slots, on_disk, rows)
+            return self._on_disk(self._read, slots, on_disk, rows)
         shape = (len(slots), *pool.words.shape[1:])
         staged = torch.empty(shape, dtype=pool.words.dtype, pin_memory=True)
         rows = _rows(staged, range(len(slots)))
-        done = self._on_disk(self._read, DISK_THREADS, slots, on_disk, rows)
+        done = self._on_disk(self._read, slots, on_disk, rows)
         at = torch.from_numpy(_ids(block_ids[:done])).to(pool.device)
         pool.words.index_copy_(0, at, staged[:done].to(pool.device))
         return done
@@ -411,12 +410,11 @@ class Transfers:
     def _on_disk(
         self,
         act: Callable[[Sequence[int], Sequence[DiskBlock], Sequence[memoryview]], Iterable[int]],
-        at_once: int,
         slots: Sequence[int],
         on_disk: Sequence[DiskBlock],
         rows: Sequence[memoryview],
     ) -> int:
-        """Do this to all blocks, by slot and in so many parts; how many leading ones came well.
+        """Do this to all blocks, by slot and in several parts; how many leading ones came well.
 
         act: returns the places of those that did not.
         """
@@ -428,7 +426,7 @@ class Transfers:
             return [share[n] for n in failed]
 
         order = np.argsort(_ids(slots))
-        shares = [share.tolist() for share in np.array_split(order, at_once)]
+        shares = [share.tolist() for share in np.array_split(order, min(DISK_THREADS, len(order)))]
         others = [self._disk_threads.submit(of_share, share) for share in shares[1:]]
         failed = [of_share(shares[0]), *(other.result() for other in others)]
         return min(chain.from_iterable(failed), default=len(slots))
