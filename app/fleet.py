@@ -68,7 +68,7 @@ class Known:
         self.everybody = np.ones(len(known), dtype=np.bool_)
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
         columns = [_measured_fields(info, measured) for _, info, measured in known]
-        self.rows = tuple(_rows(columns, 13))
+        self.rows = tuple(_rows(columns, 14))
 
 
 class View:
@@ -153,6 +153,7 @@ def _measured_fields(info: WorkerInfo, measured: Measured) -> tuple[float, ...]:
         m.gpu_cache_usage_perc,
         m.request_active_slots,
         m.request_total_slots,
+        m.kv_idle_before_evict_s,
         s.prefill_s_per_token,
         s.prefill_s_per_token2,
         s.decode_s_per_kv_token,

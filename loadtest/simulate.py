@@ -184,9 +184,14 @@ def _ttft_mean_s(scenario: Scenario, policy: str, load: float) -> float:
     return math.inf if mean_s is None else mean_s
 
 
-def limit(scenario: Scenario, policy: str, share: float) -> float:
-    """The highest load at which this share of the requests is within the SLO."""
-    return highest(lambda load: simulate(scenario, policy, load).within_slo >= share)
+def limit(scenario: Scenario, policy: str, share: float, seeds: int) -> float:
+    """The highest load at which this share of the requests, mean over seeds, is within the SLO."""
+
+    def is_fine(load: float) -> bool:
+        played = (simulate(scenario, policy, load, seed) for seed in range(seeds))
+        return sum(figures.within_slo for figures in played) >= share * seeds
+
+    return highest(is_fine)
 
 
 # What a worker process plays; it inherits this, as a trace is long to send.
@@ -201,8 +206,8 @@ def _knee(policy: str) -> float:
     return knee(_scenario, policy)
 
 
-def _limit(policy: str, share: float) -> float:
-    return limit(_scenario, policy, share)
+def _limit(policy: str, share: float, seeds: int) -> float:
+    return limit(_scenario, policy, share, seeds)
 
 
 @contextmanager
@@ -388,7 +393,11 @@ def main(
             console.print(table(_title(scenario, load), played))
         if share is not None:
             limits = dict(
-                zip(policies, executor.map(partial(_limit, share=share), policies), strict=True)
+                zip(
+                    policies,
+                    executor.map(partial(_limit, share=share, seeds=seeds), policies),
+                    strict=True,
+                )
             )
             result["limit"] = {"share": share, "load": limits}
             for policy, load in limits.items():

@@ -226,9 +226,12 @@ def _leading(
 class Worker:
     """One engine, and what it tells the routers."""
 
-    def __init__(self, setting: Setting, profile: Profile) -> None:
+    def __init__(self, setting: Setting, profile: Profile, now: Callable[[], float]) -> None:
         self.engine = SimEngine(
-            profile, block_size=setting.block_size, host_pool_tokens=setting.host_pool_tokens
+            profile,
+            block_size=setting.block_size,
+            host_pool_tokens=setting.host_pool_tokens,
+            now=now,
         )
         self.holdings = Holdings(setting.event_delay_s)
         self.metrics: ForwardPassMetrics = self.engine.metrics()
@@ -269,6 +272,7 @@ class Worker:
             *(load.requests, load.decoding, m.request_total_slots),
             *(m.kv_active_blocks, m.kv_total_blocks, m.num_requests_waiting),
             *(m.gpu_cache_usage_perc, m.request_active_slots, m.request_total_slots),
+            m.kv_idle_before_evict_s,
             *(s.prefill_s_per_token, s.prefill_s_per_token2),
             *(s.decode_s_per_kv_token, s.decode_s_per_seq),
             *(s.host_s_per_token, s.disk_s_per_token, s.mean_output_tokens),
@@ -313,12 +317,13 @@ class Simulation:
         self.setting = setting
         self._prompts = prompts or Prompts(setting.block_size)
         profiles = islice(cycle(setting.profiles), setting.num_workers)
-        self.workers = [Worker(setting, PROFILES[name]) for name in profiles]
+        self.workers = [Worker(setting, PROFILES[name], lambda: self._now_s) for name in profiles]
         self.outcomes: list[Outcome] = []
         self.conflicts = 0
         self._policy = Policy(policy)
         self._rng = np.random.default_rng(setting.seed)
         self._turn = 0
+        self._now_s = 0.0
         shared = self._new_books()
         is_shared = setting.sharing is Sharing.EXACT
         self.replicas = [
@@ -337,8 +342,8 @@ class Simulation:
             start_s = max(0.0, session.start_s + shift_s)
             self._arrive_at(session, 0, start_s + session.turns[0].think_s)
         while self._agenda:
-            now_s, _, act = heapq.heappop(self._agenda)
-            act(now_s)
+            self._now_s, _, act = heapq.heappop(self._agenda)
+            act(self._now_s)
         return sorted(self.outcomes, key=lambda outcome: outcome.arrival_s)
 
     def _new_books(self) -> list[Books]:

@@ -195,6 +195,7 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
             kv_total_blocks=900,
             num_requests_waiting=2,
             gpu_cache_usage_perc=0.25,
+            kv_idle_before_evict_s=60.0,
         ),
         Speed(prefill_s_per_token=1e-5, mean_output_tokens=50),
     )
@@ -214,6 +215,8 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
     assert seen.max_requests.tolist() == [256, 256]
     assert seen.kv_active_blocks.tolist() == [250, 0]
     assert seen.kv_total_blocks.tolist() == [900, 1000], "unmeasured: as registered"
+    assert seen.kv_idle_before_evict_s.tolist() == [60, 0]
+    assert seen.prefill_s_per_token.tolist() == [1e-5, DEFAULT_SPEED.prefill_s_per_token]
     assert view.candidates({}).overlap_device.tolist() == [0, 0]
 
     view.add(0, Reservation("r2", prefill_tokens=40, prefill_us=2000, blocks=3))

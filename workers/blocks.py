@@ -22,6 +22,7 @@ from enum import Enum
 from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier
+from workers.idle import IdleBeforeEvict
 from workers.slots import Move, Slot, Slots
 
 
@@ -162,6 +163,12 @@ class BlockManager:
         self._uses_before: OrderedDict[SequenceHash, int] = OrderedDict()
         """Of blocks that are gone, as many as the device has slots: the last to go."""
         self._events: list[CacheEvent] = []
+        self._idle = IdleBeforeEvict(now)
+
+    @property
+    def idle_before_evict_s(self) -> float:
+        """Of blocks that no tier has any more; see IdleBeforeEvict."""
+        return self._idle.value_s
 
     # Requests
 
@@ -333,7 +340,10 @@ class BlockManager:
             assert not slot.published, f"slot {slot.block_id} is not withdrawn"
             assert not slot.references, f"slot {slot.block_id} is still being stored"
             self._remember(slot)
+            block, since_s = _block(slot), slot.idle_since_s
             self.tiers[eviction.tier].forget(slot)
+            if not any(slots.find(block) for slots in self.tiers.values()):
+                self._idle.add(since_s)
         self.counts.evicted += len(leaving)
         return len(leaving)
 

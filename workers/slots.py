@@ -28,6 +28,7 @@ class Slot:
         "block_id",
         "filling",
         "generation",
+        "idle_since_s",
         "leaving",
         "parent",
         "pinned_until_s",
@@ -57,6 +58,8 @@ class Slot:
         """Was it told of as stored, and not as removed since?"""
         self.priority = 0
         self.pinned_until_s = 0.0
+        self.idle_since_s = 0.0
+        """When it was last used or filled, once nobody uses it."""
         self.uses = 0
         """Requests that held it."""
 
@@ -286,6 +289,7 @@ class Slots:
             self._num_pinned += 1
             return
         slot.pinned_until_s = 0.0
+        slot.idle_since_s = self._now()
         self._idle.setdefault(slot.priority, OrderedDict())[slot.block_id] = slot
         self._num_idle += 1
 

@@ -34,6 +34,11 @@ class EngineCollector(Collector):
             "Prompt tokens that were cached, of those of the last 1,000 requests; 0-1.",
             now.gpu_prefix_cache_hit_rate,
         )
+        yield GaugeMetricFamily(
+            "kvroute_engine_kv_idle_before_evict_seconds",
+            "For which the KV blocks that were evicted lately had not been used; 0: none was.",
+            now.kv_idle_before_evict_s,
+        )
         events = CounterMetricFamily(
             "kvroute_engine_kv_block_events",
             "Blocks, by what became of them: evicted, loaded, stored, stores_dropped (too much was "

@@ -543,6 +543,7 @@ def _worker_models(view: View) -> list[schemas.WorkerModel]:
             num_requests_waiting=measured.metrics.num_requests_waiting,
             gpu_cache_usage=measured.metrics.gpu_cache_usage_perc,
             gpu_prefix_cache_hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
+            kv_idle_before_evict_s=measured.metrics.kv_idle_before_evict_s,
             gpu=None if measured.gpu == NO_READINGS else measured.gpu,
             stale=measured.is_stale(view.now_ms),
         )

@@ -183,6 +183,9 @@ class WorkerModel(BaseModel):
     num_requests_waiting: int
     gpu_cache_usage: float
     gpu_prefix_cache_hit_rate: float
+    kv_idle_before_evict_s: float = Field(
+        description="for which the blocks evicted lately had not been used; 0: none was"
+    )
     gpu: GpuReadings | None = Field(description="null where nothing was read")
     stale: bool = Field(description="what is measured is older than a second")
 

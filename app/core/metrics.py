@@ -22,6 +22,8 @@ class ForwardPassMetrics:
     num_requests_waiting: int = 0
     gpu_cache_usage_perc: float = 0.0
     gpu_prefix_cache_hit_rate: float = 0.0
+    kv_idle_before_evict_s: float = 0.0
+    """Seconds for which the blocks that were evicted lately had not been used; 0: none was."""
 
 
 @dataclass(frozen=True, slots=True)

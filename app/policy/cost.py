@@ -20,6 +20,8 @@ QUEUE_WHOLE_S = 2.0
 BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
+REUSE_WITHIN_S = 300.0
+"""What was not used for so long is asked for again half the time, and sooner if less long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Candidates:
     max_requests: Floats
     """A worker with this many active_requests is full."""
     kv_active_blocks: Floats
-    """This and the next five: as the worker last reported."""
+    """This and the next six: as the worker last reported."""
     kv_total_blocks: Floats
     """0 while unknown; so is request_total_slots."""
     num_requests_waiting: Floats
@@ -70,6 +72,8 @@ class Candidates:
     """0-1."""
     request_active_slots: Floats
     request_total_slots: Floats
+    kv_idle_before_evict_s: Floats
+    """Seconds for which the blocks that it evicted lately had not been used; 0: none was."""
     prefill_s_per_token: Floats
     """This and the rest: `app.core.metrics.Speed`."""
     prefill_s_per_token2: Floats
@@ -105,6 +109,9 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
                     as a delay to those that will queue behind it: where many wait, more will come
     decode_s        70 % of the decode steps shared with the requests in flight, over a mean output
     interference_s  5 % of prefill_s for each request in flight
+    eviction_s      twice prefill_s, as as much will have to be computed again, times the chance
+                    that what makes room for this prompt is asked for again: 300 / (300 + idle),
+                    where idle is how many seconds the worker's blocks are not used before they go
 
     The weights did best over conversation and agentic traces in simulation: docs/decisions.md.
     """
@@ -122,6 +129,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
         "decode_s": DECODE_WEIGHT * decode,
         "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
+        "eviction_s": 2.0 * prefill * _asked_again(candidates.kv_idle_before_evict_s),
     }
     return Costs(_sum(terms), terms)
 
@@ -142,6 +150,11 @@ def _felt_s(queue_s: Floats) -> Floats:
     beyond = np.maximum(queue_s / QUEUE_WHOLE_S, 1.0)
     felt: Floats = np.minimum(queue_s, QUEUE_WHOLE_S) + QUEUE_WHOLE_S * np.log(beyond)
     return felt
+
+
+def _asked_again(idle_s: Floats) -> Floats:
+    """The chance that a block that is evicted is asked for again; 0 where none is evicted."""
+    return np.where(idle_s > 0.0, REUSE_WITHIN_S / (REUSE_WITHIN_S + idle_s), 0.0)
 
 
 def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:

@@ -57,6 +57,7 @@ async def test_a_worker_is_listed_with_what_it_said_and_what_is_reserved_on_it(
         "num_requests_waiting": 0,
         "gpu_cache_usage": 0.0,
         "gpu_prefix_cache_hit_rate": 0.0,
+        "kv_idle_before_evict_s": 0.0,
         "gpu": None,
         "stale": True,
     }
@@ -78,6 +79,7 @@ async def test_what_a_worker_reports_is_shown_and_makes_it_fresh(
             num_requests_waiting=2,
             gpu_cache_usage_perc=0.25,
             gpu_prefix_cache_hit_rate=0.5,
+            kv_idle_before_evict_s=412.5,
         ),
     )
     (worker,) = (await listed_once_fresh(client, 1))["workers"]
@@ -85,6 +87,7 @@ async def test_what_a_worker_reports_is_shown_and_makes_it_fresh(
     assert worker["num_requests_waiting"] == 2
     assert worker["gpu_cache_usage"] == 0.25
     assert worker["gpu_prefix_cache_hit_rate"] == 0.5
+    assert worker["kv_idle_before_evict_s"] == 412.5
 
 
 async def test_what_a_gpu_told_is_shown_and_the_rest_is_null(

@@ -20,6 +20,7 @@ METRICS = ForwardPassMetrics(
     num_requests_waiting=2,
     gpu_cache_usage_perc=0.048,
     gpu_prefix_cache_hit_rate=0.75,
+    kv_idle_before_evict_s=412.5,
 )
 SPEED = Speed(prefill_s_per_token=1.25e-5, mean_output_tokens=212.5)
 READINGS = GpuReadings(
@@ -46,7 +47,7 @@ def test_only_what_a_gpu_told_is_written() -> None:
 
 def test_every_field_is_short_text_under_its_own_name() -> None:
     entry = encode(METRICS, SPEED)
-    assert len(entry) == 14
+    assert len(entry) == 15
     assert entry["kv_total_blocks"] == "25000"
     assert entry["gpu_cache_usage_perc"] == "0.048"
     assert entry["prefill_s_per_token"] == "1.25e-05"

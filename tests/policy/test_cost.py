@@ -217,6 +217,20 @@ def test_a_long_queue_counts_less_against_the_cache_but_counts_without_end() -> 
         assert latency(seen, SIZE).cost.argmin() == winner
 
 
+def test_an_eviction_costs_what_it_will_take_to_compute_as_much_again() -> None:
+    seen = candidates(
+        4, ROUND_SPEED, overlap_device=[0, 0, 0, 8], kv_idle_before_evict_s=[0, 300, 100, 100]
+    )
+    # 2 * 1.5 s, half or three quarters of which are likely; 2 * 0.38 s
+    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [0, 1.5, 2.25, 0.57])
+
+
+def test_a_cold_prompt_goes_where_nothing_is_evicted_or_what_is_was_not_used_for_longest() -> None:
+    for idle_s, winner in [([60, 400], 1), ([400, 60], 0), ([0, 400], 0), ([400, 0], 1)]:
+        seen = candidates(2, ROUND_SPEED, kv_idle_before_evict_s=idle_s)
+        assert latency(seen, SIZE).cost.argmin() == winner
+
+
 # balance
 
 

@@ -465,6 +465,7 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
         "num_requests_waiting": "0",
         "gpu_cache_usage_perc": "0",
         "gpu_prefix_cache_hit_rate": "0",
+        "kv_idle_before_evict_s": "0",
         "prefill_s_per_token": "0.0001",
         "prefill_s_per_token2": "1.1e-09",
         "decode_s_per_kv_token": "3e-08",

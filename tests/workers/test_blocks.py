@@ -176,6 +176,26 @@ def test_a_block_keeps_the_highest_priority_that_it_was_released_with() -> None:
     assert [slot.block for slot in manager.evict(DEVICE, 1).leaving] == [block("X")]
 
 
+def test_it_tells_for_how_long_blocks_that_are_nowhere_any_more_were_not_used() -> None:
+    clock = Clock()
+    manager = manager_of(device=8, host=8, clock=clock)
+    cached(manager, "AB")
+    cached(manager, "X")
+    clock.now_s += 30
+    cached(manager, "AB")
+    clock.now_s += 30
+    evict(manager, DEVICE, 2)  # X and B
+    assert manager.idle_before_evict_s == 0
+    clock.now_s += 15
+    evict(manager, HOST, 1)
+    # X, since it was stored there.
+    assert manager.idle_before_evict_s == 15
+    manager.admission = Admission(min_uses=9)
+    evict(manager, DEVICE, 1)
+    # A, which is stored nowhere else: 45 s, as one of two hundred.
+    assert manager.idle_before_evict_s == pytest.approx(15 + (45 - 15) / 200)
+
+
 def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back() -> None:
     manager = manager_of(4)
     cached(manager, "ABC")

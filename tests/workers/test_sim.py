@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -32,7 +32,12 @@ ABC = tuple(range(100, 110))  # the ten tokens A to J
 
 
 def engine_of(
-    pool_blocks: int = 16, *, host_blocks: int = 0, profile: Profile = EASY, caching: bool = True
+    pool_blocks: int = 16,
+    *,
+    host_blocks: int = 0,
+    profile: Profile = EASY,
+    caching: bool = True,
+    now: Callable[[], float] = lambda: 0.0,
 ) -> SimEngine:
     return SimEngine(
         profile,
@@ -40,6 +45,7 @@ def engine_of(
         kv_pool_tokens=pool_blocks * BLOCK_SIZE,
         host_pool_tokens=host_blocks * BLOCK_SIZE,
         prefix_caching=caching,
+        now=now,
     )
 
 
@@ -231,6 +237,22 @@ def test_the_hit_rate_forgets_all_but_the_last_thousand_requests() -> None:
         serve(engine, request_of(str(i), ABC))
 
     assert engine.metrics().gpu_prefix_cache_hit_rate == 8 / 10
+
+
+@pytest.mark.parametrize(("host_blocks", "idle_s"), [(0, [0, 70]), (3, [0, 0, 70])])
+def test_it_tells_for_how_long_blocks_that_are_nowhere_any_more_were_not_used(
+    host_blocks: int, idle_s: list[int]
+) -> None:
+    """Each request has two full blocks and part of a third, of the three that there is room for."""
+    now_s = 100.0
+    engine = engine_of(3, host_blocks=host_blocks, now=lambda: now_s)
+    told = []
+    for n, _ in enumerate(idle_s):
+        serve(engine, request_of(f"r{n}", range(100 * n, 100 * n + 10)))
+        told.append(engine.metrics().kv_idle_before_evict_s)
+        now_s += 70 if host_blocks == 0 else 35
+
+    assert told == idle_s
 
 
 # Events

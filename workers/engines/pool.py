@@ -13,25 +13,32 @@ cached: full, reusable, used by none. A block that the host tier holds is in no 
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.types import SequenceHash, Tier
+from workers.idle import IdleBeforeEvict
 
-# Block -> parent, least recently used first. Not a dict: taking the first key of a dict again and
-# again walks over the ones already taken.
-LruBlocks = OrderedDict[SequenceHash, SequenceHash | None]
+# Block -> parent and since when it is not used, the longest first. Not a dict: taking the first key
+# of a dict again and again walks over the ones already taken.
+LruBlocks = OrderedDict[SequenceHash, tuple[SequenceHash | None, float]]
 
 
 class BlockPool:
     """`num_blocks` device slots and, behind them, up to `num_host_blocks` evicted blocks.
 
     Closed under prefix: a device block's ancestors are on the device, a host block's in either
-    tier, because requests hold whole prefixes and release them tail first.
+    tier, because requests hold whole prefixes and release them tail first. now: seconds.
     """
 
-    def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError("the KV pool is smaller than one block")
         self.num_blocks = num_blocks
@@ -41,6 +48,13 @@ class BlockPool:
         self._host: LruBlocks = OrderedDict()
         self._num_private = 0
         self._events: list[CacheEvent] = []
+        self._now = now
+        self._idle = IdleBeforeEvict(now)
+
+    @property
+    def idle_before_evict_s(self) -> float:
+        """Of blocks that no tier has any more; see IdleBeforeEvict."""
+        return self._idle.value_s
 
     @property
     def num_used(self) -> int:
@@ -109,7 +123,7 @@ class BlockPool:
 
     def release(self, chain: Sequence[SequenceHash], num_private: int) -> None:
         """Give back a request's referenced `chain` and its private blocks."""
-        references, cached = self._references, self._cached
+        references, cached, now_s = self._references, self._cached, self._now()
         # Tail first, so that tails are the older ones and are evicted before their parents.
         for i in range(len(chain) - 1, -1, -1):
             block = chain[i]
@@ -117,7 +131,7 @@ class BlockPool:
                 references[block] -= 1
             else:
                 del references[block]
-                cached[block] = chain[i - 1] if i else None
+                cached[block] = (chain[i - 1] if i else None), now_s
         self._num_private -= num_private
 
     def take_events(self) -> list[CacheEvent]:
@@ -138,9 +152,11 @@ class BlockPool:
         device = self._references.keys() | self._cached.keys()
         assert len(device) == len(self._references) + len(self._cached), "referenced and cached"
         assert device.isdisjoint(self._host), "a block is on the device and on the host"
-        assert all(p is None or p in device for p in self._cached.values()), "orphan on the device"
+        assert all(p is None or p in device for p, _ in self._cached.values()), (
+            "orphan on the device"
+        )
         held = device | self._host.keys()
-        assert all(p is None or p in held for p in self._host.values()), "orphan on the host"
+        assert all(p is None or p in held for p, _ in self._host.values()), "orphan on the host"
 
     def _evict(self, count: int) -> None:
         if count <= 0:
@@ -149,21 +165,25 @@ class BlockPool:
         if self.num_host_blocks:
             self._offload(evicted)
         self._events.append(Removed(tuple(evicted)))
-        surplus = len(self._host) - self.num_host_blocks
-        if surplus > 0:
-            dropped = [self._host.popitem(last=False)[0] for _ in range(surplus)]
-            self._events.append(Removed(tuple(dropped), Tier.HOST))
+        gone = evicted
+        if self.num_host_blocks:
+            surplus = max(0, len(self._host) - self.num_host_blocks)
+            gone = OrderedDict(self._host.popitem(last=False) for _ in range(surplus))
+            if gone:
+                self._events.append(Removed(tuple(gone), Tier.HOST))
+        for _, since_s in gone.values():
+            self._idle.add(since_s)
 
     def _offload(self, evicted: LruBlocks) -> None:
         """Move `evicted` blocks to the host; one event for each stretch of a chain, root first."""
         self._host.update(evicted)
         chain: list[SequenceHash] = []
-        for block, parent in reversed(evicted.items()):
+        for block, (parent, _) in reversed(evicted.items()):
             if chain and parent != chain[-1]:
-                self._events.append(Stored(tuple(chain), self._host[chain[0]], Tier.HOST))
+                self._events.append(Stored(tuple(chain), self._host[chain[0]][0], Tier.HOST))
                 chain = []
             chain.append(block)
-        self._events.append(Stored(tuple(chain), self._host[chain[0]], Tier.HOST))
+        self._events.append(Stored(tuple(chain), self._host[chain[0]][0], Tier.HOST))
 
     def _drop_from_host(self, blocks: Sequence[SequenceHash]) -> None:
         dropped = [block for block in blocks if block in self._host]

@@ -7,8 +7,9 @@ adds it up. Only the tokens are invented.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from app.core.events import CacheEvent
@@ -71,7 +72,8 @@ class SimEngine:
     """Submit requests, then call `step` until it returns None.
 
     kv_pool_tokens: takes the place of the profile's. host_pool_tokens: 0 is no host tier.
-    prefix_caching: off, nothing is reused and no event is told.
+    prefix_caching: off, nothing is reused and no event is told. now: seconds, for what blocks were
+    last used.
     """
 
     def __init__(
@@ -82,11 +84,12 @@ class SimEngine:
         kv_pool_tokens: int | None = None,
         host_pool_tokens: int = 0,
         prefix_caching: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         pool_tokens = profile.kv_pool_tokens if kv_pool_tokens is None else kv_pool_tokens
         self.profile = profile
         self.block_size = block_size
-        self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size)
+        self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size, now)
         self.prefix_caching = prefix_caching
         self._waiting: OrderedDict[str, SimRequest] = OrderedDict()
         self._running: dict[str, _Running] = {}
@@ -216,6 +219,7 @@ class SimEngine:
             num_requests_waiting=len(self._waiting),
             gpu_cache_usage_perc=self.pool.num_used / self.pool.num_blocks,
             gpu_prefix_cache_hit_rate=self._hit_rate.value,
+            kv_idle_before_evict_s=self.pool.idle_before_evict_s,
         )
 
     def check(self) -> None:

@@ -200,6 +200,7 @@ class TorchEngine:
             num_requests_waiting=len(self._waiting),
             gpu_cache_usage_perc=used / device.num_slots,
             gpu_prefix_cache_hit_rate=self._hit_rate.value,
+            kv_idle_before_evict_s=self._manager.idle_before_evict_s,
         )
 
     def speed(self) -> Speed:
