@@ -357,11 +357,16 @@ def _one(found: dict[str, Any]) -> Table:
                 concurrency,
                 f"{made['per_s']:,.0f}",
                 f"{made['cpu_us']:.0f}",
-                f"{made['cpu_us'] / yardstick[concurrency]['cpu_us']:.2f}",
+                _ratio(made["cpu_us"], yardstick[concurrency]["cpu_us"]),
                 f"{made['p50_ms']:.2f}",
                 f"{made['p99_ms']:.2f}",
             )
     return table
+
+
+def _ratio(measured: float, yardstick: float) -> str:
+    """Of CPU times, which the kernel counts in steps: few requests may seem to take none."""
+    return f"{measured / yardstick:.2f}" if yardstick else "-"
 
 
 def _curve(found: dict[str, Any]) -> Table:

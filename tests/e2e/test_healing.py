@@ -430,8 +430,15 @@ def become_a_string(family: str) -> Damage:
 def rename(family: str) -> Damage:
     async def do(world: World) -> None:
         key = await key_of(world, family)
-        await eventually(lambda: world.redis.exists(key))
-        await world.redis.rename(key, f"{key}.bak")
+
+        async def renamed() -> bool:
+            # What holds nothing at the moment is not there.
+            with suppress(ResponseError):
+                await world.redis.rename(key, f"{key}.bak")
+                return True
+            return False
+
+        await eventually(renamed)
         if family not in ("blocks", "requests", "prefills"):
             # What somebody keeps under a name that kvroute does not use is left alone.
             assert await world.redis.delete(f"{key}.bak") == 1
