@@ -21,7 +21,7 @@ BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
 REUSE_WITHIN_S = 300.0
-"""What was not used for so long is asked for again half the time, and sooner if less long."""
+"""What was not used for so long is taken to be asked for again one time in two."""
 
 
 @dataclass(frozen=True, slots=True)

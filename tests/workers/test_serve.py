@@ -341,6 +341,7 @@ async def test_metrics_tell_what_the_engine_does() -> None:
 
         assert await eventually(text, lambda t: 'kvroute_engine_requests{state="running"} 1.0' in t)
         assert 'kvroute_engine_kv_blocks{what="used"} 7.0' in await text()
+        assert "kvroute_engine_kv_idle_before_evict_seconds 0.0" in await text()
         gate.open(99)
         assert (await asking).status_code == 200
 
