@@ -167,7 +167,8 @@ class BlockManager:
 
     @property
     def idle_before_evict_s(self) -> float:
-        """Of blocks that no tier has any more; see IdleBeforeEvict."""
+        """Of blocks that no tier has any more, since they were used or came to the tier that they
+        left; see IdleBeforeEvict."""
         return self._idle.value_s
 
     # Requests

@@ -220,7 +220,8 @@ async def test_explain_shows_every_candidate_and_why(decided: str) -> None:
     assert (found["locality"], found["best"], found["best_overlap"]) == ("excluded", "w1:0", 10)
     cheapest = found["candidates"][0]
     assert cheapest["worker"] == "w1:0"
-    terms = ("queue_s", "memory_wait_s", "prefill_s", "blocking_s", "decode_s", "interference_s")
+    waits, own = ("queue_s", "memory_wait_s"), ("prefill_s", "blocking_s", "eviction_s")
+    terms = (*waits, *own, "decode_s", "interference_s")
     assert sum(cheapest[term] for term in terms) == pytest.approx(cheapest["cost"])
 
 

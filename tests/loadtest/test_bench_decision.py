@@ -22,3 +22,11 @@ def test_replicas_are_measured_beside_a_bare_endpoint(own_redis_server: Embedded
     console = Console(record=True, width=200)
     show(found, console)
     assert "bare endpoint, token ids" in console.export_text()
+
+
+def test_cpu_times_too_short_to_be_counted_are_not_compared() -> None:
+    made = {"per_s": 9.0, "cpu_us": 0.0, "p50_ms": 1.0, "p99_ms": 1.0}
+    console = Console(record=True, width=200)
+    show({"one": {"a shape": {"1": made}}, "replicas": {}}, console)
+    (row,) = (line for line in console.export_text().splitlines() if "a shape" in line)
+    assert row.split("│")[5].strip() == "-"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from app.core.reservations import Load, Reservation
+from app.policy.cost import Candidates
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 from loadtest.virtual import Books, Setting, Sharing, Simulation
 
@@ -119,6 +121,16 @@ def test_blocks_on_the_host_count_as_such() -> None:
     assert cached[-1] == 11 * 256
     lost = Simulation("latency", Setting(num_workers=1)).run(trace)
     assert lost[-1].cached_tokens == 0
+
+
+def test_decisions_see_in_virtual_time_for_how_long_evicted_blocks_were_not_used() -> None:
+    # 400k tokens of KV, and as many again every 98 s.
+    blocks = [tuple(range(100 * i, 100 * i + 4)) for i in range(300)]
+    simulation = Simulation("latency", Setting(num_workers=1))
+    simulation.run(open_loop(*(request(i, b) for i, b in enumerate(blocks)), every_s=1.0))
+    (worker,) = simulation.workers
+    seen = Candidates(*np.array(worker.column(Load(), [], now_s=300.0))[:, np.newaxis])
+    assert seen.kv_idle_before_evict_s == pytest.approx(98, rel=0.05)
 
 
 def test_a_request_that_finds_all_slots_taken_fails() -> None:

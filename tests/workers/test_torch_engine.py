@@ -84,8 +84,9 @@ class Served:
         shape = MODEL.kv_shape(BLOCK_SIZE)
         self.spy = spy or Spy(MODEL)
         self.heard = Listener()
+        self.now_s = 0.0
         self.manager = BlockManager(
-            num_slots, write=write, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: 0.0
+            num_slots, write=write, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: self.now_s
         )
         pools = {t: MemoryPool(shape, n) for t, n in num_slots.items() if t is not DISK}
         disk = None
@@ -310,6 +311,26 @@ async def test_generation_ends_with_an_end_of_sequence_token_unless_told_to_go_o
     assert long == tokens
 
 
+def collected(served: Served) -> dict[tuple[str, ...], float]:
+    """What Prometheus gets, by name and labels."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in EngineCollector(served.engine).collect()
+        for sample in family.samples
+    }
+
+
+async def test_it_tells_for_how_long_evicted_blocks_were_not_used(tmp_path: Path) -> None:
+    idle = ("kvroute_engine_kv_idle_before_evict_seconds",)
+    async with running(tmp_path, {DEVICE: 40}) as served:
+        await served.ask(prompt_of(1, 43))
+        assert collected(served)[idle] == 0
+        served.now_s += 60
+        await served.evict(DEVICE)
+        assert served.engine.metrics().kv_idle_before_evict_s == 60
+        assert collected(served)[idle] == 60
+
+
 async def test_what_cannot_be_loaded_is_computed_from_the_last_good_chunk(tmp_path: Path) -> None:
     prompt = prompt_of(1, 43)
     async with running(tmp_path) as served:
@@ -327,11 +348,7 @@ async def test_what_cannot_be_loaded_is_computed_from_the_last_good_chunk(tmp_pa
         await served.settle()
 
     assert warm == cold
-    metrics = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in EngineCollector(served.engine).collect()
-        for sample in family.samples
-    }
+    metrics = collected(served)
     assert metrics["kvroute_engine_kv_block_events_total", "fallbacks"] == 1
     assert metrics["kvroute_engine_kv_block_events_total", "recomputed"] == 10 - 4
     assert metrics["kvroute_engine_kv_blocks", "total"] == NUM_SLOTS[DEVICE]

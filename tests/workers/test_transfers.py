@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -377,12 +378,31 @@ def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
     tiers.load(BLOCKS)
 
 
+def shares_of_copies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the disk was told to read and to write, from now on."""
+    shares: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        act = getattr(SlotFile, name)
+
+        def counted(*args: Any) -> Any:
+            shares[name] += 1
+            return act(*args)
+
+        monkeypatch.setattr(SlotFile, name, counted)
+
+    count("read")
+    count("write")
+    return shares
+
+
 @pytest.mark.parametrize("disk_threads", [1, 3])
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["small", "wide"])
 def test_what_counts_as_copied_ends_at_the_first_bad_block_in_the_order_of_the_request(
     shape: KVShape, disk_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "DISK_THREADS", disk_threads)
+    shares = shares_of_copies(monkeypatch)
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
         on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(5)]
@@ -390,12 +410,14 @@ def test_what_counts_as_copied_ends_at_the_first_bad_block_in_the_order_of_the_r
         with no_room_beyond(7 * slot_bytes):
             assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 2
         assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 5
+        assert shares["write"] == 2 * disk_threads
         with (tmp_path / "blocks").open("r+b") as file:
             file.seek(slot_bytes)
             byte = file.read(1)[0]
             file.seek(slot_bytes)
             file.write(bytes([byte ^ 4]))
         assert copy(DISK, DEVICE, [6, 2, 9, 1, 0], [0, 1, 2, 3, 4], on_disk) == 3
+        assert shares["read"] == disk_threads
         assert torch.equal(tiers.pools[DEVICE].words[:3], tiers.pools[HOST].words[[4, 3, 2]])
 
 
