@@ -391,6 +391,23 @@ async def field_of(world: World, family: str) -> tuple[str, str]:
     return key, str(world.rng.choice(fields).decode())
 
 
+async def item_of(world: World, family: str) -> tuple[str, bytes]:
+    """A key of that name, and the last item of its list."""
+    item = None
+    while item is None:  # lists come and go while all work
+        key = await key_of(world, family)
+        item = await world.redis.lindex(key, -1)
+    return key, item
+
+
+async def member_of(world: World, family: str) -> bytes:
+    """Any member of that sorted set."""
+    member: bytes | None = None
+    while member is None:
+        member = await world.redis.zrandmember(KEYS[family])
+    return member
+
+
 async def plausible(world: World, family: str, key: str, field: str) -> str:
     """What might as well stand there."""
     others = [a.incarnation for a in world.agents.values() if str(a.incarnation) != field]
@@ -473,8 +490,7 @@ def remove_a_field(family: str) -> Damage:
 
 def score_a_member(family: str, score: float) -> Damage:
     async def do(world: World) -> None:
-        member = await world.redis.zrandmember(KEYS[family])
-        await world.redis.zadd(KEYS[family], {member: score})
+        await world.redis.zadd(KEYS[family], {await member_of(world, family): score})
 
     return do
 
@@ -490,8 +506,8 @@ def push(family: str, item: str | None) -> Damage:
     """item: None for one that is there already."""
 
     async def do(world: World) -> None:
-        key = await key_of(world, family)
-        await world.redis.lpush(key, item or await world.redis.lindex(key, -1))
+        key, last = await item_of(world, family)
+        await world.redis.lpush(key, item or last)
 
     return do
 
