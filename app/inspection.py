@@ -161,7 +161,7 @@ async def owners_of(
 
 
 async def fill(
-    redis: Client, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 64
+    redis: Client, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
 ) -> float:
     """Blocks in the index by those it was laid out for, from a sample of every shard's buckets.
 

@@ -176,6 +176,7 @@ class Router:
         self.telemetry = telemetry
         self._runner = runner
         self._keyspace = keyspace
+        self._boundaries = matching.Boundaries()
         self._settings = settings
         self._loads = reservations.loads(keyspace)
         self._max_queue_s = settings.max_queue_s
@@ -360,6 +361,7 @@ class Router:
                     chains if self._settings.kv_events else [],
                     shards,
                     along=[self._loads, *recall, *self._foresee(chains, shards)],
+                    boundaries=self._boundaries,
                 )
             recalled, foreseen = others[: len(recall)], others[len(recall) :]
             if isinstance(snapshot, RedisUnavailable):

@@ -2,8 +2,10 @@
 
     python -m loadtest.bench_index --json out/bench_index.json
 
-Server time is Redis's own (INFO commandstats). Beside it, in the same run, the access pattern of
-others: one hash per block, and a pipeline of one HKEYS for each block of a prompt. Fills, and at
+Server time is Redis's own (INFO commandstats). Each look-up is by a router that has looked up one
+prompt before, another one with the same system prompt; one column is by one that has looked up
+none. Beside it, in the same run, the access pattern of others: one hash per block, and a pipeline
+of one HKEYS for each block of a prompt. Fills, and at
 the end deletes, a namespace of its own; the statistics of the server are reset, so a Redis named
 with --redis must be one that nobody else needs.
 """
@@ -15,11 +17,12 @@ import gc
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -32,7 +35,7 @@ from app.core import index, leases
 from app.core.embedded import EmbeddedRedis
 from app.core.events import Stored
 from app.core.keys import Keyspace
-from app.core.matching import match
+from app.core.matching import Boundaries, match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
@@ -49,14 +52,17 @@ LENGTHS = (16, 64, 512, 2048, 4096, 8192)
 CHAIN = 8192
 SYSTEM_PROMPT = 64
 BATCH = 64
-QUERIES = ("one owner", "three owners", "half of that")
+FIRST = "mixed, first"
+KINDS = ("one owner", "three owners", "half of that", "mixed", FIRST)
 PEER_LENGTHS = (512, 2048)
 PEER_PREFIX = "bench-index-peer:"
 PEER_QUERIES = 200
 CHANGE_BATCHES = 200
+PINGS = 700
 MAX_OWNERS = 8
 OWNED_CHAINS = 8
 VISIBLE_KEYS = Keyspace("bench-index-visible")
+VISIBLE_CHAINS = 700
 VISIBLE_BLOCKS = 64
 VISIBLE_PER_S = 10_000
 POLL_S = 0.0002
@@ -102,7 +108,7 @@ class Holders:
         owners = list(self._seqs)
         for inc in owners:
             await self.store(inc, index.chain_changes(system, Tier.DEVICE))
-        for n in range(max(2, blocks // CHAIN)):
+        for n in range(max(4, blocks // CHAIN)):
             own = self.hashes(CHAIN - SYSTEM_PROMPT)
             chain = system + own
             await self.store(
@@ -141,48 +147,62 @@ async def evalsha(redis: Client) -> dict[str, float]:
     return stats
 
 
-async def server_us(runner: ScriptRunner, chains: Chains, repeats: int) -> float:
-    """Median over `repeats` of Redis's mean time per query, all its round trips together, µs."""
-    means: list[float] = []
-    for _ in range(repeats):
-        await runner.redis.config_resetstat()
-        for chain in chains:
-            await match(runner, KEYS, [chain])
-        means.append((await evalsha(runner.redis))["usec"] / len(chains))
-    return float(median(means))
+class LookUpCost(NamedTuple):
+    """Of one look-up, on average."""
+
+    match_us: float
+    router_cpu_us: float
+    round_trips: float
 
 
-async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: int) -> Any:
-    """By kind and by length of the prompt: µs of Redis per query, in all and of all kinds mixed;
-    and for those with one owner the router's CPU, µs, and round trips."""
-    rng = np.random.default_rng(2)
-    unknown = hashes(rng, CHAIN)
-    us: dict[str, dict[str, float]] = {name: {} for name in (*QUERIES, "mixed")}
-    cpu_us: dict[str, float] = {}
-    trips: dict[str, float] = {}
-    for length in LENGTHS:
-        picks = rng.integers(0, len(chains) // 2, queries)
-        single = [chains[2 * i][:length] for i in picks]
-        nested = [chains[2 * i + 1][:length] for i in picks]
-        half = [[*c[: length // 2], *unknown[: length - length // 2]] for c in nested]
-        kinds: tuple[Chains, ...] = (single, nested, half)
-        mixed = [kinds[n % 3][n // 3] for n in rng.permutation(3 * queries)]
-        for name, asked in zip(us, (*kinds, mixed), strict=True):
-            us[name][str(length)] = await server_us(runner, asked, repeats)
-        cpu_us[str(length)], trips[str(length)] = await router_cost(runner, single)
-    return {"match_us": us, "router_cpu_us": cpu_us, "round_trips": trips}
+async def look_up_cost(runner: ScriptRunner, chains: Chains, learnt: Boundaries) -> LookUpCost:
+    """One at a time. match_us: of Redis, all round trips together. router_cpu_us: hashing apart.
 
-
-async def router_cost(runner: ScriptRunner, chains: Chains) -> tuple[float, float]:
-    """CPU of the router per look-up, µs, hashing apart, and round trips: alone, one at a time."""
+    learnt: before each.
+    """
     await runner.redis.config_resetstat()
     cpu_s = 0.0
     for chain in chains:
         fresh = np.array(chain, np.uint64).tolist()  # as near as hashing leaves it
+        boundaries = deepcopy(learnt)
         begin = time.process_time()
-        await match(runner, KEYS, [fresh])
+        await match(runner, KEYS, [fresh], boundaries=boundaries)
         cpu_s += time.process_time() - begin
-    return cpu_s / len(chains) * 1e6, (await evalsha(runner.redis))["calls"] / len(chains)
+    stats = await evalsha(runner.redis)
+    return LookUpCost(
+        stats["usec"] / len(chains), cpu_s * 1e6 / len(chains), stats["calls"] / len(chains)
+    )
+
+
+async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: int) -> Any:
+    """By what it is, by kind and by length of the prompt: medians over `repeats`."""
+    rng = np.random.default_rng(2)
+    unknown = hashes(rng, CHAIN)
+    costs: dict[tuple[str, int], list[LookUpCost]] = {}
+    for _ in range(repeats):
+        for length in LENGTHS:
+            learnt = Boundaries()
+            await match(runner, KEYS, [chains[0][:length]], boundaries=learnt)
+            picks = rng.integers(1, len(chains) // 2, queries)
+            single = [chains[2 * i][:length] for i in picks]
+            nested = [chains[2 * i + 1][:length] for i in picks]
+            half = [[*c[: length // 2], *unknown[: length - length // 2]] for c in nested]
+            mixed = [(single, nested, half)[n % 3][n // 3] for n in rng.permutation(3 * queries)]
+            asked: Sequence[Chains] = (single, nested, half, mixed, mixed)
+            for kind, prompts in zip(KINDS, asked, strict=True):
+                known = Boundaries() if kind == FIRST else learnt
+                cost = await look_up_cost(runner, prompts, known)
+                costs.setdefault((kind, length), []).append(cost)
+    return {
+        name: {
+            kind: {
+                str(length): float(median(getattr(cost, name) for cost in costs[kind, length]))
+                for length in LENGTHS
+            }
+            for kind in KINDS
+        }
+        for name in LookUpCost._fields
+    }
 
 
 async def ping_cpu_us(redis: Client, count: int) -> float:
@@ -342,11 +362,11 @@ async def measure(
             "laid_out_for": index_blocks,
             "bytes_per_block": memory / holders.num_blocks,
             **await look_ups(runner, holders.chains, queries, repeats),
-            "ping_cpu_us": await ping_cpu_us(redis, queries),
+            "ping_cpu_us": await ping_cpu_us(redis, PINGS),
             "change_us_per_block": await change_us(redis, holders, repeats),
             "bytes_per_further_owner": await bytes_per_owner(redis, holders),
             "peer_us": await peer_us(redis, holders, workers),
-            "visible_ms": await visible_ms(url, chunks=queries),
+            "visible_ms": await visible_ms(url, VISIBLE_CHAINS),
         }
     finally:
         await _delete(redis)
@@ -371,19 +391,24 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"  {figure:.1f} µs of Redis a block {name}, in batches of {BATCH}")
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in result["visible_ms"].items())
     console.print(f"  {shown} ms from an event to its blocks, at {VISIBLE_PER_S:,} blocks/s")
-    table = Table(title="A look-up: µs of Redis; the router's CPU, µs, and round trips")
-    us = result["match_us"]
-    for name in ("blocks", *us, "HKEYS per block", "CPU", "trips"):
+    us, cpu_us, trips = (result[name] for name in LookUpCost._fields)
+    table = Table(title="A look-up: µs of Redis")
+    for name in ("blocks", *KINDS, "HKEYS per block"):
         table.add_column(name, justify="right")
     for length in map(str, LENGTHS):
         peer = result["peer_us"].get(length)
         table.add_row(
             length,
-            *(f"{us[name][length]:.0f}" for name in us),
-            f"{peer:.0f}, {peer / us['one owner'][length]:.0f}x" if peer else "",
-            f"{result['router_cpu_us'][length]:.0f}",
-            f"{result['round_trips'][length]:.1f}",
+            *(f"{us[kind][length]:.0f}" for kind in KINDS),
+            f"{peer:.0f}, {peer / us['mixed'][length]:.0f}x" if peer else "",
         )
+    console.print(table)
+    table = Table(title="A look-up: µs of the router's CPU, in so many round trips")
+    for name in ("blocks", *KINDS):
+        table.add_column(name, justify="right")
+    for length in map(str, LENGTHS):
+        costs = (f"{cpu_us[kind][length]:.0f} in {trips[kind][length]:.1f}" for kind in KINDS)
+        table.add_row(length, *costs)
     console.print(table)
     console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")
 
@@ -393,8 +418,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option("--blocks", default=1_000_000, show_default=True, help="Unique blocks.")
 @click.option("--index-blocks", type=int, help="What the index is laid out for; none: --blocks.")
 @click.option("--workers", default=64, show_default=True)
-@click.option("--queries", default=700, show_default=True, help="Per kind, length and round.")
-@click.option("--repeats", default=3, show_default=True, help="Rounds; the median counts.")
+@click.option("--queries", default=100, show_default=True, help="Per kind, length and round.")
+@click.option("--repeats", default=15, show_default=True, help="Rounds; the median counts.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
 def main(
     url: str | None,

@@ -8,11 +8,12 @@
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still lie about
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
--- ARGV[1...]       str     four a chain: its sequence hashes, 16 hex digits each, the first one's
---                          block the first of its group; how many of them make a group, 0: each is
---                          the first of one, but the last one is of the group before; the owners of
---                          its first and of its last block, where they are known: '-' nobody, ''
---                          not known
+-- ARGV[1...]       str     six a chain: its sequence hashes, 16 hex digits each, the first one's
+--                          block the first of its group; how many of them make a group; spaced,
+--                          those that belong to the group before them nonetheless; spaced, where to
+--                          look first, as owners may change there; the owners of its first and of
+--                          its last block, where they are known: '-' nobody, '' not known.
+--                          Positions are counted from 1
 -- Returns  {{end_1, owners_1, end_2, owners_2, ...}, ...}   for each chain: owners_k hold the
 --                          positions after end_(k-1) up to end_k, counted from 1; nobody holds
 --                          what follows
@@ -45,15 +46,16 @@ local function visible(owners)
   return owners
 end
 
--- The chain looked at now, and how its blocks are grouped.
-local chain, length, group_size
+-- The chain looked at now, how its blocks are grouped, and where its owners may change.
+local chain, length, group_size, follows, guesses
 
 -- The position of the first block of a group.
 local function leader_of(position)
-  if group_size > 0 then
-    return position - (position - 1) % group_size
+  position = position - (position - 1) % group_size
+  while follows[position] do
+    position = position - 1
   end
-  return position == length and position > 1 and position - 1 or position
+  return position
 end
 
 local function hash_at(position)
@@ -67,6 +69,15 @@ local function owners_at(position)
   return type(owners) == 'string' and visible(owners)
 end
 
+local function between(from, to)
+  for _, guess in ipairs(guesses) do
+    if from < guess and guess < to then
+      return guess
+    end
+  end
+  return math.floor((from + to) / 2)
+end
+
 -- Appends to `runs` where the owners change after position `from`, up to position `to`.
 local function split(runs, from, from_owners, to, to_owners)
   if to - from == 1 then
@@ -74,7 +85,7 @@ local function split(runs, from, from_owners, to, to_owners)
     runs[#runs + 1] = from_owners
     return
   end
-  local middle = math.floor((from + to) / 2)
+  local middle = between(from, to)
   local owners = owners_at(middle)
   if owners ~= from_owners then
     split(runs, from, from_owners, middle, owners)
@@ -107,9 +118,22 @@ local function runs_of(known_first, known_last)
   return runs
 end
 
+local function numbers(text)
+  local found = {}
+  for number in string.gmatch(text, '%d+') do
+    found[#found + 1] = tonumber(number)
+  end
+  return found
+end
+
 local answer = {}
-for i = 1, #ARGV, 4 do
+for i = 1, #ARGV, 6 do
   chain, length, group_size = ARGV[i], #ARGV[i] / 16, tonumber(ARGV[i + 1])
-  answer[#answer + 1] = runs_of(ARGV[i + 2], ARGV[i + 3])
+  follows = {}
+  for _, position in ipairs(numbers(ARGV[i + 2])) do
+    follows[position] = true
+  end
+  guesses = numbers(ARGV[i + 3])
+  answer[#answer + 1] = runs_of(ARGV[i + 4], ARGV[i + 5])
 end
 return answer

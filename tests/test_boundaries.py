@@ -20,6 +20,7 @@ NEEDS_TORCH = frozenset(
         "workers.engines.loading",
         "workers.engines.sampling",
         "workers.engines.torch",
+        "workers.movers",
         "workers.tiers",
         "workers.transfers",
     }

@@ -80,7 +80,7 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
     ]
     assert summary["workers"][0]["load"]["requests"] == 1
     text = kvroute(url, "inspect", "summary").output
-    assert "40 unique blocks, laid out for 512" in text
+    assert "40 unique blocks, laid out for 128" in text
     assert "overfull" not in text
     assert [line.split()[:3] for line in text.splitlines()[-2:]] == [
         ["w1:0", "1", "live"],
@@ -93,7 +93,7 @@ def test_an_overfull_index_is_called_that(
 ) -> None:
     monkeypatch.setattr("app.inspection.FULL_FACTOR", 1)
     raw.hset(SHARD["shard"], "bucket_bits", "0")
-    assert "laid out for 32 (overfull" in kvroute(url, "inspect", "summary").output
+    assert "laid out for 8 (overfull" in kvroute(url, "inspect", "summary").output
 
 
 async def test_how_full_an_index_is_is_estimated_from_some_of_its_buckets(
@@ -103,11 +103,11 @@ async def test_how_full_an_index_is_is_estimated_from_some_of_its_buckets(
     workers = FakeWorkers(redis)
     await workers.register("w1")
     rng = random.Random(2)
-    # Sixteen buckets, laid out for 512 blocks.
+    # Sixteen buckets, laid out for 128 blocks.
     for _ in range(64):
         await workers.publish("w1", [rng.getrandbits(32) for _ in range(4 * 16)])
     found = await inspection.fill(redis, KEYS, 1, random.Random(1), samples=400)
-    assert found == pytest.approx(1024 / 512, rel=0.25)
+    assert found == pytest.approx(1024 / 128, rel=0.25)
 
 
 def test_a_block_is_found_by_its_hash_alone(url: str) -> None:

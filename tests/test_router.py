@@ -97,9 +97,15 @@ async def running(redis_url: str, **settings: Any) -> AsyncIterator[Replica]:
             task.cancel()
 
 
-def request(request_id: str, policy: str = "least_loaded", **options: Any) -> RouteRequest:
-    _, chain = compute_hashes(PROMPT, BLOCK_SIZE)
-    return RouteRequest(request_id, chain, len(PROMPT), policy, **options)
+def request(
+    request_id: str,
+    policy: str = "least_loaded",
+    *,
+    prompt: Sequence[int] = PROMPT,
+    **options: Any,
+) -> RouteRequest:
+    _, chain = compute_hashes(prompt, BLOCK_SIZE)
+    return RouteRequest(request_id, chain, len(prompt), policy, **options)
 
 
 async def route_all(replica: Router, *requests: RouteRequest) -> list[Decision | BaseException]:
@@ -134,6 +140,25 @@ class TestRoundTrips:
         decision = await router.route(request("r1"))
         assert router.runner.round_trips == [["loads", "match"], ["reserve"]]
         assert decision.tries == 1
+
+    async def test_a_long_prompt_that_begins_like_one_before_costs_two(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        system_prompt, rest = list(range(700 * BLOCK_SIZE)), [1] * (300 * BLOCK_SIZE)
+        prompts = [[*system_prompt, n, *rest] for n in range(2)]
+        for worker, prompt in zip(("w1", "w2"), prompts, strict=True):
+            await workers.publish(worker, prompt)
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        for n, prompt in enumerate(prompts, 1):
+            await router.route(request(f"r{n}", prompt=prompt))
+        look_up = ["loads", "match"]
+        assert router.runner.round_trips == [
+            *(look_up, ["match"], ["reserve"]),
+            *(look_up, ["reserve"]),
+        ]
 
     async def test_a_look_costs_one(self, router: Replica, workers: FakeWorkers) -> None:
         await workers.register("w1")

@@ -43,9 +43,9 @@ AUDIT_INTERVAL_S = 2.0
 AUDIT_BLOCKS = 256
 """Looked at every AUDIT_INTERVAL_S, half a millisecond of Redis's time: a pool of 25,000 blocks
 every 200 s, so that what somebody spoilt in Redis does not stay so."""
-AUDIT_BUCKETS = 32
+AUDIT_BUCKETS = 128
 """As often, so many buckets of each shard are searched for blocks that the worker does not hold:
-32,768 of them, a million blocks, every 34 minutes."""
+131,072 of them, a million blocks, every 34 minutes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain as concatenated
+from itertools import zip_longest
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -27,9 +29,13 @@ WHOLE_CHAIN = 512
 CHAINS_PER_CALL = 16
 """Together, chains cost Redis and us a quarter less; so many of them, half a millisecond."""
 
+MAX_BOUNDARIES = 16_384
+"""Some 3 MB."""
+
 NOTHING = TierOverlap()
 NOBODY = b"-"
 UNKNOWN = b""
+NONE = b""
 _OWNER = re.compile(rb"(\d+)([dhk])")
 
 Overlaps = dict[Incarnation, TierOverlap]
@@ -52,28 +58,66 @@ class Gap(NamedTuple):
     owners_after: bytes
 
 
+class Boundaries:
+    """Where owners changed along the prompts that were looked up last: where to look first.
+
+    What many prompts begin with, a system prompt, ends at the same block in all of them, and so
+    does what most workers hold of them. To look there costs less than to bisect for it, and one
+    round trip less for a long prompt. It is a guess: a wrong one costs Redis a look or two, and
+    without any, in a replica that has just started, answers are the same.
+
+    One is kept for each doubling of the length, under the block whose prefix that is.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[SequenceHash, int] = OrderedDict()
+
+    def learn(self, chain: Sequence[SequenceHash], runs: Sequence[Run]) -> None:
+        """runs: of the owners of `chain`, in its order."""
+        for run, following in zip_longest(runs, runs[1:]):
+            if run.end < len(chain) and (not following or following.owners != run.owners):
+                block = chain[(1 << run.end.bit_length() - 1) - 1]
+                self._found[block] = run.end
+                self._found.move_to_end(block)
+        while len(self._found) > MAX_BOUNDARIES:
+            self._found.popitem(last=False)
+
+    def recall(self, chain: Sequence[SequenceHash]) -> list[int]:
+        """Positions in `chain`, in ascending order, whose owners may differ from those before."""
+        guesses, size = [], 1
+        while size < len(chain):
+            guess = self._found.get(chain[size - 1])
+            if guess is not None and guess < len(chain):
+                guesses.append(guess)
+            size *= 2
+        return guesses
+
+
 async def match(
     runner: ScriptRunner,
     keyspace: Keyspace,
     chains: Sequence[Sequence[SequenceHash]],
     shards: int = 1,
     along: Sequence[Call[Any]] = (),
+    boundaries: Boundaries | None = None,
 ) -> tuple[list[Overlaps | None], list[Any]]:
     """Leading blocks of each chain that each incarnation holds, and the answers of `along`.
 
     chains: sequence hashes of the full blocks of one prompt each, in prompt order.
     shards: of the namespace's index.
     along: calls to send along with the first round trip; RedisUnavailable answers one that failed.
+    boundaries: what was learnt from other chains, and learns from these.
     Incarnations without overlap are absent; those that are not live may be present. None answers a
     chain whose shard is not to be reached.
     """
-    samples = [_sample(len(chain)) for chain in chains]
+    guesses = [boundaries.recall(chain) if boundaries else [] for chain in chains]
+    samples = [_sample(len(chain), guess) for chain, guess in zip(chains, guesses, strict=True)]
     groups = list(_grouped(chains, shards))
     coarse = [
         call(
             "match",
             keyspace.of_shard(shard),
-            *concatenated.from_iterable(_whole(chains[i], samples[i]) for i in which),
+            *concatenated.from_iterable(_coarse(chains[i], samples[i], guesses[i]) for i in which),
             parse=list,
         )
         for shard, which in groups
@@ -93,8 +137,12 @@ async def match(
                 del found[i]
                 continue
             for gap, runs in zip(gaps[i], reply, strict=True):
-                found[i] += _between(gap, _placed(runs, range(gap.before, gap.after + 1)))
-    overlaps = [_overlaps(sorted(found[i])) if i in found else None for i in range(len(chains))]
+                found[i] += _between(gap, _placed(runs, _stretch(gap)))
+    for i, runs in found.items():
+        runs.sort()
+        if boundaries:
+            boundaries.learn(chains[i], runs)
+    overlaps = [_overlaps(found[i]) if i in found else None for i in range(len(chains))]
     return overlaps, answers
 
 
@@ -110,29 +158,36 @@ def _grouped(
             yield shard, which[start : start + CHAINS_PER_CALL]
 
 
-def _whole(chain: Sequence[SequenceHash], samples: Sequence[int]) -> tuple[bytes | int, ...]:
+def _coarse(
+    chain: Sequence[SequenceHash], samples: Sequence[int], guesses: Sequence[int]
+) -> tuple[bytes | int, ...]:
     """The arguments by which lua/match.lua looks a chain's samples up."""
-    return _text(chain, samples), _group_size(samples), UNKNOWN, UNKNOWN
+    if isinstance(samples, range):
+        group_size, following = GROUP_BLOCKS, []
+    else:
+        group_size, following = 1, [n for n, i in enumerate(samples, 1) if i % GROUP_BLOCKS]
+    # Behind the change first: where owners are the same there as before, that side is settled.
+    first = [bisect_left(samples, i) + 1 for guess in guesses for i in (guess, guess - 1)]
+    return _text(chain, samples), group_size, _spaced(following), _spaced(first), UNKNOWN, UNKNOWN
 
 
-def _sample(length: int) -> Sequence[int]:
+def _spaced(numbers: Sequence[int]) -> bytes:
+    return b" ".join([b"%d" % number for number in numbers])
+
+
+def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
     """Positions to look at first: all, or the first ones of some groups, and the last.
 
-    Before the last comes the first of its group, wherever that is another.
+    And the two between which it is guessed that owners change. Before each that is not the first of
+    its group comes that one, wherever it is another.
     """
     if length <= WHOLE_CHAIN:
         return range(length)
     step = max(1, round(isqrt(length // 2) / GROUP_BLOCKS)) * GROUP_BLOCKS
-    last = length - 1
-    leaders = [*range(0, last - last % GROUP_BLOCKS, step), last - last % GROUP_BLOCKS]
-    return leaders if leaders[-1] == last else [*leaders, last]
-
-
-def _group_size(samples: Sequence[int]) -> int:
-    """How many successive samples lie in one group, as lua/match.lua wants it."""
-    if isinstance(samples, range):
-        return GROUP_BLOCKS
-    return 0 if samples[-1] % GROUP_BLOCKS else 1
+    samples = {*range(0, length, step)}
+    for i in (length - 1, *guesses, *(guess - 1 for guess in guesses)):
+        samples |= {i - i % GROUP_BLOCKS, i}
+    return sorted(samples)
 
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
@@ -147,9 +202,17 @@ def _fill(
 ) -> Call[list[list[Any]]]:
     args: list[bytes] = []
     for gap in gaps:
-        stretch = _text(chain, range(gap.before, gap.after + 1))
-        args += [stretch, b"%d" % GROUP_BLOCKS, gap.owners_before, gap.owners_after]
+        args += [_text(chain, _stretch(gap)), b"%d" % GROUP_BLOCKS, NONE, NONE]
+        args += [gap.owners_before, gap.owners_after]
     return call("match", shard, *args, parse=list)
+
+
+def _stretch(gap: Gap) -> range:
+    """The gap with both ends, from the first block of a group on.
+
+    Others may hold what comes before the gap: what is found there is left out.
+    """
+    return range(gap.before - gap.before % GROUP_BLOCKS, gap.after + 1)
 
 
 def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:

@@ -22,6 +22,8 @@ from app.core.scripts import Call, call
 from app.core.types import Incarnation, SequenceHash
 
 SLICES_PER_LIFETIME = 4
+ENTRIES_PER_BUCKET = 32
+"""Each lies apart, so fewer would cost more memory for keys, and more a slower look."""
 TARGET_FRACTION = 0.8
 """Of the entries allowed, so many are kept when there are too many."""
 
@@ -65,7 +67,7 @@ def predict(
         incarnation,
         _text(chain),
         settings.slice_ms,
-        bucket_bits_for(settings.max_entries),
+        bucket_bits_for(settings.max_entries, ENTRIES_PER_BUCKET),
         settings.max_entries,
         round(settings.max_entries * TARGET_FRACTION),
         parse=int,

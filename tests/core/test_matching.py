@@ -1,36 +1,99 @@
 from __future__ import annotations
 
 from app.core.matching import (
+    MAX_BOUNDARIES,
     WHOLE_CHAIN,
+    Boundaries,
     Gap,
     Run,
     _between,
+    _coarse,
     _gaps,
-    _group_size,
     _overlaps,
     _placed,
     _sample,
     parse_owners,
 )
-from app.core.types import Incarnation, Tier, TierOverlap
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 
 ONE, TWO, ELEVEN = Incarnation(1), Incarnation(2), Incarnation(11)
+CHAIN = [SequenceHash(n) for n in range(8192)]
 
 
 def test_a_short_chain_is_looked_at_whole() -> None:
-    assert list(_sample(0)) == []
-    assert list(_sample(3)) == [0, 1, 2]
-    assert list(_sample(WHOLE_CHAIN)) == list(range(512))
+    assert list(_sample(0, [])) == []
+    assert list(_sample(3, [1])) == [0, 1, 2]
+    assert list(_sample(WHOLE_CHAIN, [])) == list(range(512))
 
 
 def test_of_a_long_chain_the_first_blocks_of_some_groups_are_looked_at() -> None:
     # The step is about the root of half the length, in whole groups of 16. The last block comes
-    # right behind the first one of its group.
-    assert _sample(513) == list(range(0, 513, 16))
-    assert _sample(515) == [*range(0, 513, 16), 514]
-    assert _sample(2048) == [*range(0, 2032, 32), 2032, 2047]
-    assert _sample(8192) == [*range(0, 8176, 64), 8176, 8191]
-    assert [_group_size(_sample(length)) for length in (512, 513, 515)] == [16, 1, 0]
+    # behind the first one of its group.
+    assert _sample(513, []) == list(range(0, 513, 16))
+    assert _sample(515, []) == [*range(0, 513, 16), 514]
+    assert _sample(2048, []) == [*range(0, 2032, 32), 2032, 2047]
+    assert _sample(8192, []) == [*range(0, 8176, 64), 8176, 8191]
+
+
+def test_where_owners_are_guessed_to_change_both_sides_are_looked_at() -> None:
+    # And the first one of the group that each is in.
+    assert _sample(2048, [112]) == sorted({*_sample(2048, []), 111, 112})
+    assert _sample(2048, [117]) == sorted({*_sample(2048, []), 112, 116, 117})
+    assert _sample(2048, [1, 2047]) == sorted({*_sample(2048, []), 1, 2046})
+
+
+def test_the_script_is_told_what_follows_its_group_and_where_to_look_first() -> None:
+    def told(length: int, guesses: list[int]) -> tuple[bytes | int, ...]:
+        _, *grouping, _, _ = _coarse(CHAIN[:length], _sample(length, guesses), guesses)
+        return tuple(grouping)
+
+    assert told(512, []) == (16, b"", b"")
+    assert told(512, [5, 64]) == (16, b"", b"6 5 65 64")
+    # The first sample is the first block of a group, and so on, up to the last.
+    assert told(513, []) == (1, b"", b"")
+    assert told(515, []) == (1, b"34", b"")
+    # ... 0, 16, 31, 32, 48, 52, 53, 64, ...
+    assert told(515, [32, 53]) == (1, b"3 6 7 37", b"4 3 7 6")
+
+
+def test_where_owners_changed_is_guessed_of_chains_that_begin_alike() -> None:
+    boundaries = Boundaries()
+    boundaries.learn(CHAIN, [Run(0, 70, b"1d2d"), Run(70, 3000, b"1d")])
+    assert boundaries.recall(CHAIN) == [70, 3000]
+    assert boundaries.recall(CHAIN[:3000]) == [70]
+    assert boundaries.recall(CHAIN[:3001]) == [70, 3000]
+    # The block whose prefix counts is that of the power of two before the change.
+    parted = [SequenceHash(n + 10_000) for n in range(8192)]
+    assert boundaries.recall([*CHAIN[:64], *parted[64:]]) == [70]
+    assert boundaries.recall([*CHAIN[:63], *parted[63:]]) == []
+
+
+def test_of_each_doubling_of_the_length_the_last_change_seen_is_guessed() -> None:
+    boundaries = Boundaries()
+    boundaries.learn(CHAIN, [Run(0, 1, b"1d2d3d"), Run(1, 64, b"1d2d"), Run(64, 100, b"1d")])
+    assert boundaries.recall(CHAIN) == [1, 100]
+    boundaries.learn(CHAIN, [Run(0, 80, b"1d2d")])
+    assert boundaries.recall(CHAIN) == [1, 80]
+
+
+def test_the_end_of_a_stretch_that_was_looked_at_apart_is_no_change() -> None:
+    boundaries = Boundaries()
+    boundaries.learn(CHAIN, [Run(0, 33, b"1d"), Run(33, 40, b"1d"), Run(40, 8192, b"1h")])
+    assert boundaries.recall(CHAIN) == [40]
+    boundaries.learn(CHAIN, [])
+    assert boundaries.recall([]) == []
+
+
+def test_so_many_changes_are_kept_those_seen_last() -> None:
+    boundaries = Boundaries()
+    other, parting = CHAIN[:2], [SequenceHash(10_000), SequenceHash(10_001)]
+    boundaries.learn(other, [Run(0, 1, b"1d")])
+    boundaries.learn(parting, [Run(0, 1, b"1d")])
+    for n in range(MAX_BOUNDARIES - 1):
+        boundaries.learn(other, [Run(0, 1, b"1d")])
+        boundaries.learn([SequenceHash(20_000 + n), SequenceHash(0)], [Run(0, 1, b"1d")])
+    assert boundaries.recall(other) == [1]
+    assert boundaries.recall(parting) == []
 
 
 def test_runs_over_sampled_positions_become_stretches_of_the_chain() -> None:

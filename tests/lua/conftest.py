@@ -13,7 +13,7 @@ from app.core import index, leases, matching, predictions, reservations, session
 from app.core.index import GROUP_BLOCKS, Change, SweepStep
 from app.core.keys import Keyspace
 from app.core.leases import Registration
-from app.core.matching import Overlaps
+from app.core.matching import Boundaries, Overlaps
 from app.core.predictions import PredictionSettings
 from app.core.reservations import Load, Refused, Reservation, Snapshot, Wish
 from app.core.scripts import Call, ScriptRunner
@@ -142,9 +142,11 @@ class Namespace:
         """Publish `blocks` as the first batch of `inc`."""
         assert await self.apply(inc, 1, [(block, tier) for block in blocks])
 
-    async def match(self, *chains: Sequence[SequenceHash]) -> list[Overlaps]:
+    async def match(
+        self, *chains: Sequence[SequenceHash], boundaries: Boundaries | None = None
+    ) -> list[Overlaps]:
         """Overlaps of those that are not over; of others a router knows nothing."""
-        overlaps, _ = await matching.match(self.runner, self.keys, chains)
+        overlaps, _ = await matching.match(self.runner, self.keys, chains, boundaries=boundaries)
         over = set(await self.lost())
         return [{inc: o for inc, o in found.items() if inc not in over} for found in overlaps]
 

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from app.core import index, matching, reservations
 from app.core.index import Change
-from app.core.matching import WHOLE_CHAIN, Overlaps
+from app.core.matching import WHOLE_CHAIN, Boundaries, Overlaps
 from app.core.scripts import Call, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from tests.lua.conftest import DEVICE, DISK, HOST, NO_LOAD, A, B, C, D, E, Namespace
@@ -19,7 +20,7 @@ def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
 
 async def runs(space: Namespace, *chains: list[SequenceHash]) -> list[list[int | bytes]] | None:
     """What lua/match.lua itself answers."""
-    args = [arg for chain in chains for arg in (text_of(chain), "16", "", "")]
+    args = [arg for chain in chains for arg in (text_of(chain), "16", "", "", "", "")]
     return await run_script(space, *args)
 
 
@@ -38,9 +39,9 @@ async def test_known_owners_of_the_ends_are_not_looked_up(space: Namespace) -> N
     await space.hold(inc, [B, C])
     # Of these ends Redis knows nothing: only B and C are looked at.
     stretch = text_of([D, B, C, E])
-    assert await run_script(space, stretch, "16", "1d2d", "-") == [[1, b"1d2d", 3, b"1d"]]
-    assert await run_script(space, stretch, "16", "1d", "1d") == [[4, b"1d"]]
-    assert await run_script(space, stretch, "16", "-", "") == [[]]
+    assert await run_script(space, stretch, "16", "", "", "1d2d", "-") == [[1, b"1d2d", 3, b"1d"]]
+    assert await run_script(space, stretch, "16", "", "", "1d", "1d") == [[4, b"1d"]]
+    assert await run_script(space, stretch, "16", "", "", "-", "") == [[]]
 
 
 async def test_owners_come_as_runs_with_the_position_each_one_ends_at(space: Namespace) -> None:
@@ -101,6 +102,50 @@ async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> Non
     stats = await space.redis.info("commandstats")
     # The layout, both ends, and a step for each halving.
     assert stats["cmdstat_hget"]["calls"] == 1 + 2 + math.log2(WHOLE_CHAIN)
+
+
+async def test_a_change_is_looked_for_where_it_is_guessed_first(space: Namespace) -> None:
+    inc = await space.worker("a")
+    chain = chain_of(random.Random(2), WHOLE_CHAIN)
+    space.know(chain)
+    await space.hold(inc, chain[:300])
+
+    async def looks(guesses: str) -> int:
+        await space.redis.config_resetstat()
+        answer = await run_script(space, text_of(chain), "16", "", guesses, "", "")
+        assert answer == [[300, b"1d"]]
+        calls: int = (await space.redis.info("commandstats"))["cmdstat_hget"]["calls"]
+        return calls
+
+    # The layout, both ends, and both sides of the change. A position that is none is left out.
+    assert await looks("301 300") == 1 + 2 + 2
+    assert await looks("0 1 301 300 512 9999") == 1 + 2 + 2
+    # A wrong guess before it costs one more, one behind it two.
+    assert await looks("101 100 301 300") == 1 + 2 + 3
+    assert await looks("401 400 301 300") == 1 + 2 + 4
+
+
+@pytest.mark.parametrize("shared", [1, 700, 703, 704])
+async def test_where_prompts_part_is_looked_for_once(space: Namespace, shared: int) -> None:
+    """A long prompt that begins like another one is looked up in one round trip."""
+    a, b = await space.worker("a"), await space.worker("b")
+    rng = random.Random(3)
+    first, second = chain_of(rng, 2000), chain_of(rng, 1800)
+    second[:shared] = first[:shared]
+    for inc, chain in ((a, first), (b, second)):
+        space.know(chain)
+        await space.hold(inc, chain)
+
+    boundaries = Boundaries()
+    calls = []
+    for chain in (first, second, second):
+        await space.redis.config_resetstat()
+        overlaps, _ = await matching.match(space.runner, space.keys, [chain], boundaries=boundaries)
+        own, other = (a, b) if chain is first else (b, a)
+        device = {own: TierOverlap(device=len(chain)), other: TierOverlap(device=shared)}
+        assert overlaps == [device]
+        calls.append((await space.redis.info("commandstats"))["cmdstat_evalsha"]["calls"])
+    assert calls == [2, 1, 1]
 
 
 async def test_a_hole_that_somebody_made_does_not_spoil_the_answer(space: Namespace) -> None:
@@ -218,7 +263,26 @@ async def test_overlaps_are_what_a_plain_walk_finds(space: Namespace) -> None:
     await space.sweep(max_buckets=0)
 
     prompts = [*chains, *(chain[: rng.randint(1, len(chain))] for chain in chains)]
-    assert await space.match(*prompts) == [plain_walk(held, chain) for chain in prompts]
+    found = [plain_walk(held, chain) for chain in prompts]
+    assert await space.match(*prompts) == found
+    boundaries = Boundaries()
+    for chain, overlaps in zip(prompts, found, strict=True):
+        assert await space.match(chain, boundaries=boundaries) == [overlaps]
+    assert await space.match(*prompts, boundaries=boundaries) == found
+    for _ in range(10):
+        assert await space.match(*prompts, boundaries=Wrong(rng)) == found
+
+
+class Wrong(Boundaries):
+    """Guesses at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def recall(self, chain: Sequence[SequenceHash]) -> list[int]:
+        guesses = range(1, len(chain))
+        return sorted(self._rng.sample(guesses, min(len(guesses), self._rng.randint(0, 6))))
 
 
 def random_holdings(

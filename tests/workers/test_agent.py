@@ -48,7 +48,7 @@ def new_agent(
         runner or ScriptRunner(redis, timeout_s=0.2),
         KEYS,
         info(**told),
-        AgentSettings(lease_ttl_s=ttl_s, index_blocks=512),
+        AgentSettings(lease_ttl_s=ttl_s, index_blocks=128),
         lambda: (MEASURED, LEARNED),
         lambda: READ,
     )

@@ -329,10 +329,12 @@ def parent_in(chain: Sequence[SequenceHash], block: SequenceHash) -> SequenceHas
 
 async def read(runner: ScriptRunner, history: History, rng: random.Random) -> None:
     """Ask for chains, one or several at a time, and check the answers, until cancelled."""
+    learnt = matching.Boundaries()
     while True:
         positions = rng.sample(range(len(CHAINS)), rng.choice((1, 1, 3)))
+        chains, boundaries = [CHAINS[i] for i in positions], rng.choice((None, learnt))
         start = history.tick()
-        answers, _ = await matching.match(runner, KEYS, [CHAINS[i] for i in positions], NUM_SHARDS)
+        answers, _ = await matching.match(runner, KEYS, chains, NUM_SHARDS, boundaries=boundaries)
         end = history.tick()
         for position, answer in zip(positions, answers, strict=True):
             assert answer is not None

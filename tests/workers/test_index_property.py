@@ -69,6 +69,7 @@ class World:
 
     def __init__(self, redis: Redis, num_workers: int) -> None:
         self.runner = ScriptRunner(redis, timeout_s=5.0)
+        self.boundaries = matching.Boundaries()
         self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(num_workers)]
 
     async def register(
@@ -132,11 +133,17 @@ class World:
         )
 
     async def match_both_ways(self) -> list[matching.Overlaps]:
-        """Chains sent whole, and sampled as only long ones are: the answers are the same."""
+        """Chains sent whole, and sampled as only long ones are, by a router that has learnt
+        nothing and by one that has: the answers are the same."""
         whole, _ = await matching.match(self.runner, KEYSPACE, CHAINS)
-        with mock.patch.object(matching, "WHOLE_CHAIN", 1):
-            sampled, _ = await matching.match(self.runner, KEYSPACE, CHAINS)
-        assert sampled == whole
+        for boundaries in (None, self.boundaries):
+            with mock.patch.object(matching, "WHOLE_CHAIN", 1):
+                sampled, _ = await matching.match(
+                    self.runner, KEYSPACE, CHAINS, boundaries=boundaries
+                )
+            assert sampled == whole
+        guessed, _ = await matching.match(self.runner, KEYSPACE, CHAINS, boundaries=self.boundaries)
+        assert guessed == whole
         return whole
 
     async def check_exact(self) -> None:
