@@ -109,7 +109,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
                     as a delay to those that will queue behind it: where many wait, more will come
     decode_s        70 % of the decode steps shared with the requests in flight, over a mean output
     interference_s  5 % of prefill_s for each request in flight
-    eviction_s      twice prefill_s, as as much will have to be computed again, times the chance
+    eviction_s      prefill_s once more, as as much will have to be computed again, times the chance
                     that what makes room for this prompt is asked for again: 300 / (300 + idle),
                     where idle is how many seconds the worker's blocks are not used before they go
 
@@ -129,7 +129,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
         "decode_s": DECODE_WEIGHT * decode,
         "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
-        "eviction_s": 2.0 * prefill * _asked_again(candidates.kv_idle_before_evict_s),
+        "eviction_s": prefill * _asked_again(candidates.kv_idle_before_evict_s),
     }
     return Costs(_sum(terms), terms)
 

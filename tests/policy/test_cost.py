@@ -221,8 +221,8 @@ def test_an_eviction_costs_what_it_will_take_to_compute_as_much_again() -> None:
     seen = candidates(
         4, ROUND_SPEED, overlap_device=[0, 0, 0, 8], kv_idle_before_evict_s=[0, 300, 100, 100]
     )
-    # 2 * 1.5 s, half or three quarters of which are likely; 2 * 0.38 s
-    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [0, 1.5, 2.25, 0.57])
+    # 1.5 s, half or three quarters of which are likely; 0.38 s
+    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [0, 0.75, 1.125, 0.285])
 
 
 def test_a_cold_prompt_goes_where_nothing_is_evicted_or_what_is_was_not_used_for_longest() -> None:
