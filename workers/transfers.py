@@ -1,162 +1,30 @@
-"""Moving KV blocks between device, host and disk, and finding out how to do that fastest.
-
-Between pools in memory there are several ways to copy scattered blocks (`MOVERS`); which is best
-depends on the machine and on the size of a block, so they are tried at start-up. What the driver
-can do for many copies at once (cudaMemcpyBatchAsync) is not among them, as torch does not offer it.
-"""
+"""Moving KV blocks between device, host and disk: all of a block at once, or layer by layer."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from ctypes import memmove
-from dataclasses import dataclass
 from itertools import chain, islice
-from statistics import median
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from app.core.types import Tier
 from workers.disk import DiskBlock, SlotFile
+from workers.movers import STAGED_BYTES, Copier
 from workers.slots import Move
-from workers.tiers import WORD_BYTES, MemoryPool, check_map
+from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
 
 log = logging.getLogger(__name__)
 
-Ids = NDArray[np.int64]
-Mover = Callable[[Tensor, Tensor, Ids, Ids], None]
-"""Copies rows of a tensor of words, or the same layers of each, to rows of another one. On CUDA it
-has only begun to when it returns."""
-
 GROUP_BYTES = 64 << 10
 """Of a block, a copy stream moves so much at once, or all of it: smaller copies cost more."""
-STAGED_BYTES = 32 << 20
-"""Gathered at once, on the way between scattered slots."""
-TRIAL_BYTES = 16 << 20
-TRIAL_BLOCKS = 8, 1024
-"""At start-up so much is copied with each mover, but no fewer blocks than that and no more."""
-TRIAL_ROUNDS = 5
 DISK_THREADS = min(4, os.cpu_count() or 1)
 """Share a copy to or from disk: of some blocks checksums are made while others are copied."""
-
-
-def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """A copy for each run of blocks that follow one another on both sides."""
-    for s, t, n in zip(*(ids.tolist() for ids in _runs(source_ids, target_ids)), strict=True):
-        target[t : t + n].copy_(source[s : s + n], non_blocking=True)
-
-
-def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """The same in host memory, without what a torch operation costs each time."""
-    size = source[0].numel() * WORD_BYTES
-    source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
-    if size == source_row == target_row:
-        source_ids, target_ids, lengths = _runs(source_ids, target_ids)
-    else:
-        lengths = np.ones_like(source_ids)
-    copies = map(
-        memmove,
-        (target.data_ptr() + target_ids * target_row).tolist(),
-        (source.data_ptr() + source_ids * source_row).tolist(),
-        (lengths * size).tolist(),
-    )
-    deque(copies, maxlen=0)
-
-
-def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """Blocks are gathered where they are, moved in one piece, and put into their slots."""
-    step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
-    to_device = source.is_cpu and target.is_cuda
-    for at in range(0, len(source_ids), step):
-        taken = torch.from_numpy(source_ids[at : at + step]).to(source.device)
-        given = target_ids[at : at + step]
-        first, count = int(given[0]), len(given)
-        slots = target[first : first + count] if _are_consecutive(given) else None
-        if slots is not None and source.device == target.device:
-            if source.is_cpu and source.is_contiguous():
-                # One thread, and no call for each block. (Modes that check the ids, which are
-                # checked already, would go through a buffer.)
-                ids = source_ids[at : at + step]
-                np.take(source.numpy(), ids, axis=0, out=slots.numpy(), mode="clip")
-            else:
-                torch.index_select(source, 0, taken, out=slots)
-            continue
-        shape = (count, *source.shape[1:])
-        staged = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=to_device)
-        torch.index_select(source, 0, taken, out=staged)
-        if slots is not None:
-            slots.copy_(staged, non_blocking=True)
-        else:
-            # What arrives in host memory is put into its slots by the host: it has to be there.
-            moved = staged.to(target.device, non_blocking=to_device)
-            target.index_copy_(0, torch.from_numpy(given).to(target.device), moved)
-
-
-MOVERS: dict[str, Mover] = {"bytes": move_bytes, "runs": move_runs, "gathered": move_gathered}
-"""The ones that need fewer threads and less memory first."""
-CLEARLY_FASTER = 1.25
-"""Trials are noisy: a later mover is taken only if it is so many times as fast."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """GB/s by name of a mover: into slots that follow one another, and into scattered ones."""
-
-    packed: dict[str, float]
-    scattered: dict[str, float]
-
-
-class Copier:
-    """Copies blocks from one pool in memory to another, the way that a trial found fastest.
-
-    num_layers: of each block that one copy is to take, for a copy stream; None: all.
-    """
-
-    def __init__(
-        self, source: MemoryPool, target: MemoryPool, num_layers: int | None = None
-    ) -> None:
-        if source.shape != target.shape:
-            raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
-        self.source = source
-        self.target = target
-        self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
-        self._packed, self._scattered = (
-            next(n for n, rate in rates.items() if rate * CLEARLY_FASTER >= max(rates.values()))
-            for rates in (self.rates.packed, self.rates.scattered)
-        )
-        log.info(
-            "copies from %s to %s, %d bytes of a block at once: %s (%.1f GB/s) into slots in a "
-            "row, %s (%.1f GB/s) into scattered ones",
-            _place(source),
-            _place(target),
-            source.shape.layer_words * WORD_BYTES * (num_layers or source.shape.num_layers),
-            self._packed,
-            self.rates.packed[self._packed],
-            self._scattered,
-            self.rates.scattered[self._scattered],
-        )
-
-    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> None:
-        """Copy; between host and device it has only begun when this returns."""
-        if not len(source_ids):
-            return
-        name = self._packed if _are_consecutive(target_ids) else self._scattered
-        source, target = self.source.words[:, layers], self.target.words[:, layers]
-        MOVERS[name](source, target, source_ids, target_ids)
-
-    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Copy all of some blocks; it is done when this returns. Raises ValueError."""
-        check_map(source_ids, self.source.num_blocks, target_ids, self.target.num_blocks)
-        self.begin(_ids(source_ids), _ids(target_ids))
-        _synchronize(self.source, self.target)
 
 
 class CopyStream(ABC):
@@ -181,8 +49,9 @@ class CopyStream(ABC):
         if any(self._triggered):
             raise ValueError("the blocks prepared before were triggered and not waited for")
         source, target = self._copier.source, self._copier.target
-        check_map(source_ids, source.num_blocks, target_ids, target.num_blocks)
-        self._source_ids, self._target_ids = _ids(source_ids), _ids(target_ids)
+        self._source_ids, self._target_ids = checked_map(
+            source_ids, source.num_blocks, target_ids, target.num_blocks
+        )
 
     def group_of(self, layer: int) -> int:
         """Raises ValueError for a layer that there is none of."""
@@ -366,7 +235,7 @@ class Transfers:
             target: pool.num_blocks,
             Tier.DISK: self._disk.num_slots,
         }
-        check_map(source_ids, num_slots[source], target_ids, num_slots[target])
+        checked_map(source_ids, num_slots[source], target_ids, num_slots[target])
         copy = self._load if source is Tier.DISK else self._store
         step = max(1, STAGED_BYTES // pool.shape.block_bytes)
         for at in range(0, len(source_ids), step):
@@ -457,55 +326,8 @@ class Transfers:
         return lost
 
 
-def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
-    """Copy as much as there is time for, between pools like these, in each way in turn."""
-    shape = source.shape
-    fewest, most = TRIAL_BLOCKS
-    count = min(most, max(fewest, TRIAL_BYTES // shape.block_bytes))
-    froms, intos = (
-        MemoryPool(shape, 2 * count, pool.device, pinned=pool.words.is_pinned())
-        for pool in (source, target)
-    )
-    for pool in (froms, intos):
-        pool.words.fill_(1)  # memory that was never written to is not there yet
-    words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
-    rng = np.random.default_rng(0)
-    source_ids, scattered = (rng.permutation(2 * count)[:count] for _ in range(2))
-    names = [name for name in MOVERS if name != "bytes" or (words[0].is_cpu and words[1].is_cpu)]
-    num_bytes = count * words[0][0].numel() * WORD_BYTES
-    rates = []
-    for target_ids in (np.arange(count), scattered):
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(TRIAL_ROUNDS):
-            for name in names:
-                start = time.perf_counter()
-                MOVERS[name](*words, source_ids, target_ids)
-                _synchronize(froms, intos)
-                seconds[name].append(time.perf_counter() - start)
-        rates.append({name: num_bytes / median(took) / 1e9 for name, took in seconds.items()})
-    return Rates(*rates)
-
-
 def _ids(block_ids: Sequence[int]) -> Ids:
     return np.array(block_ids, dtype=np.int64)
-
-
-def _are_consecutive(ids: Ids) -> bool:
-    return bool((np.diff(ids) == 1).all())
-
-
-def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:
-    """First source, first target and length of each run that is consecutive in both."""
-    breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    lengths = np.diff(np.concatenate((starts, [len(source_ids)])))
-    return source_ids[starts], target_ids[starts], lengths
-
-
-def _synchronize(*pools: MemoryPool) -> None:
-    for pool in pools:
-        if pool.words.is_cuda:
-            torch.cuda.current_stream(pool.device).synchronize()
 
 
 def _rows(words: Tensor, block_ids: Iterable[int]) -> list[memoryview]:
@@ -513,9 +335,3 @@ def _rows(words: Tensor, block_ids: Iterable[int]) -> list[memoryview]:
     data = words.numpy().data.cast("B")
     size = words[0].numel() * WORD_BYTES
     return [data[n * size : (n + 1) * size] for n in block_ids]
-
-
-def _place(pool: MemoryPool) -> str:
-    if pool.words.is_cuda:
-        return str(pool.device)
-    return "pinned memory" if pool.words.is_pinned() else "pageable memory"

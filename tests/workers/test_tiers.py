@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ from workers.tiers import (
     KVShape,
     Layout,
     MemoryPool,
-    check_map,
     checked_ids,
+    checked_map,
     empty_layers,
     host_pool,
     layer_views,
@@ -104,6 +106,22 @@ def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
         MemoryPool(SMALL, 0)
     with pytest.raises(ConfigError, match="num_blocks: cpu has no room for 1000000000000000 bl"):
         MemoryPool(SMALL, 10**15)
+
+
+def test_pageable_memory_is_asked_for_in_huge_pages() -> None:
+    pool = MemoryPool(SMALL, 1000)
+    assert not pool.words.any()
+    mappings = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$",
+        Path("/proc/self/smaps").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    [flags] = [
+        flags.split()
+        for start, end, flags in mappings
+        if int(start, 16) <= pool.words.data_ptr() < int(end, 16)
+    ]
+    assert "hg" in flags
 
 
 def test_blocks_of_other_shapes_have_other_fingerprints() -> None:
@@ -222,7 +240,7 @@ def test_ranks_of_different_models_cannot_be_resharded() -> None:
 
 
 def test_block_ids_are_in_range_and_named_once() -> None:
-    assert checked_ids([2, 0], 3) == [2, 0]
+    assert checked_ids([2, 0], 3).tolist() == [2, 0]
     with pytest.raises(ValueError, match="block 3 is not in a pool of 3 blocks"):
         checked_ids([0, 3], 3)
     with pytest.raises(ValueError, match="block -1 is not in a pool of 3 blocks"):
@@ -230,8 +248,9 @@ def test_block_ids_are_in_range_and_named_once() -> None:
     with pytest.raises(ValueError, match="block 1 is named twice"):
         checked_ids([1, 0, 1], 3)
     with pytest.raises(ValueError, match="2 blocks for 3 slots"):
-        check_map([0, 1], 4, [0, 1, 2], 4)
-    check_map([0, 3], 4, [1, 0], 2)
+        checked_map([0, 1], 4, [0, 1, 2], 4)
+    sources, targets = checked_map([0, 3], 4, [1, 0], 2)
+    assert (sources.tolist(), targets.tolist()) == ([0, 3], [1, 0])
 
 
 @pytest.mark.gpu

@@ -19,19 +19,12 @@ from torch import Tensor
 from app.core.errors import BlockLost
 from app.core.types import SequenceHash, Tier
 from tests.workers.full_disk import no_room_beyond
-from workers import transfers
+from workers import movers, transfers
 from workers.blocks import BlockManager
 from workers.disk import PAGE_BYTES, DiskBlock, SlotFile
-from workers.tiers import KVShape, MemoryPool, host_pool
-from workers.transfers import (
-    MOVERS,
-    Copier,
-    CopyStream,
-    Ids,
-    Mover,
-    Transfers,
-    copy_stream,
-)
+from workers.movers import IN_HOST_MEMORY, MOVERS, WITH_DEVICE, Copier, Mover
+from workers.tiers import Ids, KVShape, MemoryPool, host_pool
+from workers.transfers import CopyStream, Transfers, copy_stream
 
 DEVICE, HOST, DISK = Tier
 SMALL = KVShape(num_layers=3, num_kv_heads=2, head_size=4, dtype=torch.float32, block_size=2)
@@ -82,19 +75,28 @@ def test_every_mover_copies_these_layers_of_these_blocks_and_nothing_else(
     assert torch.equal(target.words[:, others], before[:, others])
 
 
-def test_more_than_is_staged_at_once_is_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "STAGED_BYTES", 3 * WIDE.block_bytes)
+@pytest.mark.parametrize("name", ["cached", "gathered"])
+@pytest.mark.parametrize("blocks_at_once", [1, 3])
+def test_what_is_more_than_is_gathered_at_once_is_copied_in_parts(
+    blocks_at_once: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("CACHED_BYTES", "STAGED_BYTES"):
+        monkeypatch.setattr(movers, limit, blocks_at_once * WIDE.block_bytes)
     source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
-    source_ids, target_ids = [7, 2, 9, 4, 0, 1, 11], [3, 11, 0, 5, 6, 7, 8]
-    expected = moved(source.words, target.words, source_ids, target_ids)
-    MOVERS["gathered"](source.words, target.words, np.array(source_ids), np.array(target_ids))
-    assert torch.equal(target.words, expected)
+    for source_ids, target_ids in (
+        ([7, 2, 9, 4, 0, 1, 11], [3, 11, 0, 5, 6, 7, 8]),
+        ([7, 2, 9, 4, 0, 1, 11], [1, 2, 3, 4, 5, 6, 7]),
+    ):
+        expected = moved(source.words, target.words, source_ids, target_ids)
+        MOVERS[name](source.words, target.words, np.array(source_ids), np.array(target_ids))
+        assert torch.equal(target.words, expected)
 
 
 def test_the_fastest_mover_is_found_and_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     copier = Copier(pool_of(SMALL, 1), pool_of(SMALL, 2))
-    assert copier.rates.packed.keys() == copier.rates.scattered.keys() == MOVERS.keys()
+    assert copier.rates.packed.keys() == copier.rates.scattered.keys()
+    assert tuple(copier.rates.packed) == IN_HOST_MEMORY
     (told,) = caplog.messages
     assert told.startswith("copies from pageable memory to pageable memory, 384 bytes of a block")
     taken = [
@@ -104,7 +106,7 @@ def test_the_fastest_mover_is_found_and_told(caplog: pytest.LogCaptureFixture) -
     ]
     assert len(taken) == 1
     best = max(copier.rates.scattered.values())
-    assert copier.rates.scattered[taken[0]] * transfers.CLEARLY_FASTER >= best
+    assert copier.rates.scattered[taken[0]] * movers.CLEARLY_FASTER >= best
 
 
 def test_blocks_that_cannot_be_copied_are_refused_and_nothing_is() -> None:
@@ -543,7 +545,7 @@ def test_what_a_fence_took_away_in_mid_transfer_does_not_count_as_copied(tiers: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", MAPS.values(), ids=MAPS)
-@pytest.mark.parametrize("name", ["runs", "gathered"])
+@pytest.mark.parametrize("name", WITH_DEVICE)
 @pytest.mark.parametrize("upwards", [True, False])
 def test_every_mover_copies_between_host_and_device(
     upwards: bool, name: str, blocks: tuple[list[int], list[int]]

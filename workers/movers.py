@@ -1,0 +1,253 @@
+"""Ways to copy scattered KV blocks between pools in memory, and which is fastest here.
+
+That depends on the machine and on the size of a block, so they are tried at start-up. What the
+driver can do for many copies at once (cudaMemcpyBatchAsync) is not among them, as torch does not
+offer it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import memmove
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
+
+log = logging.getLogger(__name__)
+
+Mover = Callable[[Tensor, Tensor, Ids, Ids], None]
+"""Copies rows of a tensor of words, or the same layers of each, to rows of another one. On CUDA it
+has only begun to when it returns."""
+
+STAGED_BYTES = 32 << 20
+"""Gathered at once, on the way between scattered slots."""
+CACHED_BYTES = 1 << 20
+"""The same within host memory: what a core's cache still has when it is put into its slots."""
+TRIAL_BYTES = 16 << 20
+TRIAL_BLOCKS = 8, 1024
+"""At start-up so much is copied with each mover, but no fewer blocks than that and no more."""
+TRIAL_SPREAD = 4
+"""Others each time, out of so many times as many slots, so that small blocks lie in no cache; large
+ones do not anyway, and would take memory that there may not be."""
+TRIAL_ROUNDS = 7
+
+
+def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """A copy for each run of blocks that follow one another on both sides."""
+    for s, t, n in zip(*(ids.tolist() for ids in _runs(source_ids, target_ids)), strict=True):
+        target[t : t + n].copy_(source[s : s + n], non_blocking=True)
+
+
+def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """The same in host memory, without what a torch operation costs each time."""
+    source_ids, target_ids = _upwards(source_ids, target_ids)
+    size = source[0].numel() * WORD_BYTES
+    source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
+    if size == source_row == target_row:
+        source_ids, target_ids, lengths = _runs(source_ids, target_ids)
+    else:
+        lengths = np.ones_like(source_ids)
+    copies = map(
+        memmove,
+        (target.data_ptr() + target_ids * target_row).tolist(),
+        (source.data_ptr() + source_ids * source_row).tolist(),
+        (lengths * size).tolist(),
+    )
+    deque(copies, maxlen=0)
+
+
+def move_cached(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """In host memory: some blocks are gathered into a buffer, and put into their slots while a
+    core's cache still has them. Where those follow one another, they are gathered there."""
+    if (slots := _slots(target, target_ids)) is not None:
+        torch.index_select(source, 0, torch.from_numpy(source_ids), out=slots)
+        return
+    source_ids, target_ids = _upwards(source_ids, target_ids)
+    step = max(1, CACHED_BYTES // (source[0].numel() * WORD_BYTES))
+    buffer = _buffer(step * source[0].numel()).view(step, *source.shape[1:])
+    for at in range(0, len(source_ids), step):
+        taken, given = source_ids[at : at + step], target_ids[at : at + step]
+        gathered = buffer[: len(taken)]
+        torch.index_select(source, 0, torch.from_numpy(taken), out=gathered)
+        # Ten times as fast as index_copy_, which goes through them word by word.
+        target.numpy()[given] = gathered.numpy()
+
+
+def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """Between host and device: blocks are gathered where they are, moved in one piece, and put
+    into their slots."""
+    step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
+    to_device = source.is_cpu and target.is_cuda
+    for at in range(0, len(source_ids), step):
+        taken = torch.from_numpy(source_ids[at : at + step]).to(source.device)
+        given = target_ids[at : at + step]
+        shape = (len(taken), *source.shape[1:])
+        staged = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=to_device)
+        torch.index_select(source, 0, taken, out=staged)
+        if (slots := _slots(target, given)) is not None:
+            slots.copy_(staged, non_blocking=True)
+            continue
+        # What arrives in host memory is put into its slots by the host: it has to be there.
+        moved = staged.to(target.device, non_blocking=to_device)
+        if target.is_cpu:
+            target.numpy()[given] = moved.numpy()
+        else:
+            target.index_copy_(0, torch.from_numpy(given).to(target.device), moved)
+
+
+MOVERS: dict[str, Mover] = {
+    "bytes": move_bytes,
+    "runs": move_runs,
+    "cached": move_cached,
+    "gathered": move_gathered,
+}
+IN_HOST_MEMORY = "bytes", "runs", "cached"
+WITH_DEVICE = "runs", "gathered"
+"""Those tried there; the ones that need fewer threads and less memory first."""
+CLEARLY_FASTER = 1.1
+"""Trials are noisy: a later mover is taken only if it is so many times as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """GB/s by name of a mover: into slots that follow one another, and into scattered ones."""
+
+    packed: dict[str, float]
+    scattered: dict[str, float]
+
+
+class Copier:
+    """Copies blocks from one pool in memory to another, the way that a trial found fastest.
+
+    num_layers: of each block that one copy is to take, for a copy stream; None: all.
+    """
+
+    def __init__(
+        self, source: MemoryPool, target: MemoryPool, num_layers: int | None = None
+    ) -> None:
+        if source.shape != target.shape:
+            raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
+        self.source = source
+        self.target = target
+        self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
+        self._packed, self._scattered = (
+            next(n for n, rate in rates.items() if rate * CLEARLY_FASTER >= max(rates.values()))
+            for rates in (self.rates.packed, self.rates.scattered)
+        )
+        log.info(
+            "copies from %s to %s, %d bytes of a block at once: %s (%.1f GB/s) into slots in a "
+            "row, %s (%.1f GB/s) into scattered ones",
+            _place(source),
+            _place(target),
+            source.shape.layer_words * WORD_BYTES * (num_layers or source.shape.num_layers),
+            self._packed,
+            self.rates.packed[self._packed],
+            self._scattered,
+            self.rates.scattered[self._scattered],
+        )
+
+    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> None:
+        """Copy; between host and device it has only begun when this returns."""
+        if not len(source_ids):
+            return
+        name = self._packed if _are_consecutive(target_ids) else self._scattered
+        source, target = self.source.words[:, layers], self.target.words[:, layers]
+        MOVERS[name](source, target, source_ids, target_ids)
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Copy all of some blocks; it is done when this returns. Raises ValueError."""
+        self.begin(
+            *checked_map(source_ids, self.source.num_blocks, target_ids, self.target.num_blocks)
+        )
+        _synchronize(self.source, self.target)
+
+
+def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
+    """Copy as much as there is time for, between pools like these, in each way in turn."""
+    shape = source.shape
+    fewest, most = TRIAL_BLOCKS
+    count = min(most, max(fewest, TRIAL_BYTES // shape.block_bytes))
+    num_slots = max(2 * count, TRIAL_SPREAD * min(count, TRIAL_BYTES // shape.block_bytes))
+    froms, intos = (
+        MemoryPool(shape, num_slots, pool.device, pinned=pool.words.is_pinned())
+        for pool in (source, target)
+    )
+    for pool in (froms, intos):
+        pool.words.fill_(1)  # memory that was never written to is not there yet
+    words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
+    names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else WITH_DEVICE
+    num_bytes = count * words[0][0].numel() * WORD_BYTES
+    rng = np.random.default_rng(0)
+    rates = []
+    for packed in (True, False):
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for nth in range(1 + TRIAL_ROUNDS):
+            for name in names:
+                source_ids, scattered = (rng.permutation(num_slots)[:count] for _ in range(2))
+                first = rng.integers(num_slots - count)
+                target_ids = np.arange(first, first + count) if packed else scattered
+                start = time.perf_counter()
+                MOVERS[name](*words, source_ids, target_ids)
+                _synchronize(froms, intos)
+                if nth:  # the first round finds threads asleep, and buffers that are not there yet
+                    seconds[name].append(time.perf_counter() - start)
+        rates.append({name: num_bytes / median(took) / 1e9 for name, took in seconds.items()})
+    return Rates(*rates)
+
+
+class _OfThread(threading.local):
+    buffer = torch.empty(0, dtype=torch.int64)
+
+
+_of_thread = _OfThread()
+
+
+def _buffer(num_words: int) -> Tensor:
+    """Kept: made anew for each copy, it would cost what it is to save."""
+    if len(_of_thread.buffer) < num_words:
+        _of_thread.buffer = torch.empty(num_words, dtype=torch.int64)
+    return _of_thread.buffer[:num_words]
+
+
+def _slots(target: Tensor, ids: Ids) -> Tensor | None:
+    """Those rows, if they follow one another."""
+    return target[ids[0] : ids[0] + len(ids)] if _are_consecutive(ids) else None
+
+
+def _upwards(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids]:
+    """In the order in which memory is read best: small blocks are copied a seventh faster."""
+    order = np.argsort(source_ids)
+    return source_ids[order], target_ids[order]
+
+
+def _are_consecutive(ids: Ids) -> bool:
+    return bool((np.diff(ids) == 1).all())
+
+
+def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:
+    """First source, first target and length of each run that is consecutive in both."""
+    breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(source_ids)])))
+    return source_ids[starts], target_ids[starts], lengths
+
+
+def _synchronize(*pools: MemoryPool) -> None:
+    for pool in pools:
+        if pool.words.is_cuda:
+            torch.cuda.current_stream(pool.device).synchronize()
+
+
+def _place(pool: MemoryPool) -> str:
+    if pool.words.is_cuda:
+        return str(pool.device)
+    return "pinned memory" if pool.words.is_pinned() else "pageable memory"
