@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 """Slots begin at multiples of it, as direct I/O would need them to."""
 RUN_BYTES = 256 << 10
-"""Hashed and then copied at once, or the other way round: the second finds it in a core's cache."""
+"""Copied and then hashed at once, when a core's cache still has it: the kernel is the better one at
+reading what is in none."""
 _MAGIC = b"kvroute disk tier 1\n"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # magic, bytes of a block, slots, fingerprint, boot id; then a hash of all before.
@@ -256,23 +257,22 @@ class SlotFile:
     def _write_run(self, first: int, rows: Sequence[memoryview]) -> list[int | OSError]:
         """Blocks into the slots from the first on: the checksum of each, or what kept it away."""
         if self.block_bytes <= RUN_BYTES:
-            checksums: list[int | OSError] = list(map(xxh3_64_intdigest, rows))
             size = len(rows) * self._slot_bytes
             with suppress(OSError):
                 at = first * self._slot_bytes
                 if os.pwritev(self._blocks, self._with_pads(rows), at) == size:
-                    return checksums
+                    return list(map(xxh3_64_intdigest, rows))
         return [self._write_block(first + nth, row) for nth, row in enumerate(rows)]
 
     def _write_block(self, slot: int, data: memoryview) -> int | OSError:
         checksum = xxh3_64()
         for at in range(0, self.block_bytes, RUN_BYTES):
             part = data[at : at + RUN_BYTES]
-            checksum.update(part)
             try:
                 _write(self._blocks, part, slot * self._slot_bytes + at)
             except OSError as error:
                 return error
+            checksum.update(part)
         return checksum.intdigest()
 
     def _is_cached(self, first: int, checksums: Sequence[int], rows: Sequence[memoryview]) -> bool:

@@ -25,6 +25,8 @@ GROUP_BYTES = 64 << 10
 """Of a block, a copy stream moves so much at once, or all of it: smaller copies cost more."""
 DISK_THREADS = min(4, os.cpu_count() or 1)
 """Share a copy to or from disk: of some blocks checksums are made while others are copied."""
+SHARED_BLOCK_BYTES = 64 << 10
+"""Smaller blocks are not shared: with them threads mostly wait for Python, and one is faster."""
 
 
 class CopyStream(ABC):
@@ -295,7 +297,8 @@ class Transfers:
             return [share[n] for n in failed]
 
         order = np.argsort(_ids(slots))
-        shares = [share.tolist() for share in np.array_split(order, min(DISK_THREADS, len(order)))]
+        num_threads = DISK_THREADS if rows[0].nbytes >= SHARED_BLOCK_BYTES else 1
+        shares = [share.tolist() for share in np.array_split(order, min(num_threads, len(order)))]
         others = [self._disk_threads.submit(of_share, share) for share in shares[1:]]
         failed = [of_share(shares[0]), *(other.result() for other in others)]
         return min(chain.from_iterable(failed), default=len(slots))
