@@ -1,8 +1,6 @@
 """Ways to copy scattered KV blocks between pools in memory, and which is fastest here.
 
-That depends on the machine and on the size of a block, so they are tried at start-up. What the
-driver can do for many copies at once (cudaMemcpyBatchAsync) is not among them, as torch does not
-offer it.
+That depends on the machine and on the size of a block, so they are tried at start-up.
 """
 
 from __future__ import annotations
@@ -12,15 +10,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import memmove
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
+
+try:
+    from cuda.bindings import driver
+except ImportError:  # it comes with those builds of torch that can use a CUDA device
+    driver = None
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +54,31 @@ def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) 
 
 def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """The same in host memory, without what a torch operation costs each time."""
-    source_ids, target_ids = _upwards(source_ids, target_ids)
-    size = source[0].numel() * WORD_BYTES
-    source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
-    if size == source_row == target_row:
-        source_ids, target_ids, lengths = _runs(source_ids, target_ids)
-    else:
-        lengths = np.ones_like(source_ids)
-    copies = map(
-        memmove,
-        (target.data_ptr() + target_ids * target_row).tolist(),
-        (source.data_ptr() + source_ids * source_row).tolist(),
-        (lengths * size).tolist(),
+    pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
+    deque(map(memmove, *pieces), maxlen=0)
+
+
+def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """Between host and device: the driver is told of all runs at once, on a stream that is not the
+    default one. Raises RuntimeError where it cannot do that (before CUDA 12.8) or fails."""
+    if driver is None:
+        raise RuntimeError("cuda.bindings is not installed")
+    into, taken, sizes = _pieces(source, target, source_ids, target_ids)
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    device = target.device if target.is_cuda else source.device
+    error, *_ = driver.cuMemcpyBatchAsync(
+        list(map(driver.CUdeviceptr, into)),
+        list(map(driver.CUdeviceptr, taken)),
+        sizes,
+        len(sizes),
+        [attributes],
+        [0],
+        1,
+        driver.CUstream(torch.cuda.current_stream(device).cuda_stream),
     )
-    deque(copies, maxlen=0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{len(sizes)} copies: {error.name}")
 
 
 def move_cached(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
@@ -108,10 +124,11 @@ MOVERS: dict[str, Mover] = {
     "bytes": move_bytes,
     "runs": move_runs,
     "cached": move_cached,
+    "batched": move_batched,
     "gathered": move_gathered,
 }
 IN_HOST_MEMORY = "bytes", "runs", "cached"
-WITH_DEVICE = "runs", "gathered"
+WITH_DEVICE = "runs", "batched", "gathered"
 """Those tried there; the ones that need fewer threads and less memory first."""
 CLEARLY_FASTER = 1.1
 """Trials are noisy: a later mover is taken only if it is so many times as fast."""
@@ -129,6 +146,7 @@ class Copier:
     """Copies blocks from one pool in memory to another, the way that a trial found fastest.
 
     num_layers: of each block that one copy is to take, for a copy stream; None: all.
+    stream: its own, where either pool is on a CUDA device.
     """
 
     def __init__(
@@ -138,7 +156,9 @@ class Copier:
             raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
         self.source = source
         self.target = target
-        self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
+        self.stream = _new_stream(source, target)
+        with on_stream(self.stream):
+            self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
         self._packed, self._scattered = (
             next(n for n, rate in rates.items() if rate * CLEARLY_FASTER >= max(rates.values()))
             for rates in (self.rates.packed, self.rates.scattered)
@@ -156,7 +176,7 @@ class Copier:
         )
 
     def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> None:
-        """Copy; between host and device it has only begun when this returns."""
+        """Copy; on a CUDA device it has only begun when this returns, on the current stream."""
         if not len(source_ids):
             return
         name = self._packed if _are_consecutive(target_ids) else self._scattered
@@ -164,11 +184,17 @@ class Copier:
         MOVERS[name](source, target, source_ids, target_ids)
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Copy all of some blocks; it is done when this returns. Raises ValueError."""
-        self.begin(
-            *checked_map(source_ids, self.source.num_blocks, target_ids, self.target.num_blocks)
+        """Copy all of some blocks; it is done when this returns. Raises ValueError.
+
+        On a CUDA device it begins when what was begun there before is done, and goes on beside
+        what comes after.
+        """
+        checked = checked_map(
+            source_ids, self.source.num_blocks, target_ids, self.target.num_blocks
         )
-        _synchronize(self.source, self.target)
+        with on_stream(self.stream):
+            self.begin(*checked)
+            _synchronize(self.source, self.target)
 
 
 def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
@@ -184,7 +210,7 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
     for pool in (froms, intos):
         pool.words.fill_(1)  # memory that was never written to is not there yet
     words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
-    names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else WITH_DEVICE
+    names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else movers_with_device(*words)
     num_bytes = count * words[0][0].numel() * WORD_BYTES
     rng = np.random.default_rng(0)
     rates = []
@@ -202,6 +228,34 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
                     seconds[name].append(time.perf_counter() - start)
         rates.append({name: num_bytes / median(took) / 1e9 for name, took in seconds.items()})
     return Rates(*rates)
+
+
+def movers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
+    """Those that can be tried."""
+    first = np.zeros(1, dtype=np.int64)
+    try:
+        move_batched(source, target, first, first)
+    except RuntimeError as error:
+        log.info("copies are not given to the driver in batches: %s", error)
+        return tuple(name for name in WITH_DEVICE if name != "batched")
+    return WITH_DEVICE
+
+
+def _new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
+    """On the CUDA device, where one of the pools is on one."""
+    device = next((pool.device for pool in pools if pool.words.is_cuda), None)
+    if device is None:
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """What is begun inside is done on that stream, after what the current one has to do; without
+    one, in host memory, where everything is done at once."""
+    if stream is None:
+        return nullcontext()
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return torch.cuda.stream(stream)
 
 
 class _OfThread(threading.local):
@@ -231,6 +285,23 @@ def _upwards(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids]:
 
 def _are_consecutive(ids: Ids) -> bool:
     return bool((np.diff(ids) == 1).all())
+
+
+def _pieces(
+    source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids
+) -> tuple[list[int], list[int], list[int]]:
+    """Target address, source address and bytes of what can be copied as one."""
+    size = source[0].numel() * WORD_BYTES
+    source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
+    if size == source_row == target_row:
+        source_ids, target_ids, lengths = _runs(source_ids, target_ids)
+    else:
+        lengths = np.ones_like(source_ids)
+    return (
+        (target.data_ptr() + target_ids * target_row).tolist(),
+        (source.data_ptr() + source_ids * source_row).tolist(),
+        (lengths * size).tolist(),
+    )
 
 
 def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.core.types import Tier
 from workers.disk import DiskBlock, SlotFile
-from workers.movers import STAGED_BYTES, Copier
+from workers.movers import STAGED_BYTES, Copier, on_stream
 from workers.slots import Move
 from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
 
@@ -142,7 +142,6 @@ class CudaCopyStream(CopyStream):
     def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
         super().__init__(source, target)
         self._device = target.device if target.device.type == "cuda" else source.device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._events: list[torch.cuda.Event] = [
             torch.cuda.Event()  # type: ignore[no-untyped-call]
             for _ in range(self.num_groups)
@@ -150,10 +149,9 @@ class CudaCopyStream(CopyStream):
 
     def _trigger(self, group: int, layers: slice) -> None:
         # What the caller has begun to write to the source, or to read from the target, comes first.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._copier.stream):
             self._copier.begin(self._source_ids, self._target_ids, layers)
-            self._events[group].record(self._stream)
+            self._events[group].record()
 
     def _wait(self, group: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._events[group])

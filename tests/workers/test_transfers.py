@@ -6,9 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from ctypes import memmove
 from dataclasses import replace
+from enum import IntEnum
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,6 +62,51 @@ MAPS = {
 }
 
 
+class DriverOfHostMemory:
+    """What of cuda.bindings.driver is needed for copies in batches; it makes them at once."""
+
+    CUresult = IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1})
+    CUmemcpySrcAccessOrder = IntEnum(
+        "CUmemcpySrcAccessOrder", {"CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 1}
+    )
+    CUmemcpyAttributes = SimpleNamespace
+    CUdeviceptr = CUstream = staticmethod(int)
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.result = self.CUresult.CUDA_SUCCESS
+
+    def cuMemcpyBatchAsync(  # noqa: N802
+        self,
+        dsts: list[int],
+        srcs: list[int],
+        sizes: list[int],
+        count: int,
+        attrs: list[SimpleNamespace],
+        attrs_idxs: list[int],
+        num_attrs: int,
+        stream: int,
+    ) -> tuple[IntEnum]:
+        assert len(dsts) == len(srcs) == len(sizes) == count
+        assert [a.srcAccessOrder for a in attrs] == [1]
+        assert (attrs_idxs, num_attrs, stream) == ([0], 1, 7)
+        if not self.result:
+            for args in zip(dsts, srcs, sizes, strict=True):
+                memmove(*args)
+            self.batches.append(count)
+        return (self.result,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> DriverOfHostMemory:
+    made = DriverOfHostMemory()
+    monkeypatch.setattr(movers, "driver", made)
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return made
+
+
+@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("shape", [SMALL, ODD, WIDE], ids=["small", "odd", "wide"])
 @pytest.mark.parametrize("layers", [slice(None), slice(0, 2), slice(2, 3)], ids=str)
 @pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
@@ -90,6 +138,24 @@ def test_what_is_more_than_is_gathered_at_once_is_copied_in_parts(
         expected = moved(source.words, target.words, source_ids, target_ids)
         MOVERS[name](source.words, target.words, np.array(source_ids), np.array(target_ids))
         assert torch.equal(target.words, expected)
+
+
+def test_the_driver_is_told_of_runs_and_its_refusal_leaves_batches_out(
+    driver: DriverOfHostMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    source, target = pool_of(SMALL, 1).words, pool_of(SMALL, 2).words
+    MOVERS["batched"](source, target, *map(np.array, MAPS["runs"]))
+    assert driver.batches == [3]
+    assert movers.movers_with_device(source, target) == WITH_DEVICE
+    driver.result = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    assert movers.movers_with_device(source, target) == ("runs", "gathered")
+    monkeypatch.setattr(movers, "driver", None)
+    assert movers.movers_with_device(source, target) == ("runs", "gathered")
+    assert [told.split(": ")[-1] for told in caplog.messages] == [
+        "CUDA_ERROR_INVALID_VALUE",
+        "cuda.bindings is not installed",
+    ]
 
 
 def test_the_fastest_mover_is_found_and_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -555,8 +621,11 @@ def test_every_mover_copies_between_host_and_device(
     source, target = pools if upwards else pools[::-1]
     for pool in pools:
         pool.words.random_()
-    expected = moved(source.words.cpu(), target.words.cpu(), *blocks)
-    MOVERS[name](source.words, target.words, *(np.array(ids, dtype=np.int64) for ids in blocks))
+    with movers.on_stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        if name not in movers.movers_with_device(source.words, target.words):
+            pytest.skip("not with this driver")
+        expected = moved(source.words.cpu(), target.words.cpu(), *blocks)
+        MOVERS[name](source.words, target.words, *(np.array(ids, dtype=np.int64) for ids in blocks))
     torch.cuda.synchronize()
     assert torch.equal(target.words.cpu(), expected)
 
