@@ -327,7 +327,9 @@ class BlockManager:
         To be withdrawn when `store` is finished, then reclaimed.
         """
         chosen = self.tiers[tier].choose(count)
-        store = self._plan_store(tier, chosen)
+        # From roots to tails and from the last used on, as a move has them: if there is no room for
+        # all, these are worth more, and the tier below will give them up last.
+        store = self._plan_store(tier, reversed(chosen))
         return Eviction(tier, [(slot, slot.leaving) for slot in chosen], store)
 
     def withdraw(self, eviction: Eviction) -> None:
@@ -521,18 +523,21 @@ class BlockManager:
     def _end_store(self, move: Move, num_done: int) -> None:
         source, target = self.tiers[move.source], self.tiers[move.target]
         self._storing.difference_update((move.target, block) for block in move.blocks)
-        stored = []
+        stored = {}
         for slot, block, above in list(zip(move.targets, move.blocks, move.sources, strict=True))[
             :num_done
         ]:
             # A fence makes the source forget its block.
             if above.block == block and target.find(block) is None:
                 target.register(slot, block, slot.parent)
-                stored.append(slot)
+                stored[slot] = above
         self._publish(move.target, stored)
         if self._write is WritePolicy.THROUGH:
-            self._plan_store(move.target, stored)
+            self._plan_store(move.target, list(stored))
         _release(target, move.targets)
+        for slot, above in stored.items():
+            if above.leaving:
+                slot.idle_since_s = above.idle_since_s
         _release(source, move.sources)
 
     def _publish(self, tier: Tier, slots: Iterable[Slot]) -> None:

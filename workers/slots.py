@@ -59,7 +59,7 @@ class Slot:
         self.priority = 0
         self.pinned_until_s = 0.0
         self.idle_since_s = 0.0
-        """When it was last used or filled, once nobody uses it."""
+        """When the block was last used, here or in the tier above, once nobody uses it."""
         self.uses = 0
         """Requests that held it."""
 

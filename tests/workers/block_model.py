@@ -212,7 +212,7 @@ class BlockModel:
         leave = Leave(tier, self.idle(tier)[:count])
         for cell in leave.cells:
             cell.eviction = leave
-        self._store(tier, leave.cells)
+        self._store(tier, reversed(leave.cells))
         return leave
 
     def withdraw(self, leave: Leave) -> None:

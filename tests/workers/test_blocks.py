@@ -176,6 +176,34 @@ def test_a_block_keeps_the_highest_priority_that_it_was_released_with() -> None:
     assert [slot.block for slot in manager.evict(DEVICE, 1).leaving] == [block("X")]
 
 
+def test_the_tier_below_gives_blocks_up_in_the_same_order() -> None:
+    manager = manager_of(device=8, host=8)
+    cached(manager, "ABC")
+    cached(manager, "XY")
+    manager.take_events()
+    from_device = manager.evict(DEVICE, 5)
+    assert [s.block for s in from_device.leaving] == [
+        block(w) for w in ("ABC", "AB", "A", "XY", "X")
+    ]
+    finish_all(manager)
+    assert manager.take_events() == [
+        Stored(tuple(chain("XY")), None, HOST),
+        Stored(tuple(chain("ABC")), None, HOST),
+    ]
+    from_host = manager.evict(HOST, 5)
+    assert [s.block for s in from_host.leaving] == [s.block for s in from_device.leaving]
+
+
+def test_where_not_all_can_be_stored_the_beginning_of_what_was_used_last_is() -> None:
+    manager = manager_of(device=8, host=3)
+    cached(manager, "ABC")
+    cached(manager, "XY")
+    evict(manager, DEVICE, 5)
+    assert manager.match(chain("XY")) == [HOST] * 2
+    assert manager.match(chain("ABC")) == [HOST]
+    assert manager.counts.stores_dropped == 2
+
+
 def test_it_tells_for_how_long_blocks_that_are_nowhere_any_more_were_not_used() -> None:
     clock = Clock()
     manager = manager_of(device=8, host=8, clock=clock)
@@ -188,12 +216,12 @@ def test_it_tells_for_how_long_blocks_that_are_nowhere_any_more_were_not_used() 
     assert manager.idle_before_evict_s == 0
     clock.now_s += 15
     evict(manager, HOST, 1)
-    # X, since it was stored there.
-    assert manager.idle_before_evict_s == 15
+    # X, though it was stored there only 15 s ago.
+    assert manager.idle_before_evict_s == 75
     manager.admission = Admission(min_uses=9)
     evict(manager, DEVICE, 1)
     # A, which is stored nowhere else: 45 s, as one of two hundred.
-    assert manager.idle_before_evict_s == pytest.approx(15 + (45 - 15) / 200)
+    assert manager.idle_before_evict_s == pytest.approx(75 + (45 - 75) / 200)
 
 
 def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back() -> None:
