@@ -11,8 +11,8 @@ holds it meanwhile keeps it.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -162,13 +162,29 @@ class Slots:
         adopted = []
         for block_id, generation, block, parent in held:
             slot = self._slots[block_id]
-            slot.references = 1
             slot.generation = generation
+            if block in self._by_block:
+                # It was given up and stored again, and its old slot is not overwritten yet.
+                slot.free()
+                continue
+            slot.references = 1
             self.register(slot, block, parent)
             adopted.append(slot)
         self._free = deque(slot for slot in self._slots if not slot.references)
-        for slot in adopted:
+        for slot in self._tails_first(adopted):
             self.release(slot)
+
+    def _tails_first(self, slots: Sequence[Slot]) -> Iterator[Slot]:
+        """Each behind all those that hang on it, as far as they have slots."""
+        hanging = Counter(slot.parent for slot in slots)
+        tails = deque(slot for slot in slots if not hanging[slot.block])
+        while tails:
+            slot = tails.popleft()
+            yield slot
+            hanging[slot.parent] -= 1
+            parent = None if slot.parent is None else self.find(slot.parent)
+            if parent is not None and not hanging[slot.parent]:
+                tails.append(parent)
 
     def register(self, slot: Slot, block: SequenceHash, parent: SequenceHash | None) -> None:
         """Let others find a slot that was taken. No other may hold that block."""

@@ -606,6 +606,29 @@ def test_what_a_tier_holds_from_an_earlier_life_is_found_and_told() -> None:
     assert table.loads[0].generations == [5, 7]
 
 
+def test_what_a_tier_holds_twice_from_an_earlier_life_is_found_once() -> None:
+    manager = manager_of(4, disk=4)
+    a, ab = chain("AB")
+    manager.adopt(DISK, [(0, 3, ab, a), (1, 2, a, None), (3, 8, ab, a)])
+    manager.check()
+    assert manager.match(chain("AB")) == [DISK] * 2
+    assert free(manager, DISK) == 2
+    cached(manager, "XY")
+    again = manager.evict(DEVICE, 2).store
+    assert again is not None
+    # A new generation: what is to be written there is not taken for what was.
+    assert {slot.block_id: slot.generation for slot in again.targets} == {2: 0, 3: 9}
+
+
+def test_tails_from_an_earlier_life_go_before_what_they_hang_on() -> None:
+    manager = manager_of(4, disk=8)
+    blocks = [*chain("ABC"), *chain("XY"), *chain("ABDE")[2:]]
+    parents = [None, *blocks[:2], None, blocks[3], blocks[1], blocks[5]]
+    manager.adopt(DISK, [(n, 0, b, parents[n]) for n, b in enumerate(blocks)])
+    order = [slot.block for slot in manager.evict(DISK, 7).leaving]
+    assert order == [block(w) for w in ("ABC", "XY", "ABDE", "X", "ABD", "AB", "A")]
+
+
 def test_nothing_leaks_after_a_thousand_cancelled_requests() -> None:
     manager = manager_of(64, host=64)
     cached(manager, "ABCDEFGH")

@@ -404,6 +404,25 @@ def test_blocks_on_disk_outlive_the_process(tmp_path: Path) -> None:
         assert after.load(BLOCKS) == 6
 
 
+def test_a_block_that_left_the_disk_and_came_back_is_found_by_the_next_process(
+    tmp_path: Path,
+) -> None:
+    with closing(Tiers(tmp_path)) as before:
+        for _ in range(2):
+            before.compute(BLOCKS)
+            before.evict(DEVICE)
+            before.evict(HOST)
+            eviction = before.manager.evict(DISK, 3)
+            before.manager.withdraw(eviction)
+            before.manager.reclaim(eviction)
+        records = [(n, r.generation, r.block, r.parent) for n, r in before.disk.records()]
+        assert len(records) > len({block for _, _, block, _ in records})
+    with closing(Tiers(tmp_path)) as after:
+        after.manager.adopt(DISK, records)
+        after.manager.check()
+        assert after.manager.match(BLOCKS) == [DISK] * 6
+
+
 def test_a_flipped_bit_on_disk_costs_that_block_and_what_follows(
     tiers: Tiers, caplog: pytest.LogCaptureFixture
 ) -> None:
