@@ -167,8 +167,7 @@ class BlockManager:
 
     @property
     def idle_before_evict_s(self) -> float:
-        """Of blocks that no tier has any more, since they were used or came to the tier that they
-        left; see IdleBeforeEvict."""
+        """Of blocks that no tier has any more; see IdleBeforeEvict."""
         return self._idle.value_s
 
     # Requests
@@ -190,6 +189,9 @@ class BlockManager:
         found = found[: self._reusable(len(found))]
         num_new = num_blocks - sum(tier is Tier.DEVICE for tier, _ in found)
         if num_new > self._device.num_free:
+            # It will be asked for again: room is to be made of other blocks than those it found.
+            for tier, slot in reversed(found):
+                self.tiers[tier].touch(slot)
             raise NotEnoughBlocks(num_new, self._device.num_free)
         fresh = self._device.take(num_new)
         fresh.reverse()
@@ -327,6 +329,8 @@ class BlockManager:
         To be withdrawn when `store` is finished, then reclaimed.
         """
         chosen = self.tiers[tier].choose(count)
+        for slot in chosen:
+            self._touch_below(tier, slot)
         # From roots to tails and from the last used on, as a move has them: if there is no room for
         # all, these are worth more, and the tier below will give them up last.
         store = self._plan_store(tier, reversed(chosen))
@@ -492,6 +496,14 @@ class BlockManager:
         self._moves.add(move)
         self._planned.append(move)
         return move
+
+    def _touch_below(self, tier: Tier, slot: Slot) -> None:
+        """If its block is in the tier below as well: nobody could use it there till now."""
+        lower = self._below[tier]
+        below = None if lower is None else self.tiers[lower].find(_block(slot))
+        if lower is not None and below is not None:
+            self.tiers[lower].touch(below)
+            below.idle_since_s = slot.idle_since_s
 
     def _is_worth_storing(self, slot: Slot, target: Tier) -> bool:
         block = _block(slot)

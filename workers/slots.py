@@ -231,6 +231,12 @@ class Slots:
         elif not slot.leaving:
             self._enter_order(slot)
 
+    def touch(self, slot: Slot) -> None:
+        """Make it the most recently used one, if it is idle."""
+        if self._is_idle(slot):
+            self._leave_order(slot)
+            self._enter_order(slot)
+
     def choose(self, num: int) -> list[Slot]:
         """Up to `num` idle slots, which now are leaving: lowest priority, then longest unused."""
         self._end_pins()

@@ -109,6 +109,8 @@ class BlockModel:
         found = self.find(prefix)
         found = found[: len(found) // self._reuse_multiple * self._reuse_multiple]
         if num_blocks - sum(tier is Tier.DEVICE for tier, _ in found) > self.num_free(Tier.DEVICE):
+            for _, cell in reversed(found):
+                self._touch(cell)
             return None
         cells = []
         for tier, cell in found:
@@ -212,6 +214,10 @@ class BlockModel:
         leave = Leave(tier, self.idle(tier)[:count])
         for cell in leave.cells:
             cell.eviction = leave
+            for below in [b for b in self.cells if b > tier][:1]:
+                for copy in self.cells[below]:
+                    if copy.block == cell.block:
+                        self._touch(copy)
         self._store(tier, reversed(leave.cells))
         return leave
 
@@ -290,6 +296,12 @@ class BlockModel:
         if cell.block is None:
             self.cells[tier].remove(cell)
         elif cell.eviction is None:
+            if cell.pinned_until <= self.now:
+                cell.pinned_until = 0.0
+            self._make_idle(cell)
+
+    def _touch(self, cell: Cell) -> None:
+        if self._unused(cell):
             if cell.pinned_until <= self.now:
                 cell.pinned_until = 0.0
             self._make_idle(cell)

@@ -194,6 +194,36 @@ def test_the_tier_below_gives_blocks_up_in_the_same_order() -> None:
     assert [s.block for s in from_host.leaving] == [s.block for s in from_device.leaving]
 
 
+def test_what_was_used_in_a_faster_tier_is_not_old_in_a_slower_one() -> None:
+    clock = Clock()
+    manager = manager_of(device=8, host=8, clock=clock)
+    for word in ("A", "X"):
+        cached(manager, word)
+        evict(manager, DEVICE, 1)
+        clock.now_s += 10
+    manager.release(manager.prepare(chain("A"), 1))  # is loaded, and stays in host memory too
+    finish_all(manager)
+    clock.now_s += 5
+    evict(manager, DEVICE, 1)
+    clock.now_s += 1
+    evict(manager, HOST, 1)
+    assert manager.match(chain("A")) == [HOST]
+    assert manager.match(chain("X")) == []
+    evict(manager, HOST, 1)
+    assert manager.idle_before_evict_s == pytest.approx(16 + (6 - 16) / 200)
+
+
+def test_room_for_a_request_is_not_made_of_what_it_found() -> None:
+    manager = manager_of(8)
+    cached(manager, "ABC")
+    cached(manager, "WXYZ")
+    with pytest.raises(NotEnoughBlocks):
+        manager.prepare(chain("ABCDE"), 5)
+    evict(manager, DEVICE, 1)
+    assert manager.match(chain("WXYZ")) == [DEVICE] * 3
+    assert manager.prepare(chain("ABCDE"), 5).num_matched == 3
+
+
 def test_where_not_all_can_be_stored_the_beginning_of_what_was_used_last_is() -> None:
     manager = manager_of(device=8, host=3)
     cached(manager, "ABC")

@@ -122,6 +122,18 @@ async def running(
                 await task
 
 
+async def test_a_request_that_waits_for_room_keeps_what_it_found(tmp_path: Path) -> None:
+    longest_unused, other = chain_of(1, 9), chain_of(2, 9)
+    async with running(tmp_path, Listener()) as worker:
+        await worker.compute_and_release(longest_unused)
+        await worker.compute_and_release(other)
+        await worker.settle()
+        table = await worker.compute(chain_of(3, 18, longest_unused), 18)
+        assert table.tiers == [DEVICE] * 9
+        assert worker.manager.counts.loaded == 0
+        worker.cache.release(table)
+
+
 async def test_slots_are_kept_free_and_blocks_move_down_and_come_back(tmp_path: Path) -> None:
     redis = Listener()
     chains = [chain_of(n, 8) for n in range(7)]
