@@ -130,7 +130,7 @@ class BlockManager:
     num_slots: of each tier, fastest first; the device must be there. reuse_multiple: requests reuse
     a multiple of so many blocks: an engine that computes so many at a time, and always from such a
     place on, gets the same bits with reuse as without. max_storing: blocks that may
-    be on their way to slower tiers at once; beyond that they are not stored. Loads have no bound
+    be on their way to a slower tier at once; beyond that they are not stored. Loads have no bound
     but the slots that they fill. now: seconds, for pins.
     """
 
@@ -159,7 +159,8 @@ class BlockManager:
         self._tables: set[BlockTable] = set()
         self._moves: set[Move] = set()
         self._planned: list[Move] = []
-        self._storing: set[tuple[Tier, SequenceHash]] = set()
+        self._storing: dict[Tier, set[SequenceHash]] = {tier: set() for tier in self.tiers}
+        """By the tier that they are on their way to."""
         self._uses_before: OrderedDict[SequenceHash, int] = OrderedDict()
         """Of blocks that are gone, as many as the device has slots: the last to go."""
         self._events: list[CacheEvent] = []
@@ -354,6 +355,13 @@ class BlockManager:
         self.counts.evicted += len(leaving)
         return len(leaving)
 
+    def room_below(self, tier: Tier) -> int:
+        """How many blocks of `tier` could be stored now in the one below, if there is one."""
+        target = self._below[tier]
+        if target is None:
+            return 0
+        return min(self.tiers[target].num_free, self._max_storing - len(self._storing[target]))
+
     # Copies
 
     def take_moves(self) -> list[Move]:
@@ -428,9 +436,10 @@ class BlockManager:
                 found = slot.block is not None and filling is None
                 assert slot.published <= found, f"{name} is published"
                 assert found <= (slot.published or slot.leaving > 0), f"{name} is not published"
-        on_the_way = {(m.target, b) for m in self._moves if not m.is_load for b in m.blocks}
-        assert self._storing == on_the_way
-        assert len(on_the_way) <= self._max_storing
+        for tier, storing in self._storing.items():
+            stores = (m for m in self._moves if m.target is tier and not m.is_load)
+            assert storing == {block for move in stores for block in move.blocks}
+            assert len(storing) <= self._max_storing
         assert len(self._uses_before) <= self._device.num_slots
 
     def _find(self, chain: Iterable[SequenceHash]) -> list[tuple[Tier, Slot]]:
@@ -481,8 +490,7 @@ class BlockManager:
         if target is None:
             return None
         wanted = [slot for slot in candidates if self._is_worth_storing(slot, target)]
-        room = min(self.tiers[target].num_free, self._max_storing - len(self._storing))
-        sources = wanted[:room]
+        sources = wanted[: self.room_below(source)]
         self.counts.stores_dropped += len(wanted) - len(sources)
         if not sources:
             return None
@@ -492,7 +500,7 @@ class BlockManager:
         move = Move(source, target, sources, targets, [_block(slot) for slot in sources], [])
         for slot, below in zip(sources, targets, strict=True):
             below.parent, below.uses, below.priority = slot.parent, slot.uses, slot.priority
-        self._storing.update((target, block) for block in move.blocks)
+        self._storing[target].update(move.blocks)
         self._moves.add(move)
         self._planned.append(move)
         return move
@@ -510,7 +518,7 @@ class BlockManager:
         return (
             self.admission.stores(slot.uses, target)
             and self.tiers[target].find(block) is None
-            and (target, block) not in self._storing
+            and block not in self._storing[target]
         )
 
     def _end_load(self, move: Move, num_done: int) -> None:
@@ -534,7 +542,7 @@ class BlockManager:
 
     def _end_store(self, move: Move, num_done: int) -> None:
         source, target = self.tiers[move.source], self.tiers[move.target]
-        self._storing.difference_update((move.target, block) for block in move.blocks)
+        self._storing[move.target].difference_update(move.blocks)
         stored = {}
         for slot, block, above in list(zip(move.targets, move.blocks, move.sources, strict=True))[
             :num_done

@@ -5,8 +5,8 @@ before its slot is given away. So slots are freed ahead of the requests that wil
 task for each tier: blocks are stored further down if they are worth it, then withdrawn, and their
 slots freed when Redis has heard of that.
 
-Copies run in threads, a pool for loads and one thread for each tier that is stored to: a slow disk
-keeps no load waiting, nor a block that leaves the device.
+Copies run in threads, some for each tier that is loaded from and one for each that is stored to: a
+slow disk keeps no load from host memory waiting, nor a block that leaves the device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,12 @@ class BlockCache:
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._copies: dict[Move, asyncio.Task[None]] = {}
-        self._loading = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kv-load")
+        self._loading = {
+            tier: ThreadPoolExecutor(
+                LOAD_THREADS, thread_name_prefix=f"kv-load-{tier.name.lower()}"
+            )
+            for tier in manager.tiers
+        }
         self._storing = {
             tier: ThreadPoolExecutor(1, thread_name_prefix=f"kv-store-{tier.name.lower()}")
             for tier in manager.tiers
@@ -84,7 +89,7 @@ class BlockCache:
                 self._go_on()
         finally:
             self._tasks = None
-            for pool in (self._loading, *self._storing.values()):
+            for pool in (*self._loading.values(), *self._storing.values()):
                 await asyncio.to_thread(pool.shutdown)
 
     async def admit(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
@@ -179,9 +184,11 @@ class BlockCache:
             return count
         with suppress(TimeoutError):
             async with asyncio.timeout(STORE_WAIT_S):
-                while not below.num_free and (below.num_idle or below.num_leaving):
+                while not self.manager.room_below(tier) and (
+                    below.num_idle or below.num_leaving or self._copies
+                ):
                     await self._changed.wait()
-        return min(count, below.num_free or count)
+        return min(count, self.manager.room_below(tier) or count)
 
     async def _free(self, tier: Tier, count: int) -> None:
         eviction = self.manager.evict(tier, count)
@@ -210,7 +217,7 @@ class BlockCache:
     async def _copy(self, move: Move) -> None:
         for before in move.after:
             await self._ended(before)
-        pool = self._loading if move.is_load else self._storing[move.target]
+        pool = self._loading[move.source] if move.is_load else self._storing[move.target]
         num_done = 0
         try:
             num_done = await asyncio.get_running_loop().run_in_executor(pool, self._carry_out, move)

@@ -326,7 +326,7 @@ class BlockModel:
             return
         target = lower[0]
         storing = [
-            (c.target, block) for c in self.copies if c.target > c.source for block in c.blocks
+            block for c in self.copies if c.source < c.target == target for block in c.blocks
         ]
         wanted = [
             cell
@@ -334,7 +334,7 @@ class BlockModel:
             if cell.block is not None
             and self._admission.stores(cell.uses, target)
             and not any(below.block == cell.block for below in self.cells[target])
-            and (target, cell.block) not in storing
+            and cell.block not in storing
         ]
         wanted = wanted[: min(self.num_free(target), self._max_storing - len(storing))]
         if not wanted:

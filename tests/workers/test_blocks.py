@@ -527,6 +527,22 @@ def test_stores_beyond_the_bound_are_dropped_and_loads_never() -> None:
     assert len(manager.prepare(chain("ABCDEF"), 6).loads[0].blocks) == 6
 
 
+def test_stores_to_a_slow_disk_leave_the_host_its_own_bound() -> None:
+    manager = manager_of(8, host=8, disk=8, max_storing=3)
+    cached(manager, "ABC")
+    evict(manager, DEVICE, 3)
+    assert manager.room_below(HOST) == manager.room_below(DEVICE) == 3
+    to_disk = manager.evict(HOST, 3).store
+    assert to_disk is not None
+    assert (manager.room_below(HOST), manager.room_below(DISK)) == (0, 0)
+    cached(manager, "WXYZ")
+    assert manager.room_below(DEVICE) == 3
+    to_host = manager.evict(DEVICE, 3).store
+    assert to_host is not None
+    assert len(to_host.blocks) == 3
+    manager.check()
+
+
 def test_a_block_is_on_its_way_down_once() -> None:
     manager = manager_of(4, host=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")

@@ -25,7 +25,7 @@ from tests.eventually import eventually
 from tests.workers.cache_model import Listener
 from workers.agent import Agent, AgentSettings
 from workers.blocks import BlockManager, BlockTable, Eviction, WritePolicy
-from workers.cache import BlockCache, Publisher
+from workers.cache import LOAD_THREADS, BlockCache, Publisher
 from workers.disk import SlotFile
 from workers.slots import Move
 from workers.tiers import KVShape, MemoryPool
@@ -53,12 +53,14 @@ class Worker:
         self.manager = manager
         self.cache = BlockCache(manager, self.carry_out, publisher, spare=SPARE)
         self.may_load, self.may_store = threading.Event(), threading.Event()
-        self.may_load.set()
-        self.may_store.set()
+        self.may_load_from_disk = threading.Event()
+        for event in (self.may_load, self.may_store, self.may_load_from_disk):
+            event.set()
 
     def carry_out(self, move: Move) -> int:
         if move.is_load:
             assert self.may_load.wait(60)
+            assert move.source is not DISK or self.may_load_from_disk.wait(60)
         elif move.target is DISK:
             assert self.may_store.wait(60)
         return self.transfers.carry_out(move)
@@ -115,8 +117,8 @@ async def running(
         try:
             yield worker
         finally:
-            worker.may_load.set()
-            worker.may_store.set()
+            for event in (worker.may_load, worker.may_store, worker.may_load_from_disk):
+                event.set()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -168,11 +170,12 @@ async def test_a_request_waits_for_room_and_is_refused_where_none_can_be_made(
         await worker.settle()
 
 
+@pytest.mark.parametrize("max_storing", [3, 256])
 async def test_blocks_wait_for_room_below_rather_than_not_being_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_storing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.cache.STORE_WAIT_S", 30.0)
-    async with running(tmp_path, Listener()) as worker:
+    async with running(tmp_path, Listener(), max_storing=max_storing) as worker:
         for n in range(5):
             # More at a time than host memory keeps free.
             await worker.compute_and_release(chain_of(n, 20))
@@ -267,6 +270,23 @@ async def test_requests_that_share_a_prefix_load_it_once_and_one_may_give_up(
             loaded = sum(len(load.blocks) for load in table.loads)
             assert loaded == worker.manager.counts.loaded - before
         await worker.settle()
+
+
+async def test_a_slow_disk_keeps_no_load_from_host_memory_waiting(tmp_path: Path) -> None:
+    chains = [chain_of(n, 8) for n in range(7)]
+    async with running(tmp_path, Listener()) as worker:
+        for chain in chains:
+            await worker.compute_and_release(chain)
+            await worker.settle()
+        tiers = [set(worker.manager.match(chain)) for chain in chains]
+        on_disk = [chain for chain, where in zip(chains, tiers, strict=True) if where == {DISK}]
+        on_host = chains[tiers.index({HOST})]
+        worker.may_load_from_disk.clear()
+        assert len(on_disk[:2]) == LOAD_THREADS
+        assert [worker.cache.prefetch(chain[:2]) for chain in on_disk[:2]] == [2, 2]
+        async with asyncio.timeout(30):
+            await worker.compute_and_release(on_host)
+        assert worker.manager.counts.loaded == 8
 
 
 async def test_what_cannot_be_loaded_is_computed(tmp_path: Path) -> None:
