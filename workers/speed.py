@@ -23,6 +23,8 @@ from workers.engines.steps import Step
 
 FORGET = 0.9995
 """Weight of a step relative to the next one: half after 1,400 steps."""
+DISCOUNT = 1e-6
+"""Weight of a load from before a tier is tried again: it stands only until there is another."""
 OUTPUT_WINDOW = 200
 """Requests that the mean output length looks back on, roughly."""
 
@@ -111,6 +113,11 @@ class SpeedLearner:
         """Tokens whose KV was loaded from a tier."""
         self._load_s[tier] = FORGET * self._load_s[tier] + seconds
         self._loaded_tokens[tier] = FORGET * self._loaded_tokens[tier] + num_tokens
+
+    def discount_loads(self, tier: Tier) -> None:
+        """What was loaded from a tier so far is to count next to nothing beside what will be."""
+        self._load_s[tier] *= DISCOUNT
+        self._loaded_tokens[tier] *= DISCOUNT
 
     def speed(self) -> Speed:
         """Learned values, the defaults where there is nothing to learn from."""

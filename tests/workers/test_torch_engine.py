@@ -488,6 +488,27 @@ async def test_the_blocks_of_a_request_that_waits_are_fetched_meanwhile(tmp_path
     assert (finished.cached_tokens, finished.host_tokens) == (40, 0)
 
 
+async def test_of_many_that_wait_only_the_next_are_fetched(tmp_path: Path) -> None:
+    prompts = [prompt_of(n, 43) for n in range(6)]
+    async with running(tmp_path, {DEVICE: 240, HOST: 120}) as served:
+        for prompt in prompts:
+            await served.ask(prompt)
+        await served.evict(DEVICE)
+        crowd = [served.submit(f"c{n}", prompt_of(10 + n, 3), 40) for n in range(8)]
+        waiting = [served.submit(f"w{n}", prompt, 3) for n, prompt in enumerate(prompts)]
+
+        async def loaded() -> int:
+            return served.manager.counts.loaded
+
+        # The first of them and the two behind it, of 10 blocks each.
+        await eventually(loaded, lambda count: count >= 30)
+        await asyncio.sleep(0.02)
+        assert await loaded() == 30
+        for generation in [*crowd, *waiting]:
+            await output_of(generation)
+        assert await loaded() == 60
+
+
 async def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,6 +529,12 @@ async def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_later(
         assert (await served.ask(prompt))[1].cached_tokens == 0
         monkeypatch.setattr("workers.engines.torch.TIER_RETRIED_S", 0.0)
         await eventually(loads)
+        monkeypatch.setattr("workers.engines.torch.TIER_RETRIED_S", 60.0)
+        await served.evict(DEVICE)
+        assert (await served.ask(prompt))[1].host_tokens == 40
+        assert engine.speed().host_s_per_token < 0.1
+        await asyncio.sleep(0.05)
+        assert await loads()
 
 
 async def test_metrics_and_speed_tell_of_the_work_done(tmp_path: Path) -> None:

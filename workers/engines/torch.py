@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,9 @@ FORGET = 0.99
 JUDGE_INTERVAL_S = 1.0
 TIER_RETRIED_S = 60.0
 """A tier from which loading took longer than computing is tried again after so long."""
+PREFETCHED_REQUESTS = 2
+"""Of so many behind the first that waits, blocks are loaded ahead. Those of more would drive out
+each other's, and what nobody uses at the moment."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +67,7 @@ class _Sequence:
     """Device slots for the prompt and all that may be generated."""
     sampler: Sampler
     generation: Generation = field(init=False)
+    prefetched: bool = False
     admission: asyncio.Task[BlockTable] | None = None
     table: BlockTable | None = None
     """While it runs."""
@@ -185,8 +190,8 @@ class TorchEngine:
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
         self._may_admit.set()
-        if self.running and self._waiting[0] is not sequence:
-            self._cache.prefetch(self._reusable(sequence))
+        if self.running and len(self._waiting) <= 1 + PREFETCHED_REQUESTS:
+            self._prefetch()
         return sequence.generation
 
     def metrics(self) -> ForwardPassMetrics:
@@ -274,6 +279,7 @@ class TorchEngine:
             if table is not None:
                 self._waiting.remove(sequence)
                 self._begin(sequence, table)
+                self._prefetch()
             elif not sequence.cancelled:
                 # Too much is in use: there is room when a request ends, if not before.
                 await self._may_admit.wait()
@@ -302,6 +308,13 @@ class TorchEngine:
             self._cache.release(table)
             return None
         return table
+
+    def _prefetch(self) -> None:
+        for sequence in islice(self._waiting, 1, 1 + PREFETCHED_REQUESTS):
+            # Once: where there is no room for its blocks, they would come and go for ever.
+            if not sequence.prefetched:
+                sequence.prefetched = True
+                self._cache.prefetch(self._reusable(sequence))
 
     def _begin(self, sequence: _Sequence, table: BlockTable) -> None:
         sequence.table = table
@@ -332,16 +345,17 @@ class TorchEngine:
             await asyncio.sleep(JUDGE_INTERVAL_S)
             if not self._prefill_tokens:
                 continue
-            speed, now = self.speed(), time.monotonic()
+            now = time.monotonic()
+            for tier in [t for t, at in self._loaded_at.items() if now - at >= TIER_RETRIED_S]:
+                # One that was once slow is to be judged by what it does now.
+                self._learner.discount_loads(tier)
+                del self._loaded_at[tier]
+            speed = self.speed()
             load_s = {Tier.HOST: speed.host_s_per_token, Tier.DISK: speed.disk_s_per_token}
             self._manager.admission = replace(
                 self._manager.admission,
                 compute_s=self._prefill_s / self._prefill_tokens * self.block_size,
-                load_s={
-                    tier: load_s[tier] * self.block_size
-                    for tier, loaded_at in self._loaded_at.items()
-                    if now - loaded_at < TIER_RETRIED_S
-                },
+                load_s={tier: load_s[tier] * self.block_size for tier in self._loaded_at},
             )
 
     def _next_chunk(self) -> _Chunk | None:
