@@ -219,8 +219,8 @@ class Router:
     async def route(self, request: RouteRequest) -> Decision:
         """Choose a worker and reserve it.
 
-        Raises NoWorkers, AllWorkersBusy, CallerGone, and RouterOverloaded if MAX_QUEUED requests
-        are to be decided.
+        Raises NoWorkers, PromptTooLarge, AllWorkersBusy, CallerGone, and RouterOverloaded if
+        MAX_QUEUED requests are to be decided.
         """
         started = time.perf_counter()
         outcome = "failed"
@@ -325,7 +325,8 @@ class Router:
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self.telemetry.retries.inc(len(waiting))
-            plans = self._plan_all(waiting, view)
+            plans, refused = self._plan_all(waiting, view)
+            await self._release_their_own(refused, view)
             try:
                 with self._timed("reserve"):
                     replies = await self._reserve(plans, final=attempt == MAX_TRIES)
@@ -436,13 +437,24 @@ class Router:
         )
         self._recorder.add(partial(_recorded, plan))
 
-    def _plan_all(self, waiting: list[_Pending], view: View) -> list[_Plan]:
-        """Decide one after another; answer those who get no worker or want no reservation."""
-        plans = []
+    def _plan_all(
+        self, waiting: list[_Pending], view: View
+    ) -> tuple[list[_Plan], list[tuple[_Pending, AllWorkersBusy]]]:
+        """Decide one after another; answer those who get no worker or want no reservation.
+
+        But not those for whom all are busy and who may hold a reservation themselves.
+        """
+        plans, refused = [], []
         for pending in waiting:
             pending.tries += 1
             try:
                 plan = self._plan(pending, view, degraded=False)
+            except AllWorkersBusy as error:
+                if pending.request.reserve and pending.tries == 1:
+                    refused.append((pending, error))
+                else:
+                    self._turn_away(pending, view, error)
+                continue
             except RoutingError as error:
                 self._turn_away(pending, view, error)
                 continue
@@ -451,7 +463,24 @@ class Router:
                 plans.append(plan)
             else:
                 _answer(pending, plan.decision)
-        return plans
+        return plans, refused
+
+    async def _release_their_own(
+        self, refused: list[tuple[_Pending, AllWorkersBusy]], view: View
+    ) -> None:
+        """Who routes an id again gives up what it holds, and may be refused because of just that:
+        then it is decided anew."""
+        if not refused:
+            return
+        try:
+            held = await self._runner.run(
+                [reservations.release(self._keyspace, p.request.request_id) for p, _ in refused]
+            )
+        except RedisUnavailable:
+            held = [False] * len(refused)
+        for (pending, error), its_own in zip(refused, held, strict=True):
+            if not (its_own and self._submit(pending)):
+                self._turn_away(pending, view, error)
 
     def _those_who_need_not_wait(self, batch: list[_Pending], view: View) -> list[_Pending]:
         """All but those who came while others wait, at whichever replica: they wait as well."""
@@ -518,7 +547,7 @@ class Router:
             cost=discounted(POLICIES[policy], affinity) if affinity is not None else None,
             max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
-        self._turn += 1
+        self._turn += request.reserve
         position = choice.index
         incarnation = view.incarnations[position]
         overlap = pending.overlaps.get(incarnation, NO_OVERLAP)

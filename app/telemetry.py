@@ -20,7 +20,8 @@ class Telemetry:
         r = self.registry
         self.decisions = Counter(
             "kvroute_decisions",
-            "Decisions by policy and outcome: routed, no_workers, all_busy, overloaded, gone (the "
+            "Decisions by policy and outcome: routed, no_workers, too_large (for every worker), "
+            "all_busy, overloaded, gone (the "
             "caller, from waiting), or failed (given up, or a fault).",
             ["policy", "outcome"],
             registry=r,

@@ -47,7 +47,7 @@ class FakeWorkers:
         self._workers: dict[WorkerKey, FakeWorker] = {}
 
     async def register(
-        self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100
+        self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100_000
     ) -> Incarnation:
         """A new life of `name`, at http://<worker_id>-<dp_rank>:80, with a lease of a minute."""
         key = _key(name)

@@ -240,6 +240,30 @@ class TestOneReplica:
         assert placed(answers) == {"w1": 2, "w2": 3, "AllWorkersBusy": 3}
         assert router.conflicts() == {}
 
+    async def test_who_routes_an_id_again_is_not_refused_because_of_what_it_holds(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=2)
+        await route_all(router, request("a"), request("b"))
+        answers = await route_all(router, request("a"), request("c"), request("b"))
+        # One after another: c comes to what a has given up for itself.
+        assert placed(answers) == {"w1": 2, "AllWorkersBusy": 1}
+        assert len(await workers.reserved()) == 2
+        for _ in range(2):
+            held = set(await workers.reserved())
+            again = await route_all(router, *(request(name) for name in sorted(held)))
+            assert placed(again) == {"w1": 2}
+            assert set(await workers.reserved()) == held
+
+    async def test_a_look_takes_nobodys_turn(self, router: Replica, workers: FakeWorkers) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name)
+        chosen = []
+        for n in range(8):
+            await router.route(request(f"look{n}", "round_robin", reserve=False))
+            chosen.append(await router.route(request(f"r{n}", "round_robin")))
+        assert placed(chosen) == {"w1": 4, "w2": 4}
+
     async def test_one_that_gets_no_worker_leaves_the_rest_of_its_batch_alone(
         self, router: Replica, workers: FakeWorkers
     ) -> None:

@@ -19,6 +19,7 @@ from app.core.errors import (
     KvrouteError,
     NamespaceMissing,
     NoWorkers,
+    PromptTooLarge,
     RedisUnavailable,
     RouterOverloaded,
 )
@@ -31,6 +32,7 @@ _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     InvalidRequest: (422, "invalid_request", {}),
     BodyTooLarge: (413, "body_too_large", {}),
     CallerGone: (499, "caller_gone", {}),
+    PromptTooLarge: (422, "prompt_too_large", {}),
     AllWorkersBusy: (429, "all_workers_busy", _RETRY),
     RouterOverloaded: (429, "router_overloaded", _RETRY),
     NoWorkers: (503, "no_workers", _RETRY),

@@ -124,6 +124,9 @@ async def route(request: Request) -> Response:
         chain, isl_tokens = await _chain_of_tokens(router, settings, options, raw)
     else:
         body, tokens = _parsed(schemas.RouteBody, raw)
+        if request.scope["query_string"]:
+            query = request.url.query[:80]
+            raise InvalidRequest("query", f"with JSON, options stand in the body, got {query!r}")
         options = body
         chain, isl_tokens = await _prompt(router, settings, body, tokens)
     decision = await router.route(
@@ -261,7 +264,7 @@ def _request_id(request: Request, options: schemas.RouteOptions) -> str:
     if options.request_id is not None:
         return options.request_id
     header = _header(request, b"x-request-id")
-    if header is None:
+    if not header:
         return _new_id()
     if not _REQUEST_ID.fullmatch(header):
         schemas.RouteOptions(request_id=header)  # says what is wrong with it
@@ -271,7 +274,7 @@ def _request_id(request: Request, options: schemas.RouteOptions) -> str:
 def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> str:
     """A field as the body says, else its header; "" for neither."""
     text = request.headers.get(HEADER_OF[field]) if getattr(options, field) is None else None
-    if text is not None:
+    if text:
         options = schemas.RouteOptions.model_validate({field: text})
     return getattr(options, field) or ""
 
@@ -392,6 +395,8 @@ async def _prompt(
     if (body.token_ids is None) == (body.local_hashes is None):
         raise InvalidRequest("token_ids", "give either token_ids or local_hashes and num_tokens")
     if body.token_ids is not None:
+        if body.num_tokens is not None:
+            raise InvalidRequest("num_tokens", "belongs to local_hashes; token_ids are counted")
         given = body.token_ids if tokens is None else tokens
         return await _chain_of_tokens(router, settings, body, given, body.mm_hashes)
     if body.mm_hashes is not None:

@@ -15,6 +15,7 @@ KvrouteError
 ├── NotEnoughBlocks       a request needs more slots of a tier than are free
 └── RoutingError          no decision is possible
     ├── NoWorkers         none is alive, or all are excluded
+    ├── PromptTooLarge    no eligible worker has as many blocks as the prompt would fill
     ├── AllWorkersBusy    every eligible worker is full, and waiting for one was no use
     ├── CallerGone        the caller hung up while its request waited
     └── RouterOverloaded  too many requests wait for a decision
@@ -94,6 +95,12 @@ class NoWorkers(RoutingError):
     """No worker is alive, or all are excluded."""
 
     outcome = "no_workers"
+
+
+class PromptTooLarge(RoutingError):
+    """The prompt has more blocks than any eligible worker."""
+
+    outcome = "too_large"
 
 
 class AllWorkersBusy(RoutingError):

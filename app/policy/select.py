@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from app.core.errors import AllWorkersBusy, NoWorkers
+from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.policy.cost import POLICIES, Candidates, CostFunction, Costs, Floats, RequestSize
 
 
@@ -39,19 +39,28 @@ def choose(
 ) -> Choice:
     """The worker that `policy`, a key of POLICIES, prefers among the eligible.
 
-    eligible: (workers,); which of them the caller allows. Full ones are dropped here.
+    eligible: (workers,); which of them the caller allows. Full ones are dropped here, and those
+    with fewer blocks than the prompt.
     turn: for round_robin, which is even if it grows by one with each decision.
     temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
     of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
     cost: in the place of the policy's own.
     max_queue_s: one of those with room at least must have no longer queue of prefills; which of
     them is then chosen is up to the policy.
-    Raises NoWorkers if none is eligible, AllWorkersBusy if all of those are full or no queue is
-    short enough.
+    Raises NoWorkers if none is eligible, PromptTooLarge if none of those has as many blocks,
+    AllWorkersBusy if all that have are full or no queue is short enough.
     """
-    num_eligible = np.count_nonzero(eligible)
-    if num_eligible == 0:
+    if not eligible.any():
         raise NoWorkers(f"none of {eligible.size} live workers is eligible")
+    pool = candidates.kv_total_blocks
+    large_enough = (pool >= size.isl_blocks) | (pool <= 0.0)
+    if not (eligible & large_enough).any():
+        raise PromptTooLarge(
+            f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; none of "
+            f"the workers that it may go to has more than {int(pool[eligible].max()):,}"
+        )
+    eligible = eligible & large_enough
+    num_eligible = np.count_nonzero(eligible)
     costs = (cost or POLICIES[policy])(candidates, size)
     has_room = (candidates.active_requests < candidates.max_requests) & np.isfinite(costs.cost)
     (workers,) = (eligible & has_room).nonzero()

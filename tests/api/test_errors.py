@@ -63,6 +63,11 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     ),
     "tokens no list": ({"token_ids": "1 2"}, "token_ids", "got '1 2'"),
     "no num_tokens": ({"local_hashes": LOCAL}, "num_tokens", "needed with local_hashes"),
+    "num_tokens beside tokens": (
+        TOKENS | {"num_tokens": 9},
+        "num_tokens",
+        "belongs to local_hashes",
+    ),
     "num_tokens 0": (HASHES | {"num_tokens": 0}, "num_tokens", "got 0"),
     "num_tokens too large": (HASHES | {"num_tokens": 10**30}, "num_tokens", f"{10**30}"),
     "too many hashes": (

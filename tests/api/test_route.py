@@ -219,9 +219,12 @@ async def test_the_request_id_is_the_bodys_else_the_headers_else_made_up(
     assert both.json()["request_id"] == "body-1"
     one = await client.post("/v1/route", json={"token_ids": PROMPT}, headers=header)
     assert one.json()["request_id"] == "balancer-1"
+    empty = await client.post("/v1/route", json={"token_ids": PROMPT}, headers={"x-request-id": ""})
+    assert empty.json()["request_id"].startswith("req-")
     neither = [(await routed(client))["request_id"] for _ in range(2)]
     assert neither[0] != neither[1]
-    assert set(await two.reserved()) == {"body-1", "balancer-1", *neither}
+    made_up = {*neither, empty.json()["request_id"]}
+    assert set(await two.reserved()) == {"body-1", "balancer-1", *made_up}
 
 
 async def test_a_request_may_name_its_policy(client: httpx.AsyncClient, two: FakeWorkers) -> None:
@@ -294,6 +297,27 @@ async def test_a_worker_that_the_policy_rules_out_has_no_cost(
             break
     assert answer["candidates"][0]["terms"]["full"] is None
     assert answer["worker_id"] == "w2"
+
+
+async def test_a_prompt_that_fits_nowhere_is_refused(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1", kv_total_blocks=1)
+    response = await client.post("/v1/route", json={"token_ids": PROMPT})
+    assert response.status_code == 422
+    assert response.json()["error"]["code"] == "prompt_too_large"
+    await workers.register("w2", kv_total_blocks=1000)
+    assert (await routed(client))["worker_id"] == "w2"
+
+
+async def test_options_in_the_query_of_a_json_request_are_not_ignored(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    response = await client.post("/v1/route?reserve=false", json={"token_ids": PROMPT})
+    assert response.status_code == 422
+    assert "got 'reserve=false'" in response.json()["error"]["message"]
+    assert await workers.reserved() == {}
 
 
 async def test_a_full_fleet_asks_to_come_again_later(

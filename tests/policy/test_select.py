@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from app.core.errors import AllWorkersBusy, NoWorkers
+from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.metrics import DEFAULT_SPEED
 from app.policy.cost import POLICIES, Candidates, RequestSize
 from app.policy.select import Choice, choose
@@ -209,6 +209,17 @@ def test_random_is_even_whatever_the_load() -> None:
     assert set(chosen) == {0, 1, 2, 3}
     # 500 expected, standard deviation 19
     assert all(440 < count < 560 for count in chosen.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_worker_with_fewer_blocks_than_the_prompt_gets_none(policy: str) -> None:
+    # SIZE is 10 blocks; 0 blocks are told by none, or not yet.
+    seen = candidates(4, kv_total_blocks=[9, 10, 0, 9], active_requests=[0, 1, 1, 0])
+    assert count_choices(policy, seen).keys() == {1, 2}
+    with pytest.raises(PromptTooLarge, match=r"1,000 tokens fills 10 blocks.* more than 9"):
+        choose_one(policy, seen, eligible=[True, False, False, True])
+    with pytest.raises(NoWorkers):
+        choose_one(policy, seen, eligible=[False] * 4)
 
 
 def test_round_robin_takes_the_eligible_workers_in_turn() -> None:
