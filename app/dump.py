@@ -7,11 +7,14 @@ into an index with as many shards and buckets.
 
 from __future__ import annotations
 
+import re
+import reprlib
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
@@ -23,16 +26,26 @@ from app.core.matching import parse_owners
 from app.core.redis import deadline
 from app.core.scripts import ScriptRunner
 from app.core.topology import Client
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.inspection import STEP_TIMEOUT_S, scan
 
+T = TypeVar("T")
 VERSION = 1
 BATCH = 256
 TIERS = {tier.name.lower(): tier for tier in Tier}
+MAX_SHARDS = 1024
+MAX_BUCKET_BITS = 24
+MAX_WHOLE = 10**9
+"""Scripts take numbers beyond for spoilt."""
+_HASH = re.compile(r"[0-9a-f]{16}")
+_HEX = re.compile(r"[0-9a-f]+")
 
 
 async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
-    """Lines, without their ends. Raises ConfigError for a missing namespace, RedisUnavailable."""
+    """Lines, without their ends. Raises ConfigError for a missing namespace, RedisUnavailable.
+
+    What lies in Redis under names that no reader of the index looks for is left out.
+    """
     async with deadline(STEP_TIMEOUT_S):
         meta: Any = await redis.hgetall(keyspace["meta"])
         workers: Any = await redis.hgetall(keyspace["workers"])
@@ -62,11 +75,17 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
             contents = await pipe.execute()
         for key, entries in zip(keys, contents, strict=True):
             shard, name = keyspace.parse(key) or (None, "")
+            family, _, bucket = name.partition(":")
+            if shard is None or shard >= shards or family != "blocks":
+                continue
+            if not _is_bucket(bucket, bits[shard]):
+                continue
             stored: dict[tuple[Incarnation, Tier], list[str]] = defaultdict(list)
-            for block, owners in entries.items():
+            for field, owners in entries.items():
+                block = field.decode(errors="replace")
                 for inc, tier in parse_owners(owners):
-                    if inc in infos:
-                        stored[inc, tier].append(block.decode())
+                    if inc in infos and _HASH.fullmatch(block):
+                        stored[inc, tier].append(block)
             for (inc, tier), blocks in stored.items():
                 yield orjson.dumps(
                     {
@@ -74,48 +93,41 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
                         "incarnation": inc,
                         "tier": tier.name.lower(),
                         "shard": shard,
-                        "bucket": name.partition(":")[2],
+                        "bucket": bucket,
                     }
                 )
 
 
-async def restore(
-    redis: Client, keyspace: Keyspace, lines: Iterable[bytes], lease_ttl_ms: int
-) -> int:
+async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_ms: int) -> int:
     """How many entries were published, each worker's as a new incarnation of it.
 
+    file: is read twice, as all of it is checked before anything is written.
     The incarnations live for `lease_ttl_ms`; an agent of the worker takes over when it registers.
     Raises ConfigError for lines that are no dump, or a namespace that they do not fit.
     """
-    rows = _rows(lines)
-    head = next(rows, {})
-    if head.get("kvroute") != VERSION:
-        raise ConfigError(f"line 1 is {head!r}: not the first line of a dump of version {VERSION}")
+    start = file.tell()
+    dumped = _Dump(file)
+    for _ in dumped.stored():
+        pass
     runner = ScriptRunner(redis, STEP_TIMEOUT_S)
     nonce = secrets.token_hex(8)
-    writers: dict[int, Incarnation] = {}
-    keys: dict[Incarnation, WorkerKey] = {}
+    writers = {
+        inc: await _register(runner, keyspace, dumped.bucket_bits, info, nonce, lease_ttl_ms)
+        for inc, info in dumped.workers.items()
+    }
     seqs: dict[tuple[Incarnation, int], int] = defaultdict(int)
     restored = 0
-    for number, row in enumerate(rows, 2):
-        try:
-            if "info" in row:
-                made = await _register(runner, keyspace, head, row["info"], nonce, lease_ttl_ms)
-                writers[row["incarnation"]] = made
-                keys[made] = WorkerKey.parse(row["worker"])
-                continue
-            changes = _changes(row)
-            inc, shard = writers[row["incarnation"]], int(row["shard"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"line {number}: {error!r}") from None
-        for batch in _batched(changes):
+    file.seek(start)
+    for stored in _Dump(file).stored():
+        inc, shard = writers[stored.incarnation], stored.shard
+        for batch in _batched(stored.changes):
             seqs[inc, shard] += 1
             call = index.apply(keyspace.of_shard(shard), inc, nonce, seqs[inc, shard], batch)
             if not await runner.one(call):
-                raise ConfigError(f"line {number}: incarnation {inc} was replaced meanwhile")
+                raise ConfigError(f"line {stored.line}: incarnation {inc} was replaced meanwhile")
             restored += len(batch)
-    for inc, key in keys.items():
-        await runner.one(leases.activate(keyspace, key, inc, nonce))
+    for dumped_inc, inc in writers.items():
+        await runner.one(leases.activate(keyspace, dumped.workers[dumped_inc].key, inc, nonce))
     return restored
 
 
@@ -145,13 +157,12 @@ async def count_keys(redis: Client, keyspace: Keyspace) -> int:
 async def _register(
     runner: ScriptRunner,
     keyspace: Keyspace,
-    head: dict[str, Any],
-    info: dict[str, Any],
+    bucket_bits: list[int],
+    worker: WorkerInfo,
     nonce: str,
     lease_ttl_ms: int,
 ) -> Incarnation:
-    worker = leases.decode_info(orjson.dumps(info))
-    shards = int(head["shards"])
+    shards = len(bucket_bits)
     made = await runner.one(
         leases.register(keyspace, worker, nonce, ttl_ms=lease_ttl_ms, shards=shards)
     )
@@ -159,7 +170,7 @@ async def _register(
         raise ConfigError(
             f"namespace {keyspace.namespace!r} has {made.shards} shards, the dump {shards}"
         )
-    for shard, bits in enumerate(head["bucket_bits"]):
+    for shard, bits in enumerate(bucket_bits):
         names = keyspace.of_shard(shard)
         assert await runner.one(index.open_shard(names, made.incarnation, nonce, bits))
         async with deadline(STEP_TIMEOUT_S):
@@ -171,14 +182,128 @@ async def _register(
     return made.incarnation
 
 
-def _changes(row: dict[str, Any]) -> list[Change]:
-    # The bucket's name is how the hashes of its groups' first blocks begin.
-    leader = SequenceHash(int(row["bucket"].ljust(16, "0"), 16))
-    tier = TIERS[row["tier"]]
-    return [Change(SequenceHash(int(block, 16)), tier, leader) for block in row["stored"]]
+class _Stored(NamedTuple):
+    """What one line says that an incarnation, by its number in the dump, had stored."""
+
+    line: int
+    incarnation: int
+    shard: int
+    changes: list[Change]
 
 
-def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+class _Dump:
+    """A dump as it is read, line by line. ConfigError names the line, field and value at fault.
+
+    workers: by incarnation, as far as `stored` has come.
+    """
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._rows = _rows(lines)
+        head = next(self._rows, _Row(1, {}))
+        if head.fields.get("kvroute") != VERSION:
+            raise ConfigError(
+                f"line 1 is {reprlib.repr(head.fields)}: "
+                f"not the first line of a dump of version {VERSION}"
+            )
+        self._block_size = head.whole("block_size", 1, MAX_WHOLE)
+        shards = head.whole("shards", 1, MAX_SHARDS)
+        self.bucket_bits = head.array("bucket_bits")
+        if len(self.bucket_bits) != shards or not all(
+            type(bits) is int and 1 <= bits <= MAX_BUCKET_BITS for bits in self.bucket_bits
+        ):
+            wanted = f"a number, 1 to {MAX_BUCKET_BITS}, for each of {shards} shards"
+            raise head.wrong("bucket_bits", self.bucket_bits, wanted)
+        self.workers: dict[int, WorkerInfo] = {}
+
+    def stored(self) -> Iterator[_Stored]:
+        """In the order of the lines; once."""
+        for row in self._rows:
+            if "info" in row.fields:
+                self._add_worker(row)
+            else:
+                yield self._stored(row)
+
+    def _add_worker(self, row: _Row) -> None:
+        inc = row.whole("incarnation", 1, MAX_WHOLE)
+        if inc in self.workers:
+            raise row.wrong("incarnation", inc, "one that no line above has")
+        info = row.inner("info")
+        text = info.text("worker")
+        try:
+            key = WorkerKey.parse(text)
+        except ValueError:
+            raise info.wrong("worker", text, "<worker_id>:<dp_rank>") from None
+        if row.text("worker") != text:
+            raise row.wrong("worker", row.text("worker"), f"{text!r} as in its info")
+        block_size = info.whole("block_size", 1, MAX_WHOLE)
+        if block_size != self._block_size:
+            raise info.wrong("block_size", block_size, f"{self._block_size} as in line 1")
+        self.workers[inc] = WorkerInfo(
+            key=key,
+            address=info.text("address"),
+            block_size=block_size,
+            kv_total_blocks=info.whole("kv_total_blocks", 0, MAX_WHOLE),
+            max_requests=info.whole("max_requests", 0, MAX_WHOLE),
+            accelerator=info.text("accelerator"),
+        )
+
+    def _stored(self, row: _Row) -> _Stored:
+        inc = row.whole("incarnation", 1, MAX_WHOLE)
+        if inc not in self.workers:
+            raise row.wrong("incarnation", inc, "that of a worker in a line above")
+        shard = row.whole("shard", 0, len(self.bucket_bits) - 1)
+        bucket = row.text("bucket")
+        if not _is_bucket(bucket, self.bucket_bits[shard]):
+            wanted = f"the name of a bucket by {self.bucket_bits[shard]} bits"
+            raise row.wrong("bucket", bucket, wanted)
+        tier = TIERS.get(row.text("tier"))
+        if tier is None:
+            raise row.wrong("tier", row.text("tier"), f"one of {', '.join(TIERS)}")
+        # The bucket's name is how the hashes of its groups' first blocks begin.
+        leader = SequenceHash(int(bucket.ljust(16, "0"), 16))
+        changes = []
+        for block in row.array("stored"):
+            if type(block) is not str or not _HASH.fullmatch(block):
+                raise row.wrong("an entry of stored", block, "16 hex digits")
+            changes.append(Change(SequenceHash(int(block, 16)), tier, leader))
+        return _Stored(row.number, inc, shard, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The object in a line, or one within it, whose fields `within` goes before in errors."""
+
+    number: int
+    fields: dict[str, Any]
+    within: str = ""
+
+    def whole(self, name: str, least: int, most: int) -> int:
+        value = self.fields.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(name, value, f"a whole number, {least} to {most}")
+        return value
+
+    def text(self, name: str) -> str:
+        return self._of(str, name, "text")
+
+    def array(self, name: str) -> list[Any]:
+        return self._of(list, name, "a list")
+
+    def inner(self, name: str) -> _Row:
+        return _Row(self.number, self._of(dict, name, "an object"), f"{name}.")
+
+    def _of(self, kind: type[T], name: str, wanted: str) -> T:
+        value = self.fields.get(name)
+        if not isinstance(value, kind):
+            raise self.wrong(name, value, wanted)
+        return value
+
+    def wrong(self, name: str, value: Any, wanted: str) -> ConfigError:
+        shown = reprlib.repr(value)
+        return ConfigError(f"line {self.number}: {self.within}{name} is {shown}, not {wanted}")
+
+
+def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
     for number, line in enumerate(lines, 1):
         try:
             row = orjson.loads(line)
@@ -186,7 +311,13 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"line {number} is no JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"line {number} is no object: {line[:80]!r}")
-        yield row
+        yield _Row(number, row)
+
+
+def _is_bucket(name: str, bits: int) -> bool:
+    """Whether one of 2^bits buckets is called that."""
+    is_hex = len(name) == -(-bits // 4) and _HEX.fullmatch(name) is not None
+    return is_hex and int(name, 16) % (1 << (-bits % 4)) == 0
 
 
 def _batched(changes: list[Change]) -> Iterator[list[Change]]:

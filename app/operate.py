@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import click
@@ -278,10 +282,25 @@ async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
 @COMMON
 @on_redis
 async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float) -> None:
-    """Publish a dump: every worker in it under a new incarnation."""
-    ttl_ms = round(lease_ttl_s * 1000)
-    restored = await dumping.restore(redis, keyspace, source, ttl_ms)
+    """Publish a dump: every worker in it under a new incarnation.
+
+    All of the dump is checked first; what comes through a pipe is kept in a temporary file for it.
+    """
+    with _rewindable(source) as file:
+        restored = await dumping.restore(redis, keyspace, file, round(lease_ttl_s * 1000))
     click.echo(f"{restored:,} entries restored", err=True)
+
+
+@contextmanager
+def _rewindable(source: BinaryIO) -> Iterator[BinaryIO]:
+    """`source`, or a copy of it where it is a pipe."""
+    if source.seekable():
+        yield source
+        return
+    with TemporaryFile() as copy:
+        shutil.copyfileobj(source, copy)
+        copy.seek(0)
+        yield copy
 
 
 @click.command(cls=Command)

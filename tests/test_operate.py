@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -277,20 +278,133 @@ def test_what_was_dumped_answers_the_same_once_it_is_restored(url: str, tmp_path
     assert overlaps(url, KEYS) == before
 
 
+HEAD = {"kvroute": 1, "block_size": 4, "shards": 2, "bucket_bits": [4, 5]}
+INFO = {
+    "worker": "w1:0",
+    "address": "http://w1:80",
+    "block_size": 4,
+    "kv_total_blocks": 100,
+    "max_requests": 256,
+    "accelerator": "cpu",
+}
+WORKER = {"worker": "w1:0", "info": INFO, "incarnation": 7}
+STORED = {
+    "stored": ["00000000000000aa"],
+    "incarnation": 7,
+    "tier": "device",
+    "shard": 1,
+    "bucket": "f8",
+}
+
+
+def dumped(*rows: dict[str, object]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
+    result = kvroute(url, "restore", input=dumped(HEAD, WORKER, STORED, STORED), namespace="copy")
+    assert result.exit_code == 0, result.output
+    assert raw.hgetall("kvroute:1:{copy#1}:blocks:f8") == {b"00000000000000aa": b"1d"}
+
+
 @pytest.mark.parametrize(
     ("lines", "error"),
     [
-        ("", "line 1 is {}"),
+        ("", "line 1 is {}: not the first line of a dump of version 1"),
         ("nonsense", "line 1 is no JSON"),
         ("[1]", "line 1 is no object"),
-        ('{"kvroute": 9}', "not the first line of a dump of version 1"),
-        ('{"kvroute": 1}\n{"stored": ["zz"], "bucket": "0", "tier": "device"}', "line 2: "),
+        ('{"kvroute": 9}', "line 1 is {'kvroute': 9}: not the first line of a dump of version 1"),
+        (dumped(HEAD | {"block_size": "4"}), "line 1: block_size is '4', not a whole number"),
+        (dumped(HEAD | {"shards": True}), "line 1: shards is True, not a whole number, 1 to 1024"),
+        (dumped(HEAD | {"bucket_bits": 5}), "line 1: bucket_bits is 5, not a list"),
+        *[
+            (
+                dumped(HEAD | {"bucket_bits": bits}),
+                f"line 1: bucket_bits is {bits}, not a number, 1 to 24, for each of 2 shards",
+            )
+            for bits in ([4], [4, 0], [4, 25], [4, "5"])
+        ],
+        (dumped(HEAD, WORKER | {"worker": 5}), "line 2: worker is 5, not text"),
+        (dumped(HEAD, WORKER | {"worker": "w2:0"}), "line 2: worker is 'w2:0', not 'w1:0' as in"),
+        (dumped(HEAD, WORKER | {"incarnation": "7"}), "line 2: incarnation is '7', not a whole"),
+        (dumped(HEAD, WORKER, WORKER), "line 3: incarnation is 7, not one that no line above has"),
+        (dumped(HEAD, WORKER | {"info": 5}), "line 2: info is 5, not an object"),
+        *[
+            (
+                dumped(HEAD, WORKER | {"info": INFO | {field: value}}),
+                f"line 2: info.{field} is {value!r}, not {wanted}",
+            )
+            for field, value, wanted in [
+                ("worker", "w1", "<worker_id>:<dp_rank>"),
+                ("address", None, "text"),
+                ("block_size", 16, "4 as in line 1"),
+                ("kv_total_blocks", 1.5, "a whole number"),
+                ("max_requests", -1, "a whole number"),
+                ("accelerator", [], "text"),
+            ]
+        ],
+        *[
+            (
+                dumped(HEAD, WORKER, STORED, STORED | {field: value}),
+                f"line 4: {field} is {value!r}, not {wanted}",
+            )
+            for field, value, wanted in [
+                ("incarnation", 8, "that of a worker in a line above"),
+                ("incarnation", [7], "a whole number"),
+                ("shard", 9, "a whole number, 0 to 1"),
+                ("shard", None, "a whole number, 0 to 1"),
+                ("bucket", 5, "text"),
+                ("bucket", "f", "the name of a bucket by 5 bits"),
+                ("bucket", "f4", "the name of a bucket by 5 bits"),
+                ("bucket", "F8", "the name of a bucket by 5 bits"),
+                ("tier", "tape", "one of device, host, disk"),
+                ("tier", 1, "text"),
+                ("stored", "abc", "a list"),
+                ("stored", {"aa": 1}, "a list"),
+            ]
+        ],
+        *[
+            (
+                dumped(HEAD, WORKER, STORED | {"stored": ["00000000000000aa", block]}),
+                f"line 3: an entry of stored is {block!r}, not 16 hex digits",
+            )
+            for block in ("zz", 5, "0x000000000000aa", "00000000000000aaa")
+        ],
+        (dumped(HEAD, WORKER, STORED) + '{"stored"', "line 4 is no JSON"),
     ],
 )
-def test_what_is_no_dump_is_refused_with_its_line(url: str, lines: str, error: str) -> None:
-    result = kvroute(url, "restore", input=lines)
+def test_a_damaged_dump_is_refused_with_its_line_before_anything_is_written(
+    url: str, raw: Redis, lines: str, error: str
+) -> None:
+    result = kvroute(url, "restore", input=lines, namespace="copy")
     assert result.exit_code == 1
-    assert error in result.output
+    [line] = result.output.splitlines()
+    assert line.startswith(f"Error: {error}")
+    assert list(raw.scan_iter("kvroute:1:{copy*")) == []
+
+
+def test_a_dump_is_restored_from_a_pipe(url: str) -> None:
+    lines = kvroute(url, "dump").stdout_bytes
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as pipe:
+        pipe.write(lines)
+    result = kvroute(url, "restore", "--in", f"/dev/fd/{reader}", namespace="copy")
+    os.close(reader)
+    assert result.exit_code == 0, result.output
+    assert overlaps(url, Keyspace("copy")) == overlaps(url, KEYS)
+
+
+def test_what_nobody_looks_up_is_not_dumped(url: str, raw: Redis) -> None:
+    before = kvroute(url, "dump").stdout
+    for stray in (
+        KEYS["blocks:0"],
+        KEYS.of_shard(1)["blocks:0"],
+        SHARD["blocks:00"],
+        SHARD["x:blocks:0"],
+    ):
+        raw.hset(stray, "00000000000000aa", "1d")
+    raw.hset(bucket_of(0), "spoilt", "1d")
+    assert sorted(kvroute(url, "dump").stdout.splitlines()) == sorted(before.splitlines())
 
 
 def test_a_dump_goes_only_into_an_index_laid_out_alike(url: str, raw: Redis) -> None:
