@@ -103,12 +103,14 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
 
     file: is read twice, as all of it is checked before anything is written.
     The incarnations live for `lease_ttl_ms`; an agent of the worker takes over when it registers.
-    Raises ConfigError for lines that are no dump, or a namespace that they do not fit.
+    Raises ConfigError for lines that are no dump, or a namespace that they do not fit, or in which
+    one of the workers lives.
     """
     start = file.tell()
     dumped = _Dump(file)
     for _ in dumped.stored():
         pass
+    await _refuse_live(redis, keyspace, dumped.workers.values())
     runner = ScriptRunner(redis, STEP_TIMEOUT_S)
     nonce = secrets.token_hex(8)
     writers = {
@@ -152,6 +154,31 @@ async def count_keys(redis: Client, keyspace: Keyspace) -> int:
             async for _, keys in scan(redis, keyspace.pattern + "*")
         ]
     )
+
+
+async def _refuse_live(redis: Client, keyspace: Keyspace, workers: Iterable[WorkerInfo]) -> None:
+    # To register a worker anew is to replace its agent, which would end the process.
+    ends_ms: dict[WorkerKey, float] = {}
+    async with deadline(STEP_TIMEOUT_S):
+        seconds, micros = await redis.node_of(keyspace["leases"]).client.time()
+        now_ms = seconds * 1000 + micros // 1000
+        live: Any = await redis.zrangebyscore(
+            keyspace["leases"], f"({now_ms}", "+inf", withscores=True
+        )
+        infos: Any = await redis.hgetall(keyspace["workers"])
+    for inc, end_ms in live:
+        try:
+            ends_ms[leases.decode_info(infos[inc]).key] = end_ms
+        except (KeyError, TypeError, ValueError):
+            # Of nobody knows whom.
+            continue
+    for worker in workers:
+        if worker.key in ends_ms:
+            raise ConfigError(
+                f"worker {worker.key} lives in namespace {keyspace.namespace!r}, by a lease that "
+                f"ends in {(ends_ms[worker.key] - now_ms) / 1000:.1f} s: "
+                "restore with another --namespace, or stop it first"
+            )
 
 
 async def _register(

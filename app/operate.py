@@ -284,6 +284,9 @@ async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
 async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float) -> None:
     """Publish a dump: every worker in it under a new incarnation.
 
+    Refused where one of the workers lives, as that would end its process. Those of an earlier
+    restore live until their leases end.
+
     All of the dump is checked first; what comes through a pipe is kept in a temporary file for it.
     """
     with _rewindable(source) as file:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -408,11 +409,66 @@ def test_what_nobody_looks_up_is_not_dumped(url: str, raw: Redis) -> None:
 
 
 def test_a_dump_goes_only_into_an_index_laid_out_alike(url: str, raw: Redis) -> None:
-    dumped = kvroute(url, "dump").stdout
-    raw.hset(SHARD["shard"], "bucket_bits", "9")
-    result = kvroute(url, "restore", input=dumped)
+    lines = kvroute(url, "dump").stdout
+    raw.hset("kvroute:1:{copy#0}:shard", "bucket_bits", "9")
+    result = kvroute(url, "restore", input=lines, namespace="copy")
     assert result.exit_code == 1
-    assert "shard 0 of 'test' has 9 bucket bits, the dump 4" in result.output
+    assert "shard 0 of 'copy' has 9 bucket bits, the dump 4" in result.output
+
+
+def contents(raw: Redis) -> dict[bytes, bytes]:
+    return {key: raw.dump(key) for key in raw.scan_iter()}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_restore_over_a_live_worker_is_refused_and_changes_nothing(
+    url: str, raw: Redis, staged: bool
+) -> None:
+    lines = kvroute(url, "dump").stdout
+    raw.zadd(KEYS["leases"], {"1": 1})
+    if staged:
+        raw.hdel(KEYS["current"], "w2:1")
+    before = contents(raw)
+    result = kvroute(url, "restore", input=lines)
+    assert result.exit_code == 1
+    assert re.fullmatch(
+        r"Error: worker w2:1 lives in namespace 'test', by a lease that ends in [56]\d\.\d s: "
+        r"restore with another --namespace, or stop it first\n",
+        result.output,
+    )
+    assert contents(raw) == before
+
+
+def test_leases_that_have_ended_or_are_of_nobody_knows_whom_are_no_reason_to_refuse(
+    url: str, raw: Redis
+) -> None:
+    lines = kvroute(url, "dump").stdout
+    before = overlaps(url, KEYS)
+    raw.zadd(KEYS["leases"], {"1": 1})
+    raw.hset(KEYS["workers"], "2", "spoilt")
+    raw.hdel(KEYS["current"], "w2:1")
+    assert kvroute(url, "restore", input=lines).exit_code == 0
+    assert overlaps(url, KEYS) == before
+    assert set(raw.hvals(KEYS["current"])) == {b"3", b"4"}
+
+
+def test_workers_are_restored_beside_others_that_live(url: str, raw: Redis) -> None:
+    head = HEAD | {"shards": 1, "bucket_bits": [4]}
+    worker = WORKER | {"worker": "w9:0", "info": INFO | {"worker": "w9:0"}}
+    stored = STORED | {"shard": 0, "bucket": "0"}
+    result = kvroute(url, "restore", input=dumped(head, worker, stored))
+    assert result.exit_code == 0, result.output
+    assert raw.hgetall(KEYS["current"]) == {b"w1:0": b"1", b"w2:1": b"2", b"w9:0": b"3"}
+
+
+def test_a_second_restore_waits_for_the_leases_of_the_first(url: str, raw: Redis) -> None:
+    def restore() -> Result:
+        return kvroute(url, "restore", input=dumped(HEAD, WORKER, STORED), namespace="copy")
+
+    assert restore().exit_code == 0
+    assert "worker w1:0 lives in namespace 'copy'" in restore().output
+    raw.zadd(Keyspace("copy")["leases"], {"1": 1})
+    assert restore().exit_code == 0
 
 
 def test_a_reset_asks_and_deletes_only_its_own_namespace(url: str, raw: Redis) -> None:
