@@ -116,7 +116,8 @@ async def whatif(
     """Score the last decisions again with another policy, each by itself.
 
     Only those of which all candidates are kept: see --details-per-s. What the other choices would
-    have made of the load is not followed up.
+    have made of the load is not followed up. To draw another worker that both policies put at the
+    same cost is no change.
     """
     if prefill_weight is not None and policy != "blocks":
         raise click.BadParameter("only blocks has one", param_hint="--prefill-weight")
@@ -170,16 +171,21 @@ class Comparison:
                 cost=seen.priced(cost or POLICIES[policy]),
             )
             was = seen.workers.index(record.worker)
-        except (RoutingError, ValueError):
+            recorded = seen.priced(POLICIES[record.policy])(seen.candidates, record.size)
+        except (RoutingError, ValueError, KeyError):
             return
+        would_be = choice.index
+        if all(costs.cost[was] == costs.cost[would_be] for costs in (recorded, choice.costs)):
+            # Neither policy tells them apart: that another was drawn this time is chance.
+            would_be = was
         c = seen.candidates
         overlap = c.overlap_device + c.overlap_host + c.overlap_disk
         start = c.prefill_s + predicted_prefill_s(c, record.size)
         for name, values in zip(self._sums, (overlap, start, c.active_requests), strict=True):
             self._sums[name][0] += float(values[was])
-            self._sums[name][1] += float(values[choice.index])
+            self._sums[name][1] += float(values[would_be])
         self.decisions += 1
-        self.changed += was != choice.index
+        self.changed += was != would_be
 
     def means(self) -> dict[str, Any]:
         return {
