@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -23,6 +22,7 @@ from app.core.errors import (
     RedisUnavailable,
     RouterOverloaded,
 )
+from app.core.http import error_body, http_error, json_response
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +43,11 @@ _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
 MAX_RETRY_AFTER_S = 60
 
 
-def json_response(
-    content: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    return Response(orjson.dumps(content), status, headers, media_type="application/json")
-
-
 def install(app: FastAPI) -> None:
     """Make `app` answer every error in the one shape."""
     app.add_exception_handler(KvrouteError, _kvroute_error)
     app.add_exception_handler(ValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, _fault)
 
 
@@ -67,17 +61,13 @@ async def answer(request: Request, error: Exception) -> Response:
     return await _fault(request, error)
 
 
-def _body(code: str, message: str, field: str | None = None) -> dict[str, object]:
-    return {"error": {"code": code, "message": message, "field": field}}
-
-
 async def _kvroute_error(_: Request, error: Exception) -> Response:
     known = (_ANSWERS[kind] for kind in type(error).__mro__ if kind in _ANSWERS)
     status, code, headers = next(known, (500, "internal", {}))
     field = error.field if isinstance(error, InvalidRequest) else None
     if isinstance(error, AllWorkersBusy):
         headers = {"Retry-After": str(_retry_after_s(error.retry_after_s))}
-    return json_response(_body(code, str(error), field), status, headers)
+    return json_response(error_body(code, str(error), field), status, headers)
 
 
 def _retry_after_s(seconds: float) -> int:
@@ -93,15 +83,11 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     value = repr(first["input"])
     shown = value if len(value) <= 80 else f"{value[:77]}..."
     message = f"{field}: {first['msg']}, got {shown}"
-    return json_response(_body("invalid_request", message, field), 422)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return json_response(_body(code, error.detail), error.status_code, error.headers)
+    return json_response(error_body("invalid_request", message, field), 422)
 
 
 async def _fault(_: Request, error: Exception) -> Response:
     """Whatever nobody foresaw; the server logs it."""
-    return json_response(_body("internal", f"{type(error).__name__}; see the router's log"), 500)
+    return json_response(
+        error_body("internal", f"{type(error).__name__}; see the router's log"), 500
+    )

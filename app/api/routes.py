@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -19,10 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.api import errors, schemas
-from app.api.errors import json_response
 from app.core.config import RouterSettings
 from app.core.errors import (
-    BodyTooLarge,
     InvalidRequest,
     NamespaceMissing,
     NoWorkers,
@@ -35,8 +32,9 @@ from app.core.hashing import (
     seed_for,
     token_bytes,
 )
+from app.core.http import header, hung_up, json_response, read_body
 from app.core.metrics import NO_READINGS
-from app.core.types import LocalHash, SequenceHash
+from app.core.types import REQUEST_ID, LocalHash, SequenceHash
 from app.fleet import View
 from app.router import Candidate, Decision, Router, RouteRequest
 
@@ -48,8 +46,6 @@ except ImportError:  # there is no wheel for the newest Python yet
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 """What proxies may set where a client does not."""
-
-_REQUEST_ID = re.compile(schemas.REQUEST_ID)
 
 M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
 
@@ -86,7 +82,7 @@ def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any
 async def find_best_worker(request: Request) -> Response:
     """Where a prompt would go now. A look only: nothing is reserved."""
     router, settings = _parts(request)
-    body, _ = _parsed(schemas.FindBestWorker, await _read(request, settings.max_body_bytes))
+    body, _ = _parsed(schemas.FindBestWorker, await read_body(request, settings.max_body_bytes))
     chain = await _chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
     decision = await router.route(
         RouteRequest(
@@ -118,8 +114,8 @@ async def find_best_worker(request: Request) -> Response:
 async def route(request: Request) -> Response:
     """Choose a worker for a prompt and reserve its capacity."""
     router, settings = _parts(request)
-    raw = await _read(request, settings.max_body_bytes)
-    if (_header(request, b"content-type") or "").lower().startswith(RAW_TOKENS):
+    raw = await read_body(request, settings.max_body_bytes)
+    if (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS):
         options: schemas.RouteOptions = _options_in_query(request)
         chain, isl_tokens = await _chain_of_tokens(router, settings, options, raw)
     else:
@@ -143,7 +139,7 @@ async def route(request: Request) -> Response:
             ),
             tenant=_or_header(request, options, "tenant") if settings.wait_queue else "",
             priority=options.priority,
-            hung_up=partial(_hung_up, request) if settings.wait_queue else None,
+            hung_up=partial(hung_up, request) if settings.wait_queue else None,
         )
     )
     if decision.reserved and _has_hung_up(request):
@@ -251,24 +247,16 @@ def _new_id() -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
-def _header(request: Request, name: bytes) -> str | None:
-    """What request.headers has, without making an object of them all."""
-    for key, value in request.scope["headers"]:
-        if key == name:
-            return str(value, "latin-1")
-    return None
-
-
 def _request_id(request: Request, options: schemas.RouteOptions) -> str:
     """The caller's, else the balancer's, which a request keeps when it is sent again."""
     if options.request_id is not None:
         return options.request_id
-    header = _header(request, b"x-request-id")
-    if not header:
+    request_id = header(request, b"x-request-id")
+    if not request_id:
         return _new_id()
-    if not _REQUEST_ID.fullmatch(header):
-        schemas.RouteOptions(request_id=header)  # says what is wrong with it
-    return header
+    if not REQUEST_ID.fullmatch(request_id):
+        schemas.RouteOptions(request_id=request_id)  # says what is wrong with it
+    return request_id
 
 
 def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> str:
@@ -277,32 +265,6 @@ def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> s
     if text:
         options = schemas.RouteOptions.model_validate({field: text})
     return getattr(options, field) or ""
-
-
-async def _hung_up(request: Request) -> None:
-    """Returns once the caller is gone; its body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    """The body. Raises BodyTooLarge as soon as it is known to be, ClientDisconnect."""
-    announced = _header(request, b"content-length") or ""
-    size = int(announced) if announced.isdecimal() else 0
-    chunks: list[bytes] = []
-    more = size <= limit
-    if more:
-        size = 0
-    while more and size <= limit:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        more = message.get("more_body", False)
-    if size > limit:
-        raise BodyTooLarge(f"body: over {limit} bytes")
-    return b"".join(chunks)
 
 
 def _has_hung_up(request: Request) -> bool:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from app.core.config import POLICY_NAMES, PRIORITIES
 from app.core.metrics import GpuReadings
+from app.core.types import REQUEST_ID
 
 U64 = 1 << 64
 
@@ -33,8 +34,7 @@ HashValue = Annotated[
         description="u64 as an integer (signed or unsigned) or as 16 hex digits",
     ),
 ]
-REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
-RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
+RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")]
 TenantId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")]
 Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
 PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICY_NAMES)})$")]

@@ -18,6 +18,7 @@ Incarnation = NewType("Incarnation", int)
 lost its data or its last writes."""
 
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class WorkerKey(NamedTuple):

@@ -1,0 +1,64 @@
+"""HTTP as routers and workers speak it: bodies within a limit, errors in one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from app.core.errors import BodyTooLarge
+
+
+def header(request: Request, name: bytes) -> str | None:
+    """What request.headers has, without making an object of them all."""
+    for key, value in request.scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises BodyTooLarge as soon as it is known to be, ClientDisconnect."""
+    announced = header(request, b"content-length") or ""
+    size = int(announced) if announced.isdecimal() else 0
+    chunks: list[bytes] = []
+    more = size <= limit
+    if more:
+        size = 0
+    while more and size <= limit:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        more = message.get("more_body", False)
+    if size > limit:
+        raise BodyTooLarge(f"body: over {limit} bytes")
+    return b"".join(chunks)
+
+
+async def hung_up(request: Request) -> None:
+    """Returns once the caller is gone; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def error_body(code: str, message: str, field: str | None = None) -> dict[str, object]:
+    """The one shape of every error. code: stable, part of the interface."""
+    return {"error": {"code": code, "message": message, "field": field}}
+
+
+async def http_error(_: Request, error: Exception) -> Response:
+    """Answers what the framework raises by itself: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    return json_response(error_body(code, error.detail), error.status_code, error.headers)
