@@ -14,10 +14,14 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from app.core.errors import InvalidRequest
+from app.core.errors import BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
+from app.core.http import error_body, header, http_error, json_response, read_body
+from app.core.types import REQUEST_ID
 from workers.engines.base import (
     CompletionRequest,
     Engine,
@@ -35,6 +39,14 @@ DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API takes when a request does not say."""
 
 RETRY_AFTER_S = 1
+RAW_TOKENS = "application/octet-stream"
+RAW_TOKEN_BYTES = 4
+JSON_TOKEN_BYTES = 12
+"""Ten digits, a comma and a blank."""
+TEXT_TOKEN_BYTES = 32
+"""A word of five letters that are not Latin, each escaped in six bytes."""
+ROOM_BYTES = 65_536
+"""Of a body, for all but the prompt."""
 _SAMPLING = tuple(field.name for field in fields_of(Sampling))
 
 
@@ -47,18 +59,26 @@ def create_app(
     what comes back, where there is a tokenizer), `max_tokens`, `stream`,
     `request_id`, `stream_interval` (tokens per chunk after the first), `ignore_eos` and the fields
     of Sampling; or, as `application/octet-stream`, the prompt in raw little-endian u32 with the
-    other fields in the query. Unknown fields are ignored. A client that disconnects cancels its
-    request.
+    other fields in the query. Unknown fields are ignored. A body with more bytes than the longest
+    prompt that fits can have is not read to its end. A client that disconnects cancels its request.
     """
     app = FastAPI(title="kvroute worker", openapi_url=None)
-    for kind in (InvalidRequest, PromptTooLargeError, QueueFullError, EngineStoppedError):
+    for kind in (
+        InvalidRequest,
+        BodyTooLarge,
+        PromptTooLargeError,
+        QueueFullError,
+        EngineStoppedError,
+        ClientDisconnect,
+    ):
         app.add_exception_handler(kind, _refuse)
+    app.add_exception_handler(HTTPException, http_error)
 
     @app.get("/health")
     async def health() -> Response:
         if engine.running:
-            return _json(200, {"status": "ok"})
-        return _json(503, {"status": "the engine is not running"})
+            return json_response({"status": "ok"})
+        return json_response({"status": "the engine is not running"}, 503)
 
     registry = registry_of(engine)
 
@@ -68,7 +88,8 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return _CompletionResponse(engine, await _read(request, tokenizer), model, tokenizer)
+        call = await _read(request, engine.max_context_tokens, tokenizer)
+        return _CompletionResponse(engine, call, model, tokenizer)
 
     return app
 
@@ -82,10 +103,15 @@ class _Call:
     stream_interval: int
 
 
-async def _read(request: Request, tokenizer: Tokenizer | None) -> _Call:
-    """Raises InvalidRequest, naming the field and its value."""
-    body = await request.body()
-    if request.headers.get("content-type", "").startswith("application/octet-stream"):
+async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer | None) -> _Call:
+    """Raises InvalidRequest, naming the field and its value, BodyTooLarge and ClientDisconnect."""
+    is_raw = (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS)
+    if is_raw:
+        token_size = RAW_TOKEN_BYTES
+    else:
+        token_size = JSON_TOKEN_BYTES if tokenizer is None else TEXT_TOKEN_BYTES
+    body = await read_body(request, max_context_tokens * token_size + ROOM_BYTES)
+    if is_raw:
         if len(body) % 4:
             raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
         return _check(_query_fields(request.query_params), body)
@@ -110,7 +136,7 @@ def _prompt_bytes(prompt: object, tokenizer: Tokenizer | None) -> bytes:
         with suppress(InvalidRequest):
             return token_bytes(prompt)
     bad = next(t for t in prompt if type(t) is not int or not 0 <= t < 1 << 32)
-    raise InvalidRequest("prompt", f"{bad!r} is not a token id")
+    raise InvalidRequest("prompt", f"{shown(bad)} is not a token id")
 
 
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
@@ -125,9 +151,13 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
 def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
     if not prompt:
         raise InvalidRequest("prompt", "is empty")
-    request_id = fields.get("request_id") or f"cmpl-{uuid.uuid4().hex}"
-    if not isinstance(request_id, str):
-        raise InvalidRequest("request_id", f"needs a string, got {request_id!r}")
+    request_id = fields.get("request_id")
+    if request_id is None:
+        request_id = f"cmpl-{uuid.uuid4().hex}"
+    if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest(
+            "request_id", f"needs 1 to 128 visible ASCII characters, got {shown(request_id)}"
+        )
     chosen = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     completion = CompletionRequest(
         request_id,
@@ -142,7 +172,7 @@ def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
 def _flag(fields: Mapping[str, object], name: str) -> bool:
     value = fields.get(name) or False
     if not isinstance(value, bool):
-        raise InvalidRequest(name, f"needs true or false, got {value!r}")
+        raise InvalidRequest(name, f"needs true or false, got {shown(value)}")
     return value
 
 
@@ -151,7 +181,7 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidRequest(name, f"needs an integer of at least 1, got {value!r}")
+        raise InvalidRequest(name, f"needs an integer of at least 1, got {shown(value)}")
     return value
 
 
@@ -234,6 +264,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
     match error:
         case InvalidRequest():
             field = error.field
+        case BodyTooLarge():
+            status, code = 413, "body_too_large"
         case PromptTooLargeError():
             code, field = "prompt_too_large", "prompt"
         case QueueFullError():
@@ -241,11 +273,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
             headers = {"Retry-After": str(RETRY_AFTER_S)}
         case EngineStoppedError():
             status, code = 503, "stopping"
-    content = {"error": {"code": code, "message": str(error), "field": field}}
-    return _json(status, content, headers)
-
-
-def _json(
-    status: int, content: Mapping[str, object], headers: Mapping[str, str] | None = None
-) -> Response:
-    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+        case ClientDisconnect():
+            status, code = 499, "caller_gone"
+    return json_response(error_body(code, str(error), field), status, headers)

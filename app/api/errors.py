@@ -21,6 +21,8 @@ from app.core.errors import (
     PromptTooLarge,
     RedisUnavailable,
     RouterOverloaded,
+    cut,
+    shown,
 )
 from app.core.http import error_body, http_error, json_response
 
@@ -79,10 +81,8 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     """Names the first bad field and its value."""
     assert isinstance(error, ValidationError)
     first = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(map(str, first["loc"])) or "body"
-    value = repr(first["input"])
-    shown = value if len(value) <= 80 else f"{value[:77]}..."
-    message = f"{field}: {first['msg']}, got {shown}"
+    field = cut(".".join(map(str, first["loc"]))) or "body"
+    message = f"{field}: {first['msg']}, got {shown(first['input'])}"
     return json_response(error_body("invalid_request", message, field), 422)
 
 

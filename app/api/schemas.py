@@ -17,12 +17,12 @@ def _u64(value: Any) -> int:
     """A hash as engines write it: an integer, signed or not, or 16 hex digits."""
     if isinstance(value, str):
         if len(value) != 16 or set(value) - set("0123456789abcdefABCDEF"):
-            raise ValueError(f"not 16 hex digits: {value!r}")
+            raise ValueError("not 16 hex digits")
         return int(value, 16)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"not an integer or 16 hex digits: {value!r}")
+        raise ValueError("not an integer or 16 hex digits")
     if not -(U64 >> 1) <= value < U64:
-        raise ValueError(f"does not fit into 64 bits: {value}")
+        raise ValueError("does not fit into 64 bits")
     return value % U64
 
 

@@ -23,6 +23,19 @@ KvrouteError
 
 from __future__ import annotations
 
+MAX_SHOWN = 80
+"""Characters of what callers sent that a message repeats: they may send megabytes."""
+
+
+def cut(text: str) -> str:
+    """`text`, or as much of it as messages show."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def shown(value: object) -> str:
+    """`value` as messages show it."""
+    return cut(repr(value))
+
 
 class KvrouteError(Exception):
     """Root of the tree drawn above."""

@@ -186,6 +186,21 @@ async def test_a_long_value_is_cut_in_the_message(
     assert f"got '{'x' * 76}..." in response.json()["error"]["message"]
 
 
+async def test_a_long_hash_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/route", json=HASHES | {"local_hashes": [10**4000]})
+    message = response.json()["error"]["message"]
+    assert message.endswith(f"does not fit into 64 bits, got 1{'0' * 76}...")
+    assert len(message) < 200
+
+
+async def test_a_long_name_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/route", json=TOKENS | {"x" * 300: 1})
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert error["field"] == "x" * 77 + "..."
+    assert len(error["message"]) < 200
+
+
 class TestLimits:
     @pytest.fixture
     async def small(

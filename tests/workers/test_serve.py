@@ -95,7 +95,7 @@ async def serving(runner: EngineRunner) -> AsyncIterator[httpx.AsyncClient]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections made before the server is up wait here
-        config = uvicorn.Config(create_app(runner), log_level="warning", ws="none")
+        config = uvicorn.Config(create_app(runner), log_config=None, ws="none")
         server = uvicorn.Server(config)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
@@ -381,6 +381,9 @@ async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
         ({"prompt": [1], "stream": "yes"}, "stream", "got 'yes'"),
         ({"prompt": [1], "stream_interval": True}, "stream_interval", "got True"),
         ({"prompt": [1], "request_id": 5}, "request_id", "got 5"),
+        ({"prompt": [1], "request_id": ""}, "request_id", "got ''"),
+        ({"prompt": [1], "request_id": "a b"}, "request_id", "got 'a b'"),
+        ({"prompt": [1], "request_id": "x" * 129}, "request_id", "got 'xxx"),
         ([1], "body", "got list"),
     ],
 )
@@ -419,6 +422,95 @@ async def test_bad_raw_input_is_refused_too(
     assert response.status_code == 422
     assert response.json()["error"]["field"] == field
     assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["x" * 5000]},
+        {"prompt": [1], "request_id": "x" * 5000},
+        {"prompt": [1], "stream": "x" * 5000},
+        {"prompt": [1], "max_tokens": "x" * 5000},
+        {"prompt": [1], "temperature": "x" * 5000},
+        {"prompt": [1], "seed": ["x" * 5000]},
+    ],
+)
+async def test_a_long_value_is_cut_in_the_message(fields: dict[str, Any]) -> None:
+    async with serving(fast()) as client:
+        response = await client.post("/v1/completions", json=fields)
+
+    assert response.status_code == 422
+    message = response.json()["error"]["message"]
+    assert "xxx..." in message
+    assert len(message) < 200
+
+
+# A pool of 64 tokens, of 4 and of up to 12 bytes, and 64 KiB for all else.
+LARGEST = {"application/octet-stream": 65_792, "application/json": 66_304}
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(("kind", "size"), LARGEST.items())
+async def test_a_body_larger_than_any_prompt_that_fits_is_refused(
+    kind: str, size: int, announced: bool
+) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b" " * size
+        yield b" "
+
+    headers = {"content-type": kind} | ({"content-length": str(size + 1)} if announced else {})
+    async with serving(fast()) as client:
+        response = await client.post("/v1/completions", content=body(), headers=headers)
+
+    assert response.status_code == 413
+    assert response.json()["error"] == {
+        "code": "body_too_large",
+        "message": f"body: over {size} bytes",
+        "field": None,
+    }
+
+
+async def test_a_body_as_large_as_allowed_is_read() -> None:
+    content = json.dumps({"prompt": ABC}).encode().ljust(LARGEST["application/json"])
+    async with serving(fast()) as client:
+        response = await client.post("/v1/completions", content=content)
+
+    assert response.status_code == 200
+
+
+async def test_a_client_that_leaves_while_it_sends_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(fast()) as client:
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: worker\r\n"
+            b"Content-Length: 99\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert b"100 Continue" in await reader.readline()  # so the body is being read
+        writer.write(b"{")
+        writer.close()
+        await writer.wait_closed()
+
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/completion", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+    ],
+)
+async def test_a_wrong_path_or_method_is_answered_in_the_one_shape(
+    method: str, path: str, status: int, code: str
+) -> None:
+    async with serving(fast()) as client:
+        response = await client.request(method, path)
+
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"code", "message", "field"}
+    assert response.json()["error"]["code"] == code
 
 
 async def test_a_body_that_is_not_json_is_refused() -> None:

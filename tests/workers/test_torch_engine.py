@@ -426,6 +426,7 @@ async def test_a_request_that_is_cancelled_while_room_is_made_for_it_holds_up_no
 async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:
     vocabulary = MODEL.config.vocab_size
     async with running(tmp_path) as served:
+        assert served.engine.max_context_tokens == 128
         with pytest.raises(PromptTooLargeError, match="KV pool holds 128"):
             served.submit("r", prompt_of(1, 100), 29)
         with pytest.raises(PromptTooLargeError, match="the model takes"):

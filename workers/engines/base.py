@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.core.errors import InvalidRequest
+from app.core.errors import InvalidRequest, shown
 from app.core.metrics import ForwardPassMetrics, Speed
 from workers.engines.steps import Finished
 
@@ -53,14 +53,18 @@ class Sampling:
         """Raises InvalidRequest, naming the field and its value."""
         if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise InvalidRequest(
-                "temperature", f"needs a number from 0 to 2, got {self.temperature!r}"
+                "temperature", f"needs a number from 0 to 2, got {shown(self.temperature)}"
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidRequest("top_p", f"needs a number above 0 and up to 1, got {self.top_p!r}")
+            raise InvalidRequest(
+                "top_p", f"needs a number above 0 and up to 1, got {shown(self.top_p)}"
+            )
         if not _is_int(self.top_k) or self.top_k < -1:
-            raise InvalidRequest("top_k", f"needs an integer of at least -1, got {self.top_k!r}")
+            raise InvalidRequest(
+                "top_k", f"needs an integer of at least -1, got {shown(self.top_k)}"
+            )
         if self.seed is not None and (not _is_int(self.seed) or self.seed not in _INT64):
-            raise InvalidRequest("seed", f"needs an integer of 64 bits, got {self.seed!r}")
+            raise InvalidRequest("seed", f"needs an integer of 64 bits, got {shown(self.seed)}")
 
     @property
     def is_greedy(self) -> bool:
@@ -149,6 +153,10 @@ class Generation:
 
 class Engine(Protocol):
     """An engine that runs on the wall clock."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """So many tokens may the prompt and output of a request have together."""
 
     @property
     def running(self) -> bool:

@@ -51,6 +51,10 @@ class EngineRunner:
         self._work = asyncio.Event()
         self._stopped = False
 
+    @property
+    def max_context_tokens(self) -> int:
+        return self.engine.pool.num_blocks * self.engine.block_size
+
     async def run(self) -> None:
         """Step the engine until `stop` or cancellation; then end what is unfinished.
 

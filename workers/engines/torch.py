@@ -147,6 +147,11 @@ class TorchEngine:
         # Always the same one, so that torch keeps one pool of threads for it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
 
+    @property
+    def max_context_tokens(self) -> int:
+        pool_tokens = self._manager.tiers[Tier.DEVICE].num_slots * self.block_size
+        return min(pool_tokens, self._model.config.max_position_embeddings)
+
     async def run(self) -> None:
         """Until `stop` or cancellation; then what is unfinished ends."""
         async with asyncio.TaskGroup() as tasks:
