@@ -60,8 +60,10 @@ async def serve(settings: WorkerSettings) -> None:
                 await agent.stop()
 
             app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
-            await serve_http(app, listening, on_stop=leave)
-            running.cancel()
+            await serve_http(app, listening, on_stop=leave, on_late=running.cancel)
+            # Cancelled once more, it would not wait for the step that it is in.
+            if not running.cancelling():
+                running.cancel()
     finally:
         await asyncio.to_thread(probe.stop)
         hosted.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.core.errors import BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
-from app.core.http import error_body, header, http_error, json_response, read_body
+from app.core.http import error_body, header, http_error, hung_up, json_response, read_body
 from app.core.types import REQUEST_ID
 from workers.engines.base import (
     CompletionRequest,
@@ -39,6 +40,7 @@ DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API takes when a request does not say."""
 
 RETRY_AFTER_S = 1
+STOPPING = "stopping"
 RAW_TOKENS = "application/octet-stream"
 RAW_TOKEN_BYTES = 4
 JSON_TOKEN_BYTES = 12
@@ -89,7 +91,8 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         call = await _read(request, engine.max_context_tokens, tokenizer)
-        return _CompletionResponse(engine, call, model, tokenizer)
+        completion = _Completion(engine, call, model, tokenizer)
+        return _Stream(completion) if call.stream else await _answer(request, completion)
 
     return app
 
@@ -185,8 +188,8 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
     return value
 
 
-class _CompletionResponse(StreamingResponse):
-    """Submits the request when made; cancels it however the exchange with the client ends."""
+class _Completion:
+    """A request under way, from when this is made; `cancel` it in any case."""
 
     def __init__(
         self, engine: Engine, call: _Call, model: str, tokenizer: Tokenizer | None
@@ -203,27 +206,27 @@ class _CompletionResponse(StreamingResponse):
             "created": int(time.time()),
             "model": model,
         }
-        if call.stream:
-            super().__init__(self._chunks(), media_type="text/event-stream")
-        else:
-            super().__init__(self._whole(), media_type="application/json")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def cancel(self) -> None:
+        """Does nothing once it has finished."""
+        self._generation.cancel()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
         try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._generation.cancel()
+            async for output in self._generation:
+                yield b"data: %b\n\n" % self._json(output.token_ids, output.finished)
+        except EngineStoppedError as error:
+            # The status is out, so only the stream can tell of it.
+            yield b"data: %b\n\n" % orjson.dumps(error_body(STOPPING, str(error)))
+        else:
+            yield b"data: [DONE]\n\n"
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        async for output in self._generation:
-            yield b"data: %b\n\n" % self._completion(output.token_ids, output.finished)
-        yield b"data: [DONE]\n\n"
-
-    async def _whole(self) -> AsyncIterator[bytes]:
+    async def whole(self) -> bytes:
+        """Raises EngineStoppedError if the engine stops before the request is complete."""
         token_ids: list[int] = []
         async for output in self._generation:
             token_ids += output.token_ids
-        yield self._completion(token_ids, output.finished)
+        return self._json(token_ids, output.finished)
 
     def _next_text(self, token_ids: Sequence[int], is_last: bool) -> str:
         if self._text is None:
@@ -231,7 +234,7 @@ class _CompletionResponse(StreamingResponse):
         pieces = [self._text.push(token) for token in token_ids]
         return "".join([*pieces, self._text.end()] if is_last else pieces)
 
-    def _completion(self, token_ids: list[int], finished: Finished | None) -> bytes:
+    def _json(self, token_ids: list[int], finished: Finished | None) -> bytes:
         choice = {
             "index": 0,
             "text": self._next_text(token_ids, finished is not None),
@@ -240,6 +243,39 @@ class _CompletionResponse(StreamingResponse):
         }
         usage = {"usage": _usage(finished)} if finished else {}
         return orjson.dumps({**self._frame, "choices": [choice], **usage})
+
+
+class _Stream(StreamingResponse):
+    """Cancels the request however the exchange with the client ends."""
+
+    def __init__(self, completion: _Completion) -> None:
+        super().__init__(completion.chunks(), media_type="text/event-stream")
+        self._completion = completion
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._completion.cancel()
+
+
+async def _answer(request: Request, completion: _Completion) -> Response:
+    """The whole of it, computed before anything is sent, so that the status tells how it went.
+
+    Raises EngineStoppedError, and ClientDisconnect if the client does not wait for it.
+    """
+    answer = asyncio.create_task(completion.whole())
+    leaving = asyncio.create_task(hung_up(request))
+    try:
+        await asyncio.wait([answer, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return Response(answer.result(), media_type="application/json")
+    finally:
+        completion.cancel()
+        answer.cancel()
+        leaving.cancel()
+        await asyncio.wait([answer, leaving])
 
 
 def _usage(finished: Finished) -> dict[str, object]:
@@ -272,7 +308,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
             status, code = 429, "queue_full"
             headers = {"Retry-After": str(RETRY_AFTER_S)}
         case EngineStoppedError():
-            status, code = 503, "stopping"
+            status, code = 503, STOPPING
         case ClientDisconnect():
             status, code = 499, "caller_gone"
     return json_response(error_body(code, str(error), field), status, headers)

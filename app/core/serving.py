@@ -20,6 +20,8 @@ T = TypeVar("T")
 GC_THRESHOLD = 20_000
 SHUTDOWN_S = 2
 """So long may open responses go on after the signal to stop."""
+ENDING_S = 1
+"""So much longer, once they are told to end."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -43,12 +45,18 @@ def listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Stops when the application's lifespan fails; uvicorn alone would serve on without it.
 
-    on_stop: awaited before open responses are waited for.
+    on_stop: awaited before open responses are waited for. on_late: called after SHUTDOWN_S of that.
     """
 
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_stop: Callable[[], Awaitable[None]],
+        on_late: Callable[[], object],
+    ) -> None:
         super().__init__(config)
         self._on_stop = on_stop
+        self._on_late = on_late
 
     @property
     def failed(self) -> bool:
@@ -59,7 +67,11 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._on_stop()
-        await super().shutdown(sockets)
+        late = asyncio.get_running_loop().call_later(SHUTDOWN_S, self._on_late)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
 
 
 async def _nothing() -> None:
@@ -67,11 +79,16 @@ async def _nothing() -> None:
 
 
 async def serve(
-    app: Any, *sockets: socket.socket, on_stop: Callable[[], Awaitable[None]] = _nothing
+    app: Any,
+    *sockets: socket.socket,
+    on_stop: Callable[[], Awaitable[None]] = _nothing,
+    on_late: Callable[[], object] = lambda: None,
 ) -> None:
     """Until SIGINT, SIGTERM or cancellation; returns when the responses under way have ended.
 
     on_stop: awaited first, while requests are still accepted: to take oneself out of rotation.
+    on_late: called when responses are still open after SHUTDOWN_S, to have them end by themselves;
+    ENDING_S later they are cut off.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
     # What is loaded by now stays. Left out of collections, it does not hold up requests and news of
@@ -88,9 +105,10 @@ async def serve(
             # Nothing here asks who the client is.
             proxy_headers=False,
             server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_S,
+            timeout_graceful_shutdown=SHUTDOWN_S + ENDING_S,
         ),
         on_stop,
+        on_late,
     )
     # uvicorn raises the signal again when it is done, which would end the process before its
     # owner has cleaned up; these handlers take it.

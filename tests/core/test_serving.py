@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from app.core import serving
 from app.core.errors import KvrouteError
 from app.core.serving import listen, serve
 
@@ -54,3 +55,26 @@ async def test_who_stops_leaves_the_rotation_while_still_accepting_requests() ->
             async with httpx.AsyncClient() as client:
                 await client.get(f"{url}/stop")
     assert seen == [200]
+
+
+async def test_responses_that_take_too_long_are_told_to_end_and_still_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving, "SHUTDOWN_S", 0.1)
+    late = asyncio.Event()
+    app = FastAPI()
+
+    @app.get("/stop")
+    async def stop() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await late.wait()
+        return "told to end"
+
+    with listen("127.0.0.1", 0) as socket:
+        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve(app, socket, on_late=late.set))
+            async with httpx.AsyncClient() as client:
+                response = await client.get(f"{url}/stop")
+    assert (response.status_code, response.json()) == (200, "told to end")
+    assert caplog.messages == []

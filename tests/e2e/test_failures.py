@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from operator import eq
 
+import httpx
+import orjson
 import pytest
 
 from app.maintenance import RETIRE_GRACE_MS
@@ -142,6 +144,38 @@ async def test_a_killed_worker_is_chosen_no_more_and_its_blocks_are_swept(watch:
         workers = await eventually(eyes.workers, lambda seen: len(seen) == 3)
         assert workers["w0"]["incarnation"] > dead
         assert "w0" not in await eyes.overlaps(prompt(0, PROMPT_TOKENS))
+
+
+async def test_a_worker_that_is_stopped_tells_those_whose_answers_take_too_long(
+    watch: Watch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_cluster(num_workers=1, num_replicas=1, haproxy=False, speedup=1.0) as cluster:
+        eyes, worker = watch(cluster), cluster.workers[0]
+
+        async def ask(request_id: str, stream: str) -> httpx.Response:
+            return await eyes.http.post(
+                f"{worker.url}/v1/completions",
+                params={"max_tokens": "5000", "request_id": request_id, "stream": stream},
+                content=prompt(0, PROMPT_TOKENS),
+                headers={"content-type": "application/octet-stream"},
+            )
+
+        async def under_way() -> bool:
+            metrics = (await eyes.http.get(f"{worker.url}/metrics")).text
+            return 'kvroute_engine_requests{state="running"} 2.0' in metrics
+
+        async with asyncio.TaskGroup() as callers:
+            whole = callers.create_task(ask("whole", "false"))
+            stream = callers.create_task(ask("stream", "true"))
+            await eventually(under_way)
+            worker.process.terminate()
+        assert await asyncio.to_thread(worker.process.wait, 10) == 0
+
+    assert whole.result().status_code == 503
+    assert whole.result().json()["error"]["code"] == "stopping"
+    last = stream.result().text.strip().splitlines()[-1]
+    assert orjson.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+    assert capfd.readouterr().err == ""
 
 
 async def test_a_redis_that_lost_everything_is_filled_again_while_requests_are_served(

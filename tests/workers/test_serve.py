@@ -596,6 +596,50 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(
         gate.open(1)
 
 
+async def test_an_engine_that_stops_meanwhile_is_told_by_the_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate = Gate()
+    runner = runner_of(sleep=gate.sleep)
+    async with serving(runner) as client:
+        fields = {"prompt": ABC, "max_tokens": 40, "request_id": "r"}
+        asking = asyncio.create_task(client.post("/v1/completions", json=fields))
+        await until(lambda: is_busy(runner, 0))
+        runner.stop()
+        gate.open(1)
+        response = await asking
+
+    assert response.status_code == 503
+    assert response.json()["error"] == {
+        "code": "stopping",
+        "message": "request r after 0 tokens",
+        "field": None,
+    }
+    assert caplog.messages == []
+
+
+async def test_an_engine_that_stops_in_mid_stream_is_told_by_its_last_chunk(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate = Gate()
+    runner = runner_of(sleep=gate.sleep)
+    async with serving(runner) as client:
+        fields = {"prompt": ABC, "max_tokens": 40, "request_id": "r", "stream": True}
+        async with client.stream("POST", "/v1/completions", json=fields) as response:
+            texts = response.aiter_text()
+            gate.open(2)  # the prompt takes two and gives a token
+            await anext(texts)
+            runner.stop()
+            gate.open(1)
+            body = "".join([text async for text in texts])
+
+    *_, last = body.removesuffix("\n\n").split("\n\n")
+    assert json.loads(last.removeprefix("data: ")) == {
+        "error": {"code": "stopping", "message": "request r after 1 tokens", "field": None}
+    }
+    assert caplog.messages == []
+
+
 async def test_health_tells_whether_the_engine_runs() -> None:
     runner = fast()
     async with serving(runner) as client:
