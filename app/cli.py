@@ -14,6 +14,7 @@ import click
 
 from app.core import config
 from app.core.config import Command, RouterSettings, WorkerSettings
+from app.core.errors import ConfigError
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 POLL_S = 0.5
@@ -69,9 +70,9 @@ def router(**values: Any) -> None:
 
     settings = RouterSettings(**values)
     _log_at(settings.log_level)
-    sockets = [listen(settings.host, settings.port)]
-    if settings.shared_fd is not None:
-        sockets.append(socket.socket(fileno=settings.shared_fd))
+    # First, while the number cannot be that of a socket of our own.
+    shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
+    sockets = [listen(settings.host, settings.port), *shared]
     host, port = sockets[0].getsockname()[:2]
     logging.getLogger("kvroute").info("router listens on http://%s:%d", host, port)
     run(serve_router(settings, *sockets))
@@ -93,8 +94,8 @@ def worker(**values: Any) -> None:
 
 
 @main.command(cls=Command)
-@click.option("--workers", "num_workers", default=8, show_default=True, type=config.POSITIVE)
-@click.option("--replicas", "num_replicas", default=3, show_default=True, type=config.POSITIVE)
+@click.option("--workers", "num_workers", default=8, show_default=True, type=config.PROCESSES)
+@click.option("--replicas", "num_replicas", default=3, show_default=True, type=config.PROCESSES)
 @click.option(
     "--redis",
     "redis_url",
@@ -157,6 +158,18 @@ def up(**values: Any) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     click.echo("stopped")
+
+
+def _inherited(number: int) -> socket.socket:
+    """The listening socket with that file descriptor. Raises ConfigError if it is none."""
+    try:
+        found = socket.socket(fileno=number)
+        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise ConfigError(f"shared_fd {number}: {error.strerror}") from None
+    if not listens:
+        raise ConfigError(f"shared_fd {number}: a socket that does not listen")
+    return found
 
 
 def _listening(cluster: Any) -> str:

@@ -9,7 +9,7 @@ import orjson
 from rich.console import Console
 
 from app.cluster import Cluster
-from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from app.core.config import FACTOR, POLICY_NAMES, PROCESSES, RouterSettings, WorkerSettings
 from app.core.serving import run
 from loadtest import report
 from loadtest.replay import progress_display, replay_policy
@@ -21,8 +21,8 @@ NUM_REQUESTS = 1800
 
 
 @click.command()
-@click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
-@click.option("--replicas", "num_replicas", default=3, show_default=True, type=POSITIVE)
+@click.option("--workers", "num_workers", default=8, show_default=True, type=PROCESSES)
+@click.option("--replicas", "num_replicas", default=3, show_default=True, type=PROCESSES)
 @click.option(
     "--policy",
     "policies",
@@ -36,7 +36,7 @@ NUM_REQUESTS = 1800
     "--load",
     default=1.1,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=FACTOR,
     help="Arrival rate, as a multiple of the recorded one.",
 )
 @click.option(

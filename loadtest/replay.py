@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import click
 import orjson
 
+from app.core.config import FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Number
 from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
@@ -224,7 +225,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
 )
 @click.option(
     "--speedup",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FACTOR,
     default=1.0,
     show_default=True,
     help="Play the trace this many times faster than recorded, for simulated workers that run as "
@@ -232,7 +233,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
 )
 @click.option(
     "--load",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FACTOR,
     default=1.0,
     show_default=True,
     help="Arrival rate, as a multiple of the recorded one; answers take as long as ever.",
@@ -240,20 +241,20 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
 @click.option(
     "--start",
     "start_s",
-    type=click.FloatRange(min=0),
+    type=SECONDS,
     default=0.0,
     help="Skip this many seconds of the trace.",
 )
 @click.option(
     "--duration",
     "duration_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE_SECONDS,
     help="Play this many seconds of the trace (as recorded). Default: to its end.",
 )
-@click.option("--requests", type=click.IntRange(min=1), help="Play at most this many requests.")
+@click.option("--requests", type=POSITIVE, help="Play at most this many requests.")
 @click.option(
     "--warmup",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=Number(0, 1, max_open=True),
     default=0.25,
     show_default=True,
     help="Leave this share of the requests, the first ones, out of the figures: caches start "
@@ -261,7 +262,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
 )
 @click.option(
     "--seed",
-    type=click.IntRange(min=0),
+    type=SEED,
     default=0,
     show_default=True,
     help="Of the prompts' tokens. The second policy is played with seed+1, and so on, so that it "

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from redis import Redis
@@ -32,10 +33,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def kvroute(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A run that ends by itself."""
+def kvroute(*arguments: str, inherits: tuple[int, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """A run that ends by itself. inherits: file descriptors."""
     return subprocess.run(
-        [sys.executable, "-m", "app.cli", *arguments], capture_output=True, text=True, timeout=30
+        [sys.executable, "-m", "app.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        pass_fds=inherits,
     )
 
 
@@ -132,6 +137,43 @@ def test_a_bad_variable_is_named_with_its_value(command: str, variable: str, val
     assert value in result.output
 
 
+NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["router"],
+        ["worker"],
+        ["up"],
+        ["demo"],
+        ["replay"],
+        ["restore"],
+        ["inspect", "usage"],
+        ["inspect", "verify"],
+    ],
+    ids=" ".join,
+)
+def test_no_option_takes_a_number_that_is_none_or_out_of_all_bounds(command: list[str]) -> None:
+    found: click.Command | None = main
+    for name in command:
+        assert isinstance(found, click.Group)
+        found = found.get_command(click.Context(found), name)
+    assert found is not None
+    numbers = [option for option in found.params if isinstance(option.type, NUMBERS)]
+    assert numbers
+    texts = ("nan", "inf", "-inf", "1e300", "-1", "9" * 21)
+    assert [(o.name, text) for o in numbers for text in texts if takes(o, text)] == []
+
+
+def takes(option: click.Parameter, text: str) -> bool:
+    try:
+        option.type.convert(text, option, None)
+    except click.BadParameter:
+        return False
+    return True
+
+
 @contextmanager
 def taken_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -178,6 +220,18 @@ def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
             "redis+sentinel://, rediss+sentinel://, redis+cluster://, rediss+cluster://",
         ),
         (
+            ["router", "--port=0", "--shared-fd=999"],
+            "Error: shared_fd 999: Bad file descriptor",
+        ),
+        (
+            ["worker", "--port=0", "--kv-pool-tokens=15"],
+            "Error: kv_pool_tokens: needs a block of 16 at least, got 15",
+        ),
+        (
+            ["worker", "--port=0", "--host-pool-tokens=15"],
+            "Error: host_pool_tokens: needs a block of 16 at least, got 15",
+        ),
+        (
             ["router", "--port=0", "--log-level=warning", "--namespace=a{b"],
             "Error: namespace 'a{b': 1-128 letters, digits and . _ / - are allowed",
         ),
@@ -188,6 +242,14 @@ def test_a_bad_setting_is_one_clear_line(command: list[str], error: str) -> None
     assert ended.returncode == 1
     assert ended.stderr == f"{error}\n"
     assert ended.stdout == ""
+
+
+def test_a_shared_socket_that_does_not_listen_is_one_clear_line() -> None:
+    with socket.socket() as idle:
+        number = idle.fileno()
+        ended = kvroute("router", "--port=0", f"--shared-fd={number}", inherits=(number,))
+    assert ended.returncode == 1
+    assert ended.stderr == f"Error: shared_fd {number}: a socket that does not listen\n"
 
 
 def test_a_worker_that_does_not_fit_its_namespace_is_one_clear_line() -> None:

@@ -34,6 +34,12 @@ async def serve(settings: WorkerSettings) -> None:
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
         )
+    for name in ("kv_pool_tokens", "host_pool_tokens", "disk_pool_tokens"):
+        tokens = getattr(settings, name)
+        if tokens and tokens < settings.block_size:
+            raise ConfigError(
+                f"{name}: needs a block of {settings.block_size} at least, got {tokens}"
+            )
     hosted = await asyncio.to_thread(host, settings)
     # Before the worker is registered, so that whoever is routed here can connect.
     listening = listen(settings.host, settings.port)

@@ -32,9 +32,30 @@ POLICY_NAMES = (
 PRIORITIES = ("high", "normal", "low")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+
+class Number(click.FloatRange):
+    """A number in a range. `nan`, which a comparison with a bound lets pass, is none."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
+
+
+MOST = 10**12
+"""Of whatever is counted: exact as a double, which is what Lua counts in."""
+LONGEST_S = 10 * 365 * 24 * 3600
+
 PORT = click.IntRange(0, 65535)
-POSITIVE = click.IntRange(min=1)
-POSITIVE_SECONDS = click.FloatRange(min=0, min_open=True)
+SEED = click.IntRange(0, 2**64 - 1)
+COUNT = click.IntRange(0, MOST)
+POSITIVE = click.IntRange(1, MOST)
+PROCESSES = click.IntRange(1, 1024)
+SECONDS = Number(0, LONGEST_S)
+# Redis counts milliseconds: what rounds to none of them would be over at once.
+POSITIVE_SECONDS = Number(0.001, LONGEST_S)
+FACTOR = Number(0.001, 1_000_000)
 
 
 def parse_weights(text: str) -> dict[str, float]:
@@ -156,11 +177,13 @@ class RouterSettings(CommonSettings):
     temperature: float = setting(
         0.0,
         "0: always the lowest cost; above: sample from the softmax of the costs.",
-        click.FloatRange(min=0),
+        Number(0, 1000),
     )
-    seed: int | None = setting(None, "Seed of the random choices; none: a random one.", int)
+    seed: int | None = setting(None, "Seed of the random choices; none: a random one.", SEED)
     redis_timeout_ms: int = setting(
-        250, "Without an answer by then, requests are routed by the last loads seen.", POSITIVE
+        250,
+        "Without an answer by then, requests are routed by the last loads seen.",
+        click.IntRange(1, 600_000),
     )
     read_from: str = setting(
         "master",
@@ -191,12 +214,12 @@ class RouterSettings(CommonSettings):
     decisions_kept: int = setting(
         8192,
         "Decisions kept in Redis for `kvroute explain`, `whatif` and `inspect usage`; 0: none.",
-        click.IntRange(min=0),
+        COUNT,
     )
     details_per_s: int = setting(
         20,
         "Of so many a second, and of those that ask to be explained, all candidates are kept too.",
-        click.IntRange(min=0),
+        COUNT,
     )
     reservation_ttl_s: float = setting(
         600.0,
@@ -213,7 +236,7 @@ class RouterSettings(CommonSettings):
         None,
         "A worker whose queue of prefills is predicted to last longer takes no further request "
         "then; none: one with --max-requests.",
-        click.FloatRange(min=0),
+        SECONDS,
     )
     wait_timeout_s: float = setting(
         10.0, "Who has waited for so long is refused (429).", POSITIVE_SECONDS
@@ -225,7 +248,7 @@ class RouterSettings(CommonSettings):
         0.0,
         "0-1: so much of what the worker that a session last went to lacks of a prompt is taken "
         "to be there all the same; 0: sessions do not count.",
-        click.FloatRange(0, 1),
+        Number(0, 1),
     )
     session_ttl_s: float = setting(
         600.0, "Where a session went is forgotten after so long.", POSITIVE_SECONDS
@@ -235,7 +258,9 @@ class RouterSettings(CommonSettings):
     )
     max_prompt_tokens: int = setting(1_048_576, "Longer prompts are refused (422).", POSITIVE)
     shared_fd: int | None = setting(
-        None, "An inherited listening socket to serve as well, shared with other replicas.", int
+        None,
+        "An inherited listening socket to serve as well, shared with other replicas.",
+        click.IntRange(0, 2**31 - 1),
     )
 
     @property
@@ -252,19 +277,20 @@ class WorkerSettings(CommonSettings):
     worker_id: str = setting("", "Name in the fleet; none: the host name.")
     dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
     address: str = setting("", "Base URL that clients reach it by; none: http://<host>:<port>.")
-    block_size: int = setting(16, "Tokens per KV block.", POSITIVE)
+    # At most what fits into the pool of any worker that is not told how large it is to be.
+    block_size: int = setting(16, "Tokens per KV block.", click.IntRange(1, 4096))
     engine: str = setting(
         "sim", "sim: simulated; torch: computes a Llama model.", click.Choice(("sim", "torch"))
     )
     kv_pool_tokens: int | None = setting(
         None, "Device KV pool, tokens; none: the profile's, or 1 GiB.", POSITIVE
     )
-    host_pool_tokens: int = setting(0, "Host KV pool, tokens.", click.IntRange(min=0))
+    host_pool_tokens: int = setting(0, "Host KV pool, tokens.", COUNT)
     profile: str = setting(
         "70b-4xh100", "Timing of the simulated engine: 70b-4xh100, 70b-4xh200 or 8b-1xh100."
     )
     speedup: float = setting(
-        1.0, "Run the simulated engine so many times faster than the clock.", POSITIVE_SECONDS
+        1.0, "Run the simulated engine so many times faster than the clock.", FACTOR
     )
     model: str = setting(
         "40m",
@@ -290,9 +316,7 @@ class WorkerSettings(CommonSettings):
         POSITIVE,
     )
     max_num_seqs: int = setting(64, "Requests that the torch engine runs at once.", POSITIVE)
-    disk_pool_tokens: int = setting(
-        0, "KV pool of the torch engine on disk, tokens.", click.IntRange(min=0)
-    )
+    disk_pool_tokens: int = setting(0, "KV pool of the torch engine on disk, tokens.", COUNT)
     disk_folder: str = setting(
         "", "Where that lies: a folder in which each worker has one of its own."
     )
@@ -305,7 +329,9 @@ class WorkerSettings(CommonSettings):
     store_min_uses: int = setting(
         1, "The torch engine stores blocks there that so many requests have used.", POSITIVE
     )
-    max_requests: int = setting(256, "Requests reserved on it at once; then it is full.", POSITIVE)
+    max_requests: int = setting(
+        256, "Requests reserved on it at once; then it is full.", click.IntRange(1, 1_000_000)
+    )
     lease_ttl_s: float = setting(
         3.0, "Routed to for so long after its last sign of life.", POSITIVE_SECONDS
     )
