@@ -54,10 +54,12 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     found = await inspection.summary(redis, keyspace)
     if as_json:
         click.echo(json_text({"namespaces": names, "summary": asdict(found) if found else None}))
-        return
-    click.echo(f"namespaces  {', '.join(names) or 'none'}")
+    else:
+        click.echo(f"namespaces  {', '.join(names) or 'none'}")
     if found is None:
         raise click.ClickException(f"namespace {keyspace.namespace!r}: there is none")
+    if as_json:
+        return
     per_block = found.memory_bytes / found.unique_blocks if found.unique_blocks else 0
     click.echo(
         f"namespace   {found.namespace}: blocks of {found.block_size} tokens, "
@@ -112,6 +114,7 @@ def _state(worker: inspection.Worker) -> str:
 @on_redis
 async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
     """Who holds a block, by its sequence hash: 16 hex digits."""
+    await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
     names = {w.incarnation: w for w in (await inspection.everyone(redis, keyspace))}
     rows = [
         (_name(names, inc), inc, tier.name.lower(), key)
@@ -245,6 +248,9 @@ def _tokens(file: BinaryIO) -> list[int]:
 async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
     """Look for contradictions; exit status 1 if there are some."""
     findings, buckets = await inspection.verify(redis, keyspace, max_buckets)
+    if not findings:
+        # Raises where there is no such namespace, of which nothing can be wrong.
+        await inspection.block_size(redis, keyspace)
     if as_json:
         click.echo(json_text({"buckets": buckets, "findings": [asdict(f) for f in findings]}))
     else:
