@@ -34,7 +34,9 @@ class _Hash(click.ParamType[SequenceHash]):
             number = int(value, 16)
         except ValueError:
             self.fail(f"{value!r} is no hexadecimal number", param, ctx)
-        if not 0 <= number < 2**64:
+        if number < 0:
+            self.fail(f"{value!r} is below 0", param, ctx)
+        if number >= 2**64:
             self.fail(f"{value!r} has more than 16 hex digits", param, ctx)
         return SequenceHash(number)
 

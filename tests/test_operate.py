@@ -138,11 +138,18 @@ def bucket_of(position: int) -> str:
     return SHARD[f"blocks:{leader:016x}"[: len("blocks:") + 1]]
 
 
-@pytest.mark.parametrize("wrong", ["xyz", "1" * 17])
-def test_what_is_no_hash_is_refused(url: str, wrong: str) -> None:
-    result = kvroute(url, "inspect", "block", wrong)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("xyz", "is no hexadecimal number"),
+        ("1" * 17, "has more than 16 hex digits"),
+        ("-1", "is below 0"),
+    ],
+)
+def test_what_is_no_hash_is_refused(wrong: str, why: str) -> None:
+    result = CliRunner().invoke(main, ["inspect", "block", "--", wrong])
     assert result.exit_code == 2
-    assert wrong in result.output
+    assert f"{wrong!r} {why}" in result.output
 
 
 def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
