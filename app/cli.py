@@ -74,7 +74,7 @@ def router(**values: Any) -> None:
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
     sockets = [listen(settings.host, settings.port), *shared]
     host, port = sockets[0].getsockname()[:2]
-    logging.getLogger("kvroute").info("router listens on http://%s:%d", host, port)
+    logging.getLogger("kvroute").info("router listens on %s", config.base_url(host, port))
     run(serve_router(settings, *sockets))
 
 

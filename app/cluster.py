@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 
-from app.core.config import RouterSettings, WorkerSettings, flags
+from app.core.config import RouterSettings, WorkerSettings, base_url, flags
 from app.core.embedded import (
     LOOPBACK,
     EmbeddedRedis,
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.05
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - only where the user asks for it
+REACHED_BY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - only where the user asks for it
+"""Address that listens everywhere -> one that it takes connections on."""
 
 
 class ClusterError(KvrouteError):
@@ -75,8 +76,7 @@ class Cluster:
         self.redis = EmbeddedRedis() if redis_url is None else None
         self.redis_url = redis_url or ""
         self._front = (host, port or free_port())
-        reachable = LOOPBACK if host == EVERYWHERE else host
-        self.balancer_url = f"http://{reachable}:{self._front[1]}"
+        self.balancer_url = base_url(REACHED_BY.get(host, host), self._front[1])
         self.balancer: Member | None = None
         self.routers: list[Member] = []
         self.workers: list[Member] = []
@@ -118,7 +118,7 @@ class Cluster:
             worker_id=f"w{index}",
             port=free_port(),
         )
-        url = f"http://{settings.host}:{settings.port}"
+        url = base_url(settings.host, settings.port)
         member = self._spawn(f"worker w{index}", url, ["worker", *flags(settings)])
         self.workers.append(member)
         return member
@@ -131,7 +131,7 @@ class Cluster:
             port=free_port(),
             shared_fd=self._shared.fileno() if self._shared else None,
         )
-        url = f"http://{settings.host}:{settings.port}"
+        url = base_url(settings.host, settings.port)
         passed = (self._shared.fileno(),) if self._shared else ()
         member = self._spawn(f"router r{index}", url, ["router", *flags(settings)], passed)
         self.routers.append(member)

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -80,6 +81,31 @@ class _Weights(click.ParamType[str]):
         except ValueError as error:
             self.fail(f"{value!r}: {error}", param, ctx)
         return str(value)
+
+
+class _BaseUrl(click.ParamType[str]):
+    """Nothing, or an http(s) URL that names a host and that a path can be added to."""
+
+    name = "URL"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        if value and not _is_base_url(value):
+            self.fail(f"{value!r} is no http:// or https:// URL of a host", param, ctx)
+        return str(value)
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        has_host = bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+    return has_host and url.scheme in ("http", "https") and not url.query and not url.fragment
+
+
+def base_url(host: str, port: int) -> str:
+    """Of what listens there; an IPv6 address goes in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Command(click.Command):
@@ -276,7 +302,9 @@ class WorkerSettings(CommonSettings):
     port: int = setting(8081, "Port to listen on.", PORT)
     worker_id: str = setting("", "Name in the fleet; none: the host name.")
     dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
-    address: str = setting("", "Base URL that clients reach it by; none: http://<host>:<port>.")
+    address: str = setting(
+        "", "Base URL that clients reach it by; none: http://<host>:<port>.", _BaseUrl()
+    )
     # At most what fits into the pool of any worker that is not told how large it is to be.
     block_size: int = setting(16, "Tokens per KV block.", click.IntRange(1, 4096))
     engine: str = setting(
@@ -352,4 +380,4 @@ class WorkerSettings(CommonSettings):
 
     def resolved_address(self) -> str:
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104
-        return self.address or f"http://{host}:{self.port}"
+        return self.address or base_url(host, self.port)

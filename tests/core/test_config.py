@@ -146,6 +146,37 @@ def test_a_worker_takes_its_name_and_address_from_the_host_unless_told(
     assert settings.resolved_id() == "node7"
     assert settings.resolved_address() == "http://127.0.0.1:9001"
     assert WorkerSettings(host="0.0.0.0", port=9001).resolved_address() == "http://node7:9001"
+    assert WorkerSettings(host="::1", port=9001).resolved_address() == "http://[::1]:9001"
+    assert WorkerSettings(host="::", port=9001).resolved_address() == "http://node7:9001"
     named = WorkerSettings(worker_id="w1", address="https://w1.example")
     assert named.resolved_id() == "w1"
     assert named.resolved_address() == "https://w1.example"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://w1", "https://w1.example:8443/engines/1", "http://[::1]:9001", ""]
+)
+def test_the_address_of_a_worker_is_a_url_that_a_path_can_be_added_to(url: str) -> None:
+    assert run(WorkerSettings, f"--address={url}")[0].address == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "w1:9001",
+        "http://",
+        "http://:9001",
+        "ftp://w1",
+        "http://::1:9001",
+        "http://[::1",
+        "http://w1:port",
+        "http://w1:65536",
+        "http://w1:0",
+        "http://w1?path=",
+        "http://w1#1",
+    ],
+)
+def test_what_is_no_url_of_a_host_is_no_address(text: str) -> None:
+    settings, result = run(WorkerSettings, f"--address={text}")
+    assert settings is None
+    assert f"{text!r} is no http:// or https:// URL of a host" in result.output

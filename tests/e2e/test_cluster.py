@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -93,6 +94,33 @@ async def test_every_replica_knows_what_one_of_them_reserved(
     other = await eyes.http.delete(f"{cluster.routers[1].url}/v1/requests/req-2")
     assert other.json()["found"] is True
     await eyes.all_idle(2)
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("kind", BALANCERS)
+@pytest.mark.parametrize("host", ["::1", "::"])
+async def test_a_cluster_may_listen_on_ipv6(host: str, kind: str, watch: Watch) -> None:
+    require_redis(newest_kind())
+    if kind == "haproxy":
+        require_binary("haproxy")
+    with Cluster(
+        num_workers=1,
+        num_replicas=1,
+        host=host,
+        haproxy=kind == "haproxy",
+        router=RouterSettings(host="::1", log_level="error"),
+        worker=WorkerSettings(host="::1", speedup=20.0, log_level="error"),
+    ) as cluster:
+        assert cluster.balancer_url.startswith("http://[::1]:")
+        assert await watch(cluster).complete(prompt(seed=3, num_tokens=64)) == "w0"
 
 
 @pytest.mark.parametrize("kind", BALANCERS)
