@@ -9,7 +9,14 @@ import orjson
 from rich.console import Console
 
 from app.cluster import Cluster
-from app.core.config import FACTOR, POLICY_NAMES, PROCESSES, RouterSettings, WorkerSettings
+from app.core.config import (
+    FACTOR,
+    POLICY_NAMES,
+    PROCESSES,
+    Command,
+    RouterSettings,
+    WorkerSettings,
+)
 from app.core.serving import run
 from loadtest import report
 from loadtest.replay import progress_display, replay_policy
@@ -20,7 +27,7 @@ BLOCK_SIZE = 64
 NUM_REQUESTS = 1800
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--workers", "num_workers", default=8, show_default=True, type=PROCESSES)
 @click.option("--replicas", "num_replicas", default=3, show_default=True, type=PROCESSES)
 @click.option(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 import orjson
 
-from app.core.config import FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Number
+from app.core.config import FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Command, Number
 from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
@@ -201,7 +201,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--trace",
     "trace_file",

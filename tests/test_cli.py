@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from redis import Redis
 
 from app.cli import main
+from app.core.config import Command
 from app.core.embedded import EmbeddedRedis
 from app.core.keys import Keyspace
 from tests.e2e.conftest import listens
@@ -137,30 +138,32 @@ def test_a_bad_variable_is_named_with_its_value(command: str, variable: str, val
     assert value in result.output
 
 
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, click.Command]]:
+    """All below `group`, with their names."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield " ".join([*path, name]), command
+
+
+def test_every_command_shows_our_own_errors_as_one_line() -> None:
+    assert [name for name, found in commands(main) if not isinstance(found, Command)] == []
+
+
 NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["router"],
-        ["worker"],
-        ["up"],
-        ["demo"],
-        ["replay"],
-        ["restore"],
-        ["inspect", "usage"],
-        ["inspect", "verify"],
-    ],
-    ids=" ".join,
+    ["router", "worker", "up", "demo", "replay", "restore", "inspect usage", "inspect verify"],
 )
-def test_no_option_takes_a_number_that_is_none_or_out_of_all_bounds(command: list[str]) -> None:
-    found: click.Command | None = main
-    for name in command:
-        assert isinstance(found, click.Group)
-        found = found.get_command(click.Context(found), name)
-    assert found is not None
-    numbers = [option for option in found.params if isinstance(option.type, NUMBERS)]
+def test_no_option_takes_a_number_that_is_none_or_out_of_all_bounds(command: str) -> None:
+    options = dict(commands(main))[command].params
+    numbers = [option for option in options if isinstance(option.type, NUMBERS)]
     assert numbers
     texts = ("nan", "inf", "-inf", "1e300", "-1", "9" * 21)
     assert [(o.name, text) for o in numbers for text in texts if takes(o, text)] == []
