@@ -174,6 +174,7 @@ async def workers(request: Request) -> schemas.Workers:
     return schemas.Workers(workers=_worker_models(view), load_avg=load_avg, load_std=load_std)
 
 
+@routes.head("/health", include_in_schema=False)
 @routes.get("/health")
 async def health() -> dict[str, str]:
     """The process answers."""

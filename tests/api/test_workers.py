@@ -154,6 +154,8 @@ async def test_health_needs_nothing(own_redis_server: EmbeddedRedis, replica: St
     async with replica(own_redis_server.url) as client:
         response = await client.get("/health")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
+        response = await client.head("/health")
+        assert (response.status_code, response.content) == (200, b"")
 
 
 async def test_a_router_is_ready_while_a_worker_lives(
