@@ -29,6 +29,8 @@ STEP_TIMEOUT_S = 5.0
 FULL_FACTOR = 4
 """Past so many times the blocks that it was laid out for, an index is called overfull."""
 OWNERS = re.compile(rb"(?:[1-9]\d*[dhk])+")
+BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
+"""What lua/lib/bucket.lua reads as such: anybody may have written there."""
 LOOKS = 4
 LOOK_INTERVAL_S = 0.5
 EXAMPLES = 5
@@ -51,8 +53,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """unique_blocks, buckets: that exist. laid_out_blocks: what the buckets were settled for.
-    memory_bytes: used by the servers, whatever else they hold included."""
+    """unique_blocks: that exist. laid_out_blocks: what the buckets were settled for, where
+    that can be read. memory_bytes: used by the servers, whatever else they hold included."""
 
     namespace: str
     block_size: int
@@ -64,7 +66,7 @@ class Summary:
 
     @property
     def overfull(self) -> bool:
-        return self.unique_blocks > FULL_FACTOR * self.laid_out_blocks
+        return 0 < FULL_FACTOR * self.laid_out_blocks < self.unique_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,8 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
     laid_out = memory = 0
     async with deadline(STEP_TIMEOUT_S):
         for shard in range(shards):
-            bits = await redis.hget(keyspace.of_shard(shard)["shard"], "bucket_bits")
-            laid_out += BLOCKS_PER_BUCKET << int(bits or 0)
+            bits = await _bucket_bits(redis, keyspace.of_shard(shard))
+            laid_out += BLOCKS_PER_BUCKET << bits if bits else 0
         for master in await redis.masters():
             memory += int((await master.info("memory"))["used_memory"])
     return Summary(
@@ -165,12 +167,14 @@ async def fill(
 ) -> float:
     """Blocks in the index by those it was laid out for, from a sample of every shard's buckets.
 
-    Raises RedisUnavailable.
+    Shards of which it cannot be read for how many do not count. Raises RedisUnavailable.
     """
     blocks = laid_out = 0
     for shard in map(keyspace.of_shard, range(shards)):
         async with deadline(STEP_TIMEOUT_S):
-            bits = int(await redis.hget(shard["shard"], "bucket_bits") or 0)
+            bits = await _bucket_bits(redis, shard)
+            if bits is None:
+                continue
             async with redis.node_of(shard["shard"]).client.pipeline(transaction=False) as pipe:
                 for _ in range(samples):
                     number = rng.randrange(1 << bits)
@@ -179,6 +183,13 @@ async def fill(
         blocks += sum(n for n in lengths if isinstance(n, int))
         laid_out += samples * BLOCKS_PER_BUCKET
     return blocks / laid_out if laid_out else 0.0
+
+
+async def _bucket_bits(redis: Client, shard: Keyspace) -> int | None:
+    """None: there are none, or none that make sense."""
+    found: Any = await redis.hget(shard["shard"], "bucket_bits")
+    bits = BUCKET_BITS.fullmatch(found or b"")
+    return int(bits[1]) if bits else None
 
 
 async def everyone(redis: Client, keyspace: Keyspace) -> list[Worker]:

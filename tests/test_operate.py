@@ -105,8 +105,8 @@ def test_an_overfull_index_is_called_that(
     url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.inspection.FULL_FACTOR", 1)
-    raw.hset(SHARD["shard"], "bucket_bits", "0")
-    assert "laid out for 8 (overfull" in kvroute(url, "inspect", "summary").output
+    raw.hset(SHARD["shard"], "bucket_bits", "1")
+    assert "laid out for 16 (overfull" in kvroute(url, "inspect", "summary").output
 
 
 async def test_how_full_an_index_is_is_estimated_from_some_of_its_buckets(
@@ -121,6 +121,20 @@ async def test_how_full_an_index_is_is_estimated_from_some_of_its_buckets(
         await workers.publish("w1", [rng.getrandbits(32) for _ in range(4 * 16)])
     found = await inspection.fill(redis, KEYS, 1, random.Random(1), samples=400)
     assert found == pytest.approx(1024 / 128, rel=0.25)
+
+
+@pytest.mark.parametrize("bits", ["spoilt", "", "0", "-1", "25", "1e1", "9" * 5000])
+def test_a_shard_whose_layout_makes_no_sense_is_not_counted(
+    url: str, raw: Redis, bits: str
+) -> None:
+    async def fill(runner: ScriptRunner) -> float:
+        return await inspection.fill(runner.redis, KEYS, 1, random.Random(1))
+
+    assert in_redis(url, fill) > 0
+    raw.hset(SHARD["shard"], "bucket_bits", bits)
+    assert in_redis(url, fill) == 0
+    text = kvroute(url, "inspect", "summary").output
+    assert "40 unique blocks, laid out for 0\n" in text
 
 
 def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
