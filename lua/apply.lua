@@ -33,7 +33,8 @@ if ARGV[4] == '1' then
   despite_full(applied)
 end
 local bucket_name = bucket_namer(bits)
-local own_entry = '%f[%d]' .. inc .. '%a'
+-- Also with zeros before it, which only somebody else writes: readers take both for the same.
+local own_entry = '%f[%d]0*' .. inc .. '%a'
 local number = tonumber(inc)
 
 -- Owners stay in ascending order, so that equal sets are equal values.
@@ -42,14 +43,14 @@ local function insert(owners, entry)
   if not highest then
     return entry
   end
-  if tonumber(highest) < number then
-    return owners .. entry
-  end
-  for at, other in string.gmatch(owners, '()(%d+)%a') do
-    if tonumber(other) > number then
-      return string.sub(owners, 1, at - 1) .. entry .. string.sub(owners, at)
+  if tonumber(highest) > number then
+    for at, other in string.gmatch(owners, '()(%d+)%a') do
+      if tonumber(other) > number then
+        return string.sub(owners, 1, at - 1) .. entry .. string.sub(owners, at)
+      end
     end
   end
+  return owners .. entry
 end
 
 local function change(owners, tier)
@@ -59,7 +60,8 @@ local function change(owners, tier)
   end
   local from, to = string.find(owners, own_entry)
   if from then
-    return string.sub(owners, 1, from - 1) .. entry .. string.sub(owners, to + 1)
+    local behind = string.gsub(string.sub(owners, to + 1), own_entry, '')
+    return string.sub(owners, 1, from - 1) .. entry .. behind
   end
   return entry == '' and owners or insert(owners, entry)
 end

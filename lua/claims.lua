@@ -23,7 +23,8 @@ local count = 2 ^ bits
 if first >= count then
   first = 0
 end
-local own_entry = '%f[%d]' .. inc .. '(%a)'
+-- With zeros before it, it counts for readers all the same.
+local own_entry = '%f[%d]0*' .. inc .. '(%a)'
 local stop = math.min(first + max_buckets, count)
 local found = {}
 for bucket = first, stop - 1 do

@@ -199,6 +199,27 @@ async def test_owners_that_make_no_sense_take_entries_all_the_same(
     assert await space.match([A]) == [{inc: TierOverlap(device=1)}]
 
 
+@pytest.mark.parametrize(
+    ("owners", "moved", "removed"),
+    [
+        ("01d", "1h", None),
+        ("001d3d", "1h3d", "3d"),
+        ("1d01k1x", "1h", None),
+        ("1k2d01d10d", "1h2d10d", "2d10d"),
+        ("2d10d", "1h2d10d", "2d10d"),
+    ],
+)
+async def test_every_entry_of_an_incarnation_gives_way_with_zeros_before_its_number_or_none(
+    space: Namespace, owners: str, moved: str, removed: str | None
+) -> None:
+    inc = await space.worker("a")
+    space.know([A])
+    for seq, (tier, expected) in enumerate([(HOST, moved), (None, removed)], 1):
+        await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", owners)
+        assert await space.apply(inc, seq, [(A, tier)])
+        assert await space.owners(A) == expected
+
+
 @pytest.mark.parametrize("mark", ["spoilt", "", "7", "-1 nonce-a", "0 stranger", "x nonce-a"])
 async def test_a_mark_that_makes_no_sense_leads_to_a_resync(space: Namespace, mark: str) -> None:
     inc = await space.worker("a")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from app.core import index
 from app.core.index import Claims
 from app.core.types import Incarnation, SequenceHash
-from tests.lua.conftest import DEVICE, HOST, A, B, Namespace
+from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
 
 
 async def claims(
@@ -51,6 +51,7 @@ async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
     await space.redis.hset(bucket, "junk", "1d")
     await space.redis.hset(bucket, f"{A:016x}", "1d1h")
     await space.redis.hset(bucket, f"{B:016x}", "1x")
+    await space.redis.hset(bucket, f"{C:016x}", "001k")
     found = await claims(space, inc)
     assert found is not None
     assert set(found.entries) == {
@@ -58,6 +59,7 @@ async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
         (0xAA, DEVICE, A),
         (0xAA, HOST, A),
         (0xAA, None, B),
+        (0xAA, DISK, C),
     }
 
 
