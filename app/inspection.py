@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from app.core import index, leases, matching, metrics
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, RedisUnavailable
 from app.core.index import BLOCKS_PER_BUCKET
 from app.core.keys import METRICS_MAXLEN, Keyspace
 from app.core.matching import parse_owners
@@ -252,19 +252,22 @@ async def prefix(
 ) -> dict[str, TierOverlap]:
     """Worker key → leading blocks of `chain` that it holds, of live workers.
 
-    Raises RedisUnavailable.
+    Raises RedisUnavailable, also where only the index cannot be read.
     """
     control = await _control(redis, keyspace)
     shards = int(control.meta.get(b"shards", 1))
     (overlaps,), _ = await matching.match(
         ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
     )
-    by_inc = {inc: name.decode() for name, inc in control.current.items()}
-    return {
-        by_inc[b"%d" % inc]: overlap
-        for inc, overlap in (overlaps or {}).items()
-        if b"%d" % inc in by_inc
-    }
+    if overlaps is None:
+        shard = keyspace.of_shard(index.shard_of(chain[0], shards))
+        raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}")
+    found = {}
+    for name, inc in control.current.items():
+        overlap = overlaps.get(Incarnation(_number(inc)))
+        if overlap and control.leases.get(inc, 0) > control.now_ms:
+            found[name.decode()] = overlap
+    return found
 
 
 async def verify(redis: Client, keyspace: Keyspace, max_buckets: int) -> tuple[list[Finding], int]:

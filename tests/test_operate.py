@@ -233,6 +233,27 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
         assert "no list of token ids" in kvroute(url, "inspect", "prefix", str(tokens)).output
 
 
+def test_who_is_not_live_holds_nothing_of_a_prompt(url: str, raw: Redis, tmp_path: Path) -> None:
+    tokens = tmp_path / "prompt.json"
+    tokens.write_text(json.dumps(PROMPT))
+    raw.zadd(KEYS["leases"], {"1": 1})
+    [found] = as_json(url, "inspect", "prefix", str(tokens))["overlaps"]
+    assert found["worker"] == "w2:1"
+    raw.zrem(KEYS["leases"], "2")
+    assert as_json(url, "inspect", "prefix", str(tokens))["overlaps"] == []
+
+
+def test_an_index_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    url: str, raw: Redis, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "prompt.json"
+    tokens.write_text(json.dumps(PROMPT))
+    raw.set(SHARD["dead"], "spoilt")
+    result = kvroute(url, "inspect", "prefix", str(tokens))
+    assert result.exit_code == 1
+    assert "the index cannot be read in 'test#0'" in result.output
+
+
 def test_nothing_is_wrong_with_a_namespace_that_nobody_touched(url: str) -> None:
     result = kvroute(url, "inspect", "verify")
     assert result.exit_code == 0
