@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from redis.asyncio import Redis
@@ -28,7 +29,8 @@ STEP_KEYS = 200
 STEP_TIMEOUT_S = 5.0
 FULL_FACTOR = 4
 """Past so many times the blocks that it was laid out for, an index is called overfull."""
-OWNERS = re.compile(rb"(?:[1-9]\d*[dhk])+")
+OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
+REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pd]) \S+")
 BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
 """What lua/lib/bucket.lua reads as such: anybody may have written there."""
 LOOKS = 4
@@ -91,6 +93,22 @@ class Finding:
     examples: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Extent:
+    """How many buckets of the index were looked through, and how many there are."""
+
+    buckets: int = 0
+    existing_buckets: int = 0
+
+    def __str__(self) -> str:
+        if self.buckets == self.existing_buckets:
+            return f"{self.buckets:,} buckets"
+        return (
+            f"{self.buckets:,} of {self.existing_buckets:,} buckets; "
+            "the others were not looked at (--max-buckets)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Control:
     """The keys of a namespace that are not the index, all of one moment."""
@@ -151,7 +169,7 @@ async def owners_of(
     """
     name = f"{block:016x}"
     found = []
-    async for node, keys in scan(redis, _pattern(keyspace)):
+    async for node, keys in _buckets(redis, keyspace):
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.hget(key, name)
@@ -270,8 +288,10 @@ async def prefix(
     return found
 
 
-async def verify(redis: Client, keyspace: Keyspace, max_buckets: int) -> tuple[list[Finding], int]:
-    """What contradicts itself in a live namespace, and how many buckets were looked through.
+async def verify(
+    redis: Client, keyspace: Keyspace, max_buckets: int
+) -> tuple[list[Finding], Extent]:
+    """What contradicts itself in a live namespace, and in how much of the index was looked for it.
 
     State moves while it is read: what looks wrong is looked at LOOKS times, and counts only if it
     was wrong each time. That blocks are closed under prefix cannot be told: Redis does not know a
@@ -287,8 +307,8 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int) -> tuple[l
         suspects = {suspect: None for suspect in suspects if suspect in again}
     for what, where in suspects:
         _note(findings, what, where)
-    buckets = await _verify_index(redis, keyspace, max_buckets, findings)
-    return list(findings.values()), buckets
+    extent = await _verify_index(redis, keyspace, max_buckets, findings)
+    return list(findings.values()), extent
 
 
 def _note(findings: dict[str, Finding], what: str, where: str) -> None:
@@ -301,41 +321,42 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
 def _contradictions(c: _Control) -> Iterator[tuple[str, str]]:
     """(what, where) for everything in the control keys that does not agree."""
     for inc in c.leases.keys() ^ c.writers.keys():
-        yield "an incarnation with only one of a lease and a writer", inc.decode()
+        yield "an incarnation with only one of a lease and a writer", _text(inc)
     for inc in c.writers.keys() - c.workers.keys():
-        yield "an incarnation of nobody knows whom", inc.decode()
+        yield "an incarnation of nobody knows whom", _text(inc)
     for inc in c.load.keys() - c.writers.keys():
-        yield "the load of an incarnation that is over", inc.decode()
+        yield "the load of an incarnation that is over", _text(inc)
     for name, inc in c.current.items():
         if inc not in c.writers:
-            yield "a worker that is routed to an incarnation that is over", name.decode()
+            yield "a worker that is routed to an incarnation that is over", _text(name)
     for inc in c.load.keys() & c.writers.keys():
         if _counted(c, inc) != _loaded(c.load[inc]):
-            yield "a load that is not the sum of its requests", inc.decode()
+            yield "a load that is not the sum of its requests", _text(inc)
     for inc, requests in c.requests.items():
         prefilling = {r for r, text in requests.items() if text.split()[3:4] == [b"p"]}
         if prefilling != set(c.prefills.get(inc, ())):
-            yield "a queue that is not of the requests that prefill", inc.decode()
+            yield "a queue that is not of the requests that prefill", _text(inc)
         for request in requests:
             if c.reservations.get(request) != inc:
-                yield "a request without its reservation", request.decode(errors="replace")
+                yield "a request without its reservation", _text(request)
     for request in c.reservations.keys() ^ c.expiry:
-        yield "a reservation without expiry, or the reverse", request.decode(errors="replace")
+        yield "a reservation without expiry, or the reverse", _text(request)
     for request, inc in c.reservations.items():
         if request not in c.requests.get(inc, ()):
-            yield "a reservation without its request", request.decode(errors="replace")
+            yield "a reservation without its request", _text(request)
 
 
 def _counted(c: _Control, inc: bytes) -> tuple[int, ...]:
-    """prefill_tokens, prefill_us, blocks, requests, decoding by the requests."""
+    """prefill_tokens, prefill_us, blocks, requests, decoding by the requests; () if one cannot be
+    read."""
     tokens = us = blocks = decoding = 0
-    records = [text.split() for text in c.requests.get(inc, {}).values()]
-    for record in records:
-        if len(record) != 5:
+    records = c.requests.get(inc, {}).values()
+    for record in map(REQUEST.fullmatch, records):
+        if record is None:
             return ()
-        blocks += int(record[2])
-        if record[3] == b"p":
-            tokens, us = tokens + int(record[0]), us + int(record[1])
+        blocks += int(record[3])
+        if record[4] == b"p":
+            tokens, us = tokens + int(record[1]), us + int(record[2])
         else:
             decoding += 1
     return tokens, us, blocks, len(records), decoding
@@ -351,31 +372,31 @@ def _loaded(text: bytes) -> tuple[int, ...] | None:
 
 async def _verify_index(
     redis: Client, keyspace: Keyspace, max_buckets: int, findings: dict[str, Finding]
-) -> int:
-    seen = 0
-    async for node, keys in scan(redis, _pattern(keyspace)):
-        keys = keys[: max_buckets - seen]
-        seen += len(keys)
+) -> Extent:
+    extent = Extent()
+    async for node, found in _buckets(redis, keyspace):
+        keys = dict(islice(found.items(), max_buckets - extent.buckets))
+        extent.buckets += len(keys)
+        extent.existing_buckets += len(found)
         suspects = set(await _bad_entries(redis, keyspace, node, keys))
         for _ in range(LOOKS - 1):
             if not suspects:
                 break
             await asyncio.sleep(LOOK_INTERVAL_S)
-            again = sorted({key for key, _, _ in suspects})
+            again = {key: keys[key] for key, _, _ in suspects}
             suspects &= set(await _bad_entries(redis, keyspace, node, again))
         for key, what, where in sorted(suspects):
-            _note(findings, what, f"{key.decode()} {where}".rstrip())
-        if seen == max_buckets:
-            break
-    return seen
+            _note(findings, what, f"{_text(key)} {where}".rstrip())
+    return extent
 
 
 async def _bad_entries(
-    redis: Client, keyspace: Keyspace, node: Redis, keys: list[bytes]
+    redis: Client, keyspace: Keyspace, node: Redis, keys: dict[bytes, int]
 ) -> list[tuple[bytes, str, str]]:
     """(key, what, where) of entries that nobody would write, or whose owner is over.
 
     Those of `dead`, or of incarnations a sweep is still to be told of, are no fault.
+    keys: each with its shard.
     """
     async with deadline(STEP_TIMEOUT_S):
         async with node.pipeline(transaction=False) as pipe:
@@ -383,22 +404,23 @@ async def _bad_entries(
                 pipe.hgetall(key)
             contents = await pipe.execute(raise_on_error=False)
         known: dict[int, set[Incarnation]] = {}
-        for shard in {_shard_of_key(key) for key in keys}:
+        for shard in set(keys.values()):
             names = keyspace.of_shard(shard)
             writing = await redis.hkeys(names["applied"])
             dying = await redis.smembers(names["dead"])
             known[shard] = {Incarnation(int(i)) for i in (*writing, *dying) if i.isdigit()}
     found = []
-    for key, entries in zip(keys, contents, strict=True):
+    for (key, shard), entries in zip(keys.items(), contents, strict=True):
         if not isinstance(entries, dict):
             found.append((key, "a bucket that is no hash", ""))
             continue
         for block, owners in entries.items():
-            where = f"{block.decode(errors='replace')} {owners.decode(errors='replace')}"
-            incs = [inc for inc, _ in parse_owners(owners)]
-            if not OWNERS.fullmatch(owners) or incs != sorted(set(incs)):
+            where = f"{_text(block)} {_text(owners)}"
+            readable = OWNERS.fullmatch(owners)
+            incs = [inc for inc, _ in parse_owners(owners)] if readable else []
+            if not readable or incs != sorted(set(incs)):
                 found.append((key, "owners that cannot be read", where))
-            elif set(incs) - known[_shard_of_key(key)]:
+            elif set(incs) - known[shard]:
                 found.append((key, "an owner that nobody knows, and no sweep takes out", where))
     return found
 
@@ -415,8 +437,8 @@ async def _control(redis: Client, keyspace: Keyspace) -> _Control:
             for name in ("leases", "expiry"):
                 pipe.zrange(keyspace[name], 0, -1, withscores=True)
             for inc in incs:
-                pipe.hgetall(keyspace[f"requests:{inc.decode()}"])
-                pipe.lrange(keyspace[f"prefills:{inc.decode()}"], 0, -1)
+                pipe.hgetall(keyspace[f"requests:{_text(inc)}"])
+                pipe.lrange(keyspace[f"prefills:{_text(inc)}"], 0, -1)
             (seconds, micros), *replies = await pipe.execute()
     hashes, (lease_list, expiry), families = replies[:6], replies[6:8], replies[8:]
     meta, workers, current, writers, load, reservations = hashes
@@ -465,6 +487,11 @@ async def _workers(
     return found
 
 
+def _text(raw: bytes) -> str:
+    """Of what should be text, and may be anything."""
+    return raw.decode(errors="replace")
+
+
 def _number(inc: bytes) -> int:
     return int(inc) if inc.isdigit() else 0
 
@@ -487,7 +514,7 @@ async def _held(redis: Client, keyspace: Keyspace) -> tuple[Counter[tuple[Incarn
     """Entries of each incarnation by tier, and the number of unique blocks."""
     held: Counter[tuple[Incarnation, Tier]] = Counter()
     unique = 0
-    async for node, keys in scan(redis, _pattern(keyspace)):
+    async for node, keys in _buckets(redis, keyspace):
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.hvals(key)
@@ -500,12 +527,21 @@ async def _held(redis: Client, keyspace: Keyspace) -> tuple[Counter[tuple[Incarn
     return held, unique
 
 
-def _pattern(keyspace: Keyspace) -> str:
-    return keyspace.pattern + ":blocks:*"
-
-
-def _shard_of_key(key: bytes) -> int:
-    return int(key.partition(b"#")[2].partition(b"}")[0])
+async def _buckets(
+    redis: Client, keyspace: Keyspace
+) -> AsyncIterator[tuple[Redis, dict[bytes, int]]]:
+    """All buckets with their shards, some at a time, and the server they lie on."""
+    async for node, keys in scan(redis, keyspace.pattern + ":blocks:*"):
+        # A key that ends in a tenant's name may match as well.
+        parsed = {key: keyspace.parse(key) or (None, "") for key in keys}
+        yield (
+            node,
+            {
+                key: shard
+                for key, (shard, name) in parsed.items()
+                if shard is not None and name.startswith("blocks:")
+            },
+        )
 
 
 async def scan(redis: Client, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:

@@ -249,14 +249,14 @@ def _tokens(file: BinaryIO) -> list[int]:
 @on_redis
 async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
     """Look for contradictions; exit status 1 if there are some."""
-    findings, buckets = await inspection.verify(redis, keyspace, max_buckets)
+    findings, extent = await inspection.verify(redis, keyspace, max_buckets)
     if not findings:
         # Raises where there is no such namespace, of which nothing can be wrong.
         await inspection.block_size(redis, keyspace)
     if as_json:
-        click.echo(json_text({"buckets": buckets, "findings": [asdict(f) for f in findings]}))
+        click.echo(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
     else:
-        click.echo(f"{buckets:,} buckets and all that is reserved looked through")
+        click.echo(f"looked through all that is reserved and {extent}")
         click.echo("closure under prefix is not checked: Redis does not know a block's parent")
         for finding in findings:
             click.echo(f"{finding.count:,} times: {finding.what}")

@@ -260,6 +260,24 @@ def test_nothing_is_wrong_with_a_namespace_that_nobody_touched(url: str) -> None
     assert "nothing is wrong" in result.output
 
 
+def test_a_key_that_only_looks_like_a_bucket_is_none(url: str, raw: Redis) -> None:
+    raw.zadd(KEYS["waiting:normal:a:blocks:b"], {"replica-1 5 -": 1})
+    raw.set("kvroute:1:{test#x}:blocks:0", "mine")
+    verified = as_json(url, "inspect", "verify")
+    assert verified == {"buckets": 2, "existing_buckets": 2, "findings": []}
+    assert as_json(url, "inspect", "summary")["summary"]["unique_blocks"] == 40
+    assert len(as_json(url, "inspect", "block", f"{CHAIN[3]:016x}")) == 2
+
+
+def test_buckets_that_were_not_looked_at_are_told_of(url: str) -> None:
+    verified = as_json(url, "inspect", "verify", "--max-buckets", "1")
+    assert verified == {"buckets": 1, "existing_buckets": 2, "findings": []}
+    text = kvroute(url, "inspect", "verify", "--max-buckets", "1").output
+    assert "1 of 2 buckets; the others were not looked at (--max-buckets)\n" in text
+    text = kvroute(url, "inspect", "verify", "--max-buckets", "2").output
+    assert "looked through all that is reserved and 2 buckets\n" in text
+
+
 Damage = Callable[[Redis], object]
 
 
@@ -269,6 +287,8 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(KEYS["load"], "1", "1 2 3 4 5 6 7 8"), "not the sum of its requests"),
         (lambda r: r.hset(KEYS["load"], "1", "spoilt"), "not the sum of its requests"),
         (lambda r: r.hset(KEYS["requests:1"], "req-7", "spoilt"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["requests:1"], "req-7", "a b c p x"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["writers"], b"\xff", "x"), "an incarnation of nobody knows whom"),
         (lambda r: r.delete(KEYS["prefills:1"]), "a queue that is not of the requests"),
         (lambda r: r.delete(KEYS["reservations"]), "a request without its reservation"),
         (lambda r: r.delete(KEYS["expiry"]), "a reservation without expiry"),
@@ -279,6 +299,7 @@ Damage = Callable[[Redis], object]
         (lambda r: r.zrem(KEYS["leases"], "2"), "only one of a lease and a writer"),
         (lambda r: r.set(SHARD["blocks:0"], "spoilt"), "a bucket that is no hash"),
         (lambda r: r.hset(SHARD["blocks:0"], "00", "2d1d"), "owners that cannot be read"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "9" * 5000 + "d"), "owners that cannot be read"),
         (lambda r: r.hset(SHARD["blocks:0"], "00", "77d"), "an owner that nobody knows"),
     ],
 )
