@@ -148,8 +148,12 @@ class Maintenance:
                         for shard in range(self._fleet.shards or 0)
                     ]
                 )
-                writers = {inc for step in steps for inc in step.writers}
-                lost = await self._runner.one(leases.absent(self._keyspace, writers))
+                writers = list({inc for step in steps for inc in step.writers})
+                asked = [
+                    leases.absent(self._keyspace, writers[at : at + leases.MAX_ASKED])
+                    for at in range(0, len(writers), leases.MAX_ASKED)
+                ]
+                lost = [inc for found in await self._runner.run(asked) for inc in found]
                 if any(step.buckets_left for step in steps):
                     pause = SWEEP_PAUSE_S
             except RedisUnavailable as error:

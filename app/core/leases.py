@@ -13,6 +13,9 @@ from app.core.keys import Keyspace
 from app.core.scripts import Call, call
 from app.core.types import Incarnation, WorkerInfo, WorkerKey
 
+MAX_ASKED = 4000
+"""Lua unpacks fewer than 8,000 values."""
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
@@ -166,7 +169,7 @@ def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:
 
 
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
-    """Those of `incarnations` that are over."""
+    """Those of `incarnations`, MAX_ASKED at most, that are over."""
     return call(
         "absent", keyspace, *incarnations, parse=lambda reply: [Incarnation(int(i)) for i in reply]
     )
