@@ -36,7 +36,8 @@ SWEEP_BUCKETS = 32
 SWEEP_PAUSE_S = 0.005
 FILL_INTERVAL_S = 10.0
 PRUNE_BUCKETS = 64
-"""All of 8,192 are then looked through every 32 s."""
+"""All of 8,192 are then looked through every 32 s, and sooner where that is too long for the
+lifetime of predictions."""
 SCRUB_INTERVAL_MS = 300_000
 """What nobody's death explains is looked for so often: about 8 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
@@ -77,6 +78,8 @@ class Maintenance:
             tasks.create_task(self._maintain_index())
             tasks.create_task(self._maintain_keys())
             tasks.create_task(self._watch_fill())
+            if self._predictions is not None:
+                tasks.create_task(self._prune(self._predictions))
 
     def release_soon(
         self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
@@ -104,7 +107,6 @@ class Maintenance:
                     self._releases.popleft()
                 self._telemetry.reservations.labels("expired").inc(expired)
                 await self._fleet.view(snapshot)
-                await self._runner.run(self._prune())
             except (RedisUnavailable, NamespaceMissing) as error:
                 self._fleet.note(error)
                 log.debug("maintenance: %s", error)
@@ -121,11 +123,22 @@ class Maintenance:
                 self._telemetry.index_fill.set(fill)
             await asyncio.sleep(FILL_INTERVAL_S)
 
-    def _prune(self) -> list[Call[int]]:
-        if self._predictions is None:
-            return []
-        shards = [self._keyspace.of_shard(shard) for shard in range(self._fleet.shards or 0)]
-        return [predictions.prune(shard, self._predictions, PRUNE_BUCKETS) for shard in shards]
+    async def _prune(self, settings: PredictionSettings) -> None:
+        """Go through all predictions in steps and without end, for those that are over."""
+        while True:
+            pause = MAINTENANCE_INTERVAL_S
+            try:
+                steps = await self._runner.run(
+                    [
+                        predictions.prune(self._keyspace.of_shard(shard), settings, PRUNE_BUCKETS)
+                        for shard in range(self._fleet.shards or 0)
+                    ]
+                )
+                for step in steps:
+                    pause = min(pause, settings.prune_pause_s(step.buckets, PRUNE_BUCKETS))
+            except RedisUnavailable as error:
+                log.debug("prune: %s", error)
+            await asyncio.sleep(pause)
 
     async def _maintain_index(self) -> None:
         """Sweep all shards in steps.

@@ -5,7 +5,8 @@
 -- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
 -- ARGV[1] slice_ms     int     > 0, a quarter of an entry's lifetime
 -- ARGV[2] max_buckets  int     looked through in this step
--- Returns  how many entries were removed
+-- Returns  {removed, buckets}   entries removed; buckets that a round goes through, 0 where nothing
+--                             was predicted yet
 -- Cost     O(max_buckets * entries per bucket). Writes. Safe to retry.
 local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -28,7 +29,7 @@ for i = 1, #fields, 2 do
 end
 local bits = bits_of(predictions)
 if not bits then
-  return 0
+  return {0, 0}
 end
 local _, is_over = slice_reader(predictions, slice_ms, now_ms())
 local is_writer = {}
@@ -70,4 +71,4 @@ for slice, entries in pairs(removed) do
   redis.call('HINCRBY', predictions, slice, -entries)
 end
 redis.call('HSET', predictions, 'cursor', string.format('%d', stop))
-return total
+return {total, count}

@@ -26,7 +26,9 @@ ENTRIES_PER_BUCKET = 32
 """Each lies apart, so fewer would cost more memory for keys, and more a slower look."""
 TARGET_FRACTION = 0.8
 """Of the entries allowed, so many are kept when there are too many."""
-
+ROUND_SLICES = 10
+"""A round of `prune` is to take no more: steps may be late, and what is not looked at for 20 slices
+comes back to life (lua/lib/slices.lua)."""
 
 DOUBLINGS = 24
 POSITIONS = [
@@ -52,6 +54,18 @@ class PredictionSettings:
     @property
     def slice_ms(self) -> int:
         return max(1, round(self.lifetime_s * 1000 / SLICES_PER_LIFETIME))
+
+    def prune_pause_s(self, buckets: int, max_buckets: int) -> float:
+        """Between steps of `prune`, `max_buckets` of `buckets` each, at most."""
+        return ROUND_SLICES * self.slice_ms / 1000 * max_buckets / max(1, buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class PruneStep:
+    """removed: entries. buckets: that a round goes through; 0: nothing was predicted yet."""
+
+    removed: int
+    buckets: int
 
 
 def predict(
@@ -89,9 +103,11 @@ def foresee(
     return call("foresee", shard, _text(chain), settings.slice_ms, parse=parse)
 
 
-def prune(shard: Keyspace, settings: PredictionSettings, max_buckets: int) -> Call[int]:
-    """One bounded step in removing what is over; how many entries were."""
-    return call("prune", shard, settings.slice_ms, max_buckets, parse=int)
+def prune(shard: Keyspace, settings: PredictionSettings, max_buckets: int) -> Call[PruneStep]:
+    """One bounded step in removing what is over."""
+    return call(
+        "prune", shard, settings.slice_ms, max_buckets, parse=lambda reply: PruneStep(*reply)
+    )
 
 
 def _text(chain: Sequence[SequenceHash]) -> bytes:

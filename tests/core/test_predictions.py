@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from app.core.predictions import POSITIONS, positions
+import pytest
+
+from app.core.predictions import POSITIONS, PredictionSettings, positions
 from app.core.types import Incarnation, TierOverlap
 from app.router import with_predicted
 
@@ -20,6 +22,19 @@ def test_what_is_foreseen_is_short_of_the_truth_by_a_ninth_at_most() -> None:
 def test_a_prompt_of_any_length_that_is_let_in_reaches_few_positions() -> None:
     assert sorted(set(POSITIONS)) == POSITIONS
     assert len(positions(1_048_576)) == 144
+
+
+@pytest.mark.parametrize(
+    ("lifetime_s", "buckets", "pause_s"),
+    [(120, 8192, 2.34), (5, 8192, 0.098), (120, 1 << 19, 0.037)],
+)
+def test_a_round_of_steps_takes_ten_slices_at_most(
+    lifetime_s: float, buckets: int, pause_s: float
+) -> None:
+    settings = PredictionSettings(lifetime_s, max_entries=262_144)
+    assert settings.prune_pause_s(buckets, 64) == pytest.approx(pause_s, rel=0.02)
+    num_steps = buckets / 64
+    assert num_steps * settings.prune_pause_s(buckets, 64) == pytest.approx(10 * lifetime_s / 4)
 
 
 def test_foreseen_blocks_lengthen_the_overlap_on_the_device() -> None:

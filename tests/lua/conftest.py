@@ -249,7 +249,7 @@ class Namespace:
         return await self.do(predictions.foresee(self.shard, chain, settings))
 
     async def prune(self, settings: PredictionSettings, max_buckets: int = 4) -> int:
-        return await self.do(predictions.prune(self.shard, settings, max_buckets))
+        return (await self.do(predictions.prune(self.shard, settings, max_buckets))).removed
 
     async def predictions(self) -> int:
         """How many there are, by the counters and by the entries."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.predictions import PredictionSettings
+from app.core.predictions import PredictionSettings, PruneStep, prune
 from app.core.types import SequenceHash
 from tests.lua.conftest import Namespace
 
@@ -44,8 +44,15 @@ async def test_steps_are_bounded_and_go_round(space: Namespace) -> None:
     assert await space.prune(HOURS, 3) + await space.prune(HOURS, 3) == 4
 
 
+async def test_a_step_tells_how_many_buckets_a_round_goes_through(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    await space.grow_older(5)
+    assert await space.do(prune(space.shard, HOURS, 3)) == PruneStep(removed=16, buckets=4)
+
+
 async def test_where_nothing_was_predicted_there_is_nothing_to_prune(space: Namespace) -> None:
-    assert await space.prune(HOURS) == 0
+    assert await space.do(prune(space.shard, HOURS, 3)) == PruneStep(removed=0, buckets=0)
     assert await space.redis.dbsize() == 0
 
 
