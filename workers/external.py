@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from xxhash import xxh3_64_intdigest
@@ -126,21 +126,37 @@ class ExternalBlocks:
 
         Raises InvalidRequest, having changed nothing: to be treated like an event that was missed.
         """
+        changes: list[CacheEvent] = []
+        # What waited for a block comes right behind it, and what waited for that right behind that.
+        # Nothing that may wait is refused later.
+        levels: list[Iterator[EngineEvent]] = [iter((event,))]
+        while levels:
+            following = next(levels[-1], None)
+            if following is None:
+                levels.pop()
+                continue
+            meant, stored = self._take_one(following)
+            changes += meant
+            levels.append(self._released(stored))
+        return changes
+
+    def _take_one(self, event: EngineEvent) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
+        """What `event` alone means, and the blocks for which others may wait."""
         match event:
             case AllBlocksCleared():
                 self._clear()
-                return [Cleared()]
+                return [Cleared()], ()
             case BlockStored() if self._is_of_other_group(event):
-                return []
+                return [], ()
             case BlockRemoved() if event.group_idx in self._other_groups:
-                return []
+                return [], ()
         tier = _tier_of(event.medium)
         if tier is None:
-            return []
+            return [], ()
         if isinstance(event, BlockRemoved):
-            return self._remove(event, tier)
+            return self._remove(event, tier), ()
         if not event.token_ids:
-            return self._store_announced(event, tier)
+            return self._store_announced(event, tier), ()
         return self._store(event, tier)
 
     def _clear(self) -> None:
@@ -161,7 +177,10 @@ class ExternalBlocks:
             self._other_groups.add(event.group_idx)
         return True
 
-    def _store(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
+    def _store(
+        self, event: BlockStored, tier: Tier
+    ) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
+        """And the blocks that are known from now on."""
         hashes = [_key(h) for h in event.block_hashes]
         tokens = self._checked_tokens(event)
         parent: _Block | None = None
@@ -170,7 +189,7 @@ class ExternalBlocks:
             parent = self._known.get(wanted)
             if parent is None:
                 self._wait(wanted, replace(event, block_hashes=hashes))
-                return []
+                return [], ()
         lora_name = event.lora_name or (parent.lora_name if parent else None)
         cache_salt = event.cache_salt or (parent.cache_salt if parent else None)
         per_block = event.block_size // self._block_size
@@ -195,9 +214,7 @@ class ExternalBlocks:
                 known = _Block(own, block_parent, lora_name, cache_salt)
                 self._known[name] = known
             self._refer(name, known, tier, event.group_idx)
-        for name in hashes:
-            changes += self._release(name)
-        return changes
+        return changes, hashes
 
     def _checked_tokens(self, event: BlockStored) -> bytes:
         if event.block_size < 1 or event.block_size % self._block_size:
@@ -290,15 +307,16 @@ class ExternalBlocks:
         self._waits_since.setdefault(wanted, self._now())
         self._awaits.update(dict.fromkeys(event.block_hashes, wanted))
 
-    def _release(self, name: BlockHash) -> Iterator[CacheEvent]:
-        """What waited for this block, in the order in which it came."""
-        self._waits_since.pop(name, None)
-        for event in self._waiting.pop(name, ()):
-            self._num_waiting -= len(event.block_hashes)
-            for waited in event.block_hashes:
-                if self._awaits.get(waited) == name:
-                    del self._awaits[waited]
-            yield from self.take(event)
+    def _released(self, names: Iterable[BlockHash]) -> Iterator[EngineEvent]:
+        """What waited for these blocks, in the order in which it came."""
+        for name in names:
+            self._waits_since.pop(name, None)
+            for event in self._waiting.pop(name, ()):
+                self._num_waiting -= len(event.block_hashes)
+                for waited in event.block_hashes:
+                    if self._awaits.get(waited) == name:
+                        del self._awaits[waited]
+                yield event
 
 
 def _key(block_hash: BlockHash) -> BlockHash:

@@ -261,6 +261,38 @@ def test_blocks_wait_for_their_parent_in_order(holder: Holder) -> None:
     assert not holder.external.is_blind
 
 
+def test_a_chain_of_any_length_may_wait_for_its_root(holder: Holder) -> None:
+    tokens = list(range(external.MAX_WAITING * SIZE))
+    first, *others = [
+        BlockStored([n + 1], n or None, tokens[n * SIZE : (n + 1) * SIZE], SIZE)
+        for n in range(external.MAX_WAITING)
+    ]
+    holder.take(*reversed(others))
+    assert holder.overlap(chain_of(tokens)) == TierOverlap()
+    holder.take(first)
+    assert holder.overlap(chain_of(tokens)) == TierOverlap(device=external.MAX_WAITING)
+    holder.clock.now = 2 * external.MAX_WAIT_S
+    assert not holder.external.is_blind
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        BlockStored([12], 11, TOKENS[:5], SIZE),
+        BlockStored([12], 11, TOKENS, 0),
+        replace(stored([12], start=1, parent=11), medium="tape"),
+        replace(stored([12], start=1, parent=11), extra_keys=[]),
+    ],
+)
+def test_what_makes_no_sense_does_not_wait_and_is_refused_at_once(
+    holder: Holder, bad: BlockStored
+) -> None:
+    with pytest.raises(InvalidRequest):
+        holder.take(bad)
+    holder.take(stored([11]))
+    assert holder.overlap() == TierOverlap(device=1)
+
+
 def test_a_parent_that_never_comes_blinds(holder: Holder) -> None:
     holder.take(stored([12], start=1, parent=11))
     holder.clock.now = external.MAX_WAIT_S
