@@ -98,7 +98,7 @@ def _short(cell: Any) -> str:
 @click.option("--policy", required=True, type=click.Choice(POLICY_NAMES), help="To score with.")
 @click.option(
     "--prefill-weight",
-    type=click.FloatRange(min=0),
+    type=config.Number(0, 1000),
     help="Of `blocks`, in the place of 1.",
 )
 @click.option("--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import click
@@ -57,6 +58,8 @@ def demo(
     num_workers: int, num_replicas: int, policies: tuple[str, ...], load: float, out: Path
 ) -> None:
     """Replay real traffic on a cluster on this machine, one policy after another."""
+    # As Ctrl-C does, it is to leave no process behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     trace = read_trace(DEMO_TRACE).cut(0.0, None, NUM_REQUESTS)
     console.print(

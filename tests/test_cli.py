@@ -159,7 +159,10 @@ NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
 
 @pytest.mark.parametrize(
     "command",
-    ["router", "worker", "up", "demo", "replay", "restore", "inspect usage", "inspect verify"],
+    [
+        *("router", "worker", "up", "demo", "replay", "restore", "whatif"),
+        *("inspect usage", "inspect verify"),
+    ],
 )
 def test_no_option_takes_a_number_that_is_none_or_out_of_all_bounds(command: str) -> None:
     options = dict(commands(main))[command].params
@@ -233,6 +236,10 @@ def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
         (
             ["worker", "--port=0", "--host-pool-tokens=15"],
             "Error: host_pool_tokens: needs a block of 16 at least, got 15",
+        ),
+        (
+            ["worker", "--port=0", "--engine=torch", "--disk-pool-tokens=15"],
+            "Error: disk_pool_tokens: needs a block of 16 at least, got 15",
         ),
         (
             ["router", "--port=0", "--log-level=warning", "--namespace=a{b"],

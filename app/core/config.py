@@ -260,8 +260,8 @@ class RouterSettings(CommonSettings):
     )
     wait_above_s: float | None = setting(
         None,
-        "A worker whose queue of prefills is predicted to last longer takes no further request "
-        "then; none: one with --max-requests.",
+        "Requests wait, or are refused, while every worker's queue of prefills is predicted to "
+        "last longer; none: while all have --max-requests.",
         SECONDS,
     )
     wait_timeout_s: float = setting(

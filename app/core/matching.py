@@ -36,7 +36,8 @@ NOTHING = TierOverlap()
 NOBODY = b"-"
 UNKNOWN = b""
 NONE = b""
-_OWNER = re.compile(rb"(\d+)([dhk])")
+_OWNER = re.compile(rb"(?<!\d)(\d{1,18})([dhk])")
+"""More digits are no number of an incarnation, and int() refuses thousands."""
 
 Overlaps = dict[Incarnation, TierOverlap]
 

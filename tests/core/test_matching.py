@@ -161,3 +161,10 @@ def test_owners_are_read_as_incarnation_and_tier() -> None:
         (TWO, Tier.HOST),
         (ELEVEN, Tier.DISK),
     )
+
+
+def test_what_is_no_owner_counts_for_nothing() -> None:
+    assert parse_owners(b"1d" + b"7" * 5_000 + b"d2h" + b"x3") == (
+        (ONE, Tier.DEVICE),
+        (TWO, Tier.HOST),
+    )

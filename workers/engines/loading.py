@@ -41,12 +41,6 @@ def load(settings: WorkerSettings) -> Hosted:
             f"prefill_chunk: needs a multiple of block_size {settings.block_size}, "
             f"got {settings.prefill_chunk}"
         )
-    for name in ("kv_pool_tokens", "host_pool_tokens", "disk_pool_tokens"):
-        tokens = getattr(settings, name)
-        if tokens and tokens < settings.block_size:
-            raise ConfigError(
-                f"{name}: needs a block of {settings.block_size} at least, got {tokens}"
-            )
     if bool(settings.disk_pool_tokens) != bool(settings.disk_folder):
         raise ConfigError(
             f"disk_folder and disk_pool_tokens go together, got {settings.disk_folder!r} and "
