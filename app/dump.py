@@ -7,6 +7,7 @@ into an index with as many shards and buckets.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import reprlib
 import secrets
@@ -102,7 +103,8 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
     """How many entries were published, each worker's as a new incarnation of it.
 
     file: is read twice, as all of it is checked before anything is written.
-    The incarnations live for `lease_ttl_ms`; an agent of the worker takes over when it registers.
+    The incarnations live for `lease_ttl_ms` from the end on; an agent of the worker takes over when
+    it registers.
     Raises ConfigError for lines that are no dump, or a namespace that they do not fit, or in which
     one of the workers lives.
     """
@@ -117,10 +119,35 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
         inc: await _register(runner, keyspace, dumped.bucket_bits, info, nonce, lease_ttl_ms)
         for inc, info in dumped.workers.items()
     }
+    shards = len(dumped.bucket_bits)
+    clock = asyncio.get_running_loop().time
+
+    async def renew() -> float:
+        """When to do so again: leases run while this goes on."""
+        due = clock() + lease_ttl_ms / 3000
+        calls = [
+            leases.renew(
+                keyspace,
+                dumped.workers[old],
+                new,
+                nonce,
+                ttl_ms=lease_ttl_ms,
+                shards=shards,
+                staged=True,
+            )
+            for old, new in writers.items()
+        ]
+        if not all(await runner.run(calls)):
+            raise ConfigError("a worker of the dump was registered by somebody else meanwhile")
+        return due
+
     seqs: dict[tuple[Incarnation, int], int] = defaultdict(int)
     restored = 0
+    due = await renew()
     file.seek(start)
     for stored in _Dump(file).stored():
+        if clock() >= due:
+            due = await renew()
         inc, shard = writers[stored.incarnation], stored.shard
         for batch in _batched(stored.changes):
             seqs[inc, shard] += 1
@@ -128,8 +155,11 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
             if not await runner.one(call):
                 raise ConfigError(f"line {stored.line}: incarnation {inc} was replaced meanwhile")
             restored += len(batch)
-    for dumped_inc, inc in writers.items():
-        await runner.one(leases.activate(keyspace, dumped.workers[dumped_inc].key, inc, nonce))
+    await renew()
+    for old, inc in writers.items():
+        key = dumped.workers[old].key
+        if not await runner.one(leases.activate(keyspace, key, inc, nonce)):
+            raise ConfigError(f"worker {key} was registered by somebody else meanwhile")
     return restored
 
 

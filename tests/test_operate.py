@@ -526,6 +526,18 @@ def test_leases_that_have_ended_or_are_of_nobody_knows_whom_are_no_reason_to_ref
     assert set(raw.hvals(KEYS["current"])) == {b"3", b"4"}
 
 
+def test_a_restore_that_takes_longer_than_its_leases_ends_with_workers_that_live(
+    url: str, raw: Redis
+) -> None:
+    lines = dumped(HEAD, WORKER, *[STORED] * 6000)
+    options = ("--lease-ttl-s", "0.5")
+    result = kvroute(url, "restore", *options, input=lines, namespace="copy")
+    assert result.exit_code == 0, result.output
+    seconds, micros = raw.time()
+    assert raw.zscore(Keyspace("copy")["leases"], "1") > seconds * 1000 + micros / 1000
+    assert raw.hgetall(Keyspace("copy")["current"]) == {b"w1:0": b"1"}
+
+
 def test_workers_are_restored_beside_others_that_live(url: str, raw: Redis) -> None:
     head = HEAD | {"shards": 1, "bucket_bits": [4]}
     worker = WORKER | {"worker": "w9:0", "info": INFO | {"worker": "w9:0"}}
