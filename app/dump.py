@@ -13,6 +13,7 @@ import reprlib
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -66,20 +67,20 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
             "bucket_bits": bits,
         }
     )
-    infos = {Incarnation(int(inc)): orjson.loads(text) for inc, text in workers.items()}
+    infos = dict(_readable(workers))
     for inc, info in infos.items():
         yield orjson.dumps({"worker": info["worker"], "info": info, "incarnation": inc})
     async for node, keys in scan(redis, keyspace.pattern + ":blocks:*"):
+        buckets = [(key, *found) for key in keys if (found := _bucket_of(keyspace, key, bits))]
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
-            for key in keys:
+            for key, *_ in buckets:
                 pipe.hgetall(key)
-            contents = await pipe.execute()
-        for key, entries in zip(keys, contents, strict=True):
-            shard, name = keyspace.parse(key) or (None, "")
-            family, _, bucket = name.partition(":")
-            if shard is None or shard >= shards or family != "blocks":
-                continue
-            if not _is_bucket(bucket, bits[shard]):
+            contents = await pipe.execute(raise_on_error=False)
+            for found in contents:
+                if isinstance(found, Exception) and not str(found).startswith("WRONGTYPE"):
+                    raise found
+        for (_, shard, bucket), entries in zip(buckets, contents, strict=True):
+            if isinstance(entries, Exception):
                 continue
             stored: dict[tuple[Incarnation, Tier], list[str]] = defaultdict(list)
             for field, owners in entries.items():
@@ -369,6 +370,23 @@ def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
         if not isinstance(row, dict):
             raise ConfigError(f"line {number} is no object: {line[:80]!r}")
         yield _Row(number, row)
+
+
+def _readable(workers: dict[bytes, bytes]) -> Iterator[tuple[Incarnation, Any]]:
+    """The entries of the namespace's `workers` that say what they should."""
+    for number, text in workers.items():
+        with suppress(KeyError, TypeError, ValueError):
+            leases.decode_info(text)
+            yield Incarnation(int(number)), orjson.loads(text)
+
+
+def _bucket_of(keyspace: Keyspace, key: bytes, bits: list[int]) -> tuple[int, str] | None:
+    """Shard and name of the bucket that a key is of, if it is of one."""
+    shard, name = keyspace.parse(key) or (None, "")
+    family, _, bucket = name.partition(":")
+    if shard is None or shard >= len(bits) or family != "blocks":
+        return None
+    return (shard, bucket) if _is_bucket(bucket, bits[shard]) else None
 
 
 def _is_bucket(name: str, bits: int) -> bool:

@@ -353,6 +353,14 @@ def test_what_was_dumped_answers_the_same_once_it_is_restored(url: str, tmp_path
     assert overlaps(url, KEYS) == before
 
 
+def test_a_dump_leaves_out_what_cannot_be_read(url: str, raw: Redis) -> None:
+    before = kvroute(url, "dump").stdout
+    raw.hset(KEYS["workers"], mapping={"9": "spoilt", "x": "{}"})
+    raw.zadd(KEYS["waiting:normal:a:blocks:0"], {"request": 1})
+    raw.set(SHARD["blocks:f"], "spoilt")
+    assert kvroute(url, "dump").stdout == before
+
+
 HEAD = {"kvroute": 1, "block_size": 4, "shards": 2, "bucket_bits": [4, 5]}
 INFO = {
     "worker": "w1:0",
