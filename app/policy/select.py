@@ -50,17 +50,12 @@ def choose(
     Raises NoWorkers if none is eligible, PromptTooLarge if none of those has as many blocks,
     AllWorkersBusy if all that have are full or no queue is short enough.
     """
-    if not eligible.any():
-        raise NoWorkers(f"none of {eligible.size} live workers is eligible")
-    pool = candidates.kv_total_blocks
-    large_enough = (pool >= size.isl_blocks) | (pool <= 0.0)
-    if not (eligible & large_enough).any():
-        raise PromptTooLarge(
-            f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; none of "
-            f"the workers that it may go to has more than {int(pool[eligible].max()):,}"
-        )
-    eligible = eligible & large_enough
     num_eligible = np.count_nonzero(eligible)
+    if num_eligible == 0:
+        raise NoWorkers(f"none of {eligible.size} live workers is eligible")
+    if candidates.kv_total_blocks.min() < size.isl_blocks:
+        eligible = _large_enough(candidates.kv_total_blocks, size, eligible)
+        num_eligible = np.count_nonzero(eligible)
     costs = (cost or POLICIES[policy])(candidates, size)
     has_room = (candidates.active_requests < candidates.max_requests) & np.isfinite(costs.cost)
     (workers,) = (eligible & has_room).nonzero()
@@ -85,6 +80,19 @@ def choose(
     else:
         place = int(lowest[0])
     return Choice(int(workers[place]), costs, lowest.size > 1)
+
+
+def _large_enough(
+    pool: Floats, size: RequestSize, eligible: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Which of the eligible have, as far as they tell, as many blocks as the prompt."""
+    found = eligible & ((pool >= size.isl_blocks) | (pool <= 0.0))
+    if not found.any():
+        raise PromptTooLarge(
+            f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; none of "
+            f"the workers that it may go to has more than {int(pool[eligible].max()):,}"
+        )
+    return found
 
 
 def _two_of(workers: NDArray[np.intp], rng: Generator) -> NDArray[np.intp]:
