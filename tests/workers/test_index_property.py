@@ -68,7 +68,7 @@ class World:
     """Some workers and one Redis."""
 
     def __init__(self, redis: Redis, num_workers: int) -> None:
-        self.runner = ScriptRunner(redis, timeout_s=5.0)
+        self.runner = ScriptRunner(redis, timeout_s=60.0)
         self.boundaries = matching.Boundaries()
         self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(num_workers)]
 
