@@ -8,6 +8,7 @@ into an index with as many shards and buckets.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import reprlib
 import secrets
@@ -26,7 +27,7 @@ from app.core.index import Change
 from app.core.keys import Keyspace
 from app.core.matching import parse_owners
 from app.core.redis import deadline
-from app.core.scripts import ScriptRunner
+from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.inspection import STEP_TIMEOUT_S, scan
@@ -120,35 +121,27 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
         inc: await _register(runner, keyspace, dumped.bucket_bits, info, nonce, lease_ttl_ms)
         for inc, info in dumped.workers.items()
     }
-    shards = len(dumped.bucket_bits)
-    clock = asyncio.get_running_loop().time
-
-    async def renew() -> float:
-        """When to do so again: leases run while this goes on."""
-        due = clock() + lease_ttl_ms / 3000
-        calls = [
-            leases.renew(
-                keyspace,
-                dumped.workers[old],
-                new,
-                nonce,
-                ttl_ms=lease_ttl_ms,
-                shards=shards,
-                staged=True,
-            )
-            for old, new in writers.items()
-        ]
-        if not all(await runner.run(calls)):
-            raise ConfigError("a worker of the dump was registered by somebody else meanwhile")
-        return due
-
+    renewals = [
+        leases.renew(
+            keyspace,
+            info,
+            writers[inc],
+            nonce,
+            ttl_ms=lease_ttl_ms,
+            shards=len(dumped.bucket_bits),
+            staged=True,
+        )
+        for inc, info in dumped.workers.items()
+    ]
+    clock, renewed_s = asyncio.get_running_loop().time, -math.inf
     seqs: dict[tuple[Incarnation, int], int] = defaultdict(int)
     restored = 0
-    due = await renew()
     file.seek(start)
     for stored in _Dump(file).stored():
-        if clock() >= due:
-            due = await renew()
+        if clock() - renewed_s > lease_ttl_ms / 3000:
+            # Leases run while this goes on.
+            renewed_s = clock()
+            await _all_hold(runner, renewals)
         inc, shard = writers[stored.incarnation], stored.shard
         for batch in _batched(stored.changes):
             seqs[inc, shard] += 1
@@ -156,12 +149,18 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
             if not await runner.one(call):
                 raise ConfigError(f"line {stored.line}: incarnation {inc} was replaced meanwhile")
             restored += len(batch)
-    await renew()
-    for old, inc in writers.items():
-        key = dumped.workers[old].key
-        if not await runner.one(leases.activate(keyspace, key, inc, nonce)):
-            raise ConfigError(f"worker {key} was registered by somebody else meanwhile")
+    await _all_hold(runner, renewals)
+    activations = [
+        leases.activate(keyspace, info.key, writers[inc], nonce)
+        for inc, info in dumped.workers.items()
+    ]
+    await _all_hold(runner, activations)
     return restored
+
+
+async def _all_hold(runner: ScriptRunner, calls: list[Call[bool]]) -> None:
+    if not all(await runner.run(calls)):
+        raise ConfigError("a worker of the dump was registered by somebody else meanwhile")
 
 
 async def reset(redis: Client, keyspace: Keyspace) -> int:

@@ -24,6 +24,7 @@ from app.core.errors import (
     NamespaceMissing,
     NoWorkers,
     RedisUnavailable,
+    shown,
 )
 from app.core.hashing import (
     Tokens,
@@ -121,8 +122,8 @@ async def route(request: Request) -> Response:
     else:
         body, tokens = _parsed(schemas.RouteBody, raw)
         if request.scope["query_string"]:
-            query = request.url.query[:80]
-            raise InvalidRequest("query", f"with JSON, options stand in the body, got {query!r}")
+            query = shown(request.url.query)
+            raise InvalidRequest("query", f"with JSON, options stand in the body, got {query}")
         options = body
         chain, isl_tokens = await _prompt(router, settings, body, tokens)
     decision = await router.route(

@@ -255,7 +255,7 @@ class World:
             found |= set(await self.redis.hkeys(KEYS[f"requests:{agent.incarnation}"]))
         return {i.decode() for i in found}
 
-    async def heals(self, what: str, within_s: float = 15.0) -> None:
+    async def heals(self, what: str, within_s: float = 6.0) -> None:
         """Returns once nothing is wrong, and has not been for three looks."""
         good = 0
 
