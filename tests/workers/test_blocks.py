@@ -197,12 +197,17 @@ def test_the_tier_below_gives_blocks_up_in_the_same_order() -> None:
 def test_what_was_used_in_a_faster_tier_is_not_old_in_a_slower_one() -> None:
     clock = Clock()
     manager = manager_of(device=8, host=8, clock=clock)
-    for word in ("A", "X"):
-        cached(manager, word)
-        evict(manager, DEVICE, 1)
-        clock.now_s += 10
-    manager.release(manager.prepare(chain("A"), 1))  # is loaded, and stays in host memory too
+    cached(manager, "A")
+    evict(manager, DEVICE, 1)
+    # It is loaded, and stays in host memory too.
+    table = manager.prepare(chain("A"), 1)
     finish_all(manager)
+    manager.release(table, priority=1)
+    clock.now_s += 10
+    cached(manager, "X")
+    evict(manager, DEVICE, 1)  # X, as it has the lower priority
+    clock.now_s += 10
+    cached(manager, "A")
     clock.now_s += 5
     evict(manager, DEVICE, 1)
     clock.now_s += 1
