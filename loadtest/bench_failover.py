@@ -32,8 +32,9 @@ from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, WorkerInfo, WorkerKey
+from app.decision import RouteRequest
 from app.fleet import Fleet
-from app.router import Router, RouteRequest
+from app.router import Router
 from app.telemetry import Telemetry
 from loadtest.bench_index import hashes
 from loadtest.topologies import ClusterServers, SentinelServers

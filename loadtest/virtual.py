@@ -180,7 +180,7 @@ class Holdings:
     def overlap(self, chain: Sequence[SequenceHash], now_s: float) -> tuple[int, int]:
         """Leading blocks on the device, and those behind them on the host.
 
-        What is promised counts as on the device, as `app.router.with_predicted` has it.
+        What is promised counts as on the device, as `app.lookup.with_predicted` has it.
         """
         while self._late and self._late[0][0] <= now_s:
             for event in self._late.popleft()[1]:

@@ -19,8 +19,9 @@ from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
 from app.core.types import TierOverlap
+from app.decision import Decision, RouteRequest
 from app.fleet import Fleet
-from app.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Decision, Router, RouteRequest
+from app.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Router
 from app.telemetry import Telemetry
 from tests.eventually import eventually
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from app.core.embedded import EmbeddedRedis
 from app.core.keys import Keyspace
-from app.router import Decision
+from app.decision import Decision
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, FakeWorkers
 from tests.test_router import PROMPT, Replica, request, running

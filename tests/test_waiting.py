@@ -19,7 +19,7 @@ from app.core import turns
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import AllWorkersBusy, CallerGone, NoWorkers
 from app.core.redis import connect
-from app.router import Decision, RouteRequest
+from app.decision import Decision, RouteRequest
 from app.waiting import Room, Waiter
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, FakeWorkers

@@ -36,8 +36,9 @@ from app.core.hashing import (
 from app.core.http import header, hung_up, json_response, read_body
 from app.core.metrics import NO_READINGS
 from app.core.types import REQUEST_ID, LocalHash, SequenceHash
+from app.decision import Candidate, Decision, RouteRequest
 from app.fleet import View
-from app.router import Candidate, Decision, Router, RouteRequest
+from app.router import Router
 
 try:
     import simdjson

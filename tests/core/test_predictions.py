@@ -4,7 +4,7 @@ import pytest
 
 from app.core.predictions import POSITIONS, PredictionSettings, positions
 from app.core.types import Incarnation, TierOverlap
-from app.router import with_predicted
+from app.lookup import with_predicted
 
 
 def test_eight_positions_stand_for_each_doubling_of_the_length() -> None:

@@ -20,8 +20,9 @@ from app.core.config import RouterSettings
 from app.core.embedded import LOOPBACK, EmbeddedRedis
 from app.core.redis import check_server, connect
 from app.core.scripts import ScriptRunner, load_script
+from app.decision import RouteRequest
 from app.fleet import Fleet
-from app.router import Router, RouteRequest
+from app.router import Router
 from app.telemetry import Telemetry
 from tests.e2e.test_healing import (
     CHAINS,

@@ -15,8 +15,9 @@ from app.core.embedded import EmbeddedRedis
 from app.core.hashing import compute_hashes
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
+from app.decision import RouteRequest
 from app.fleet import Fleet
-from app.router import MAX_TRIES, Router, RouteRequest
+from app.router import MAX_TRIES, Router
 from app.telemetry import Telemetry
 from loadtest.bench_burst import (
     BLOCK_SIZE,

@@ -16,8 +16,9 @@ from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, TierOverlap, WorkerInfo, WorkerKey
+from app.decision import Decision, RouteRequest
 from app.fleet import Fleet
-from app.router import Decision, Router, RouteRequest
+from app.router import Router
 from app.telemetry import Telemetry
 from tests.eventually import eventually
 from tests.redis_servers import ClusterServers, newest_kind

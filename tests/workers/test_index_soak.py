@@ -33,8 +33,9 @@ from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.decision import Decision, RouteRequest
 from app.fleet import Fleet
-from app.router import Decision, Router, RouteRequest
+from app.router import Router
 from app.telemetry import Telemetry
 from tests.eventually import eventually
 from workers import agent as agents

@@ -1,0 +1,93 @@
+"""What Redis knows of the prompts of a batch and of the workers, asked at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import zip_longest
+
+from app.core import matching, reservations
+from app.core.config import RouterSettings
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.matching import Overlaps
+from app.core.scripts import ScriptRunner
+from app.core.types import Incarnation
+from app.decision import Pending
+from app.fleet import NO_OVERLAP, Fleet, View
+from app.routed import Routed
+from app.telemetry import Telemetry
+
+
+class LookUp:
+    """Finds what a decision is made from, in two round trips at most."""
+
+    def __init__(
+        self,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        settings: RouterSettings,
+        fleet: Fleet,
+        telemetry: Telemetry,
+        routed: Routed,
+    ) -> None:
+        self._runner = runner
+        self._keyspace = keyspace
+        self._kv_events = settings.kv_events
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._routed = routed
+        self._loads = reservations.loads(keyspace)
+        self._boundaries = matching.Boundaries()
+
+    async def workers(self) -> View:
+        """As they are now. Raises RedisUnavailable, NamespaceMissing."""
+        with self._telemetry.seconds_of("look_up").time():
+            snapshot = await self._runner.one(self._loads)
+        return await self._fleet.view(snapshot)
+
+    async def batch(self, batch: list[Pending]) -> View:
+        """The workers; sets `overlaps` and `session_at` of each.
+
+        Raises RedisUnavailable, NamespaceMissing.
+        """
+        chains = [pending.request.chain for pending in batch]
+        sessions = [pending.request.session for pending in batch]
+        while True:
+            shards = self._fleet.shards or (await self._runner.one(self._loads)).shards or 1
+            recall = self._routed.recall(sessions)
+            foresee = self._routed.foresee(chains, shards)
+            with self._telemetry.seconds_of("look_up").time():
+                overlaps, (snapshot, *others) = await matching.match(
+                    self._runner,
+                    self._keyspace,
+                    chains if self._kv_events else [],
+                    shards,
+                    along=[self._loads, *recall, *foresee],
+                    boundaries=self._boundaries,
+                )
+            recalled, foreseen = others[: len(recall)], others[len(recall) :]
+            if isinstance(snapshot, RedisUnavailable):
+                raise snapshot
+            view = await self._fleet.view(snapshot)
+            # Otherwise the namespace was made anew, and the blocks lie elsewhere.
+            if snapshot.shards == shards:
+                break
+        self._telemetry.blind.inc(overlaps.count(None))
+        for pending, found, ahead in zip_longest(batch, overlaps, foreseen):
+            known = ahead if isinstance(ahead, dict) else {}
+            pending.overlaps = with_predicted(found or {}, known)
+        for found_at in recalled:
+            if isinstance(found_at, list):
+                for pending, incarnation in zip(batch, found_at, strict=True):
+                    pending.session_at = incarnation
+        return view
+
+
+def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Overlaps:
+    """`overlaps`, longer on the device where more blocks are foreseen than are published."""
+    merged = dict(overlaps)
+    for inc, blocks in foreseen.items():
+        known = overlaps.get(inc, NO_OVERLAP)
+        if blocks > known.total:
+            merged[inc] = replace(known, device=known.device + blocks - known.total)
+    return merged

@@ -1,0 +1,90 @@
+"""Where requests were routed, as all replicas know it: blocks to come, and sessions.
+
+Written behind the decisions, never before their answers; what Redis does not take is lost, which
+costs a little overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from app.core import index, predictions, sessions
+from app.core.config import RouterSettings
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.scripts import Call, ScriptRunner
+from app.core.types import Incarnation, SequenceHash
+from app.decision import RouteRequest
+
+log = logging.getLogger(__name__)
+
+MAX_UNWRITTEN = 1024
+"""Past it the oldest are lost."""
+
+
+class Routed:
+    """Nothing is asked or written where the settings count on neither."""
+
+    def __init__(self, runner: ScriptRunner, keyspace: Keyspace, settings: RouterSettings) -> None:
+        self.predictions = (
+            predictions.PredictionSettings(settings.prediction_ttl_s, settings.prediction_entries)
+            if settings.count_in_flight or not settings.kv_events
+            else None
+        )
+        """None: not kept."""
+        self._runner = runner
+        self._keyspace = keyspace
+        self._session_affinity = settings.session_affinity
+        self._session_ttl_ms = round(settings.session_ttl_s * 1000)
+        self._unwritten: deque[Call[int]] = deque(maxlen=MAX_UNWRITTEN)
+        self._has_unwritten = asyncio.Event()
+
+    def recall(self, asked: list[str]) -> list[Call[list[Incarnation | None]]]:
+        """At most one call, which tells where each of the sessions last went; "" is none."""
+        if not self._session_affinity or not any(asked):
+            return []
+        return [sessions.recall(self._keyspace, asked, self._session_ttl_ms)]
+
+    def foresee(
+        self, chains: list[list[SequenceHash]], shards: int
+    ) -> list[Call[dict[Incarnation, int]]]:
+        """None, or a call for each chain: leading blocks that workers will hold."""
+        if self.predictions is None:
+            return []
+        return [
+            predictions.foresee(self._shard_of(chain, shards), chain, self.predictions)
+            for chain in chains
+        ]
+
+    def add(self, request: RouteRequest, incarnation: Incarnation, shards: int) -> None:
+        """The request has been routed there."""
+        if self.predictions is not None and request.chain:
+            shard = self._shard_of(request.chain, shards)
+            self._unwritten.append(
+                predictions.predict(shard, incarnation, request.chain, self.predictions)
+            )
+            self._has_unwritten.set()
+        if self._session_affinity and request.session:
+            self._unwritten.append(
+                sessions.remember(
+                    self._keyspace, request.session, incarnation, self._session_ttl_ms
+                )
+            )
+            self._has_unwritten.set()
+
+    async def run(self) -> None:
+        """Write what was added, until cancelled; what waits together in one round trip."""
+        while True:
+            await self._has_unwritten.wait()
+            self._has_unwritten.clear()
+            calls = list(self._unwritten)
+            self._unwritten.clear()
+            try:
+                await self._runner.run(calls)
+            except RedisUnavailable as error:
+                log.debug("%d predictions and sessions are lost: %s", len(calls), error)
+
+    def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
+        return self._keyspace.of_shard(index.shard_of(chain[0], shards) if chain else 0)
