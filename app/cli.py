@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import signal
@@ -18,6 +19,7 @@ from app.core.errors import ConfigError
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 POLL_S = 0.5
+REDIS_TIMEOUT_S = 5.0
 
 
 def _log_at(level: str) -> None:
@@ -134,6 +136,8 @@ def up(**values: Any) -> None:
     from app.cluster import Cluster
 
     _log_at(values["log_level"])
+    if values["redis_url"]:
+        asyncio.run(_reach(values["redis_url"]))
     # SIGINT too: a shell that starts it in the background has it ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
@@ -158,6 +162,14 @@ def up(**values: Any) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     click.echo("stopped")
+
+
+async def _reach(redis_url: str) -> None:
+    """Raises RedisUnavailable, and ConfigError for a Redis that cannot be used."""
+    from app.core.redis import check_server, connect
+
+    async with connect(redis_url, timeout_s=REDIS_TIMEOUT_S) as redis:
+        await check_server(redis, REDIS_TIMEOUT_S)
 
 
 def _inherited(number: int) -> socket.socket:

@@ -31,6 +31,7 @@ FULL_FACTOR = 4
 """Past so many times the blocks that it was laid out for, an index is called overfull."""
 OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pd]) \S+")
+SETTLED = re.compile(rb"[1-9]\d{0,5}")
 BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
 """What lua/lib/bucket.lua reads as such: anybody may have written there."""
 LOOKS = 4
@@ -139,7 +140,7 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
     control = await _control(redis, keyspace)
     if b"block_size" not in control.meta or b"shards" not in control.meta:
         return None
-    shards = int(control.meta[b"shards"])
+    shards = _settled(keyspace, control.meta, "shards")
     held, unique = await _held(redis, keyspace)
     laid_out = memory = 0
     async with deadline(STEP_TIMEOUT_S):
@@ -150,7 +151,7 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
             memory += int((await master.info("memory"))["used_memory"])
     return Summary(
         namespace=keyspace.namespace,
-        block_size=int(control.meta[b"block_size"]),
+        block_size=_settled(keyspace, control.meta, "block_size"),
         shards=shards,
         workers=await _workers(redis, keyspace, control, held),
         unique_blocks=unique,
@@ -218,10 +219,18 @@ async def everyone(redis: Client, keyspace: Keyspace) -> list[Worker]:
 async def block_size(redis: Client, keyspace: Keyspace) -> int:
     """Tokens. Raises ConfigError for a missing namespace, RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
-        found: Any = await redis.hget(keyspace["meta"], "block_size")
-    if found is None:
+        meta: Any = await redis.hgetall(keyspace["meta"])
+    if b"block_size" not in meta:
         raise ConfigError(f"namespace {keyspace.namespace!r}: there is none")
-    return int(found)
+    return _settled(keyspace, meta, "block_size")
+
+
+def _settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
+    """Of a namespace. Raises ConfigError, as anybody may have written there."""
+    text = meta.get(field.encode(), b"")
+    if not SETTLED.fullmatch(text):
+        raise ConfigError(f"{keyspace['meta']}: {field} is {text.decode(errors='replace')!r}")
+    return int(text)
 
 
 async def worker(redis: Client, keyspace: Keyspace, name: str) -> list[Worker]:
@@ -273,7 +282,7 @@ async def prefix(
     Raises RedisUnavailable, also where only the index cannot be read.
     """
     control = await _control(redis, keyspace)
-    shards = int(control.meta.get(b"shards", 1))
+    shards = _settled(keyspace, control.meta, "shards")
     (overlaps,), _ = await matching.match(
         ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
     )

@@ -332,6 +332,7 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
 @on_redis
 async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     """Who waits for a worker, in the order of turns."""
+    await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
     found = await inspection.waiting(redis, keyspace)
     if as_json:
         click.echo(json_text([asdict(flow) for flow in found]))
@@ -357,6 +358,7 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
 @on_redis
 async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
     """How often prefixes of prompts were asked for, by the decisions that are kept."""
+    await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
     records: list[Record] = []
     async for record in recording.read(redis, keyspace):
         if records and record.at_ms < records[0].at_ms - window_s * 1000:

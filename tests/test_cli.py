@@ -291,6 +291,13 @@ def test_a_cluster_that_cannot_start_ends_with_status_1() -> None:
     ]
 
 
+def test_a_cluster_is_not_started_on_a_redis_that_is_not_there() -> None:
+    ended = kvroute(*UP, "--redis=redis://127.0.0.1:1", "--port=0")
+    assert ended.returncode == 1
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("Error: ConnectionError: ")
+
+
 def descendants(pid: int) -> set[int]:
     """Processes that `pid` started, and those that they did."""
     parents: dict[int, list[int]] = {}
@@ -376,13 +383,14 @@ def test_up_that_is_stopped_while_it_starts_leaves_nothing() -> None:
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 
-@pytest.mark.parametrize("command", ["router", "worker"])
+@pytest.mark.parametrize("command", ["router", "worker", "up"])
 def test_a_redis_that_would_drop_keys_is_refused_with_the_reason(
     command: str, own_redis_server: EmbeddedRedis
 ) -> None:
     with Redis.from_url(own_redis_server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
-    ended = kvroute(command, "--redis-url", own_redis_server.url, "--port=0")
+    option = "--redis" if command == "up" else "--redis-url"
+    ended = kvroute(command, option, own_redis_server.url, "--port=0")
     assert ended.returncode == 1
     assert "Redis has maxmemory-policy allkeys-lru" in ended.stderr
     assert "noeviction" in ended.stderr

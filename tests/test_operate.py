@@ -92,7 +92,9 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
-@pytest.mark.parametrize("command", [["summary"], ["block", "2a"], ["verify"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["summary"], ["block", "2a"], ["verify"], ["waiting"], ["usage"]], ids=" ".join
+)
 def test_a_namespace_that_is_not_there_is_an_error(
     url: str, command: list[str], form: list[str]
 ) -> None:
@@ -136,6 +138,16 @@ def test_a_shard_whose_layout_makes_no_sense_is_not_counted(
     assert in_redis(url, fill) == 0
     text = kvroute(url, "inspect", "summary").output
     assert "40 unique blocks, laid out for 0\n" in text
+
+
+@pytest.mark.parametrize("field", ["shards", "block_size"])
+@pytest.mark.parametrize("text", ["spoilt", "", "0", "-1", "9" * 5000])
+def test_what_a_namespace_settled_and_somebody_spoilt_is_named(
+    url: str, raw: Redis, field: str, text: str
+) -> None:
+    raw.hset(KEYS["meta"], field, text)
+    result = kvroute(url, "inspect", "summary")
+    assert (result.exit_code, result.stderr) == (1, f"Error: {KEYS['meta']}: {field} is {text!r}\n")
 
 
 def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
