@@ -52,8 +52,10 @@ LENGTHS = (16, 64, 512, 2048, 4096, 8192)
 CHAIN = 8192
 SYSTEM_PROMPT = 64
 BATCH = 64
+TOGETHER = 32
 FIRST = "mixed, first"
-KINDS = ("one owner", "three owners", "half of that", "mixed", FIRST)
+AT_ONCE = f"mixed, {TOGETHER} at once"
+KINDS = ("one owner", "three owners", "half of that", "mixed", FIRST, AT_ONCE)
 PEER_LENGTHS = (512, 2048)
 PEER_PREFIX = "bench-index-peer:"
 PEER_QUERIES = 200
@@ -152,21 +154,25 @@ class LookUpCost(NamedTuple):
 
     match_us: float
     router_cpu_us: float
-    round_trips: float
+    calls: float
+    """For one alone, as many round trips."""
 
 
-async def look_up_cost(runner: ScriptRunner, chains: Chains, learnt: Boundaries) -> LookUpCost:
-    """One at a time. match_us: of Redis, all round trips together. router_cpu_us: hashing apart.
+async def look_up_cost(
+    runner: ScriptRunner, chains: Chains, learnt: Boundaries, together: int
+) -> LookUpCost:
+    """match_us: of Redis, all round trips together. router_cpu_us: hashing apart.
 
-    learnt: before each.
+    learnt: before each. together: so many at a time, as a router that is asked for them at once.
     """
     await runner.redis.config_resetstat()
     cpu_s = 0.0
-    for chain in chains:
-        fresh = np.array(chain, np.uint64).tolist()  # as near as hashing leaves it
+    for at in range(0, len(chains), together):
+        # As near as hashing leaves it.
+        fresh = [np.array(chain, np.uint64).tolist() for chain in chains[at : at + together]]
         boundaries = deepcopy(learnt)
         begin = time.process_time()
-        await match(runner, KEYS, [fresh], boundaries=boundaries)
+        await match(runner, KEYS, fresh, boundaries=boundaries)
         cpu_s += time.process_time() - begin
     stats = await evalsha(runner.redis)
     return LookUpCost(
@@ -188,10 +194,11 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
             nested = [chains[2 * i + 1][:length] for i in picks]
             half = [[*c[: length // 2], *unknown[: length - length // 2]] for c in nested]
             mixed = [(single, nested, half)[n % 3][n // 3] for n in rng.permutation(3 * queries)]
-            asked: Sequence[Chains] = (single, nested, half, mixed, mixed)
+            asked: Sequence[Chains] = (single, nested, half, mixed, mixed, mixed)
             for kind, prompts in zip(KINDS, asked, strict=True):
                 known = Boundaries() if kind == FIRST else learnt
-                cost = await look_up_cost(runner, prompts, known)
+                together = TOGETHER if kind == AT_ONCE else 1
+                cost = await look_up_cost(runner, prompts, known, together)
                 costs.setdefault((kind, length), []).append(cost)
     return {
         name: {
@@ -391,7 +398,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"  {figure:.1f} µs of Redis a block {name}, in batches of {BATCH}")
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in result["visible_ms"].items())
     console.print(f"  {shown} ms from an event to its blocks, at {VISIBLE_PER_S:,} blocks/s")
-    us, cpu_us, trips = (result[name] for name in LookUpCost._fields)
+    us, cpu_us, calls = (result[name] for name in LookUpCost._fields)
     table = Table(title="A look-up: µs of Redis")
     for name in ("blocks", *KINDS, "HKEYS per block"):
         table.add_column(name, justify="right")
@@ -403,11 +410,11 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{peer:.0f}, {peer / us['mixed'][length]:.0f}x" if peer else "",
         )
     console.print(table)
-    table = Table(title="A look-up: µs of the router's CPU, in so many round trips")
+    table = Table(title="A look-up: µs of the router's CPU, in so many calls of Redis")
     for name in ("blocks", *KINDS):
         table.add_column(name, justify="right")
     for length in map(str, LENGTHS):
-        costs = (f"{cpu_us[kind][length]:.0f} in {trips[kind][length]:.1f}" for kind in KINDS)
+        costs = (f"{cpu_us[kind][length]:.0f} in {calls[kind][length]:.1f}" for kind in KINDS)
         table.add_row(length, *costs)
     console.print(table)
     console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")

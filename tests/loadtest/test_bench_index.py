@@ -3,7 +3,7 @@ from __future__ import annotations
 from redis.asyncio import Redis
 
 from app.core.embedded import EmbeddedRedis
-from loadtest.bench_index import KINDS, LENGTHS, LookUpCost, measure
+from loadtest.bench_index import AT_ONCE, KINDS, LENGTHS, LookUpCost, measure
 
 
 async def test_a_small_index_is_measured_and_nothing_is_left_of_it(
@@ -26,9 +26,10 @@ async def test_a_small_index_is_measured_and_nothing_is_left_of_it(
     assert found["ping_cpu_us"] > 0
     assert found["peer_us"]["2048"] > found["peer_us"]["512"] > 0
     # The router knows where the system prompt ends, but nothing of what comes after it.
-    trips = found["round_trips"]
-    assert trips["one owner"] == dict.fromkeys(map(str, LENGTHS), 1)
-    assert trips["mixed"]["512"] == trips["mixed, first"]["512"] == 1
-    assert 1 < trips["mixed"]["8192"] < 2 == trips["mixed, first"]["8192"]
+    calls = found["calls"]
+    assert calls["one owner"] == dict.fromkeys(map(str, LENGTHS), 1)
+    assert calls["mixed"]["512"] == calls["mixed, first"]["512"] == 1
+    assert 1 < calls["mixed"]["8192"] < 2 == calls["mixed, first"]["8192"]
+    assert calls[AT_ONCE]["512"] < 1
     async with Redis.from_url(own_redis_server.url) as redis:
         assert await redis.dbsize() == 0
