@@ -30,6 +30,7 @@ import httptools
 import numpy as np
 import orjson
 import stamina
+import stamina.instrumentation
 from rich.console import Console
 from rich.table import Table
 
@@ -58,6 +59,9 @@ PER_REPLICA = 32
 """Requests at once."""
 CORES = sorted(os.sched_getaffinity(0))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+# A line for each try, while a server starts, would stand among the figures.
+stamina.instrumentation.set_on_retry_hooks(())
 
 
 @dataclass(frozen=True)

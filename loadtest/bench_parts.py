@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import click
@@ -45,26 +46,31 @@ from loadtest.bench_decision import (
 
 TICK_S = 0.004
 PARTS = {
-    "body: read, packed and checked": ("_read", "_parsed"),
-    "hashes": ("compute_local_hashes", "compute_sequence_hashes"),
-    "look-up: commands, replies, view of the workers": ("Router._look_up",),
-    "prices and choice": ("Router._plan_all",),
-    "reservation: command and reply": ("Router._reserve",),
-    "stream of decisions": ("Recorder.run",),
-    "endpoint: request, answer, queue, counters": (
-        *("Application.__call__", "Router.route", "Router._settle", "Router._decide_forever"),
+    "body: read, packed and checked": ("app.core.http:read_body", "app.api.routes:_parsed"),
+    "hashes": (
+        *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
     ),
-    "housekeeping": ("Maintenance.run", "Fleet.follow", "Router._record_routed"),
+    "look-up: commands, replies, view of the workers": ("app.lookup:LookUp.batch",),
+    "prices and choice": ("app.planner:Planner.plan",),
+    "reservation: command and reply": ("app.router:Router._reserve",),
+    "stream of decisions": ("app.recording:Recorder.run",),
+    "endpoint: request, answer, queue, counters": (
+        *("app.api.routes:Application.__call__", "app.router:Router.route"),
+        *("app.router:Router._settle", "app.router:Router._decide_forever"),
+    ),
+    "housekeeping": (
+        *("app.maintenance:Maintenance.run", "app.fleet:Fleet.follow", "app.routed:Routed.run"),
+    ),
 }
+"""Functions by name: what measures does not import the servers' HTTP."""
 REST = "HTTP and event loop"
 """What is in none of these functions."""
-PART_OF = {function: part for part, functions in PARTS.items() for function in functions}
 
 
-def part_of(frame: FrameType | None) -> str:
+def part_of(frame: FrameType | None, part_of_code: dict[CodeType, str]) -> str:
     """By the innermost function that belongs to one."""
     while frame is not None:
-        part = PART_OF.get(frame.f_code.co_qualname)
+        part = part_of_code.get(frame.f_code)
         if part is not None:
             return part
         frame = frame.f_back
@@ -74,7 +80,8 @@ def part_of(frame: FrameType | None) -> str:
 def sampled(target: Callable[[str, int], None], out: Path, redis_url: str, port: int) -> None:
     """Run `target` until it ends; then write the ticks of each part, and the CPU time in all."""
     ticks: Counter[str] = Counter()
-    signal.signal(signal.SIGPROF, lambda _, frame: ticks.update((part_of(frame),)))
+    codes = {resolve_name(name).__code__: part for part, names in PARTS.items() for name in names}
+    signal.signal(signal.SIGPROF, lambda _, frame: ticks.update((part_of(frame, codes),)))
     signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
     begin = time.process_time()
     target(redis_url, port)
