@@ -341,7 +341,8 @@ def _items(
     """
     if event.extra_keys is None:
         return None
-    named = {name for name in (lora_name, cache_salt) if name}
+    # No set: an identifier with its place is a list, as msgpack has it.
+    named = [name for name in (lora_name, cache_salt) if name]
     return [
         [_item_hash(key) for key in keys or () if key not in named]
         for keys in event.extra_keys

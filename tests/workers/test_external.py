@@ -232,7 +232,7 @@ def test_what_a_block_holds_beside_tokens_is_part_of_its_hash(holder: Holder) ->
 
 
 def test_an_item_counts_for_all_blocks_of_the_engines_block(holder: Holder) -> None:
-    event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [("f" * 64, 0)]])
+    event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [["f" * 64, 0]]])
     holder.take(event)
     item = [int("f" * 16, 16)]
     chain = chain_of(TOKENS[: 4 * SIZE], items=[[], [], item, item])
