@@ -4,14 +4,17 @@
 -- KEYS[2] blocks:      hashes  bucket -> sequence hash -> owners
 -- ARGV[1] inc          int
 -- ARGV[2] first        int     >= 0, the bucket to begin at, by number; past the last one: 0
--- ARGV[3] max_buckets  int     > 0
--- Returns  {bits, next, {bucket, entry, ...}}   bits: bucket_bits; next: where to go on, 0 after the
---                              last one; bucket: its number; entry: tier (d h k), then the field,
---                              which is a sequence hash of 16 hex digits unless somebody spoilt it
+-- ARGV[3] within       int    >= 0, where in that bucket, as the answer before said; else 0
+-- ARGV[4] max_buckets  int    > 0; the answer ends sooner in one that is too large
+-- Returns  {bits, next, within, {bucket, entry, ...}}   bits: bucket_bits; next, within: where to go
+--                              on, 0 after the last one; bucket: its number; entry: tier (d h k),
+--                              then the field, which is a sequence hash of 16 hex digits unless
+--                              somebody spoilt it
 --          nil                 the shard is empty
--- Cost     O(max_buckets * blocks per bucket). Reads only.
+-- Cost     O(max_buckets * blocks per bucket, at most 1,000 of each). Reads only.
 local shard, blocks_prefix = KEYS[1], KEYS[2]
-local inc, first, max_buckets = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local inc, bucket, within = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local max_buckets = tonumber(ARGV[4])
 -- @include number
 -- @include bucket
 
@@ -20,20 +23,27 @@ if not bits then
   return false
 end
 local count = 2 ^ bits
-if first >= count then
-  first = 0
+if bucket >= count then
+  bucket, within = 0, 0
 end
 -- With zeros before it, it counts for readers all the same.
 local own_entry = '%f[%d]0*' .. inc .. '(%a)'
-local stop = math.min(first + max_buckets, count)
-local found = {}
-for bucket = first, stop - 1 do
-  local entries = redis.pcall('HGETALL', blocks_prefix .. bucket_at(bits, bucket))
+local claims = {}
+local stop = math.min(bucket + max_buckets, count)
+while bucket < stop do
+  -- Of another type of key there is nothing to be found.
+  local found = redis.pcall('HSCAN', blocks_prefix .. bucket_at(bits, bucket), within, 'COUNT', 1000)
+  local entries = found[2] or {}
   for i = 1, #entries, 2 do
     for tier in string.gmatch(entries[i + 1], own_entry) do
-      found[#found + 1] = bucket
-      found[#found + 1] = tier .. entries[i]
+      claims[#claims + 1] = bucket
+      claims[#claims + 1] = tier .. entries[i]
     end
   end
+  within = tonumber(found[1] or 0)
+  if within > 0 then
+    break
+  end
+  bucket = bucket + 1
 end
-return {bits, stop % count, found}
+return {bits, bucket % count, within, claims}

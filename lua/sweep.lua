@@ -8,14 +8,15 @@
 -- KEYS[1] shard         hash   bucket_bits, swept_ms
 -- KEYS[2] applied       hash   inc -> "<seq> <nonce>"
 -- KEYS[3] dead          set    inc
--- KEYS[4] sweep         hash   cursor, targets of the pass under way
+-- KEYS[4] sweep         hash   cursor, within, targets of the pass under way
 -- KEYS[5] blocks:       hashes bucket -> sequence hash -> owners
--- ARGV[1] max_buckets   int    looked through in this step
+-- ARGV[1] max_buckets   int    looked through in this step; it ends sooner in one that is too large
 -- ARGV[2] scrub_ms      int    > 0
 -- ARGV[3...] lost       int    inc that may write no more
 -- Returns  {removed, buckets_left, {inc, ...}}   entries removed; 0 left: no pass is under way;
 --                              the incarnations that may write
--- Cost     O(max_buckets * blocks per bucket + incarnations). Writes. Safe to retry.
+-- Cost     O(max_buckets * blocks per bucket, at most 1,000 of each, + incarnations). Writes. Safe to
+--          retry.
 local shard, applied, dead, sweep, blocks_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local max_buckets, scrub_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
@@ -59,13 +60,14 @@ end
 
 local now, count = now_ms(), 2 ^ bits
 local cursor = whole(redis.call('HGET', sweep, 'cursor'), count - 1)
+local within = whole(redis.call('HGET', sweep, 'within'), 2 ^ 53) or 0
 local targets = redis.call('HGET', sweep, 'targets') or ''
 if not cursor then
   local swept_ms = whole(redis.call('HGET', shard, 'swept_ms'), now)
   if redis.call('EXISTS', dead) == 0 and swept_ms and now - swept_ms < scrub_ms then
     return {0, 0, writers}
   end
-  cursor, targets = 0, table.concat(redis.call('SMEMBERS', dead), ' ')
+  cursor, within, targets = 0, 0, table.concat(redis.call('SMEMBERS', dead), ' ')
 end
 
 local function of_writers(owners)
@@ -78,14 +80,13 @@ local function of_writers(owners)
   return table.concat(kept)
 end
 
-local stop = math.min(cursor + max_buckets, count)
 local removed = 0
-for bucket = cursor, stop - 1 do
-  local key = blocks_prefix .. bucket_at(bits, bucket)
-  local entries = redis.pcall('HGETALL', key)
-  if entries.err then
-    redis.call('DEL', key)
-  end
+-- Looks through a bucket, or only a part of a large one, `from` where HSCAN says. Where to go on; 0
+-- at its end.
+local function sweep_bucket(key, from)
+  keep_kind(key, 'hash')
+  local found = redis.call('HSCAN', key, from, 'COUNT', 1000)
+  local behind, entries = tonumber(found[1]), found[2]
   local kept, longest = {}, 0
   for i = 1, #entries, 2 do
     local owners = of_writers(entries[i + 1])
@@ -104,16 +105,27 @@ for bucket = cursor, stop - 1 do
   end
   -- A bucket that so many owned for a moment that Redis gave up its compact encoding would never
   -- have it again.
-  if longest > 0 and longest <= 64 and #kept <= 2 * 512
+  if from == 0 and behind == 0 and longest > 0 and longest <= 64 and #kept <= 2 * 512
     and redis.call('OBJECT', 'ENCODING', key) == 'hashtable' then
     redis.call('DEL', key)
     redis.call('HSET', key, unpack(kept))
   end
+  return behind
 end
 
-local left = count - stop
+local stop = math.min(cursor + max_buckets, count)
+while cursor < stop do
+  within = sweep_bucket(blocks_prefix .. bucket_at(bits, cursor), within)
+  if within > 0 then
+    break
+  end
+  cursor = cursor + 1
+end
+
+local left = count - cursor
 if left > 0 then
-  redis.call('HSET', sweep, 'cursor', string.format('%d', stop), 'targets', targets)
+  redis.call('HSET', sweep, 'cursor', string.format('%d', cursor),
+    'within', string.format('%d', within), 'targets', targets)
 else
   redis.call('DEL', sweep)
   for inc in string.gmatch(targets, '%d+') do

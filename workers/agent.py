@@ -87,7 +87,7 @@ class Agent:
         self._ownership = Ownership()
         self._seqs: list[int] = []
         """Number of the last batch sent to each shard."""
-        self._next_bucket: list[int] = []
+        self._search_from: list[index.Place] = []
         """Of each shard, where the search for what it shows by mistake goes on."""
         self._staged: Incarnation | None = None
         self._lost = False
@@ -173,7 +173,7 @@ class Agent:
             )
             if all(opened):
                 self._seqs = [0] * shards
-                self._next_bucket = [0] * shards
+                self._search_from = [index.FIRST_PLACE] * shards
                 self._ownership.forget(shards)
                 return registration
             log.warning(
@@ -365,14 +365,14 @@ class Agent:
             raise IncarnationLost(f"incarnation {incarnation}: missing in Redis: {missing}")
         claims: list[index.Claims | None] = await self._insist_all(
             [
-                index.claims(self._keyspace.of_shard(shard), incarnation, at, AUDIT_BUCKETS)
-                for shard, at in enumerate(self._next_bucket)
+                index.claims(self._keyspace.of_shard(shard), incarnation, first, AUDIT_BUCKETS)
+                for shard, first in enumerate(self._search_from)
             ]
         )
         for shard, found in enumerate(claims):
             if found is None or not self._ownership.shows(shard, found):
                 raise IncarnationLost(f"incarnation {incarnation}: shard {shard} is wrong of it")
-            self._next_bucket[shard] = found.next_bucket
+            self._search_from[shard] = found.following
 
     async def _publish_metrics(self) -> None:
         """The latest value only: a tick that Redis does not take is not made up for."""

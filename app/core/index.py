@@ -106,38 +106,43 @@ def apply(
     return call("apply", shard, incarnation, nonce, seq, int(essential), *groups, parse=bool)
 
 
+Place = tuple[int, int]
+"""A bucket, and where in it: 0, or for the rest of a large one what the answer before said."""
+FIRST_PLACE: Place = (0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Claims:
     """What the index shows of an incarnation in some buckets.
 
-    next_bucket: where to go on. entries: the number of each one's bucket, its tier, and its field,
+    following: where to go on. entries: the number of each one's bucket, its tier, and its field,
     which is a sequence hash unless somebody spoilt it.
     """
 
     bucket_bits: int
-    next_bucket: int
+    following: Place
     entries: list[tuple[int, Tier | None, SequenceHash | None]]
 
 
 def claims(
-    shard: Keyspace, incarnation: Incarnation, first_bucket: int, max_buckets: int
+    shard: Keyspace, incarnation: Incarnation, first: Place, max_buckets: int
 ) -> Call[Claims | None]:
-    """Every entry of an incarnation in the buckets from `first_bucket` on; None: no shard there."""
+    """Every entry of an incarnation in the buckets from `first` on; None: no shard there."""
 
     def parse(reply: list[Any] | None) -> Claims | None:
         if reply is None:
             return None
-        bits, next_bucket, found = reply
+        bits, bucket, within, found = reply
         return Claims(
             bits,
-            next_bucket,
+            (bucket, within),
             [
                 (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
                 for bucket, entry in zip(found[::2], found[1::2], strict=True)
             ],
         )
 
-    return call("claims", shard, incarnation, first_bucket, max_buckets, parse=parse)
+    return call("claims", shard, incarnation, *first, max_buckets, parse=parse)
 
 
 def _hash_of(field: bytes) -> SequenceHash | None:

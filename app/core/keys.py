@@ -47,8 +47,8 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by open, apply; until
                                 swept. Who is not in it cannot publish.
     dead                set     <inc> whose entries are not swept yet; by sweep
-    sweep               hash    cursor (next bucket), targets (<inc>, space-separated); by sweep;
-                                for one pass
+    sweep               hash    cursor (next bucket), within (where in it, if it is large), targets
+                                (<inc>, space-separated); by sweep; for one pass
     blocks:<bucket>     hash    sequence hash, 16 hex digits -> owners, "<inc><tier>..." by
                                 ascending inc, tier one of d(evice) h(ost) k (disk); 16
                                 successive blocks of a chain are a group and lie in one bucket:

@@ -78,7 +78,7 @@ SCRIPTS = {
 }
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
 BESIDE_SCRIPTS = {
-    "worker": {"xadd"},
+    "worker": {"hgetall", "xadd"},
     "router": {"hlen", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
         "exec",

@@ -26,6 +26,9 @@ T = TypeVar("T")
 A, B, C, D, E = (SequenceHash(digit * 0x1111_1111_1111_1111) for digit in range(10, 15))
 """Blocks whose hashes in hex are one digit repeated: aaaaaaaaaaaaaaaa and so on."""
 
+CROWD = [SequenceHash(0xAA << 56 | n) for n in range(3000)]
+"""Too many for one look, in the same of 256 buckets if each begins a chain of its own."""
+
 DEVICE, HOST, DISK = Tier
 LONG_MS = 60_000
 NO_LOAD = Load()

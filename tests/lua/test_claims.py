@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 from app.core import index
-from app.core.index import Claims
+from app.core.index import FIRST_PLACE, Claims
 from app.core.types import Incarnation, SequenceHash
-from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
+from tests.lua.conftest import CROWD, DEVICE, DISK, HOST, A, B, C, Namespace
 
 
 async def claims(
     space: Namespace, inc: Incarnation, first: int = 0, buckets: int = 256
 ) -> Claims | None:
-    return await space.do(index.claims(space.shard, inc, first, buckets))
+    return await space.do(index.claims(space.shard, inc, (first, 0), buckets))
 
 
 async def test_all_that_the_index_shows_of_an_incarnation_is_found(space: Namespace) -> None:
@@ -18,9 +18,9 @@ async def test_all_that_the_index_shows_of_an_incarnation_is_found(space: Namesp
     space.know([B])
     await space.apply(a, 1, [(A, DEVICE), (B, HOST)])
     await space.apply(b, 1, [(A, HOST)])
-    assert await claims(space, a) == Claims(8, 0, [(0xAA, DEVICE, A), (0xBB, HOST, B)])
-    assert await claims(space, b) == Claims(8, 0, [(0xAA, HOST, A)])
-    assert await claims(space, Incarnation(11)) == Claims(8, 0, [])
+    assert await claims(space, a) == Claims(8, FIRST_PLACE, [(0xAA, DEVICE, A), (0xBB, HOST, B)])
+    assert await claims(space, b) == Claims(8, FIRST_PLACE, [(0xAA, HOST, A)])
+    assert await claims(space, Incarnation(11)) == Claims(8, FIRST_PLACE, [])
 
 
 async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace) -> None:
@@ -32,17 +32,32 @@ async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace
     first = await claims(space, inc, 0, 6)
     assert first is not None
     assert [bucket for bucket, _, _ in first.entries] == [0, 1, 2, 3, 4, 5]
-    assert first.next_bucket == 6
+    assert first.following == (6, 0)
     last = await claims(space, inc, 12, 6)
     assert last is not None
     assert [bucket for bucket, _, _ in last.entries] == [12, 13, 14, 15]
-    assert last.next_bucket == 0
+    assert last.following == FIRST_PLACE
+
+
+async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for block in (*CROWD, B):
+        space.know([block])
+    await space.hold(inc, [*CROWD, B])
+    place, found = (0xA9, 0), []
+    while place[0] <= 0xBB:
+        step = await space.do(index.claims(space.shard, inc, place, 20))
+        assert step is not None
+        assert len(step.entries) < 1100
+        place = step.following
+        found += step.entries
+    assert sorted(found) == sorted([(0xAA, DEVICE, block) for block in CROWD] + [(0xBB, DEVICE, B)])
 
 
 async def test_past_the_last_bucket_it_begins_again(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=4)
     found = await claims(space, inc, 16, 5)
-    assert found == Claims(4, 5, [])
+    assert found == Claims(4, (5, 0), [])
 
 
 async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
@@ -66,7 +81,7 @@ async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
 async def test_a_bucket_that_became_something_else_shows_nothing(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.redis.set(space.key("blocks:aa"), "1d")
-    assert await claims(space, inc) == Claims(8, 0, [])
+    assert await claims(space, inc) == Claims(8, FIRST_PLACE, [])
 
 
 async def test_where_the_layout_is_lost_nothing_can_be_said(space: Namespace) -> None:

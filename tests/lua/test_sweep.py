@@ -6,7 +6,7 @@ import pytest
 
 from app.core import index
 from app.core.types import SequenceHash, TierOverlap
-from tests.lua.conftest import HOST, LONG_MS, A, B, C, Namespace
+from tests.lua.conftest import CROWD, HOST, LONG_MS, A, B, C, Namespace
 
 SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
 """One block for each of the 16 buckets of 4 bits."""
@@ -66,6 +66,22 @@ async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace
     assert await swept(space, 5) == (1, 0)
     assert not await space.redis.exists(space.key("dead"), space.key("sweep"))
     assert await swept(space, 5) == (0, 0)
+
+
+async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    for block in CROWD:
+        space.know([block])
+    await space.hold(a, CROWD)
+    await space.hold(b, CROWD[::2])
+    await space.retire("a", a)
+    steps = [await swept(space)]
+    while steps[-1][1]:
+        steps.append(await swept(space))
+    assert sum(removed for removed, _ in steps) == len(CROWD)
+    assert max(removed for removed, _ in steps) < 1100
+    assert set(await space.redis.hvals(space.key("blocks:aa"))) == {f"{b}d".encode()}
+    assert await space.redis.hlen(space.key("blocks:aa")) == len(CROWD[::2])
 
 
 async def test_live_owners_stay_as_they_are(space: Namespace) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
-from app.core.index import Change, Claims
+from app.core.index import FIRST_PLACE, Change, Claims
 from app.core.types import SequenceHash, Tier
 from workers.ownership import Ownership
 
@@ -382,7 +382,7 @@ CLAIM = (0, DEVICE)
 def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_told(
     abcd: Ownership, entries: list[tuple[int, Tier | None, SequenceHash | None]], right: bool
 ) -> None:
-    claims = Claims(bucket_bits=8, next_bucket=0, entries=entries)
+    claims = Claims(bucket_bits=8, following=FIRST_PLACE, entries=entries)
     assert abcd.shows(0, claims) == right
     assert abcd.shows(1, claims) == (entries == [])
 
@@ -391,4 +391,4 @@ def test_a_block_belongs_where_the_first_of_its_group_does(ownership: Ownership)
     first, second = SequenceHash(0xAA << 56), SequenceHash(0xBB << 56)
     told(ownership, stored(first, second))
     for bucket, right in ((0xAA, True), (0xBB, False)):
-        assert ownership.shows(0, Claims(8, 0, [(bucket, DEVICE, second)])) == right
+        assert ownership.shows(0, Claims(8, FIRST_PLACE, [(bucket, DEVICE, second)])) == right
