@@ -139,10 +139,11 @@ class Agent:
 
     async def stop(self) -> None:
         """Retire, so that nobody is routed here while the lease would still run."""
-        if self.incarnation is None:
+        held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
+        if not held:
             return
         try:
-            await self._runner.one(self._retire(self.incarnation))
+            await self._runner.run([self._retire(inc) for inc in held])
         except RedisUnavailable as error:
             log.warning("%s could not retire (its lease will lapse): %s", self.info.key, error)
 
@@ -286,9 +287,11 @@ class Agent:
                 await self._send(new, self._ownership.drain())
             if not await self._insist(self._activate(new, self.incarnation)):
                 raise IncarnationLost(f"staged incarnation {new} is lost")
-        finally:
+        except IncarnationLost:
             self._staged = None
-        self.incarnation = new
+            raise
+        # Not sooner: cancelled before, it may be routed to as either, and `stop` ends both.
+        self.incarnation, self._staged = new, None
         await self._send_all(new)
         self._lost = False
         log.info("%s resynced as incarnation %d", self.info.key, new)

@@ -310,20 +310,23 @@ async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer:
 
 
 class GatedRunner(ScriptRunner):
-    """Holds back every run of `script` while `gate` is not set."""
+    """Holds back every run of `script`, or else its answer, while `gate` is not set."""
 
-    def __init__(self, redis: Redis, script: str) -> None:
+    def __init__(self, redis: Redis, script: str, *, answer: bool = False) -> None:
         super().__init__(redis, timeout_s=1.0)
         self.reached = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
         self._script = script
+        self._answer = answer
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if any(c.script.name == self._script for c in calls):
+        gated = any(c.script.name == self._script for c in calls)
+        replies = await super().run_each(calls) if not gated or self._answer else None
+        if gated:
             self.reached.set()
             await self.gate.wait()
-        return await super().run_each(calls)
+        return await super().run_each(calls) if replies is None else replies
 
 
 async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
@@ -352,6 +355,24 @@ async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
 
         runner.gate.set()
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
+
+
+async def test_an_agent_that_is_stopped_amid_a_switch_is_routed_to_no_more(
+    redis: Redis, observer: Observer
+) -> None:
+    runner = GatedRunner(redis, "activate", answer=True)
+    agent = new_agent(redis, ttl_s=60.0, runner=runner)
+    async with running(agent):
+        runner.gate.clear()
+        runner.reached.clear()
+        agent.notify([Stored(tuple(CHAIN[:1]), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=1)})
+        await observer.lose_batches(1)
+        agent.notify([Stored(tuple(CHAIN[1:]), CHAIN[0])])
+        await runner.reached.wait()
+        assert await observer.live() == {2: "w0:0"}
+    await agent.stop()
+    assert await observer.live() == {}
 
 
 async def test_a_restarted_empty_redis_is_filled_again(own_redis_server: EmbeddedRedis) -> None:
