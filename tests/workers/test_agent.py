@@ -420,6 +420,7 @@ async def test_events_of_an_outage_are_coalesced_and_published_after_it(
         async with running(new_agent(redis, ttl_s=60.0)) as agent:
             agent.notify([Stored(tuple(CHAIN[:4]), None)])
             await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+            await agent.settled()  # else the outage may meet the first batch
             assert own_redis_server.pid is not None
             os.kill(own_redis_server.pid, signal.SIGSTOP)
             try:
