@@ -199,6 +199,24 @@ def test_what_others_left_does_not_matter() -> None:
     assert torch.equal(logits[0], logits[1])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sequence_that_overflows_spoils_none_that_gets_its_blocks(
+    dtype: torch.dtype, device: str
+) -> None:
+    config = replace(TINY, tie_word_embeddings=False)
+    model = Llama.random(config, seed=1, dtype=dtype, device=device)
+    model._embedding[5] = torch.inf
+    fresh, used = (MemoryPool(model.kv_shape(BLOCK_SIZE), 2, device).kv for _ in range(2))
+    assert model.prefill(used, [1, 2, 3, 5, 5, 5, 5, 5], 0, [0, 1]).isnan().all()
+    logits = []
+    for kv in (fresh, used):
+        model.prefill(kv, [6, 7, 8, 9, 10], 0, [0, 1])
+        logits.append(model.decode(kv, [11], [5], [[0, 1]]))
+    assert logits[0].isfinite().all()
+    assert torch.equal(logits[0], logits[1])
+
+
 def test_a_sequence_decodes_alike_beside_much_longer_and_shorter_ones() -> None:
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     kv = pool_of(model).kv

@@ -198,7 +198,7 @@ class Llama:
         """Compute one token of each of several sequences; returns float32 logits.
 
         kv and each of block_ids: as in `prefill`. What the last block of a sequence holds behind
-        its token is masked, so it has to be finite.
+        its token is masked, so it has to be finite, as zeros are and all that is computed here.
         Returns (num_seqs, vocab_size).
         """
         c = self.config
@@ -257,8 +257,9 @@ class Llama:
             )
             q, k = torch.split(_rotate(qk, cos, sin), [num_heads, kv_heads], 1)
             keys, values = layer_kv.unbind(1)
-            keys[blocks, offsets] = k
-            values[blocks, offsets] = v
+            # Whoever gets the block next multiplies what it masks: what is no number would stay.
+            keys[blocks, offsets] = k.nan_to_num(0.0, 0.0, 0.0)
+            values[blocks, offsets] = v.nan_to_num(0.0, 0.0, 0.0)
             x = x + F.linear(attend(q, keys, values), layer.output)
             gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
