@@ -112,6 +112,26 @@ def test_bytes_that_never_make_up_a_character_are_given_after_a_while() -> None:
     assert [len(piece) for piece in pieces if piece] == [HELD_TOKENS, HELD_TOKENS, 1]
 
 
+class Counting(Tokenizer):
+    """Knows how many tokens it decoded."""
+
+    decoded = 0
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        self.decoded += len(tokens)
+        return super().decode(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_not_decoded_again_and_again(kind: str) -> None:
+    """As those that follow the end of a sequence which is told to go on."""
+    of, ends = Counting(library(kind)), [library(kind).token_to_id("</s>")] * 1000
+    tokens = of.encode("A stream of tokens")
+    pieces = streamed(of, [*ends, *tokens[4:], *ends], context=tokens[:4])
+    assert of.decode(tokens[:4]) + "".join(pieces) == of.decode(tokens)
+    assert of.decoded < 100 * len(pieces)
+
+
 @pytest.mark.parametrize("text", [None, "{", '{"model": {"type": "none"}}'])
 def test_a_file_that_is_no_tokenizer_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:

@@ -15,7 +15,8 @@ HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 8
 """Of a prompt, so many are enough to tell how the first token after it is spelled."""
 HELD_TOKENS = 64
-"""At most, or bytes that never make up a character would be decoded again and again."""
+"""At most, or bytes that never make up a character, and special tokens, which have no text, would
+be decoded again and again."""
 
 
 class Tokenizer:
@@ -92,4 +93,6 @@ class TextStream:
         if text:
             self._given, self._held = self._held, []
             self._prefix = self._tokenizer.decode(self._given)
+        elif len(self._held) >= HELD_TOKENS:
+            self._held = []
         return text
