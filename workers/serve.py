@@ -124,14 +124,16 @@ async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer 
         raise InvalidRequest("body", f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
-    return _check(fields, _prompt_bytes(fields.get("prompt"), tokenizer))
-
-
-def _prompt_bytes(prompt: object, tokenizer: Tokenizer | None) -> bytes:
+    prompt = fields.get("prompt")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("prompt", "is text, and this worker has no tokenizer")
-        prompt = tokenizer.encode(prompt)
+        # A megabyte takes a second.
+        prompt = await asyncio.to_thread(tokenizer.encode, prompt)
+    return _check(fields, _prompt_bytes(prompt))
+
+
+def _prompt_bytes(prompt: object) -> bytes:
     if not isinstance(prompt, list):
         raise InvalidRequest("prompt", f"needs a list of token ids, got {type(prompt).__name__}")
     # A boolean is an int to Python, and no token.

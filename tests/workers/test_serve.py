@@ -4,7 +4,8 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +17,7 @@ from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.metrics import DEFAULT_SPEED
 from tests.eventually import eventually
-from workers.engines.base import EngineStoppedError, Generation, Output
+from workers.engines.base import EngineStoppedError, Generation, Output, TextStream, Tokenizer
 from workers.engines.profiles import Profile
 from workers.engines.runner import EngineRunner
 from workers.engines.sim import SimEngine
@@ -90,12 +91,15 @@ async def running(runner: EngineRunner) -> AsyncIterator[EngineRunner]:
 
 
 @asynccontextmanager
-async def serving(runner: EngineRunner) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(
+    runner: EngineRunner, tokenizer: Tokenizer | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
     """`runner`, run and served on a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections made before the server is up wait here
-        config = uvicorn.Config(create_app(runner), log_config=None, ws="none")
+        app = create_app(runner, tokenizer=tokenizer)
+        config = uvicorn.Config(app, log_config=None, ws="none")
         server = uvicorn.Server(config)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
@@ -358,6 +362,43 @@ async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
     chunks = events_of(response.text)
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [OUTPUT[:1], OUTPUT[1:]]
     assert chunks[0]["id"] == "7"
+
+
+class SlowTokenizer:
+    """Encodes text when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        self.begun.set()
+        assert self.may_end.wait(5)
+        return ABC
+
+    def stream(self, context: Sequence[int] = ()) -> TextStream:
+        return TokenNumbers()
+
+
+class TokenNumbers:
+    def push(self, token: int) -> str:
+        return f"{token} "
+
+    def end(self) -> str:
+        return ""
+
+
+async def test_others_are_served_while_a_long_text_becomes_tokens() -> None:
+    tokenizer = SlowTokenizer()
+    async with serving(fast(), tokenizer) as client:
+        text = {"prompt": "long", "max_tokens": 2}
+        asking = asyncio.create_task(client.post("/v1/completions", json=text))
+        assert await asyncio.to_thread(tokenizer.begun.wait, 10)
+        tokens = {"prompt": ABC, "max_tokens": 2}
+        answer = await client.post("/v1/completions", json=tokens)
+        tokenizer.may_end.set()
+        same = (await asking).json()
+
+    assert answer.json()["choices"] == same["choices"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +45,18 @@ def test_a_prompt_is_neither_cut_nor_padded_though_the_file_says_so(tmp_path: Pa
     asking.enable_padding(length=1000)
     asking.save(str(tmp_path / "tokenizer.json"))
     assert len(Tokenizer.from_folder(tmp_path).encode(TEXT)) < 1000
+
+
+def test_other_threads_go_on_while_a_long_text_becomes_tokens() -> None:
+    of, longest_s = tokenizer("bytes"), 0.0
+    with ThreadPoolExecutor(1) as pool:
+        begun = before = time.perf_counter()
+        encoding = pool.submit(of.encode, TEXT * 4000)
+        while not encoding.done():
+            time.sleep(0.001)
+            before, last = time.perf_counter(), before
+            longest_s = max(longest_s, before - last)
+    assert longest_s < (before - begun) / 2
 
 
 def test_a_character_comes_whole_with_the_last_of_its_bytes() -> None:

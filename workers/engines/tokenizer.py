@@ -39,7 +39,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer adds by itself."""
-        return self._tokenizer.encode(text).ids
+        # The library lets other threads run meanwhile only if asked for a batch.
+        return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Without special tokens."""
