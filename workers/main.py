@@ -45,7 +45,7 @@ async def serve(settings: WorkerSettings) -> None:
     listening = listen(settings.host, settings.port)
     settings = replace(settings, port=listening.getsockname()[1])
     redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
-    probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
 
     def measure() -> tuple[ForwardPassMetrics, Speed]:
         return engine.metrics(), engine.speed()

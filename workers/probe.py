@@ -32,17 +32,24 @@ _CUDA_DEVICE = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)
 
 
 class GpuProbe:
-    """Reads one GPU, the first that CUDA shows this process, once a second: start, latest, stop.
+    """Reads one GPU of those that CUDA shows this process, once a second: start, latest, stop.
 
     Nothing here raises, and only start and stop wait, for as long as START_TIMEOUT_S and
     STOP_TIMEOUT_S. All calls of the driver are made by one daemon thread, which no executor
     would wait for at the end of the process: a call that hangs holds nothing else up.
     """
 
-    def __init__(self, cuda_visible_devices: str | None) -> None:
-        """cuda_visible_devices: the variable CUDA_VISIBLE_DEVICES; None: it is not set."""
-        devices = "0" if cuda_visible_devices is None else cuda_visible_devices
-        self._wanted = devices.split(",")[0].strip()
+    def __init__(self, cuda_visible_devices: str | None, index: int | None = 0) -> None:
+        """cuda_visible_devices: the variable CUDA_VISIBLE_DEVICES; None: it is not set.
+
+        index: N of CUDA's `cuda:N`; None: none of them is in use.
+        """
+        if index is None:
+            self._wanted = ""
+        elif cuda_visible_devices is None:
+            self._wanted = str(index)
+        else:
+            self._wanted = "".join(cuda_visible_devices.split(",")[index : index + 1]).strip()
         self._name = NO_GPU
         self._latest = (NO_READINGS, 0.0)
         """And when they were read."""
@@ -55,7 +62,7 @@ class GpuProbe:
     def start(self) -> str:
         """Name of the GPU as its driver gives it, such as `NVIDIA H100 80GB HBM3`; else `cpu`."""
         if not _CUDA_DEVICE.fullmatch(self._wanted):
-            # GPUs are hidden from this process: leave their driver alone.
+            # Hidden from this process, or not in use: leave the driver alone.
             return NO_GPU
         self._thread.start()
         if not self._looked.wait(START_TIMEOUT_S):

@@ -60,6 +60,20 @@ def test_a_setting_that_cannot_be_had_is_refused_in_one_line_that_names_it(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("device", "gpu"),
+    [
+        ("cpu", None),
+        pytest.param("cuda", 0, marks=pytest.mark.gpu),
+        pytest.param("cuda:0", 0, marks=pytest.mark.gpu),
+    ],
+)
+def test_an_engine_says_which_gpu_it_computes_on(device: str, gpu: int | None) -> None:
+    hosted = host(replace(SETTINGS, device=device))
+    hosted.close()
+    assert hosted.gpu == gpu
+
+
 def test_workers_share_a_folder_for_disks_but_no_disk(tmp_path: Path) -> None:
     settings = replace(SETTINGS, disk_folder=str(tmp_path), disk_pool_tokens=1024)
     first = host(settings)

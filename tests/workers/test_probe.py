@@ -55,11 +55,11 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
 
 @pytest.fixture
 def probe(plug: Plug) -> Iterator[Probe]:
-    """`probe(cuda_visible_devices=None)`: not started yet, and stopped when the test is over."""
+    """`probe(cuda_visible_devices=None, index=0)`: not started, and stopped after the test."""
     made: list[GpuProbe] = []
 
-    def make(cuda_visible_devices: str | None = None) -> GpuProbe:
-        made.append(GpuProbe(cuda_visible_devices))
+    def make(cuda_visible_devices: str | None = None, index: int | None = 0) -> GpuProbe:
+        made.append(GpuProbe(cuda_visible_devices, index))
         return made[-1]
 
     yield make
@@ -278,6 +278,25 @@ def test_the_first_gpu_that_cuda_shows_the_process_is_read(
         Gpu(name="third", uuid="GPU-cccc-1111", mig=SLICE),
     )
     assert probe(visible).start() == name
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "name"),
+    [
+        (None, 1, "second"),
+        ("0,1", 1, "second"),
+        ("1, GPU-bbbb-1111", 1, "first"),
+        ("1", 1, "cpu"),
+        (None, 2, "cpu"),
+        (None, None, "cpu"),
+        ("0", None, "cpu"),
+    ],
+)
+def test_the_gpu_that_the_worker_computes_on_is_read(
+    plug: Plug, probe: Probe, visible: str | None, index: int | None, name: str
+) -> None:
+    plug(Gpu(name="first", uuid="GPU-bbbb-1111"), Gpu(name="second", uuid="GPU-bbbb-2222"))
+    assert probe(visible, index).start() == name
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", ",0", "none"])

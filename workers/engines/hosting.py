@@ -19,7 +19,8 @@ from workers.engines.sim import SimEngine
 class Hosted:
     """An engine, ready but for somebody to tell of its cache.
 
-    num_blocks: slots of each tier. close: to be called when the engine has ended.
+    num_blocks: slots of each tier. close: to be called when the engine has ended. gpu: index of the
+    one that it computes on, of those that CUDA shows; None on a CPU.
     """
 
     model: str
@@ -27,6 +28,7 @@ class Hosted:
     start: Callable[[Publisher], Engine]
     close: Callable[[], None] = lambda: None
     tokenizer: Tokenizer | None = None
+    gpu: int | None = 0
 
 
 def host(settings: WorkerSettings) -> Hosted:

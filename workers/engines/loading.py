@@ -136,7 +136,8 @@ def _with_tiers(
             max_num_seqs=settings.max_num_seqs,
         )
 
-    return Hosted(settings.model, num_blocks, start, kept.close, tokenizer)
+    gpu = None if model.device.type == "cpu" else model.device.index or 0
+    return Hosted(settings.model, num_blocks, start, kept.close, tokenizer, gpu)
 
 
 def _slot_file(
