@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
@@ -21,6 +22,8 @@ from tests.workers.cache_model import Listener
 from tests.workers.checkpoints import reference
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
+from workers.engines.llama import SIZES, Llama
+from workers.engines.loading import _fingerprint
 from workers.engines.steps import Finished
 
 SETTINGS = WorkerSettings(
@@ -84,6 +87,20 @@ def test_workers_share_a_folder_for_disks_but_no_disk(tmp_path: Path) -> None:
         host(settings)
     first.close()
     host(settings).close()
+
+
+def test_blocks_on_disk_are_those_of_one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
+    shape = model.kv_shape(16)
+
+    def fingerprint(device: str, name: str) -> int:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        model.device = torch.device(device)
+        return _fingerprint(SETTINGS, model, shape, "tiny")
+
+    assert fingerprint("cuda", "NVIDIA H100") == fingerprint("cuda:1", "NVIDIA H100")
+    assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cuda", "NVIDIA A100")
+    assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cpu", "NVIDIA H100")
 
 
 @asynccontextmanager

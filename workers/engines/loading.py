@@ -187,8 +187,10 @@ def _identity(folder: Path) -> str:
 
 def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
     """Of all that decides which bits a block of KV has."""
+    is_cuda = model.device.type == "cuda"
+    device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
     computed = (
-        *(torch.__version__, str(model.device), torch.backends.cpu.get_cpu_capability()),
+        *(torch.__version__, device, torch.backends.cpu.get_cpu_capability()),
         *(torch.get_num_threads(), settings.prefill_chunk),
     )
     return xxh3_64_intdigest(repr((identity, model.config, computed)).encode(), shape.fingerprint)
