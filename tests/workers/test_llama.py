@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.core.errors import ConfigError
 from tests.workers.checkpoints import reference
-from workers.engines.llama import SIZES, Llama, LlamaConfig
+from workers.engines.llama import SIZES, Llama, LlamaConfig, _rope_tables
 from workers.tiers import MemoryPool
 
 BLOCK_SIZE = 4
@@ -124,6 +125,25 @@ def test_logits_are_those_of_transformers_at_every_position(
         )
         for n in going:
             at[n] += 1
+
+
+@pytest.mark.parametrize("size", ["40m", "llama-3.2-1b", "llama-3.1-8b"])
+def test_angles_are_those_of_transformers_to_the_last_bit_at_every_position(size: str) -> None:
+    """The error of a frequency is multiplied by the position."""
+    config = SIZES[size]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        rope |= {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    theirs = LlamaRotaryEmbedding(
+        transformers.LlamaConfig(
+            head_dim=config.head_size,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=rope,
+        )
+    )
+    positions = torch.arange(config.max_position_embeddings)[None]
+    for ours, expected in zip(_rope_tables(config), theirs(torch.zeros(1), positions), strict=True):
+        assert torch.equal(ours, expected[0, :, : config.head_size // 2])
 
 
 @st.composite

@@ -334,7 +334,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32, (max_position_embeddings, head_size / 2)."""
     size = config.head_size
-    frequencies = config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+    frequencies = 1 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if scaling := config.rope_scaling:
         # How often each turns within the length that the model was first trained for.
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
