@@ -77,6 +77,15 @@ def test_an_engine_says_which_gpu_it_computes_on(device: str, gpu: int | None) -
     assert hosted.gpu == gpu
 
 
+def test_a_block_that_the_default_pool_is_too_small_for_is_its_only_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.engines.loading.DEFAULT_POOL_BYTES", 100)
+    hosted = host(replace(SETTINGS, kv_pool_tokens=None, host_pool_tokens=0))
+    hosted.close()
+    assert hosted.num_blocks == {Tier.DEVICE: 1}
+
+
 def test_workers_share_a_folder_for_disks_but_no_disk(tmp_path: Path) -> None:
     settings = replace(SETTINGS, disk_folder=str(tmp_path), disk_pool_tokens=1024)
     first = host(settings)

@@ -90,7 +90,7 @@ def _with_tiers(
     shape = model.kv_shape(settings.block_size)
     num_blocks = {
         Tier.DEVICE: (settings.kv_pool_tokens or 0) // settings.block_size
-        or DEFAULT_POOL_BYTES // shape.block_bytes,
+        or max(1, DEFAULT_POOL_BYTES // shape.block_bytes),
         Tier.HOST: settings.host_pool_tokens // settings.block_size,
         Tier.DISK: settings.disk_pool_tokens // settings.block_size,
     }
