@@ -72,14 +72,18 @@ class Maintenance:
         self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
 
     async def run(self) -> None:
-        """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._maintain_workers())
-            tasks.create_task(self._maintain_index())
-            tasks.create_task(self._maintain_keys())
-            tasks.create_task(self._watch_fill())
-            if self._predictions is not None:
-                tasks.create_task(self._prune(self._predictions))
+        """Until cancelled; what is to be released then still is."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._maintain_workers())
+                tasks.create_task(self._maintain_index())
+                tasks.create_task(self._maintain_keys())
+                tasks.create_task(self._watch_fill())
+                if self._predictions is not None:
+                    tasks.create_task(self._prune(self._predictions))
+        finally:
+            with suppress(RedisUnavailable):
+                await self._runner.run(list(self._releases))
 
     def release_soon(
         self, request_id: str, attempt: str = "", expires_by_ms: int | None = None

@@ -315,6 +315,14 @@ class TestOneReplica:
             assert replica.counted("decisions", policy=policy, outcome="routed") == 1
             assert replica.counted("decisions", policy=policy, outcome="failed") == 1
 
+    async def test_what_callers_that_are_gone_left_is_given_back_before_a_replica_stops(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with running(one_redis_server.url) as replica:
+            replica.abandon(await replica.route(request("r1")))
+        assert await workers.reserved() == {}
+
 
 async def test_shards_that_changed_since_the_last_look_cost_no_overlap(
     router: Replica, workers: FakeWorkers
