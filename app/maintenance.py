@@ -104,11 +104,14 @@ class Maintenance:
             if not self._fleet.recovers:
                 calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             releases = list(islice(self._releases, EXPIRE_LIMIT))
+            pause = MAINTENANCE_INTERVAL_S
             try:
                 expired, snapshot, *_ = await self._runner.run([*calls, *releases])
                 heard_ms = snapshot.now_ms
                 for _ in releases:
                     self._releases.popleft()
+                if self._releases:
+                    pause = 0.0
                 self._telemetry.reservations.labels("expired").inc(expired)
                 await self._fleet.view(snapshot)
             except (RedisUnavailable, NamespaceMissing) as error:
@@ -116,7 +119,7 @@ class Maintenance:
                 log.debug("maintenance: %s", error)
             if self._fleet.last_view is not None:
                 self._fleet.forget_except(self._fleet.last_view.incarnations)
-            await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+            await asyncio.sleep(pause)
 
     async def _watch_fill(self) -> None:
         rng = random.Random()

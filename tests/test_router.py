@@ -595,6 +595,17 @@ class TestWithoutRedis:
             assert await workers.reserved() == {"r2": "w1:0", "r3": "w1:0"}
             catching_up.cancel()
 
+    async def test_of_much_that_is_to_be_released_nothing_waits_for_the_next_step(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=1000)
+        answers = await route_all(router, *(request(f"r{n}") for n in range(640)))
+        for decision in answers:
+            assert isinstance(decision, Decision)
+            router.abandon(decision)
+        # At 64 a step this took 2.5 s.
+        await eventually(workers.reserved, lambda reserved: reserved == {}, within_s=1.5)
+
     async def test_who_waits_meanwhile_does_not_wait_for_redis_again(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
