@@ -373,9 +373,10 @@ class Router:
             except RoutingError as error:
                 _fail(pending, error)
                 continue
-            view.add(plan.position, plan.reservation)
             self.telemetry.degraded.inc()
-            self._note_decision(plan)
+            if pending.request.reserve:
+                view.add(plan.position, plan.reservation)
+                self._note_decision(plan)
             _answer(pending, plan.decision)
 
     def _count(self, decision: Decision) -> None:

@@ -524,6 +524,22 @@ class TestWithoutRedis:
             answers = await route_all(router, *(request(f"r{n}") for n in range(10)))
             assert placed(answers) == {"w1": 5, "w2": 5}
 
+    async def test_a_look_still_takes_nothing(self, own_redis_server: EmbeddedRedis) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.register("w2")
+            await workers.occupy("w1", "a")
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            looks = await route_all(router, *(request(f"r{n}", reserve=False) for n in range(6)))
+            assert placed(looks) == {"w2": 6}
+            assert router.counted("degraded_decisions") == 6
+            assert router.counted("locality", reason="degraded") == 0
+
     async def test_redis_may_go_between_look_and_reservation(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
