@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -10,7 +10,12 @@ from app.core.config import POLICY_NAMES, PRIORITIES
 from app.core.metrics import GpuReadings
 from app.core.types import REQUEST_ID
 
+T = TypeVar("T")
+
 U64 = 1 << 64
+
+Array = Annotated[list[T], Field(fail_fast=True)]
+"""An error is told of its first bad item alone: to make one of each of a million takes seconds."""
 
 
 def _u64(value: Any) -> int:
@@ -47,7 +52,7 @@ class _Body(BaseModel):
 class FindBestWorker(_Body):
     """A look only: nothing is reserved."""
 
-    local_hashes: list[HashValue] = Field(description="one per full block, in prompt order")
+    local_hashes: Array[HashValue] = Field(description="one per full block, in prompt order")
     num_tokens: int = Field(ge=1, description="length of the prompt")
 
 
@@ -60,7 +65,7 @@ class RouteOptions(_Body):
     lora_name: str | None = None
     cache_namespace: str | None = None
     policy: PolicyName | None = None
-    exclude: list[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
+    exclude: Array[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
     session_id: RequestId | None = Field(
         default=None,
         description="with --session-affinity, requests of a session rather go where the last one "
@@ -79,10 +84,10 @@ class RouteOptions(_Body):
 class RouteBody(RouteOptions):
     """`token_ids`, or `local_hashes` and `num_tokens`."""
 
-    token_ids: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
-    local_hashes: list[HashValue] | None = None
+    token_ids: Array[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
+    local_hashes: Array[HashValue] | None = None
     num_tokens: int | None = Field(default=None, ge=1)
-    mm_hashes: list[list[HashValue]] | None = Field(
+    mm_hashes: Array[Array[HashValue]] | None = Field(
         default=None,
         description="with token_ids: for each full block the hashes of the images or other items "
         "that touch it",

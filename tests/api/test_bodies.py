@@ -66,3 +66,19 @@ def test_without_simdjson_all_is_left_to_pydantic(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(routes, "simdjson", None)
     assert _parsed(RouteBody, raw)[1] is None
     assert seen(lambda: _parsed(RouteBody, raw)) == fast
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"token_ids": [-1, -1]',
+        '"local_hashes": ["x", "x"]',
+        '"mm_hashes": [["x", "x"]]',
+        '"mm_hashes": [["x"], ["x"]]',
+        '"exclude": [1, 2]',
+    ],
+)
+def test_of_an_array_only_the_first_bad_item_is_an_error(field: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        _parsed(RouteBody, f"{{{field}}}".encode())
+    assert refused.value.error_count() == 1
