@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api import errors, schemas
@@ -207,7 +208,7 @@ async def readiness(request: Request) -> Response:
     return json_response({"ready": ready, "missing": missing}, 200 if ready else 503)
 
 
-@routes.get("/metrics")
+@routes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     router, _ = _parts(request)

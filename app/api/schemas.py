@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from app.core.config import POLICY_NAMES, PRIORITIES
 from app.core.metrics import GpuReadings
@@ -34,9 +34,11 @@ def _u64(value: Any) -> int:
 HashValue = Annotated[
     int,
     BeforeValidator(_u64),
-    Field(
-        json_schema_extra={"anyOf": [{"type": "integer"}, {"type": "string"}]},
-        description="u64 as an integer (signed or unsigned) or as 16 hex digits",
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^[0-9a-fA-F]{16}$"}],
+            "description": "u64 as an integer (signed or unsigned) or as 16 hex digits",
+        }
     ),
 ]
 RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")]

@@ -379,6 +379,17 @@ class TestOpenApi:
         schema = body["application/json"]["schema"]
         assert schema["required"] == ["local_hashes", "num_tokens"]
 
+    async def test_a_hash_may_be_a_number_or_text(self, document: dict[str, Any]) -> None:
+        body = document["paths"]["/find_best_worker"]["post"]["requestBody"]["content"]
+        items = body["application/json"]["schema"]["properties"]["local_hashes"]["items"]
+        assert "type" not in items
+        assert [kind["type"] for kind in items["anyOf"]] == ["integer", "string"]
+
+    async def test_metrics_are_documented_as_text(self, document: dict[str, Any]) -> None:
+        assert set(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {
+            "text/plain"
+        }
+
     async def test_errors_are_documented_in_the_one_shape(self, document: dict[str, Any]) -> None:
         error = {"$ref": "#/components/schemas/ErrorBody"}
         for path, method in (
