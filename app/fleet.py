@@ -107,6 +107,14 @@ class View:
         ]
         return sum(free) if math.isinf(max_queue_s) else len(free)
 
+    def all_hold(self, num_blocks: int) -> bool:
+        """Whether no worker tells of fewer KV blocks than these."""
+        totals = [
+            measured.metrics.kv_total_blocks or info.kv_total_blocks
+            for info, measured in zip(self.infos, self.measured, strict=True)
+        ]
+        return not any(0 < total < num_blocks for total in totals)
+
     def candidates(self, overlaps: Overlaps) -> Candidates:
         """The workers as a cost function sees them, for a prompt with these overlaps."""
         device, host, disk, *load = self._changing.copy()

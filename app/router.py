@@ -310,7 +310,7 @@ class Router:
             request.priority,
             # What is cached somewhere costs the fleet little; a block at least is to be computed.
             tokens=max(request.isl_tokens - longest * block_size, block_size),
-            picky=bool(request.exclude),
+            picky=bool(request.exclude) or not view.all_hold(-(-request.isl_tokens // block_size)),
             now_ms=view.now_ms,
             answer=pending.answer,
             decide=partial(self._submit, pending),

@@ -163,7 +163,8 @@ class Waiting:
     ) -> Waiter:
         """Lets a request wait. It ends when `answer` is done, by whomever.
 
-        tokens: what its turn is worth. picky: it excludes workers. now_ms: of the Redis clock.
+        tokens: what its turn is worth. picky: not every worker could take it. now_ms: of the Redis
+        clock.
         """
         weight = self._weights.get(tenant, 1.0) * SHARES[priority]
         self._number += 1

@@ -4,8 +4,8 @@
 -- KEYS[2] flows      zset   flow -> tag of its first ticket
 -- KEYS[3] waiting:   zsets  flow -> ticket -> waits since, ms
 -- ARGV[1] replica    str    who asks
--- ARGV[2] limit      int    so many may go; those that exclude workers come on top, as they may not
---                           be able to and shall hold up nobody
+-- ARGV[2] limit      int    so many may go; those that not every worker could take come on top, as
+--                           they may not be able to and shall hold up nobody
 -- Returns  {flow, ticket, ...}   those of them that are the replica's, in the order of their turns
 -- Cost     O(limit^2 + 64 * limit), log waiting for a ticket. Writes. Safe to retry.
 local line, flows, waiting_prefix = KEYS[1], KEYS[2], KEYS[3]

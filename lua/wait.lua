@@ -9,8 +9,8 @@
 -- ARGV[1] replica    str    whose requests they are; without spaces
 -- ARGV[2] ttl_ms     int    > 0; for so long without another call
 -- ARGV[3...] flow    str    how many of its tickets follow, at most 2,000, and for each since_ms, then
---                           "<replica>-<number> <charge> <x where the request excludes workers, else
---                           ->"; and so on
+--                           "<replica>-<number> <charge> <x where not every worker could take the
+--                           request, else ->"; and so on
 -- Returns  how many did not wait before
 -- Cost     O(tickets * log waiting). Writes. Safe to retry.
 local line, flows, waiting_prefix = KEYS[1], KEYS[2], KEYS[3]

@@ -22,7 +22,7 @@ from app.core.redis import connect
 from app.decision import Decision, RouteRequest
 from app.waiting import Room, Waiter
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_workers import BLOCK_SIZE, KEYS, FakeWorkers
 from tests.test_router import Replica, request, running
 
 WAITS: dict[str, Any] = {"wait_queue": 100, "wait_timeout_s": 60.0}
@@ -190,6 +190,22 @@ class TestWhoWaits:
         assert await waiting_at(router) == 1
         await router.release("y")
         assert (await crowd.tasks["picky"]).worker.key.worker_id == "w2"
+
+    async def test_a_prompt_too_large_for_the_worker_that_is_free_holds_up_nobody(
+        self, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("large", max_requests=1)
+        await workers.register("small", max_requests=1, kv_total_blocks=4)
+        await workers.occupy("large", "x")
+        await workers.occupy("small", "y")
+        crowd = Crowd(redis)
+        await crowd.joins(router, "long", prompt=range(5 * BLOCK_SIZE))
+        await crowd.joins(router, "short")
+        await router.release("y")
+        assert (await crowd.tasks["short"]).worker.key.worker_id == "small"
+        assert await waiting_at(router) == 1
+        await router.release("x")
+        assert (await crowd.tasks["long"]).worker.key.worker_id == "large"
 
 
 class TestOrder:

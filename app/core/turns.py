@@ -35,7 +35,7 @@ def ticket(
 ) -> Ticket:
     """The `number`-th of a replica, for a turn worth `tokens` in a flow of that weight.
 
-    picky: the request excludes workers.
+    picky: not every worker could take the request.
     """
     charge = min(max(1, round(CHARGE_UNIT * tokens / weight)), MAX_CHARGE)
     # Of the same millisecond, Redis has them in the order of their names.
