@@ -195,7 +195,7 @@ class Router:
                 batch.append(self._queue.get_nowait())
             self._decide_degraded(batch, error)
             return
-        waiting = self._those_who_need_not_wait(batch, view)
+        waiting = await self._those_who_need_not_wait(batch, view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self.telemetry.retries.inc(len(waiting))
@@ -263,29 +263,37 @@ class Router:
     ) -> None:
         """Who routes an id again gives up what it holds, and may be refused because of just that:
         then it is decided anew."""
-        if not refused:
-            return
-        try:
-            held = await self._runner.run(
-                [reservations.release(self._keyspace, p.request.request_id) for p, _ in refused]
-            )
-        except RedisUnavailable:
-            held = [False] * len(refused)
+        held = await self._release_all([pending for pending, _ in refused])
         for (pending, error), its_own in zip(refused, held, strict=True):
             if not (its_own and self._submit(pending)):
                 self._turn_away(pending, view, error)
 
-    def _those_who_need_not_wait(self, batch: list[Pending], view: View) -> list[Pending]:
-        """All but those who came while others wait, at whichever replica: they wait as well."""
+    async def _those_who_need_not_wait(self, batch: list[Pending], view: View) -> list[Pending]:
+        """All but those who came while others wait, at whichever replica: they wait as well.
+
+        Without what they hold, if they are routed again: the others may wait for just that.
+        """
         if self._waiting is None or not (view.somebody_waits or self._waiting.somebody):
             return batch
-        going = []
+        going, joining = list[Pending](), list[Pending]()
         for pending in batch:
-            if pending.waiter is None and pending.request.reserve:
-                self._let_wait(pending, view)
-            else:
-                going.append(pending)
+            joins = pending.waiter is None and pending.request.reserve
+            (joining if joins else going).append(pending)
+        await self._release_all(joining)
+        for pending in joining:
+            self._let_wait(pending, view)
         return going
+
+    async def _release_all(self, some: list[Pending]) -> list[bool]:
+        """What they hold, from having been routed before; whether each held anything."""
+        if not some:
+            return []
+        try:
+            return await self._runner.run(
+                [reservations.release(self._keyspace, p.request.request_id) for p in some]
+            )
+        except RedisUnavailable:
+            return [False] * len(some)
 
     def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
         """Nobody can take it now: let it wait, if that is of use, else fail."""

@@ -175,6 +175,19 @@ class TestWhoWaits:
             await make_room(redis, crowd, router, "x")
         assert crowd.order == ["early", "late"]
 
+    async def test_who_is_routed_again_does_not_wait_for_what_it_holds_itself(
+        self, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await router.route(request("again"))
+        crowd = Crowd(redis)
+        await crowd.joins(router, "other")
+        crowd.tasks["again"] = asyncio.ensure_future(router.route(request("again")))
+        assert (await crowd.tasks["other"]).reserved
+        await router.release("other")
+        assert (await crowd.tasks["again"]).reserved
+        assert await workers.reserved() == {"again": "w1:0"}
+
     async def test_a_request_that_may_go_nowhere_holds_up_nobody(
         self, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
