@@ -23,7 +23,7 @@ from app.recording import Record
 LOCALITY_TEXT = {
     "kept": "the longest overlap was taken",
     "none": "nobody held its beginning",
-    "tie": "another was drawn, at the same cost",
+    "tie": "another was drawn, though no cheaper",
     "load": "another was cheaper, overlap and load together",
     "session": "another was cheaper, as the session had gone there before",
     "full": "the longest overlap was on a worker that was full",

@@ -24,8 +24,9 @@ LOCALITIES = (
     "degraded",
 )
 """Whether the worker with the longest overlap was chosen: kept; or nobody held anything (none); or
-another one was, as costs were equal, its load outweighed its overlap, the session had gone to the
-other one, it was full, the request excluded it, its lease had run out, or Redis was away."""
+another one was, as that was drawn though no cheaper (tie), its load outweighed its overlap, the
+session had gone to the other one, it was full, the request excluded it, its lease had run out, or
+Redis was away."""
 
 
 def locality_of(
@@ -59,7 +60,8 @@ def locality_of(
     if candidates.active_requests[best] >= candidates.max_requests[best]:
         return "full", name, best_overlap
     cost = choice.costs.cost
-    if cost[best] == cost[choice.index]:
+    # Cheaper even: with a temperature, or where a policy compares but two of them.
+    if cost[best] <= cost[choice.index]:
         return "tie", name, best_overlap
     if affinity is not None and affinity.position == choice.index:
         discount = choice.costs.terms["affinity"][choice.index]

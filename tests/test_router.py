@@ -265,6 +265,25 @@ class TestOneReplica:
             chosen.append(await router.route(request(f"r{n}", "round_robin")))
         assert placed(chosen) == {"w1": 4, "w2": 4}
 
+    @pytest.mark.parametrize(("policy", "temperature"), [("power_of_two", 0.0), ("blocks", 1000.0)])
+    async def test_a_draw_is_not_taken_for_load(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, policy: str, temperature: float
+    ) -> None:
+        for name in ("w1", "w2", "w3"):
+            await workers.register(name)
+        await workers.publish("w1", PROMPT)
+        await workers.occupy("w2", "a")
+        await workers.occupy("w3", "b")
+        async with running(one_redis_server.url, temperature=temperature) as replica:
+            looks = [
+                await replica.route(request(f"r{n}", policy, reserve=False)) for n in range(30)
+            ]
+        # w1 is the cheapest as well.
+        assert {(d.worker.key.worker_id == "w1", d.locality) for d in looks} == {
+            (True, "kept"),
+            (False, "tie"),
+        }
+
     async def test_one_that_gets_no_worker_leaves_the_rest_of_its_batch_alone(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
