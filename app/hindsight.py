@@ -117,7 +117,8 @@ async def whatif(
 
     Only those of which all candidates are kept: see --details-per-s. What the other choices would
     have made of the load is not followed up. To draw another worker that both policies put at the
-    same cost is no change.
+    same cost is no change, nor is another pair that power_of_two draws in the place of its own.
+    Without a temperature: what one chose that was not the cheapest counts as changed.
     """
     if prefill_weight is not None and policy != "blocks":
         raise click.BadParameter("only blocks has one", param_hint="--prefill-weight")
@@ -175,8 +176,10 @@ class Comparison:
         except (RoutingError, ValueError, KeyError):
             return
         would_be = choice.index
-        if all(costs.cost[was] == costs.cost[would_be] for costs in (recorded, choice.costs)):
-            # Neither policy tells them apart: that another was drawn this time is chance.
+        alike = all(costs.cost[was] == costs.cost[would_be] for costs in (recorded, choice.costs))
+        if alike or policy == record.policy == "power_of_two":
+            # Neither policy tells them apart, or which two were compared is not recorded: that
+            # another was drawn this time is chance.
             would_be = was
         c = seen.candidates
         overlap = c.overlap_device + c.overlap_host + c.overlap_disk

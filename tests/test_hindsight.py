@@ -60,6 +60,15 @@ def test_a_draw_between_workers_that_are_alike_to_both_policies_is_none() -> Non
     assert changed(idle, "blocks") == changed(idle, "least_loaded") == 0
 
 
+def test_another_pair_drawn_by_power_of_two_is_no_change_of_its_own_decisions() -> None:
+    # w2 is not in every pair.
+    drawn = record("w1:0", "power_of_two", overlaps=[0] * 4, requests=[3, 2, 1, 4])
+    assert changed(drawn, "power_of_two") == 0
+    assert changed(drawn, "least_loaded") == DECISIONS
+    chosen = record("w1:0", "latency", overlaps=[0, 10, 0, 0], requests=[3, 2, 1, 4])
+    assert 0 < changed(chosen, "power_of_two") < DECISIONS
+
+
 def test_another_weight_is_another_policy() -> None:
     kept = record("w2:0", "blocks", overlaps=[0, 0, 10, 0], requests=[0] * 4)
     assert changed(kept, "blocks", prefill_weight=1.0) == 0
