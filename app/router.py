@@ -217,8 +217,6 @@ class Router:
                 self._decide_degraded(undecided, error)
                 return
         for pending in waiting:
-            self._maintenance.release_soon(pending.request.request_id, pending.attempt)
-            pending.attempt = self._new_attempt()
             busy = f"every choice of {MAX_TRIES} was full by then"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
