@@ -27,7 +27,7 @@ def _log_at(level: str) -> None:
 
 
 class _LazyGroup(click.Group):
-    """Finds commands that lie elsewhere when asked. loadtest's extra may not be installed."""
+    """Finds commands that lie elsewhere when asked; lists those whose extra is installed."""
 
     lazy: ClassVar = {
         "replay": "loadtest.replay",
@@ -41,7 +41,13 @@ class _LazyGroup(click.Group):
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *self.lazy])
+        return sorted([*super().list_commands(ctx), *filter(self._is_installed, self.lazy)])
+
+    def _is_installed(self, name: str) -> bool:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(self.lazy[name])
+            return True
+        return False
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.lazy:

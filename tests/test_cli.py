@@ -119,6 +119,19 @@ def test_the_help_lists_all_commands() -> None:
     ]
 
 
+def test_a_plain_install_has_help_and_says_what_its_other_commands_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("loadtest.demo", "loadtest.replay"):
+        monkeypatch.setitem(sys.modules, module, None)
+    listed = CliRunner().invoke(main, ["--help"])
+    assert listed.exit_code == 0, listed.output
+    assert re.findall(r"^  (router|replay|demo)  ", listed.output, re.MULTILINE) == ["router"]
+    refused = CliRunner().invoke(main, ["demo"])
+    assert refused.exit_code == 1
+    assert refused.output == "Error: loadtest.demo is missing: pip install 'kvroute[loadtest]'\n"
+
+
 @pytest.mark.parametrize(
     ("command", "variable", "value"),
     [
