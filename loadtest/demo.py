@@ -58,6 +58,7 @@ def demo(
     num_workers: int, num_replicas: int, policies: tuple[str, ...], load: float, out: Path
 ) -> None:
     """Replay real traffic on a cluster on this machine, one policy after another."""
+    report.make_folder(out)
     # As Ctrl-C does, it is to leave no process behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
@@ -90,7 +91,6 @@ def demo(
                 )
             )
     console.print(report.table(runs))
-    out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_bytes(orjson.dumps(report.as_json(runs), option=orjson.OPT_INDENT_2))
     report.plot(runs, out / "demo.png")
     console.print(f"Also in {out / 'demo.json'} and {out / 'demo.png'}")

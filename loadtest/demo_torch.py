@@ -225,6 +225,7 @@ def main(
     model: str, rounds: int, conversations: int, turns: int, every_s: float, out: Path
 ) -> None:
     """Torch workers on this machine's CPU: hits against misses, then two policies."""
+    report.make_folder(out)
     console = Console()
     router = RouterSettings(log_level="warning")
     console.print(f"one worker, model {model} with random weights, one thread")
@@ -251,7 +252,6 @@ def main(
             playing = replay_policy(trace, cluster.balancer_url, policy, on_progress=on_progress)
             runs.append(run(playing))
     console.print(report.table(runs))
-    out.mkdir(parents=True, exist_ok=True)
     file = out / "demo-torch.json"
     tiers = {name: {"ttft_s": s, "times_faster": speedup(times, name)} for name, s in times.items()}
     found = {"model": model, "bound": bound(), "tiers": tiers, "routing": report.as_json(runs)}

@@ -308,6 +308,8 @@ def replay(
         raise click.ClickException(str(error)) from error
     if not trace.sessions:
         raise click.ClickException(f"{trace_file.name}: no requests in the part chosen")
+    for file in filter(None, (json_file, png_file)):
+        report.make_folder(file.parent)
     for policy in policies or (None,):
         run(_check_answers(url, policy))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 
 from loadtest.client import Outcome
@@ -211,6 +213,19 @@ def table(runs: Sequence[PolicyRun]) -> Group:
     return Group(Text(_title(runs[0]), "bold"), cells, Text(_caption(runs[0]), "dim"))
 
 
+def make_folder(folder: Path) -> None:
+    """Where a report is to go; better refused at once than after all was played.
+
+    Raises ClickException if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"{folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise click.ClickException(f"{folder}: nothing can be written there")
+
+
 def plot(runs: Sequence[PolicyRun], path: Path) -> None:
     """Writes a PNG: TTFT distribution, mean TTFT, hit rate and requests per worker by policy."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -240,7 +255,7 @@ def plot(runs: Sequence[PolicyRun], path: Path) -> None:
         "Prompt tokens found in the cache",
         "{:.1%}",
     )
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def _plot_distribution(axes: Axes, runs: Sequence[PolicyRun]) -> None:

@@ -265,7 +265,7 @@ def plot(figures: Sequence[Figures], title: str, path: Path) -> None:
         axes.set_xlabel("load, times the recorded rate", color=report.GREY)
         report.style(axes, label)
     figure.axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 class _PolicyName(click.ParamType[str]):
@@ -374,6 +374,8 @@ def main(
     **options: Any,
 ) -> None:
     """Compare policies on a trace, in virtual time: a table for each load."""
+    for file in filter(None, (json_file, png_file)):
+        report.make_folder(file.parent)
     console = Console()
     scenario = Scenario(read_trace(trace_file).cut(0.0, None, requests), _setting(**options))
     result: dict[str, Any] = {
@@ -403,8 +405,6 @@ def main(
             for policy, load in limits.items():
                 console.print(f"{policy} keeps {share:.0%} within the SLO up to {load:.2f}x")
     result["figures"] = [asdict(one) for one in figures]
-    for path in filter(None, (json_file, png_file)):
-        path.parent.mkdir(parents=True, exist_ok=True)
     if json_file:
         json_file.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
     if png_file:

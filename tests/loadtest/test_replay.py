@@ -161,8 +161,8 @@ class TestReport:
             played(*[answered(ttft_s=t) for t in (1, 2, 4)], policy="random"),
             played(FAILED, policy="latency"),
         ]
-        report.plot(runs, tmp_path / "figures.png")
-        assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+        report.plot(runs, tmp_path / "figures.of-today")
+        assert (tmp_path / "figures.of-today").read_bytes().startswith(b"\x89PNG")
 
 
 class TestReplay:
@@ -269,6 +269,15 @@ class TestCommand:
         assert "the cluster does not answer" in done.output
         assert "422" in done.output
         assert len(cluster.calls) == 1
+
+    @pytest.mark.parametrize("option", ["--json", "--png"])
+    async def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_played(
+        self, cluster: FakeCluster, trace_file: str, option: str
+    ) -> None:
+        done = await invoke("--url", cluster.url, "--trace", trace_file, option, f"{trace_file}/f")
+        assert done.exit_code == 1
+        assert done.output == f"Error: {trace_file}: File exists\n"
+        assert cluster.calls == []
 
     async def test_failures_are_told_with_an_example(
         self, cluster: FakeCluster, trace_file: str
