@@ -408,3 +408,24 @@ def test_a_redis_that_would_drop_keys_is_refused_with_the_reason(
     assert "Redis has maxmemory-policy allkeys-lru" in ended.stderr
     assert "noeviction" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["router", "worker"])
+def test_a_start_without_redis_is_told_with_the_reason(
+    command: str, own_redis_server: EmbeddedRedis
+) -> None:
+    with Redis.from_url(own_redis_server.url) as client:
+        client.config_set("requirepass", "sesame")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", command, "--port=0", "--log-level=warning"],
+        env={**os.environ, "REDIS_URL": own_redis_server.url},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+    finally:
+        process.kill()
+        process.communicate()
+    assert first.endswith("starting without Redis: AuthenticationError: Authentication required.\n")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from app.core.config import WorkerSettings
@@ -20,6 +20,8 @@ from app.core.types import WORKER_ID, Tier, WorkerInfo, WorkerKey
 from workers.agent import Agent, AgentSettings
 from workers.engines.hosting import Hosted, host
 from workers.probe import GpuProbe
+
+log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S = 1.0
 CAPACITY_WORKERS = 16
@@ -52,8 +54,10 @@ async def serve(settings: WorkerSettings) -> None:
 
     agent = await _agent(settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, probe)
     engine = hosted.start(agent)
-    with suppress(RedisUnavailable):
+    try:
         await check_server(redis, REDIS_TIMEOUT_S)
+    except RedisUnavailable as error:
+        log.warning("starting without Redis: %s", error)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())

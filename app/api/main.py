@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
@@ -21,6 +22,8 @@ from app.fleet import Fleet
 from app.router import Router
 from app.telemetry import Telemetry
 
+log = logging.getLogger(__name__)
+
 CHECK_TIMEOUT_S = 2.0
 READS_OF_THE_INDEX = ("match", "foresee")
 
@@ -32,9 +35,10 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
     """
     app = create_app(settings)
     async with connect(settings.redis_url, timeout_s=CHECK_TIMEOUT_S) as redis:
-        # Without Redis the replica starts all the same.
-        with suppress(RedisUnavailable):
+        try:
             await check_server(redis, CHECK_TIMEOUT_S)
+        except RedisUnavailable as error:
+            log.warning("starting without Redis: %s", error)
     await serve(app, *sockets, on_stop=app.state.router.stop)
 
 
