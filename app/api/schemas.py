@@ -62,7 +62,9 @@ class RouteOptions(_Body):
     """Everything of a route request but its prompt. With raw tokens these stand in the query."""
 
     request_id: RequestId | None = Field(
-        default=None, description="made up if absent; routing it again moves its reservation"
+        default=None,
+        description="routing it again moves its reservation; else the header x-request-id, else "
+        "made up",
     )
     lora_name: str | None = None
     cache_namespace: str | None = None
