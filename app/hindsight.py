@@ -9,7 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
-from app import recording
+from app import inspection, recording
 from app.console import COMMON, as_json, json_text, on_redis, text_table
 from app.core import config
 from app.core.config import POLICY_NAMES, Command
@@ -44,6 +44,7 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
         if record.request_id == request_id:
             break
     else:
+        await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
         raise click.ClickException(f"no decision about {request_id!r} is kept (any more)")
     rows, terms = _scored(record)
     if as_json:
@@ -132,6 +133,7 @@ async def whatif(
         if found.decisions == last:
             break
     if not found.decisions:
+        await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
         raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
     if as_json:
         click.echo(json_text(found.means()))

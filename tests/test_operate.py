@@ -93,15 +93,17 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize(
-    "command", [["summary"], ["block", "2a"], ["verify"], ["waiting"], ["usage"]], ids=" ".join
+    "command",
+    [
+        *("inspect summary", "inspect block 2a", "inspect verify", "inspect waiting"),
+        *("inspect usage", "explain req-7", "whatif --policy blocks"),
+    ],
 )
-def test_a_namespace_that_is_not_there_is_an_error(
-    url: str, command: list[str], form: list[str]
-) -> None:
-    result = kvroute(url, "inspect", *command, *form, namespace="typo")
+def test_a_namespace_that_is_not_there_is_an_error(url: str, command: str, form: list[str]) -> None:
+    result = kvroute(url, *command.split(), *form, namespace="typo")
     assert (result.exit_code, result.stderr) == (1, "Error: namespace 'typo': there is none\n")
     # What there is instead is told where it is asked for.
-    assert (NAMESPACE in result.stdout) == (command == ["summary"])
+    assert (NAMESPACE in result.stdout) == (command == "inspect summary")
 
 
 def test_an_overfull_index_is_called_that(

@@ -261,8 +261,9 @@ async def test_whatif_refuses_what_makes_no_sense(
 
 
 async def test_whatif_wants_decisions_with_their_candidates(
-    one_redis_server: EmbeddedRedis,
+    workers: FakeWorkers, one_redis_server: EmbeddedRedis
 ) -> None:
+    await workers.register("w1")
     result = await kvroute(one_redis_server.url, "whatif", "--policy", "blocks")
     assert result.exit_code == 1
     assert "no decision is kept with its candidates" in result.output
