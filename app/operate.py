@@ -55,7 +55,8 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     names = await inspection.namespaces(redis)
     found = await inspection.summary(redis, keyspace)
     if as_json:
-        click.echo(json_text({"namespaces": names, "summary": asdict(found) if found else None}))
+        plain = found and asdict(found) | {"workers": [_worker_dict(w) for w in found.workers]}
+        click.echo(json_text({"namespaces": names, "summary": plain}))
     else:
         click.echo(f"namespaces  {', '.join(names) or 'none'}")
     if found is None:
@@ -73,6 +74,11 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
         + "\n"
     )
     click.echo(_workers_table(found.workers))
+
+
+def _worker_dict(worker: inspection.Worker) -> dict[str, Any]:
+    by_tier = {tier.name.lower(): count for tier, count in worker.blocks.items()}
+    return asdict(worker) | {"blocks": by_tier}
 
 
 def _workers_table(workers: list[inspection.Worker]) -> str:
@@ -161,7 +167,7 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
         w.incarnation: await inspection.requests_on(redis, keyspace, w.incarnation) for w in found
     }
     if as_json:
-        rows = [asdict(w) | {"reserved": requests[w.incarnation]} for w in found]
+        rows = [_worker_dict(w) | {"reserved": requests[w.incarnation]} for w in found]
         click.echo(json_text(rows))
         return
     click.echo(_workers_table(found))
@@ -366,7 +372,8 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
         records.append(record)
     found = list(recording.usages(records))
     if as_json:
-        click.echo(json_text({"decisions": len(records), "prefixes": [asdict(u) for u in found]}))
+        prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
+        click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
         return
     click.echo(f"{len(records):,} decisions; prefixes that no longer one continues as often")
     rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]

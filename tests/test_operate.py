@@ -78,8 +78,8 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
     summary = found["summary"]
     assert summary["unique_blocks"] == 40
     assert [w["blocks"] for w in summary["workers"]] == [
-        {"0": 40, "1": 0, "2": 0},
-        {"0": 0, "1": 10, "2": 0},
+        {"device": 40, "host": 0, "disk": 0},
+        {"device": 0, "host": 10, "disk": 0},
     ]
     assert summary["workers"][0]["load"]["requests"] == 1
     text = kvroute(url, "inspect", "summary").output
@@ -184,6 +184,7 @@ def test_what_is_no_hash_is_refused(wrong: str, why: str) -> None:
 def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
     [found] = as_json(url, "inspect", "worker", "w1")
     assert found["info"]["address"] == "http://w1-0:80"
+    assert found["blocks"] == {"device": 40, "host": 0, "disk": 0}
     assert list(found["reserved"]) == ["req-7"]
     assert found["reserved"]["req-7"].startswith("100 5000 7 p")
     text = kvroute(url, "inspect", "worker", "w2:1").output

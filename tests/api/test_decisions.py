@@ -274,7 +274,7 @@ async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
     assert found["decisions"] == 4
     assert [(p["num_blocks"], p["requests"]) for p in found["prefixes"]] == [(10, 3), (10, 1)]
     text = (await kvroute(decided, "inspect", "usage")).output
-    assert text.splitlines()[-2].split()[1:] == ["10", "3"]
+    assert text.splitlines()[-2].split() == [found["prefixes"][0]["block"], "10", "3"]
     none = await as_json(decided, "inspect", "usage", "--window-s", "0.001")
     assert none["decisions"] >= 1
 
