@@ -153,6 +153,12 @@ GPU_TEXT = (
 """Fields of GpuReadings: the unit that a person reads them in, and the words around it."""
 
 
+RESERVED_TEXT = (
+    "  request  prefill tokens, prefill µs, blocks, p (prefills) or d (decodes), attempt"
+)
+"""What stands in the lines below it, as Redis has them."""
+
+
 @inspect.command(cls=Command)
 @click.argument("name", metavar="WORKER")
 @COMMON
@@ -181,6 +187,8 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
             texts = [text.format(readings[k] / u) for k, u, text in GPU_TEXT if k in readings]
             click.echo("  GPU: " + ", ".join(texts))
         reserved = requests[w.incarnation]
+        if reserved:
+            click.echo(RESERVED_TEXT)
         for request, record in list(reserved.items())[:MAX_SHOWN]:
             click.echo(f"  {request}  {record}")
         if len(reserved) > MAX_SHOWN:
@@ -234,11 +242,11 @@ def _tokens(file: BinaryIO) -> list[int]:
     try:
         tokens = orjson.loads(file.read())
     except orjson.JSONDecodeError as error:
-        raise click.ClickException(f"FILE is no JSON: {error}") from None
+        raise click.ClickException(f"{file.name} is no JSON: {error}") from None
     if not isinstance(tokens, list) or not all(
         type(token) is int and 0 <= token < 2**32 for token in tokens
     ):
-        raise click.ClickException("FILE is no list of token ids, 0 to 2^32 - 1")
+        raise click.ClickException(f"{file.name} is no JSON list of token ids, 0 to 2^32 - 1")
     return tokens
 
 

@@ -187,6 +187,12 @@ def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
     assert found["blocks"] == {"device": 40, "host": 0, "disk": 0}
     assert list(found["reserved"]) == ["req-7"]
     assert found["reserved"]["req-7"].startswith("100 5000 7 p")
+    lines = kvroute(url, "inspect", "worker", "w1").output.splitlines()
+    assert lines[-2].split("  ")[1:] == [
+        "request",
+        "prefill tokens, prefill µs, blocks, p (prefills) or d (decodes), attempt",
+    ]
+    assert lines[-1].startswith("  req-7  100 5000 7 p ")
     text = kvroute(url, "inspect", "worker", "w2:1").output
     assert "w2:1 at http://w2-1:80" in text
     missing = kvroute(url, "inspect", "worker", "w9")
@@ -246,7 +252,10 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
     assert as_json(url, "inspect", "prefix", str(tokens), "--lora", "x")["overlaps"] == []
     for wrong in ("[-1]", "[true]", "[4294967296]"):
         tokens.write_text(wrong)
-        assert "no list of token ids" in kvroute(url, "inspect", "prefix", str(tokens)).output
+        refused = kvroute(url, "inspect", "prefix", str(tokens))
+        assert refused.stderr.startswith(f"Error: {tokens} is no JSON list of token ids")
+    refused = kvroute(url, "inspect", "prefix", str(text))
+    assert refused.stderr.startswith(f"Error: {text} is no JSON: ")
 
 
 def test_who_is_not_live_holds_nothing_of_a_prompt(url: str, raw: Redis, tmp_path: Path) -> None:

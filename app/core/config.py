@@ -64,7 +64,10 @@ def parse_weights(text: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, weight = part.rpartition("=")
-        weights[name] = float(weight)
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            weights[name] = math.nan
         if not name or not 0.001 <= weights[name] <= 1000:
             raise ValueError("a name and a weight from 0.001 to 1000 are wanted for each")
     return weights

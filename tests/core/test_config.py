@@ -125,6 +125,12 @@ def test_weights_are_read_from_names_and_numbers() -> None:
     assert parse_weights("a=4,b=0.5,c=d=2") == {"a": 4.0, "b": 0.5, "c=d": 2.0}
 
 
+@pytest.mark.parametrize("text", ["a", "a=", "a=heavy", "a=4,a=heavy", "=1", "a=1001"])
+def test_what_is_no_weight_is_refused_with_what_is_wanted(text: str) -> None:
+    with pytest.raises(ValueError, match="a name and a weight from"):
+        parse_weights(text)
+
+
 def test_the_threshold_of_waiting_counts_only_where_requests_wait() -> None:
     assert RouterSettings(wait_above_s=2.0).max_queue_s == math.inf
     assert RouterSettings(wait_queue=1).max_queue_s == math.inf
