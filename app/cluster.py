@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 
-from app.core.config import RouterSettings, WorkerSettings, base_url, flags
+from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base_url, flags
 from app.core.embedded import (
     LOOPBACK,
     EmbeddedRedis,
@@ -114,12 +114,11 @@ class Cluster:
         """Start worker `w<index>`; does not wait for it."""
         settings = replace(
             self._worker,
-            redis_url=self.redis_url,
             worker_id=f"w{index}",
             port=free_port(),
         )
         url = base_url(settings.host, settings.port)
-        member = self._spawn(f"worker w{index}", url, ["worker", *flags(settings)])
+        member = self._spawn(f"worker w{index}", url, ["worker", *_flags(settings)])
         self.workers.append(member)
         return member
 
@@ -127,13 +126,12 @@ class Cluster:
         """Start replica `r<index>`; does not wait for it. HAProxy knows only those of the start."""
         settings = replace(
             self._router,
-            redis_url=self.redis_url,
             port=free_port(),
             shared_fd=self._shared.fileno() if self._shared else None,
         )
         url = base_url(settings.host, settings.port)
         passed = (self._shared.fileno(),) if self._shared else ()
-        member = self._spawn(f"router r{index}", url, ["router", *flags(settings)], passed)
+        member = self._spawn(f"router r{index}", url, ["router", *_flags(settings)], passed)
         self.routers.append(member)
         return member
 
@@ -191,6 +189,7 @@ class Cluster:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            env={**os.environ, "REDIS_URL": self.redis_url},
             pass_fds=pass_fds,
             # Ctrl-C in a terminal reaches only the owner, which stops these in their order.
             process_group=0,
@@ -209,6 +208,11 @@ class Cluster:
                 log.warning("%s does not stop; killing it", member.name)
                 member.process.kill()
                 member.process.wait()
+
+
+def _flags(settings: CommonSettings) -> list[str]:
+    """Without Redis's URL, as it may hold a password and anybody here sees command lines."""
+    return flags(settings, without=("redis_url",))
 
 
 def _wait_for(member: Member, url: str, deadline: float) -> None:

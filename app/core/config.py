@@ -164,9 +164,10 @@ def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...] = ())
     return cls(**{name: value for name, value in values.items() if name in names})
 
 
-def flags(settings: Any) -> list[str]:
+def flags(settings: Any, *, without: tuple[str, ...] = ()) -> list[str]:
     """The command line that `options` would read as `settings`."""
-    values = {f.name.replace("_", "-"): getattr(settings, f.name) for f in fields(settings)}
+    names = [f.name for f in fields(settings) if f.name not in without]
+    values = {name.replace("_", "-"): getattr(settings, name) for name in names}
     return [_flag(name, value) for name, value in values.items() if value is not None]
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from app.cluster import Cluster, ClusterError
 from app.core.config import RouterSettings, WorkerSettings
+from app.core.embedded import EmbeddedRedis
 from tests.e2e.conftest import Watch, listens, prompt, small_cluster
 from tests.eventually import eventually
 from tests.redis_servers import newest_kind, require_binary, require_redis
@@ -137,6 +140,24 @@ def test_a_cluster_that_is_left_leaves_no_process_and_no_port(kind: str) -> None
     # They went when asked; nobody had to be killed.
     statuses = {m.name: m.process.returncode for m in [*cluster.workers, *cluster.routers]}
     assert statuses == {"worker w0": 0, "router r0": 0, "router r1": 0}
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
+def test_no_command_line_shows_the_password_of_redis(own_redis_server: EmbeddedRedis) -> None:
+    with Redis.from_url(own_redis_server.url) as client:
+        client.config_set("requirepass", "sesame")
+    with Cluster(
+        num_workers=1,
+        num_replicas=1,
+        haproxy=False,
+        redis_url=f"redis://:sesame@127.0.0.1:{own_redis_server.port}/0",
+        router=RouterSettings(log_level="error"),
+        worker=WorkerSettings(log_level="error"),
+    ) as cluster:
+        for member in cluster.members:
+            line = Path(f"/proc/{member.process.pid}/cmdline").read_bytes()
+            assert b"app.cli" in line
+            assert b"sesame" not in line
 
 
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
