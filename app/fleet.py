@@ -180,13 +180,13 @@ class Fleet:
 
     def __init__(self, redis: Redis, keyspace: Keyspace, timeout_s: float) -> None:
         self.last_view: View | None = None
-        self.metrics_age_s = 0.0
-        """Age of the newest metrics entry when the stream was last read; 0 before any `view`."""
         self._redis = redis
         self._keyspace = keyspace
         self._timeout_s = timeout_s
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._measured: dict[Incarnation, Measured] = {}
+        self._newest_ms: int | None = None
+        """Of the metrics stream, the last entry that was read."""
         self._known: Known | None = None
         """Of the last view, until anything else is learnt."""
         self._workers_ms: int | None = None
@@ -215,6 +215,14 @@ class Fleet:
         """The Redis clock, by what it was when Redis last answered; None before."""
         ahead_ms = self._redis_ahead_ms
         return None if ahead_ms is None else round(time.monotonic() * 1000 + ahead_ms)
+
+    @property
+    def metrics_age_s(self) -> float:
+        """Age of the newest entry of the metrics stream that was read; 0 before any `view`."""
+        now_ms = self.redis_now_ms
+        if now_ms is None or self._newest_ms is None:
+            return 0.0
+        return max(0.0, (now_ms - self._newest_ms) / 1000)
 
     def note(self, error: KvrouteError) -> None:
         """A question to Redis failed with this."""
@@ -318,12 +326,11 @@ class Fleet:
         for entry_id, fields in entries:
             position = entry_id
             self._take(_id_ms(entry_id), fields)
+        if position is None:
+            return None
+        self._newest_ms = _id_ms(position)
         now_ms = self.redis_now_ms
-        if position is None or now_ms is None:
-            return position
-        age_s = (now_ms - _id_ms(position)) / 1000
-        self.metrics_age_s = max(0.0, age_s)
-        if age_s < -MAX_AHEAD_S:
+        if now_ms is not None and self._newest_ms - now_ms > MAX_AHEAD_S * 1000:
             # Somebody's entry: what follows it may be measured from now, and so come before it.
             return None
         return position

@@ -12,6 +12,7 @@ from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.core.redis import connect
 from app.core.types import Tier
 from tests.api.conftest import StartReplica
+from tests.eventually import eventually
 from tests.fake_workers import FakeWorkers
 
 # Two full blocks of four, and a third begun.
@@ -242,6 +243,25 @@ async def test_the_stream_lag_grows_while_nobody_reports(
     while (lag := (await scrape(client))("metrics_stream_lag_seconds")) == 0.0:
         pass
     assert lag > 1_600_000_000
+
+
+async def test_the_stream_lag_grows_while_redis_is_away(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with (
+        connect(own_redis_server.url) as redis,
+        replica(own_redis_server.url) as client,
+    ):
+        workers = FakeWorkers(redis)
+        await workers.register("w1")
+        await workers.report("w1", ForwardPassMetrics())
+
+        async def lag() -> float:
+            return (await scrape(client))("metrics_stream_lag_seconds")
+
+        before = await eventually(lag)
+        await asyncio.to_thread(own_redis_server.kill)
+        await eventually(lag, lambda seconds: seconds > before + 0.5, within_s=5)
 
 
 async def test_a_worker_that_is_gone_is_shown_no_more(
