@@ -21,6 +21,9 @@ from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill
 from app.policy.select import Choice, choose
 from app.recording import Record, Seen, sampled
 
+MAX_PREFILL_S = 86_400.0
+"""More is no measurement, and many of them would not fit into Redis's whole numbers."""
+
 
 @dataclass(slots=True)
 class Plan:
@@ -167,7 +170,7 @@ def _reservation(
     return Reservation(
         decision.request_id,
         prefill_tokens=max(1, size.isl_tokens - cached),
-        prefill_us=round(1e6 * float(prefill_s[choice.index])),
+        prefill_us=round(1e6 * min(float(prefill_s[choice.index]), MAX_PREFILL_S)),
         blocks=size.isl_blocks,
         attempt=decision.attempt,
     )

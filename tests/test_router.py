@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from app.core.embedded import EmbeddedRedis, free_port
 from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
 from app.core.hashing import compute_hashes
 from app.core.index import shard_of
+from app.core.metrics import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Speed
 from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
 from app.core.types import TierOverlap
 from app.decision import Decision, RouteRequest
 from app.fleet import Fleet
+from app.planner import MAX_PREFILL_S
+from app.policy.cost import POLICIES
 from app.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Router
 from app.telemetry import Telemetry
 from tests.eventually import eventually
@@ -130,6 +134,26 @@ async def workers(redis: Redis) -> FakeWorkers:
 async def router(one_redis_server: EmbeddedRedis) -> AsyncIterator[Replica]:
     async with running(one_redis_server.url) as replica:
         yield replica
+
+
+async def test_a_worker_with_an_absurd_speed_costs_nobody_an_answer(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers
+) -> None:
+    incarnation = await workers.register("w1")
+    absurd = Speed(**dict.fromkeys(asdict(DEFAULT_SPEED), LARGEST))
+    async with running(one_redis_server.url) as router:
+
+        async def speed() -> Speed:
+            return router.fleet.measured(incarnation).speed
+
+        await workers.report("w1", ForwardPassMetrics(), absurd)
+        await eventually(speed, absurd.__eq__)
+        for n, policy in enumerate(POLICIES):
+            decision = await router.route(request(f"r{n}", policy))
+            assert decision.worker.key.worker_id == "w1"
+    load = await workers.load("w1")
+    assert load.requests == len(POLICIES)
+    assert load.queue_s(0) <= len(POLICIES) * MAX_PREFILL_S
 
 
 class TestRoundTrips:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from math import inf
 from typing import Any
 
 
@@ -69,6 +68,8 @@ class GpuReadings:
 
 
 NO_READINGS = GpuReadings()
+LARGEST = 1e15
+"""No unit of any field is so small. What is computed from such numbers stays finite."""
 GPU_PREFIX = "gpu_"
 """Of the readings' names in the stream."""
 
@@ -85,7 +86,7 @@ def encode(
 def decode(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     """Inverse of `encode`; a missing field takes its default, an unknown one is ignored.
 
-    Raises ValueError if a field is not a finite number of at least 0.
+    Raises ValueError if a field is not a number from 0 to LARGEST.
     """
 
     def numbers(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -105,6 +106,6 @@ def decode(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReading
 
 def _checked(name: str, text: str) -> float:
     value = float(text)
-    if not 0 <= value < inf:
+    if not 0 <= value <= LARGEST:
         raise ValueError(f"{name} is {text}")
     return value

@@ -71,7 +71,7 @@ def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> No
 
 
 @pytest.mark.parametrize("field", ["kv_active_blocks", "prefill_s_per_token", "gpu_power_w"])
-@pytest.mark.parametrize("text", ["inf", "nan", "-1"])
+@pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e308"])
 def test_a_number_that_nothing_measures_is_refused(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is {text}"):
         decode({field: text})
