@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
@@ -33,7 +34,7 @@ from workers.engines.base import (
 )
 from workers.engines.llama import SIZES, Llama
 from workers.engines.steps import Finished
-from workers.engines.torch import TorchEngine
+from workers.engines.torch import TorchEngine, _Sequence
 from workers.telemetry import EngineCollector
 from workers.tiers import MemoryPool
 from workers.transfers import Transfers
@@ -391,6 +392,28 @@ async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
         device = served.manager.tiers[DEVICE]
         assert device.num_free + device.num_idle == device.num_slots
         assert served.engine.metrics().kv_active_blocks == 0
+
+
+async def test_requests_that_are_over_are_not_left_to_the_collection_of_cycles(
+    tmp_path: Path,
+) -> None:
+    """It comes seldom, and prompts are long."""
+    async with running(tmp_path) as served:
+        gc.collect()
+        gc.disable()
+        try:
+            for n in range(5):
+                await served.ask(prompt_of(n, 9))
+                served.submit("waits", prompt_of(n, 9), 3).cancel()
+                generation = served.submit("runs", prompt_of(n, 9), 9)
+                await anext(aiter(generation))
+                generation.cancel()
+            await served.ask([1])
+            alive = [s.request.request_id for s in gc.get_objects() if type(s) is _Sequence]
+        finally:
+            gc.enable()
+
+    assert sorted(alive) == ["only", "runs"]  # the last that was admitted, and our own variable
 
 
 async def test_requests_may_come_while_the_engine_begins(tmp_path: Path) -> None:

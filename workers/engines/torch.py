@@ -429,7 +429,7 @@ class TorchEngine:
             if ended is not None:
                 finished.append(ended)
                 sequence.generation.end(ended)
-                del self._sequences[sequence.request.request_id]
+                self._forget(sequence)
                 self._leave(sequence)
         for sequence in in_step:
             if sequence.cancelled:
@@ -467,7 +467,7 @@ class TorchEngine:
     def _cancel(self, sequence: _Sequence) -> None:
         if self._sequences.get(sequence.request.request_id) is not sequence:
             return
-        del self._sequences[sequence.request.request_id]
+        self._forget(sequence)
         sequence.cancelled = True
         if sequence.admission is not None:
             sequence.admission.cancel()
@@ -476,6 +476,11 @@ class TorchEngine:
             self._may_admit.set()
         elif sequence not in self._in_step:
             self._leave(sequence)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        # The generation knows the sequence as well: a cycle would keep the prompt in memory.
+        del sequence.generation
 
     def _leave(self, sequence: _Sequence) -> None:
         """Its blocks are free for others."""
