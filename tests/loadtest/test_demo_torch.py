@@ -3,12 +3,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import orjson
+import pytest
 from click.testing import CliRunner
 
 from loadtest import demo_torch
 from loadtest.traces import VOCABULARY
 from tests.redis_servers import newest_kind, require_redis
 from tests.workers.checkpoints import reference
+
+
+async def test_the_last_prompt_that_is_tried_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier is measured with each prompt: one more than MAX_PROMPTS, for three tiers."""
+    tiers = iter(demo_torch.TIERS)
+
+    async def held(*_: object) -> dict[str, int]:
+        return {next(tiers): demo_torch.SHARED_TOKENS}
+
+    async def ttft_s(*_: object) -> list[float]:
+        return [1.0]
+
+    monkeypatch.setattr(demo_torch, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(demo_torch, "_held", held)
+    monkeypatch.setattr(demo_torch, "_ttft_s", ttft_s)
+    times = await demo_torch.measure_tiers("http://127.0.0.1:1", rounds=1)
+    assert times == {"cold": [1.0] * 3, "device": [1.0], "host": [1.0], "disk": [1.0]}
 
 
 def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path: Path) -> None:
