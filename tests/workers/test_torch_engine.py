@@ -358,12 +358,18 @@ async def test_what_cannot_be_loaded_is_computed_from_the_last_good_chunk(tmp_pa
     assert (counts.fallbacks, counts.recomputed) == (1, 10 - 4)
 
 
-async def test_a_request_that_does_not_fit_beside_others_waits_for_them(tmp_path: Path) -> None:
+async def test_a_request_that_does_not_fit_beside_others_waits_and_is_not_overtaken(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, {DEVICE: 16}) as served:
         first = served.submit("first", prompt_of(1, 33), 20)
         second = served.submit("second", prompt_of(2, 33), 20)
         third = served.submit("third", prompt_of(3, 3), 1)
-        for generation in (third, second, first):
+        async for output in first:
+            if output.finished is None:
+                metrics = served.engine.metrics()
+                assert (metrics.request_active_slots, metrics.num_requests_waiting) == (1, 2)
+        for generation in (third, second):
             await output_of(generation)
         await served.settle()
 
