@@ -65,7 +65,7 @@ class _LazyGroup(click.Group):
 def main() -> None:
     """kvroute sends each LLM request to the worker where it will start soonest.
 
-    Every option can also be set by the environment variable shown beside it.
+    Options that show an environment variable can also be set by it.
     """
 
 
@@ -106,6 +106,7 @@ def worker(**values: Any) -> None:
 @click.option("--replicas", "num_replicas", default=3, show_default=True, type=config.PROCESSES)
 @click.option(
     "--redis",
+    "--redis-url",
     "redis_url",
     envvar="REDIS_URL",
     show_envvar=True,
@@ -136,7 +137,15 @@ def worker(**values: Any) -> None:
     WorkerSettings,
     without=("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
 )
-@click.option("--log-level", type=click.Choice(config.LOG_LEVELS), default="warning")
+@click.option(
+    "--log-level",
+    type=click.Choice(config.LOG_LEVELS),
+    default="warning",
+    envvar="KVROUTE_LOG_LEVEL",
+    show_envvar=True,
+    show_default=True,
+    help="Least severe messages to log.",
+)
 def up(**values: Any) -> None:
     """Keep a cluster running on this machine, until Ctrl-C."""
     from app.cluster import Cluster
