@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 
 from app.core.config import RouterSettings, WorkerSettings, variable
 from app.policy.cost import POLICIES
+from app.telemetry import Telemetry
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("settings", [RouterSettings, WorkerSettings], ids=lambda s: s.__name__)
@@ -21,6 +24,18 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
         default = "" if f.default in (None, "") else f"`{f.default}`"
         start, end = f"| {flag} | `{variable(f)}` |", f"| {default} | {f.metadata['help']} |"
         assert any(row.startswith(start) and row.endswith(end) for row in rows), flag
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/operating.md"])
+def test_every_metric_that_is_named_is_there(document: str) -> None:
+    families = list(Telemetry().registry.collect())
+    there = {family.name for family in families}
+    there |= {f"{f.name}_total" for f in families if f.type == "counter"}
+    there |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}
+    of_workers = (ROOT / "workers/telemetry.py").read_text()
+    there |= set(re.findall(r"kvroute_engine_[a-z_]+", of_workers))
+    there |= {f"{name}_total" for name in there if name.endswith("_events")}
+    assert set(re.findall(r"kvroute_[a-z_]+", (ROOT / document).read_text())) - there == set()
 
 
 def test_every_policy_is_explained():
