@@ -2,7 +2,8 @@
 #
 # docker build --target router .        one router replica (the default); needs REDIS_URL
 # docker build --target worker .        one worker, with an engine of our own; needs REDIS_URL
-# docker build --target all-in-one .    Redis, routers, balancer and workers in one container
+# docker build --target all-in-one .    Redis, routers, balancer and workers in one container, to
+#                                       look at: its workers are reached from inside it only
 
 # torch's CPU build. With a GPU: --build-arg TORCH_INDEX=https://pypi.org/simple
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -307,7 +307,10 @@ class WorkerSettings(CommonSettings):
     worker_id: str = setting("", "Name in the fleet; none: the host name.")
     dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
     address: str = setting(
-        "", "Base URL that clients reach it by; none: http://<host>:<port>.", _BaseUrl()
+        "",
+        "Base URL that clients reach it by; none: http://<host>:<port>, with the host name in "
+        "place of 0.0.0.0 or ::.",
+        _BaseUrl(),
     )
     # At most what fits into the pool of any worker that is not told how large it is to be.
     block_size: int = setting(16, "Tokens per KV block.", click.IntRange(1, 4096))
