@@ -110,6 +110,10 @@ ROWS = (
     ("client late, p99", "send_delay_p99_s", "{:.2f} s"),
 )
 
+LATE_SHARE = 0.25
+"""Of the mean TTFT, which counts the client's own delay: past it the figures are of the machine."""
+LATE_TEXT = "The client itself was late ({}): this machine is too busy for these figures to count."
+
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 INK = "#222222"
@@ -210,7 +214,9 @@ def table(runs: Sequence[PolicyRun]) -> Group:
         if ratios:
             row.append(_cell(ratios.get(metric), "{:.2f}x"))
         cells.add_row(label, *row)
-    return Group(Text(_title(runs[0]), "bold"), cells, Text(_caption(runs[0]), "dim"))
+    late = [run.policy for run, s in zip(runs, summaries, strict=True) if _is_late(s)]
+    warning = [Text(LATE_TEXT.format(", ".join(late)), "red")] if late else []
+    return Group(Text(_title(runs[0]), "bold"), cells, Text(_caption(runs[0]), "dim"), *warning)
 
 
 def make_folder(folder: Path) -> None:
@@ -321,6 +327,11 @@ def style(axes: Axes, title: str) -> None:
 
 def _title(run: PolicyRun) -> str:
     return f"{run.trace}: {len(run.outcomes):,} requests at {run.load:g}x the recorded rate"
+
+
+def _is_late(summary: PolicySummary) -> bool:
+    delay_s, ttft_s = summary.send_delay_p99_s, summary.ttft_mean_s
+    return delay_s is not None and ttft_s is not None and delay_s > LATE_SHARE * ttft_s
 
 
 def _caption(run: PolicyRun) -> str:

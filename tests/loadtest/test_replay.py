@@ -30,13 +30,14 @@ def answered(
     prompt_tokens: int = 100,
     cached_tokens: int = 0,
     decision_s: float = 0.002,
+    late_s: float = 0.5,
     attempts: int = 1,
     degraded: bool = False,
 ) -> Outcome:
     return Outcome(
         request_id="r",
         arrival_s=arrival_s,
-        sent_s=arrival_s + 0.5,
+        sent_s=arrival_s + late_s,
         prompt_tokens=prompt_tokens,
         attempts=attempts,
         worker=worker,
@@ -155,6 +156,12 @@ class TestReport:
         text = " ".join(printed(played(*[answered()] * 4, warmup=0.25)))
         assert "Without the first 1 requests" in text
         assert "wall time x 8" in text
+
+    def test_the_table_warns_of_a_client_that_was_late_itself(self) -> None:
+        in_time = played(answered(ttft_s=4.0, late_s=0.9), policy="random")
+        late = played(answered(ttft_s=4.0, late_s=1.1), policy="latency")
+        assert "The client itself was late (latency): " in " ".join(printed(in_time, late))
+        assert "late (" not in " ".join(printed(in_time, played(FAILED)))
 
     def test_the_picture_is_a_png_whatever_was_answered(self, tmp_path: Path) -> None:
         runs = [
