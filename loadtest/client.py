@@ -28,6 +28,8 @@ import stamina
 import stamina.instrumentation
 
 ROUTER_TIMEOUT_S = 5.0
+ROUTE_TIMEOUT_S = 30.0
+"""Longer than requests wait for a worker by default: who gives up before loses its place."""
 CONNECT_TIMEOUT_S = 5.0
 # Below the 5 s after which uvicorn closes an idle connection, so that it is never us who reuse
 # a connection in the moment it closes.
@@ -275,7 +277,7 @@ class ClusterClient:
         base_url = next(self._base_urls)
         with _translated_errors(base_url):
             async with (
-                asyncio.timeout(ROUTER_TIMEOUT_S),
+                asyncio.timeout(ROUTE_TIMEOUT_S),
                 self._session.post(
                     f"{base_url}/v1/route", params=params, data=prompt, headers=TOKENS_TYPE
                 ) as response,

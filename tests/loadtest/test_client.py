@@ -7,7 +7,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from loadtest.client import ClusterClient, FailureKind, Outcome, RequestError, _Progress, clock
+from app.core.config import RouterSettings
+from loadtest.client import (
+    ROUTE_TIMEOUT_S,
+    ClusterClient,
+    FailureKind,
+    Outcome,
+    RequestError,
+    _Progress,
+    clock,
+)
 from tests.loadtest.conftest import BREAKS_AFTER_FIRST_TOKEN, SILENT, TELLS_AN_ERROR, FakeCluster
 
 ROUTE = "POST /v1/route"
@@ -76,6 +85,10 @@ async def test_a_route_call_that_may_succeed_later_is_repeated_under_the_same_id
     assert (outcome.failure, outcome.attempts) == (None, 2)
     assert [query["request_id"] for query in cluster.queries] == ["r1"] * 3
     assert cluster.calls == [ROUTE, ROUTE, COMPLETE, CONFIRM, RELEASE]
+
+
+def test_a_request_may_wait_for_as_long_as_routers_let_it_by_default() -> None:
+    assert RouterSettings().wait_timeout_s < ROUTE_TIMEOUT_S
 
 
 async def test_a_refused_request_is_not_repeated(
