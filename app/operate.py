@@ -383,6 +383,6 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
         prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
         click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
         return
-    click.echo(f"{len(records):,} decisions; prefixes that no longer one continues as often")
+    click.echo(f"{len(records):,} decisions; without prefixes that a longer one continues as often")
     rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
     click.echo(text_table(("last block", "blocks", "requests"), rows) if rows else "none is kept")
