@@ -11,6 +11,33 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 
+WORKER_LOAD = {
+    "requests": "Requests reserved on a worker.",
+    "blocks": "KV blocks reserved on a worker.",
+    "prefill_tokens": "Prompt tokens reserved on a worker and still to be computed.",
+    "queue_seconds": "Predicted length of a worker's queue of prefills.",
+    "kv_active_blocks": "KV blocks in use, as a worker reports.",
+    "requests_waiting": "Requests that wait in a worker, as it reports.",
+    "cache_usage": "Share of a worker's KV blocks in use, as it reports; 0-1.",
+    "stale": "1 where what a worker reports is older than a second, else 0.",
+}
+WORKER_GPU = {
+    "memory_used_bytes": ("memory_used_bytes", "Memory in use on a worker's GPU."),
+    "memory_total_bytes": ("memory_total_bytes", "Memory of a worker's GPU."),
+    "utilisation": ("utilisation", "Share of time in which a worker's GPU ran anything; 0-1."),
+    "temperature_c": ("temperature_celsius", "Temperature of a worker's GPU."),
+    "power_w": ("power_watts", "Power that a worker's GPU draws."),
+    "pcie_sent_bytes_per_s": (
+        "pcie_sent_bytes_per_second",
+        "What a worker's GPU sends over PCIe.",
+    ),
+    "pcie_received_bytes_per_s": (
+        "pcie_received_bytes_per_second",
+        "What a worker's GPU receives over PCIe.",
+    ),
+}
+"""By the names of GpuReadings. Of what a GPU does not tell, or not lately, there is no sample."""
+
 
 class Telemetry:
     """One router's metrics, in a registry of their own. All names begin with `kvroute_`."""
@@ -135,21 +162,19 @@ class Telemetry:
         for tier in ("device", "host", "disk"):
             self.overlap_of(tier)
         self._counted: dict[str, tuple[Counter, Counter]] = {}
-        self.worker_load = Gauge(
-            "kvroute_worker_load",
-            "Per worker: reserved requests, blocks, prefill_tokens and queue_seconds; reported "
-            "kv_active_blocks, requests_waiting and cache_usage; stale (0 or 1).",
-            ["worker", "what"],
-            registry=r,
-        )
-        self.worker_gpu = Gauge(
-            "kvroute_worker_gpu",
-            "Per worker whose GPU was read within the last second: memory_used_bytes, "
-            "memory_total_bytes, utilisation (0 to 1), temperature_c, power_w, "
-            "pcie_sent_bytes_per_s and pcie_received_bytes_per_s, as far as the GPU tells them.",
-            ["worker", "what"],
-            registry=r,
-        )
+        self.worker_load = {
+            name: Gauge(f"kvroute_worker_{name}", text, ["worker"], registry=r)
+            for name, text in WORKER_LOAD.items()
+        }
+        self.worker_gpu = {
+            reading: Gauge(f"kvroute_worker_gpu_{name}", text, ["worker"], registry=r)
+            for reading, (name, text) in WORKER_GPU.items()
+        }
+
+    def clear_workers(self) -> None:
+        """Forget what was shown of workers, but for what was counted of them."""
+        for gauge in (*self.worker_load.values(), *self.worker_gpu.values()):
+            gauge.clear()
 
     def count_blocks(self, worker: str, isl: int, overlap: int) -> None:
         """A prompt of so many blocks was routed to a worker that held so many of them."""

@@ -213,8 +213,7 @@ async def metrics(request: Request) -> Response:
     """Prometheus text."""
     router, _ = _parts(request)
     telemetry, fleet = router.telemetry, router.fleet
-    telemetry.worker_load.clear()
-    telemetry.worker_gpu.clear()
+    telemetry.clear_workers()
     try:
         view = await router.refresh()
     except (RedisUnavailable, NamespaceMissing):
@@ -223,19 +222,19 @@ async def metrics(request: Request) -> Response:
     else:
         telemetry.keep_workers({str(info.key) for info in view.infos})
         for worker in _worker_models(view):
-            gauge = telemetry.worker_load
+            gauges = telemetry.worker_load
             name = f"{worker.worker_id}:{worker.dp_rank}"
-            gauge.labels(name, "requests").set(worker.active_requests)
-            gauge.labels(name, "blocks").set(worker.active_blocks)
-            gauge.labels(name, "prefill_tokens").set(worker.prefill_tokens)
-            gauge.labels(name, "queue_seconds").set(worker.queue_s)
-            gauge.labels(name, "kv_active_blocks").set(worker.kv_active_blocks)
-            gauge.labels(name, "requests_waiting").set(worker.num_requests_waiting)
-            gauge.labels(name, "cache_usage").set(worker.gpu_cache_usage)
-            gauge.labels(name, "stale").set(worker.stale)
+            gauges["requests"].labels(name).set(worker.active_requests)
+            gauges["blocks"].labels(name).set(worker.active_blocks)
+            gauges["prefill_tokens"].labels(name).set(worker.prefill_tokens)
+            gauges["queue_seconds"].labels(name).set(worker.queue_s)
+            gauges["kv_active_blocks"].labels(name).set(worker.kv_active_blocks)
+            gauges["requests_waiting"].labels(name).set(worker.num_requests_waiting)
+            gauges["cache_usage"].labels(name).set(worker.gpu_cache_usage)
+            gauges["stale"].labels(name).set(worker.stale)
             if worker.gpu is not None and not worker.stale:
-                for what, value in worker.gpu.known().items():
-                    telemetry.worker_gpu.labels(name, what).set(value)
+                for reading, value in worker.gpu.known().items():
+                    telemetry.worker_gpu[reading].labels(name).set(value)
         load_avg, load_std = fleet.load_statistics(view.now_ms)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)

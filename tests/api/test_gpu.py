@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.core.embedded import EmbeddedRedis
+from app.telemetry import WORKER_GPU
 from tests.eventually import eventually
 from tests.fake_workers import NAMESPACE
 
@@ -76,8 +77,12 @@ async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
     """What /metrics says of the worker's GPU."""
     text = (await client.get("/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    samples = families["kvroute_worker_gpu"].samples
-    return {s.labels["what"]: s.value for s in samples if s.labels["worker"] == "w0:0"}
+    return {
+        reading: sample.value
+        for reading, (name, _) in WORKER_GPU.items()
+        for sample in families[f"kvroute_worker_gpu_{name}"].samples
+        if sample.labels["worker"] == "w0:0"
+    }
 
 
 async def test_what_a_workers_gpu_says_is_shown_by_a_router(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import fields
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from app.core.embedded import EmbeddedRedis
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.core.redis import connect
 from app.core.types import Tier
+from app.telemetry import WORKER_GPU
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import FakeWorkers
@@ -76,15 +78,15 @@ async def test_every_name_is_ours_and_explained(
         "kvroute_metrics_stream_lag_seconds",
         "kvroute_load_avg",
         "kvroute_load_std",
-        "kvroute_worker_load",
-        "kvroute_worker_gpu",
+        "kvroute_worker_queue_seconds",
+        "kvroute_worker_gpu_power_watts",
     }
 
 
 async def test_a_router_without_workers_has_metrics_too(client: httpx.AsyncClient) -> None:
     scraped = await scrape(client)
     assert scraped("degraded_decisions_total") == 0.0
-    assert scraped.families["kvroute_worker_load"].samples == []
+    assert scraped.families["kvroute_worker_requests"].samples == []
 
 
 async def test_decisions_are_counted_by_policy_and_outcome(
@@ -197,11 +199,11 @@ async def test_worker_load_shows_what_is_reserved_and_what_is_reported(
     await two.report("w2", ForwardPassMetrics(kv_active_blocks=60, kv_total_blocks=100))
     scraped = await scrape(client)
     # The metrics are followed, not asked for: look until they have come.
-    while scraped("worker_load", worker="w2:0", what="stale"):
+    while scraped("worker_stale", worker="w2:0"):
         scraped = await scrape(client)
 
     def load(worker: str, what: str) -> float:
-        return scraped("worker_load", worker=worker, what=what)
+        return scraped(f"worker_{what}", worker=worker)
 
     assert [load("w2:0", what) for what in ("requests", "blocks", "prefill_tokens")] == [2, 10, 8]
     assert 0 < load("w2:0", "queue_seconds") <= 0.002
@@ -226,12 +228,16 @@ async def test_what_gpus_told_is_shown_until_it_is_stale(
     assert shown == {
         ("w1:0", "memory_used_bytes"): 60_129_542_145,
         ("w1:0", "utilisation"): 0.0,
-        ("w1:0", "power_w"): 312.345,
+        ("w1:0", "power_watts"): 312.345,
     }
-    assert scraped("worker_load", worker="w1:0", what="stale") == 0
-    while not scraped("worker_load", worker="w1:0", what="stale"):
+    assert scraped("worker_stale", worker="w1:0") == 0
+    while not scraped("worker_stale", worker="w1:0"):
         scraped = await scrape(client)
     assert gpu_samples(scraped) == {}
+
+
+def test_each_reading_of_a_gpu_has_a_metric_of_its_own() -> None:
+    assert list(WORKER_GPU) == [field.name for field in fields(GpuReadings)]
 
 
 async def test_the_stream_lag_grows_while_nobody_reports(
@@ -293,10 +299,15 @@ async def test_without_redis_degraded_decisions_count_and_no_load_is_vouched_for
 
 
 def gpu_samples(scraped: Scraped) -> dict[tuple[str, str], float]:
-    samples = scraped.families["kvroute_worker_gpu"].samples
-    return {(s.labels["worker"], s.labels["what"]): s.value for s in samples}
+    prefix = "kvroute_worker_gpu_"
+    return {
+        (sample.labels["worker"], name.removeprefix(prefix)): sample.value
+        for name, family in scraped.families.items()
+        if name.startswith(prefix)
+        for sample in family.samples
+    }
 
 
 def shown_workers(scraped: Scraped) -> set[str]:
-    samples = scraped.families["kvroute_worker_load"].samples
+    samples = scraped.families["kvroute_worker_requests"].samples
     return {sample.labels["worker"] for sample in samples}
