@@ -220,10 +220,6 @@ class BlockManager:
         self._tables.add(table)
         return table
 
-    def extend(self, table: BlockTable, count: int) -> None:
-        """So many slots more. Raises NotEnoughBlocks, and the table keeps what it has."""
-        table.slots += self._device.take(count)
-
     def register(self, table: BlockTable, blocks: Iterable[SequenceHash]) -> None:
         """The next slots of the table are full, with these blocks: let others find them.
 

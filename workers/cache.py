@@ -116,11 +116,6 @@ class BlockCache:
                 continue
             return table
 
-    def extend(self, table: BlockTable, count: int) -> None:
-        """Raises NotEnoughBlocks; see BlockManager.extend."""
-        self.manager.extend(table, count)
-        self._go_on()
-
     def register(self, table: BlockTable, blocks: Sequence[SequenceHash]) -> None:
         """See BlockManager.register: slots of the table may change."""
         self.manager.register(table, blocks)

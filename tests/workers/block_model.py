@@ -127,12 +127,6 @@ class BlockModel:
         cells += [self._take(Tier.DEVICE) for _ in range(num_blocks - len(cells))]
         return Table(cells, len(found), list(prefix[: len(found)]), self._epoch)
 
-    def extend(self, table: Table, count: int) -> bool:
-        if count > self.num_free(Tier.DEVICE):
-            return False
-        table.cells += [self._take(Tier.DEVICE) for _ in range(count)]
-        return True
-
     def register(self, table: Table, blocks: Iterable[SequenceHash]) -> None:
         if table.epoch != self._epoch:
             return

@@ -120,19 +120,6 @@ def test_more_blocks_than_a_request_has_slots_for_are_refused() -> None:
         manager_of().prepare(chain("ABC"), 2)
 
 
-def test_a_request_grows_by_all_that_it_needs_or_by_nothing() -> None:
-    manager = manager_of(4)
-    table = manager.prepare(chain("AB"), 2)
-    manager.extend(table, 1)
-    assert len(table.slots) == 3
-    with pytest.raises(NotEnoughBlocks, match="not enough blocks, 2 needed, 1 free"):
-        manager.extend(table, 2)
-    assert len(table.slots) == 3
-    manager.release(table)
-    manager.check()
-    assert free(manager) == 4
-
-
 def test_a_block_that_two_computed_is_kept_once() -> None:
     manager = manager_of(8)
     first, second = (manager.prepare(chain("AB"), 3) for _ in range(2))

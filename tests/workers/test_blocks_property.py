@@ -70,7 +70,6 @@ class Run:
             (self.prepare, 10),
             (self.register, 10),
             (self.share, 4),
-            (self.extend, 1),
             (self.release, 8),
             (self.fall_back, 6),
             (self.finish, 10),
@@ -126,17 +125,6 @@ class Run:
     def is_whole(self, request: Request) -> bool:
         assert request.real.num_whole == self.model.num_whole(request.plain)
         return request.real.num_whole == request.real.num_matched
-
-    def extend(self) -> None:
-        if not self.requests:
-            return
-        request = self.rng.choice(self.requests)
-        count = self.rng.randrange(4)
-        if self.model.extend(request.plain, count):
-            self.manager.extend(request.real, count)
-        else:
-            with pytest.raises(NotEnoughBlocks):
-                self.manager.extend(request.real, count)
 
     def release(self) -> None:
         """At any moment: while it is being loaded, with some of its blocks full, or all."""

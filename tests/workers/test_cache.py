@@ -165,7 +165,6 @@ async def test_a_request_waits_for_room_and_is_refused_where_none_can_be_made(
         with pytest.raises(NotEnoughBlocks, match="1 needed, 0 free"):
             await worker.cache.admit([], 1)
         worker.cache.release(held)
-        worker.cache.extend(table, 2)
         worker.cache.release(table)
         await worker.settle()
 
