@@ -112,6 +112,15 @@ def test_blocks_on_disk_are_those_of_one_kind_of_gpu(monkeypatch: pytest.MonkeyP
     assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cpu", "NVIDIA H100")
 
 
+def test_blocks_on_disk_are_those_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
+    shape = model.kv_shape(16)
+    before = _fingerprint(SETTINGS, model, shape, "tiny")
+    assert _fingerprint(SETTINGS, model, shape, "tiny") == before
+    monkeypatch.setattr("workers.engines.loading.version", lambda _: "9.9")
+    assert _fingerprint(SETTINGS, model, shape, "tiny") != before
+
+
 @asynccontextmanager
 async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, Listener]]:
     hosted, heard = host(settings), Listener()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack, closing
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -190,8 +191,8 @@ def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identit
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
     computed = (
-        *(torch.__version__, device, torch.backends.cpu.get_cpu_capability()),
-        *(torch.get_num_threads(), settings.prefill_chunk),
+        *(version("kvroute"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
+        *(device, torch.get_num_threads(), settings.prefill_chunk),
     )
     return xxh3_64_intdigest(repr((identity, model.config, computed)).encode(), shape.fingerprint)
 
