@@ -46,7 +46,7 @@ from loadtest.bench_decision import (
 
 TICK_S = 0.004
 PARTS = {
-    "body: read, packed and checked": ("app.core.http:read_body", "app.api.routes:_parsed"),
+    "body: read, packed and checked": ("app.core.http:read_body", "app.api.prompts:parse"),
     "hashes": (
         *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
     ),

@@ -4,53 +4,35 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from math import isfinite
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
-from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from app.api import errors, schemas
+from app.api import errors, prompts, schemas
 from app.core.config import RouterSettings
 from app.core.errors import (
     InvalidRequest,
     NamespaceMissing,
-    NoWorkers,
     RedisUnavailable,
     shown,
 )
-from app.core.hashing import (
-    Tokens,
-    compute_local_hashes,
-    compute_sequence_hashes,
-    seed_for,
-    token_bytes,
-)
 from app.core.http import header, hung_up, json_response, read_body
 from app.core.metrics import NO_READINGS
-from app.core.types import REQUEST_ID, LocalHash, SequenceHash
+from app.core.types import REQUEST_ID
 from app.decision import Candidate, Decision, RouteRequest
 from app.fleet import View
 from app.router import Router
 
-try:
-    import simdjson
-except ImportError:  # there is no wheel for the newest Python yet
-    simdjson = None  # type: ignore[assignment]
-
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 """What proxies may set where a client does not."""
-
-M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
 
 routes = APIRouter()
 _errors: dict[int | str, dict[str, Any]] = {
@@ -85,8 +67,9 @@ def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any
 async def find_best_worker(request: Request) -> Response:
     """Where a prompt would go now. A look only: nothing is reserved."""
     router, settings = _parts(request)
-    body, _ = _parsed(schemas.FindBestWorker, await read_body(request, settings.max_body_bytes))
-    chain = await _chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
+    raw = await read_body(request, settings.max_body_bytes)
+    body, _ = prompts.parse(schemas.FindBestWorker, raw)
+    chain = await prompts.chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
     decision = await router.route(
         RouteRequest(
             request_id=_new_id(),
@@ -119,15 +102,15 @@ async def route(request: Request) -> Response:
     router, settings = _parts(request)
     raw = await read_body(request, settings.max_body_bytes)
     if (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS):
-        options: schemas.RouteOptions = _options_in_query(request)
-        chain, isl_tokens = await _chain_of_tokens(router, settings, options, raw)
+        options: schemas.RouteOptions = prompts.options_in_query(request)
+        chain, isl_tokens = await prompts.chain_of_tokens(router, settings, options, raw)
     else:
-        body, tokens = _parsed(schemas.RouteBody, raw)
+        body, tokens = prompts.parse(schemas.RouteBody, raw)
         if request.scope["query_string"]:
             query = shown(request.url.query)
             raise InvalidRequest("query", f"with JSON, options stand in the body, got {query}")
         options = body
-        chain, isl_tokens = await _prompt(router, settings, body, tokens)
+        chain, isl_tokens = await prompts.chain_of(router, settings, body, tokens)
     decision = await router.route(
         RouteRequest(
             request_id=_request_id(request, options),
@@ -283,136 +266,6 @@ def _has_hung_up(request: Request) -> bool:
         return bool(done.value["type"] == "http.disconnect")
     waiting.close()
     return False
-
-
-def _parsed(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
-    """The body; and its `token_ids`, as `token_bytes` makes them, where they are not in it.
-
-    simdjson writes an array of numbers into a buffer, without an object for each: half the time of
-    the fastest parser that makes them, a fifth of pydantic's. pydantic sees the other fields, and
-    the whole body where that is not plainly right, as it knows what to say of it.
-    """
-    # Only objects; and after a byte order mark simdjson would read on.
-    if simdjson is not None and raw.startswith(b"{"):
-        with suppress(InvalidRequest, LookupError, RuntimeError, TypeError, ValueError):
-            return _parsed_fields(model, raw)
-    return model.model_validate_json(raw), None
-
-
-def _parsed_fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
-    """Raises for what is not plainly right."""
-    # A parser of its own, which takes no longer: it holds all that it has read.
-    document: Any = simdjson.Parser().parse(raw)
-    fields: dict[str, Any] = {}
-    tokens: bytes | None = None
-    hashes: list[int] | None = None
-    # Buffers are flat, so there must be no arrays in the arrays that become one.
-    num_arrays = 0
-    for name in document:
-        if name in fields:
-            raise ValueError(f"{name} comes twice, and simdjson shows only the first")
-        value = document[name]
-        if not isinstance(value, simdjson.Array):
-            fields[name] = value
-            continue
-        num_arrays += 1
-        if name == "token_ids":
-            tokens, fields[name] = token_bytes(_unsigned(value)), []
-        elif name == "local_hashes":
-            hashes, fields[name] = _unsigned(value).tolist(), []
-        else:
-            fields[name] = value.as_list()
-            num_arrays += sum(isinstance(inner, list) for inner in fields[name])
-    if raw.count(b"[") != num_arrays:
-        raise ValueError("there are other arrays in arrays")
-    body = model.model_validate(fields)
-    if hashes is not None:
-        body.local_hashes = hashes
-    return body, tokens
-
-
-def _unsigned(numbers: simdjson.Array) -> NDArray[np.uint64]:
-    """Raises TypeError or ValueError if one is not an integer in [0, 2^64), or there are none."""
-    return np.frombuffer(numbers.as_buffer(of_type="u"), np.uint64)
-
-
-def _options_in_query(request: Request) -> schemas.RouteOptions:
-    if not request.scope["query_string"]:
-        return schemas.RouteOptions()
-    fields: dict[str, Any] = dict(request.query_params)
-    if "exclude" in fields:
-        fields["exclude"] = request.query_params.getlist("exclude")
-    return schemas.RouteOptions.model_validate(fields, strict=False)
-
-
-async def _block_size(router: Router) -> int:
-    """Raises NoWorkers, NamespaceMissing or RedisUnavailable while it is not known."""
-    if router.fleet.block_size is None:
-        await router.refresh()
-    if router.fleet.block_size is None:
-        raise NoWorkers("no worker is alive")
-    return router.fleet.block_size
-
-
-async def _prompt(
-    router: Router, settings: RouterSettings, body: schemas.RouteBody, tokens: bytes | None
-) -> tuple[list[SequenceHash], int]:
-    if (body.token_ids is None) == (body.local_hashes is None):
-        raise InvalidRequest("token_ids", "give either token_ids or local_hashes and num_tokens")
-    if body.token_ids is not None:
-        if body.num_tokens is not None:
-            raise InvalidRequest("num_tokens", "belongs to local_hashes; token_ids are counted")
-        given = body.token_ids if tokens is None else tokens
-        return await _chain_of_tokens(router, settings, body, given, body.mm_hashes)
-    if body.mm_hashes is not None:
-        raise InvalidRequest("mm_hashes", "belongs to token_ids; local_hashes hold it already")
-    if body.num_tokens is None:
-        raise InvalidRequest("num_tokens", "is needed with local_hashes")
-    assert body.local_hashes is not None
-    chain = await _chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
-    return chain, body.num_tokens
-
-
-async def _chain_of_tokens(
-    router: Router,
-    settings: RouterSettings,
-    options: schemas.RouteOptions,
-    tokens: Tokens,
-    mm_hashes: list[list[int]] | None = None,
-) -> tuple[list[SequenceHash], int]:
-    num_tokens = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
-    _check_length("token_ids", num_tokens, settings)
-    block_size = await _block_size(router)
-    if mm_hashes is not None and len(mm_hashes) != num_tokens // block_size:
-        raise InvalidRequest(
-            "mm_hashes",
-            f"{len(mm_hashes)} lists; {num_tokens} tokens are {num_tokens // block_size} full "
-            f"blocks of {block_size}",
-        )
-    seed = seed_for(options.lora_name, options.cache_namespace)
-    local = compute_local_hashes(tokens, block_size, seed=seed, mm_hashes=mm_hashes)
-    return compute_sequence_hashes(local), num_tokens
-
-
-async def _chain_of_hashes(
-    router: Router, settings: RouterSettings, local_hashes: list[int], num_tokens: int
-) -> list[SequenceHash]:
-    _check_length("num_tokens", num_tokens, settings)
-    block_size = await _block_size(router)
-    if len(local_hashes) * block_size > num_tokens:
-        raise InvalidRequest(
-            "local_hashes",
-            f"{len(local_hashes)} full blocks of {block_size} tokens do not fit "
-            f"into num_tokens {num_tokens}",
-        )
-    return compute_sequence_hashes(cast(list[LocalHash], local_hashes))
-
-
-def _check_length(field: str, num_tokens: int, settings: RouterSettings) -> None:
-    if not 1 <= num_tokens <= settings.max_prompt_tokens:
-        raise InvalidRequest(
-            field, f"{num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
-        )
 
 
 HOT_ROUTES: Mapping[str, Callable[[Request], Awaitable[Response]]] = {

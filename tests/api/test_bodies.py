@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.api import routes
-from app.api.routes import _parsed
+from app.api import prompts
+from app.api.prompts import parse
 from app.api.schemas import FindBestWorker, RouteBody
 from app.core.hashing import token_bytes
 
@@ -57,15 +57,15 @@ def seen(read: Callable[[], tuple[RouteBody | FindBestWorker, bytes | None]]) ->
 def test_every_body_is_read_as_pydantic_reads_it(
     model: type[RouteBody] | type[FindBestWorker], raw: bytes
 ) -> None:
-    assert seen(lambda: _parsed(model, raw)) == seen(lambda: (model.model_validate_json(raw), None))
+    assert seen(lambda: parse(model, raw)) == seen(lambda: (model.model_validate_json(raw), None))
 
 
 def test_without_simdjson_all_is_left_to_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = b'{"token_ids": [1, 2], "reserve": false}'
-    fast = seen(lambda: _parsed(RouteBody, raw))
-    monkeypatch.setattr(routes, "simdjson", None)
-    assert _parsed(RouteBody, raw)[1] is None
-    assert seen(lambda: _parsed(RouteBody, raw)) == fast
+    fast = seen(lambda: parse(RouteBody, raw))
+    monkeypatch.setattr(prompts, "simdjson", None)
+    assert parse(RouteBody, raw)[1] is None
+    assert seen(lambda: parse(RouteBody, raw)) == fast
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_without_simdjson_all_is_left_to_pydantic(monkeypatch: pytest.MonkeyPatc
 )
 def test_of_an_array_only_the_first_bad_item_is_an_error(field: str) -> None:
     with pytest.raises(ValidationError) as refused:
-        _parsed(RouteBody, f"{{{field}}}".encode())
+        parse(RouteBody, f"{{{field}}}".encode())
     assert refused.value.error_count() == 1

@@ -159,6 +159,7 @@ async def test_a_body_that_is_no_json_is_refused(
     [
         ("", b"", "token_ids", "0 tokens"),
         ("", NUMBERS[:7], "token_ids", "7 bytes are not a whole number of u32"),
+        ("", NUMBERS[:3], "token_ids", "3 bytes are not a whole number of u32"),
         ("reserve=perhaps", NUMBERS, "reserve", "got 'perhaps'"),
         ("policy=fastest", NUMBERS, "policy", "got 'fastest'"),
         ("request_id=a%20b", NUMBERS, "request_id", "got 'a b'"),
