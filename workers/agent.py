@@ -45,7 +45,7 @@ AUDIT_BLOCKS = 256
 every 200 s, so that what somebody spoilt in Redis does not stay so."""
 AUDIT_BUCKETS = 128
 """As often, so many buckets of each shard are searched for blocks that the worker does not hold:
-131,072 of them, a million blocks, every 34 minutes."""
+131,072 of them, a million blocks, every 34 minutes; of a large one, 1,000 blocks at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -557,6 +557,8 @@ def damages(family: str) -> dict[str, Damage]:
             "cursor": add_a_field(family, "cursor", "spoilt"),
             "cursor ahead": add_a_field(family, "cursor", "15"),
             "cursor past": add_a_field(family, "cursor", "99999"),
+            "within": add_a_field(family, "within", "spoilt"),
+            "within ahead": add_a_field(family, "within", "9007199254740991"),
             "targets": add_a_field(family, "targets", "spoilt 1 x"),
         }
     if family == "dead":
