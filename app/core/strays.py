@@ -55,13 +55,14 @@ class Strays:
         buckets: dict[int, list[str]] = {}
         for key in keys:
             shard, name = self._keyspace.parse(key) or (None, "")
-            family, _, member = name.partition(":")
+            family, separator, member = name.partition(":")
+            family += separator
             if shard is None:
-                if family in ("requests", "prefills"):
+                if family in ("requests:", "prefills:"):
                     incarnations.add(member)
             elif shard >= shards:
                 past.append(key)
-            elif family in ("blocks", "predicted"):
+            elif family in ("blocks:", "predicted:"):
                 buckets.setdefault(shard, []).append(name)
         calls = [
             index.drop_buckets(self._keyspace.of_shard(shard), names)

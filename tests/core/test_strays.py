@@ -41,6 +41,9 @@ async def test_what_belongs_to_nothing_goes(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=6)
     await space.hold(inc, [A])
     await space.reserve(inc, "r1")
+    # Of no family, whatever they are called.
+    await space.redis.set(space.shard["blocks"], "x")
+    await space.redis.set(space.keys["requests"], "x")
     before = await names(space.redis)
     stray = [
         space.key("blocks:aa"),
