@@ -18,6 +18,7 @@ local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 local limit, ttl_ms, grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
+-- @include kinds
 -- @include number
 -- @include load
 -- @include request
@@ -38,6 +39,8 @@ for _, request_id in ipairs(redis.call('ZRANDMEMBER', expiry, 8)) do
 end
 local picked = redis.call('HRANDFIELD', reservations, 8, 'WITHVALUES')
 for i = 1, #picked, 2 do
+  keep_kind(requests_prefix .. picked[i + 1], 'hash')
+  keep_kind(prefills_prefix .. picked[i + 1], 'list')
   if redis.call('HEXISTS', requests_prefix .. picked[i + 1], picked[i]) == 0 then
     redis.call('HDEL', reservations, picked[i])
   end

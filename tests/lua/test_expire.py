@@ -89,6 +89,18 @@ async def test_a_reservation_without_record_is_dropped(space: Namespace) -> None
     assert await space.redis.hgetall(space.key("reservations")) == {b"r1": b"%d" % inc}
 
 
+async def test_records_that_became_something_else_hold_up_nothing(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for request_id in ("r1", "r2"):
+        await space.reserve(inc, request_id)
+    await space.run_out("r1")
+    for family in ("requests", "prefills"):
+        await space.redis.set(space.keys[f"{family}:{inc}"], "spoilt")
+    assert await space.expire(grace_ms=-1) == 1
+    assert await space.expire(grace_ms=-1) == 1
+    assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
+
+
 async def test_what_is_left_of_a_request_without_record_goes(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
