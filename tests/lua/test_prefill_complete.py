@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from app.core.reservations import Load
+from tests.eventually import eventually
 from tests.lua.conftest import Namespace
 
 
@@ -29,7 +30,8 @@ async def test_the_next_in_line_becomes_the_head_and_starts_to_drain_now(space: 
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
     await space.reserve(inc, "r3", us=1000)
-    before = await space.now_ms()
+    first = await space.load(inc)
+    before = await eventually(space.now_ms, lambda now: now > first.head_since_ms)
     await space.prefill_complete("r1")
     load = await space.load(inc)
     assert (load.prefill_us, load.head_us) == (3000, 2000)
