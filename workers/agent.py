@@ -27,7 +27,7 @@ from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.metrics import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed
 from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
-from app.core.types import Incarnation, WorkerInfo
+from app.core.types import Incarnation, SequenceHash, WorkerInfo
 from workers.ownership import Ownership
 
 T = TypeVar("T")
@@ -91,13 +91,15 @@ class Agent:
         """Of each shard, where the search for what it shows by mistake goes on."""
         self._staged: Incarnation | None = None
         self._lost = False
-        self._audit_due = False
-        self._full = False
-        """Did Redis have no memory left for the last blocks to be stored?"""
+        self._to_audit: dict[int, list[SequenceHash]] = {}
+        """What to look for in shards that are to be compared."""
+        self._telling: dict[int, asyncio.Task[None]] = {}
+        self._full = set[int]()
+        """Shards that had no memory left for the last blocks to be stored."""
         self._wake = asyncio.Event()
         self._notified = 0
-        """How often `notify` was called, and how many of these calls Redis has been told of."""
-        self._told = 0
+        """How often `notify` was called, and of how many of these calls each shard was told."""
+        self._told: list[int] = []
         self._told_more = asyncio.Event()
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
@@ -113,7 +115,7 @@ class Agent:
         Takes as long as Redis is away.
         """
         notified = self._notified
-        while self.incarnation is not None and self._told < notified:
+        while self.incarnation is not None and min(self._told) < notified:
             self._wake.set()
             await self._told_more.wait()
 
@@ -173,7 +175,7 @@ class Agent:
                 ]
             )
             if all(opened):
-                self._seqs = [0] * shards
+                self._seqs, self._told = [0] * shards, [0] * shards
                 self._search_from = [index.FIRST_PLACE] * shards
                 self._ownership.forget(shards)
                 return registration
@@ -250,31 +252,75 @@ class Agent:
         return leases.activate(self._keyspace, self.info.key, inc, self._nonce, held=held)
 
     async def _audit(self) -> None:
-        """Have `_publish`, which alone knows what Redis should show, look every so often."""
+        """Have shards compared, each when it has been told what there is to tell."""
         while True:
             await asyncio.sleep(AUDIT_INTERVAL_S)
-            self._audit_due = True
+            self._to_audit = dict(enumerate(self._ownership.next_to_audit(AUDIT_BLOCKS)))
             self._wake.set()
 
     async def _publish(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            try:
+        """Each shard is told by a task of its own: one that is away keeps no other waiting."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
                 if self._lost:
-                    await self._resync()
+                    await self._stop_telling()
+                    try:
+                        await self._resync()
+                    except IncarnationLost as error:
+                        self._is_lost(error)
                 elif self.incarnation is not None:
-                    await self._send_all(self.incarnation)
-                    if self._audit_due:
-                        self._audit_due = False
-                        await self._compare(self.incarnation)
-                if self._full:
-                    self._wake.set()
-                    await asyncio.sleep(FULL_PAUSE_S)
-            except IncarnationLost as error:
-                log.warning("%s: %s; resyncing", self.info.key, error)
-                self._lost = True
-                self._wake.set()
+                    for shard in set(range(len(self._seqs))) - self._telling.keys():
+                        self._tell_if_due(tasks, shard, self.incarnation)
+
+    def _tell_if_due(self, tasks: asyncio.TaskGroup, shard: int, incarnation: Incarnation) -> None:
+        to_audit = self._to_audit.pop(shard, None)
+        if self._ownership.is_pending(shard) or to_audit is not None:
+            telling = self._tell(shard, incarnation, to_audit)
+            self._telling[shard] = tasks.create_task(telling)
+        else:
+            self._has_told(shard, self._notified)
+
+    async def _tell(
+        self, shard: int, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
+    ) -> None:
+        """Tell a shard what has changed, and look whether it shows that; None: this time not."""
+        notified = self._notified
+        try:
+            if not await self._send(shard, incarnation):
+                raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
+            self._has_told(shard, notified)
+            if to_audit is not None:
+                await self._compare(shard, incarnation, self._ownership.as_told(to_audit))
+            if shard in self._full:
+                await asyncio.sleep(FULL_PAUSE_S)
+        except IncarnationLost as error:
+            self._is_lost(error)
+        finally:
+            del self._telling[shard]
+            self._wake.set()
+
+    async def _stop_telling(self) -> None:
+        """What they were sending is void: all is told anew."""
+        telling = list(self._telling.values())
+        for task in telling:
+            task.cancel()
+        if telling:
+            await asyncio.wait(telling)
+        # Those that had not begun have not gone by themselves.
+        self._telling.clear()
+
+    def _has_told(self, shard: int, notified: int) -> None:
+        if self._told[shard] < notified:
+            self._told[shard] = notified
+            told, self._told_more = self._told_more, asyncio.Event()
+            told.set()
+
+    def _is_lost(self, error: IncarnationLost) -> None:
+        log.warning("%s: %s; resyncing", self.info.key, error)
+        self._lost = True
+        self._wake.set()
 
     async def _resync(self) -> None:
         """A new incarnation, everything under it, one switch. See lua/register.lua."""
@@ -284,7 +330,13 @@ class Agent:
         self._staged = new
         try:
             if registration.predecessor_lives:
-                await self._send(new, self._ownership.drain())
+                async with asyncio.TaskGroup() as tasks:
+                    sent = [
+                        tasks.create_task(self._send(shard, new))
+                        for shard in range(registration.shards)
+                    ]
+                if not all(task.result() for task in sent):
+                    raise IncarnationLost(f"incarnation {new}: a batch was refused")
             if not await self._insist(self._activate(new, self.incarnation)):
                 raise IncarnationLost(f"staged incarnation {new} is lost")
         except IncarnationLost:
@@ -292,44 +344,23 @@ class Agent:
             raise
         # Not sooner: cancelled before, it may be routed to as either, and `stop` ends both.
         self.incarnation, self._staged = new, None
-        await self._send_all(new)
         self._lost = False
+        self._wake.set()
         log.info("%s resynced as incarnation %d", self.info.key, new)
 
-    async def _send_all(self, incarnation: Incarnation) -> None:
-        """Tell Redis what has changed; nobody asks another incarnation. Raises IncarnationLost."""
-        notified = self._notified
-        await self._send(incarnation, self._ownership.drain())
-        self._told = notified
-        told, self._told_more = self._told_more, asyncio.Event()
-        told.set()
-
-    async def _send(self, incarnation: Incarnation, changes: dict[int, list[Change]]) -> None:
-        """Apply `changes` in numbered batches, a few per round trip, to all shards at once.
+    async def _send(self, shard: int, incarnation: Incarnation) -> bool:
+        """Apply what has changed in numbered batches, a few per round trip.
 
         A round trip that failed half-way is sent again whole: what was applied is recognised by
         its number. What Redis has no memory for is left for another time.
-        Raises IncarnationLost when a batch is refused.
+        False: a batch was refused, and the rest not sent.
         """
-        was_full, self._full = self._full, False
-        async with asyncio.TaskGroup() as tasks:
-            sent = [
-                tasks.create_task(self._send_to(shard, incarnation, of_shard))
-                for shard, of_shard in changes.items()
-            ]
-        if not all(task.result() for task in sent):
-            raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
-        if self._full and not was_full:
-            log.error("%s: Redis is full: new blocks are not published", self.info.key)
-        elif was_full and not self._full:
-            log.warning("%s: Redis has memory again: all blocks are published", self.info.key)
-
-    async def _send_to(self, shard: int, incarnation: Incarnation, changes: list[Change]) -> bool:
-        """False: a batch was refused, and the rest not sent."""
         keyspace = self._keyspace.of_shard(shard)
-        essential = list(takewhile(lambda c: not self._ownership.adds(c), changes))
+        changes = self._ownership.drain(shard)
+        essential = list(takewhile(lambda c: not self._ownership.adds(shard, c), changes))
         batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
         batches += [(False, batch) for batch in _batched(changes[len(essential) :], BATCH_BLOCKS)]
+        is_full = False
         for at in range(0, len(batches), BATCHES_IN_FLIGHT):
             calls = [
                 index.apply(keyspace, incarnation, self._nonce, seq, batch, essential=essential)
@@ -344,38 +375,36 @@ class Agent:
                 continue
             if not isinstance(replies[applied], RedisFull):
                 return False
-            self._full = True
+            is_full = True
             for _, batch in batches[at + applied :]:
-                self._ownership.untell(batch)
+                self._ownership.untell(shard, batch)
             break
+        self._note_full(shard, is_full)
         return True
 
-    async def _compare(self, incarnation: Incarnation) -> None:
-        """Look whether Redis shows what was published. Raises IncarnationLost if it does not."""
-        entries = self._ownership.next_to_audit(AUDIT_BLOCKS)
-        calls = [
-            index.audit(
-                self._keyspace.of_shard(shard),
-                incarnation,
-                self._nonce,
-                seq,
-                entries.get(shard, ()),
-            )
-            for shard, seq in enumerate(self._seqs)
-        ]
-        missing = await self._insist_all(calls)
-        if any(missing):
-            raise IncarnationLost(f"incarnation {incarnation}: missing in Redis: {missing}")
-        claims: list[index.Claims | None] = await self._insist_all(
-            [
-                index.claims(self._keyspace.of_shard(shard), incarnation, first, AUDIT_BUCKETS)
-                for shard, first in enumerate(self._search_from)
-            ]
+    def _note_full(self, shard: int, is_full: bool) -> None:
+        was_full = bool(self._full)
+        (self._full.add if is_full else self._full.discard)(shard)
+        if self._full and not was_full:
+            log.error("%s: Redis is full: new blocks are not published", self.info.key)
+        elif was_full and not self._full:
+            log.warning("%s: Redis has memory again: all blocks are published", self.info.key)
+
+    async def _compare(
+        self, shard: int, incarnation: Incarnation, entries: Sequence[Change]
+    ) -> None:
+        """Look whether a shard shows what was published. Raises IncarnationLost if it does not."""
+        keyspace = self._keyspace.of_shard(shard)
+        missing = await self._insist(
+            index.audit(keyspace, incarnation, self._nonce, self._seqs[shard], entries)
         )
-        for shard, found in enumerate(claims):
-            if found is None or not self._ownership.shows(shard, found):
-                raise IncarnationLost(f"incarnation {incarnation}: shard {shard} is wrong of it")
-            self._search_from[shard] = found.following
+        if missing:
+            raise IncarnationLost(f"incarnation {incarnation}: missing in shard {shard}: {missing}")
+        first = self._search_from[shard]
+        found = await self._insist(index.claims(keyspace, incarnation, first, AUDIT_BUCKETS))
+        if found is None or not self._ownership.shows(shard, found):
+            raise IncarnationLost(f"incarnation {incarnation}: shard {shard} is wrong of it")
+        self._search_from[shard] = found.following
 
     async def _publish_metrics(self) -> None:
         """The latest value only: a tick that Redis does not take is not made up for."""

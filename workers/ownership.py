@@ -99,16 +99,20 @@ class Ownership:
         self._nodes: dict[SequenceHash, _Node] = {}
         self._gone: dict[SequenceHash, _Told] = {}
         """Blocks that Redis has been told of and that are no nodes any more."""
-        self._shards = 1
-        self._pending: set[SequenceHash] = set()
-        self._before: dict[SequenceHash, Tier | None] = {}
-        """Of the blocks that the last drain stored or made faster: what Redis knew until then."""
+        self._pending: list[set[SequenceHash]] = [set()]
+        """By shard."""
+        self._before: list[dict[SequenceHash, Tier | None]] = [{}]
+        """Of the blocks that a shard's last drain stored or made faster: what it knew before."""
         self._audit: list[SequenceHash] = []
 
     @property
     def num_pending(self) -> int:
         """Blocks whose published state Redis has not been told."""
-        return len(self._pending)
+        return sum(map(len, self._pending))
+
+    def is_pending(self, shard: int) -> bool:
+        """Is there anything to drain?"""
+        return bool(self._pending[shard])
 
     def apply(self, events: Iterable[CacheEvent]) -> None:
         """Take in what the engine did, in order."""
@@ -122,18 +126,22 @@ class Ownership:
                 case Cleared():
                     self._clear()
 
-    def next_to_audit(self, count: int) -> dict[int, list[Change]]:
-        """The next `count` blocks, in turn, as Redis should show them, by shard."""
+    def next_to_audit(self, count: int) -> list[list[SequenceHash]]:
+        """The next `count` blocks, in turn, that Redis should show, by shard."""
         if not self._audit:
             self._audit = [b for b, node in self._nodes.items() if node.told is not None]
         blocks, self._audit = self._audit[-count:], self._audit[:-count]
-        entries: dict[int, list[Change]] = {}
+        by_shard: list[list[SequenceHash]] = [[] for _ in self._pending]
         for block in blocks:
             told = self._told(block)
             if told:
-                of_shard = entries.setdefault(shard_of(told.root, self._shards), [])
-                of_shard.append(Change(block, told.tier, told.leader))
-        return entries
+                by_shard[self._shard_of(told.root)].append(block)
+        return by_shard
+
+    def as_told(self, blocks: Iterable[SequenceHash]) -> list[Change]:
+        """How Redis should show those of `blocks` that it has been told of."""
+        known = [(block, self._told(block)) for block in blocks]
+        return [Change(block, told.tier, told.leader) for block, told in known if told]
 
     def shows(self, shard: int, claims: Claims) -> bool:
         """Whether that shard shows nothing in `claims` but what it was told, where it belongs."""
@@ -143,7 +151,7 @@ class Ownership:
             if (
                 told is None
                 or told.tier != tier
-                or shard_of(told.root, self._shards) != shard
+                or self._shard_of(told.root) != shard
                 or told.leader >> (64 - claims.bucket_bits) != bucket
                 or block in seen
             ):
@@ -151,60 +159,56 @@ class Ownership:
             seen.add(block)
         return True
 
-    def drain(self) -> dict[int, list[Change]]:
-        """All changes since the last drain by shard, in an order that may be cut into batches
+    def drain(self, shard: int) -> list[Change]:
+        """All of a shard's changes since its last drain, in an order that may be cut into batches
         anywhere.
 
         Removals and moves to a slower tier come first, from the leaves inward; stores and moves
         to a faster tier follow, from the root outward. So the invariant holds after each change.
         """
-        self._before.clear()
-        slower: list[tuple[tuple[int, SequenceHash, int], SequenceHash, Change]] = []
-        faster: list[tuple[tuple[int, SequenceHash, int], SequenceHash, Change]] = []
-        for block in self._pending:
+        stored = self._before[shard] = {}
+        slower: list[tuple[tuple[int, SequenceHash, int], Change]] = []
+        faster: list[tuple[tuple[int, SequenceHash, int], Change]] = []
+        for block in self._pending[shard]:
             node = self._nodes.get(block)
             before: Tier | None
             now: Tier | None
             if node is None:
-                before, depth, root, leader = self._gone.pop(block)
+                before, depth, _, leader = self._gone.pop(block)
                 now = None
             else:
-                assert node.root is not None
                 assert node.leader is not None
-                depth, root, leader = node.depth, node.root, node.leader
+                depth, leader = node.depth, node.leader
                 before, now = node.told, node.published
                 node.told = now
             if now is not None and (before is None or now < before):
                 turns = faster
-                self._before[block] = before
+                stored[block] = before
             else:
                 turns = slower
             # Parents before their children, and the blocks of a group together.
             place = depth // GROUP_BLOCKS, leader, depth
-            turns.append((place, root, Change(block, now, leader)))
-        self._pending.clear()
+            turns.append((place, Change(block, now, leader)))
+        self._pending[shard].clear()
         slower.sort(key=_place, reverse=True)
         faster.sort(key=_place)
-        changes: dict[int, list[Change]] = {}
-        for _, root, change in slower + faster:
-            changes.setdefault(shard_of(root, self._shards), []).append(change)
-        return changes
+        return [change for _, change in slower + faster]
 
-    def adds(self, change: Change) -> bool:
-        """Whether a change of the last drain stores a block, or makes it faster."""
-        return change.block in self._before
+    def adds(self, shard: int, change: Change) -> bool:
+        """Whether a change of the shard's last drain stores a block, or makes it faster."""
+        return change.block in self._before[shard]
 
-    def untell(self, changes: Iterable[Change]) -> None:
+    def untell(self, shard: int, changes: Iterable[Change]) -> None:
         """Redis did not take these, all that follows some cut of what the last drain `adds`."""
         for block, _, _ in changes:
-            before = self._before.pop(block)
+            before = self._before[shard].pop(block)
             node = self._nodes.get(block)
             if node is not None:
                 node.told = before
                 self._note(block, node)
             elif before is None:
                 del self._gone[block]
-                self._pending.remove(block)
+                self._pending[shard].remove(block)
             else:
                 self._gone[block] = self._gone[block]._replace(tier=before)
 
@@ -213,15 +217,18 @@ class Ownership:
 
         shards: of the index, from now on.
         """
-        self._shards = shards
         self._gone.clear()
-        self._pending.clear()
+        self._pending = [set() for _ in range(shards)]
+        self._before = [{} for _ in range(shards)]
         for block, node in self._nodes.items():
             node.told = None
-            self._note(block, node)
+            if node.published is not None:
+                self._note(block, node)
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
+        pending = set[SequenceHash]().union(*self._pending)
+        assert len(pending) == self.num_pending, "a block is pending in two shards"
         for block, node in self._nodes.items():
             parent = self._nodes.get(node.parent) if node.parent is not None else None
             assert node.held or node.children, f"{block:016x} is an empty leaf"
@@ -229,9 +236,9 @@ class Ownership:
             assert all(self._nodes[child].parent == block for child in node.each_child())
             assert node.published == self._tier(node), f"{block:016x} is out of date"
             assert node.published is None or node.depth == (parent.depth + 1 if parent else 0)
-            assert (block in self._pending) == (node.published != node.told)
+            assert (block in pending) == (node.published != node.told)
         assert not self._gone.keys() & self._nodes.keys()
-        assert self._gone.keys() == self._pending - self._nodes.keys()
+        assert self._gone.keys() == pending - self._nodes.keys()
 
     def _store(self, event: Stored) -> None:
         parent = event.parent
@@ -278,7 +285,10 @@ class Ownership:
         for block, node in self._nodes.items():
             self._bury(block, node)
         self._nodes.clear()
-        self._pending = set(self._gone)
+        for shard in self._pending:
+            shard.clear()
+        for block, told in self._gone.items():
+            self._pending[self._shard_of(told.root)].add(block)
 
     def _bury(self, block: SequenceHash, node: _Node) -> None:
         """Keep what Redis knows of a block that is no node any more."""
@@ -298,11 +308,16 @@ class Ownership:
         return _Told(node.told, node.depth, node.root, node.leader)
 
     def _note(self, block: SequenceHash, node: _Node) -> None:
-        """Is there anything to tell of it?"""
+        """Is there anything to tell of it, which is published or told?"""
+        assert node.root is not None
+        pending = self._pending[self._shard_of(node.root)]
         if node.published == node.told:
-            self._pending.discard(block)
+            pending.discard(block)
         else:
-            self._pending.add(block)
+            pending.add(block)
+
+    def _shard_of(self, root: SequenceHash) -> int:
+        return shard_of(root, len(self._pending))
 
     def _tier(self, node: _Node) -> Tier | None:
         fastest = node.fastest()
@@ -332,7 +347,5 @@ class Ownership:
             stack.extend(node.each_child())
 
 
-def _place(
-    turn: tuple[tuple[int, SequenceHash, int], SequenceHash, Change],
-) -> tuple[int, int, int]:
+def _place(turn: tuple[tuple[int, SequenceHash, int], Change]) -> tuple[int, int, int]:
     return turn[0]

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from app.core.config import RouterSettings
-from app.core.events import Stored
+from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.index import shard_of
 from app.core.keys import Keyspace
@@ -66,6 +66,31 @@ async def test_a_shard_s_failover_costs_only_its_prompts_their_overlap_and_only_
             ] == lost
             await eventually(placed, lambda found: found == whole, within_s=FAILOVER_S)
             assert router.telemetry.registry.get_sample_value("kvroute_blind_decisions_total")
+
+
+async def test_a_shard_that_is_away_keeps_no_other_from_being_told() -> None:
+    with ClusterServers(newest_kind()) as servers:
+        keyspace = keyspace_away_from(servers, shard=1)
+        async with AsyncExitStack() as stack:
+            agent = await started(stack, servers.url, keyspace, 0)
+            router = await routing(stack, servers.url, keyspace)
+            for chain in CHAINS:
+                agent.notify([Stored(tuple(chain), None)])
+
+            async def overlaps() -> list[int]:
+                return [decision.overlap.total for decision in await look_up(router)]
+
+            await eventually(overlaps, lambda found: found == [BLOCKS] * NUM_PROMPTS)
+            for server in (servers.masters[1], servers.replicas[1]):
+                server.kill()
+            lost = {n for n, chain in enumerate(CHAINS) if master_of(servers, keyspace, chain) == 1}
+            for gone in range(1, BLOCKS):
+                # In order, so that the shard that is away always has something to be told.
+                for chain in CHAINS:
+                    agent.notify([Removed((chain[-gone],))])
+                left = [0 if n in lost else BLOCKS - gone for n in range(NUM_PROMPTS)]
+                await eventually(overlaps, lambda found, left=left: found == left)
+            assert agent.resyncs == 0
 
 
 def keyspace_away_from(servers: ClusterServers, shard: int) -> Keyspace:

@@ -399,7 +399,7 @@ async def test_engines_with_hashes_and_block_sizes_of_their_own_share_an_index(
             blocks = ExternalBlocks(SIZE)
             for event in events:
                 agent.notify(blocks.take(event))
-            await agent._send(agent.incarnation, agent._ownership.drain())  # type: ignore[arg-type]
+            assert await agent._send(0, agent.incarnation)  # type: ignore[arg-type]
             return agent
 
         lora = replace(stored([5]), lora_name="sql")

@@ -101,7 +101,7 @@ class World:
         registration = await self.register(worker, worker.incarnation)
         assert registration.predecessor_lives
         worker.ownership.forget()
-        worker.undelivered = worker.ownership.drain().get(0, [])
+        worker.undelivered = worker.ownership.drain(0)
         old, worker.incarnation = worker.incarnation, registration.incarnation
         while worker.undelivered:
             await self.deliver(worker, 2)
@@ -120,7 +120,7 @@ class World:
     async def deliver(self, worker: Worker, size: int) -> None:
         """Publish the next `size` changes as one batch."""
         if not worker.undelivered:
-            worker.undelivered = worker.ownership.drain().get(0, [])
+            worker.undelivered = worker.ownership.drain(0)
         batch, worker.undelivered = worker.undelivered[:size], worker.undelivered[size:]
         worker.seq += 1
         worker.sent.append(batch)

@@ -34,10 +34,10 @@ def told(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHash, 
     """What Redis must be told after these events."""
     ownership.apply(events)
     ownership.check()
-    changes = ownership.drain()
+    changes = ownership.drain(0)
     ownership.check()
     assert ownership.num_pending == 0
-    return [(block, tier) for block, tier, _ in changes.get(0, [])]
+    return [(block, tier) for block, tier, _ in changes]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_blocks_of_a_group_are_told_together(ownership: Ownership) -> None:
         parent = left[at - 1] if at else None
         ownership.apply([Stored(tuple(left[at : at + 4]), parent)])
         ownership.apply([Stored(tuple(right[at : at + 4]), right[at - 1] if at else None)])
-    changes = ownership.drain()[0]
+    changes = ownership.drain(0)
     leaders = [change.leader for change in changes]
     assert [leader for leader, _ in groupby(leaders)] == [1000, 1016, 1032, 2032]
     assert {c.block for c in changes if c.leader == 1016} == {*left[16:32], *right[20:32]}
@@ -75,18 +75,39 @@ def test_the_blocks_of_a_group_are_told_together(ownership: Ownership) -> None:
 def test_chains_go_to_the_shard_of_their_first_block(ownership: Ownership) -> None:
     ownership.forget(shards=2)
     ownership.apply([stored(A, D), stored(B, C)])
-    assert ownership.drain() == {
-        0: [Change(A, DEVICE, A), Change(D, DEVICE, A)],
-        1: [Change(B, DEVICE, B), Change(C, DEVICE, B)],
-    }
+    assert ownership.drain(0) == [Change(A, DEVICE, A), Change(D, DEVICE, A)]
+    assert ownership.drain(1) == [Change(B, DEVICE, B), Change(C, DEVICE, B)]
+
+
+def test_what_a_shard_is_told_later_is_not_lost_to_what_another_is_told_now(
+    ownership: Ownership,
+) -> None:
+    ownership.forget(shards=2)
+    ownership.apply([stored(A, D), stored(B, C)])
+    changes = ownership.drain(0)
+    ownership.apply([stored(E, parent=C), removed(D)])
+    assert (ownership.is_pending(0), ownership.is_pending(1)) == (True, True)
+    assert [c.block for c in ownership.drain(1)] == [B, C, E]
+    assert not ownership.is_pending(1)
+    assert all(ownership.adds(0, change) for change in changes)
+    ownership.untell(0, changes)
+    ownership.check()
+    assert ownership.drain(0) == [Change(A, DEVICE, A)]
+    ownership.apply([Cleared()])
+    ownership.check()
+    assert [c.block for c in ownership.drain(0)] == [A]
+    assert [c.block for c in ownership.drain(1)] == [E, C, B]
+    assert ownership.num_pending == 0
 
 
 def test_audits_take_turns_and_skip_what_is_gone(abcd: Ownership) -> None:
-    assert abcd.next_to_audit(3) == {0: [Change(b, DEVICE, A) for b in (B, C, D)]}
+    assert abcd.next_to_audit(3) == [[B, C, D]]
+    assert abcd.as_told([B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
     told(abcd, removed(A), stored(A))
-    assert [c.block for c in abcd.next_to_audit(3)[0]] == [A]
+    assert abcd.next_to_audit(3) == [[A]]
     told(abcd, removed(B))
-    assert abcd.next_to_audit(9) == {0: [Change(A, DEVICE, A)]}
+    assert abcd.next_to_audit(9) == [[A]]
+    assert abcd.as_told([A, B]) == [Change(A, DEVICE, A)]
 
 
 def test_a_chain_goes_on_below_its_parent(ownership: Ownership) -> None:
@@ -329,14 +350,14 @@ def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
     for event in events:
         match event:
             case Drain(None):
-                tell(redis, ownership.drain().get(0, []), parents)
+                tell(redis, ownership.drain(0), parents)
                 assert redis == plain_published(held, parents)
             case Drain(num_taken):
-                changes = ownership.drain().get(0, [])
-                adding = [change for change in changes if ownership.adds(change)]
+                changes = ownership.drain(0)
+                adding = [change for change in changes if ownership.adds(0, change)]
                 assert changes[len(changes) - len(adding) :] == adding
                 tell(redis, changes[: len(changes) - len(adding) + num_taken], parents)
-                ownership.untell(adding[num_taken:])
+                ownership.untell(0, adding[num_taken:])
                 real = plain_published(held, parents)
                 assert all(block in real and tier >= real[block] for block, tier in redis.items())
             case Forget():
@@ -358,7 +379,7 @@ def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
         assert {b: t.tier for b in BLOCKS if (t := ownership._told(b))} == redis
         differing = [b for b in BLOCKS if published.get(b) != redis.get(b)]
         assert ownership.num_pending == len(differing)
-    tell(redis, ownership.drain().get(0, []), parents)
+    tell(redis, ownership.drain(0), parents)
     assert redis == plain_published(held, parents)
 
 
