@@ -301,9 +301,9 @@ FROM_0 = click.FloatRange(min=0)
     "--policy",
     "policies",
     multiple=True,
-    default=POLICY_NAMES,
+    default=POLICY_NAMES[::-1],
     type=_PolicyName(),
-    help="Default: all. blocks:W is blocks with a prefill weight of W.",
+    help="Default: all, latency last. blocks:W is blocks with a prefill weight of W.",
 )
 @click.option(
     "--load",

@@ -153,6 +153,12 @@ def test_without_a_load_shares_of_the_knee_are_played(tmp_path: Path) -> None:
     assert shares == pytest.approx([0.5, 0.7, 0.9])
 
 
+def test_of_all_policies_it_is_latency_whose_knee_is_looked_for() -> None:
+    result = CliRunner().invoke(main, ["--requests", "20", "--workers", "2", "--jobs", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("latency reaches its knee")
+
+
 @pytest.mark.parametrize("name", ["lowest", "blocks:many", "latency:2"])
 def test_a_policy_that_is_none_is_refused_by_name(name: str) -> None:
     result = CliRunner().invoke(main, ["--policy", name])
