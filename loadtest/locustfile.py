@@ -180,20 +180,22 @@ class Chat(FastHttpUser):
     def read_answer(
         self, response: ResponseContextManager, request_id: str, started: float
     ) -> tuple[Tokens, dict[str, Any]]:
-        """Tokens and usage. Raises ValueError if the stream ends without usage."""
+        """Tokens and usage. Raises ValueError for an error, or if no usage comes."""
         answer: Tokens = []
         usage = None
         first = True
         while line := response.stream.readline(b"\n"):
             if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
                 continue
+            chunk = orjson.loads(line[5:])
+            if "error" in chunk:
+                raise ValueError(str(chunk["error"]))
             if first:
                 first = False
                 self.note_first_token((time.perf_counter() - started) * 1000)
                 self.client.post(
                     f"/v1/requests/{request_id}/prefill_complete", name="prefill_complete"
                 )
-            chunk = orjson.loads(line[5:])
             for part in chunk["choices"]:
                 answer += part.get("token_ids", [])
             usage = chunk.get("usage") or usage

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.loadtest.conftest import FakeCluster
+from tests.loadtest.conftest import TELLS_AN_ERROR, FakeCluster
 
 ROOT = Path(__file__).parents[2]
 ROWS = ("route", "ttft", "completion", "prefill_complete", "release")
@@ -46,4 +46,14 @@ async def test_locust_fails_when_the_cluster_refuses(cluster: FakeCluster) -> No
     cluster.route_script.extend([503] * 100)
     code, out, _ = await locust(cluster)
     assert code == 1
+    assert "no request was answered" in out
+
+
+async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster: FakeCluster) -> None:
+    cluster.worker_script.extend([TELLS_AN_ERROR] * 100)
+    code, out, err = await locust(cluster)
+    assert code == 1
+    assert "out of memory" in out + err
+    assert "Traceback" not in out + err
+    assert re.search(r"^\w+ +ttft ", out + err, re.MULTILINE) is None
     assert "no request was answered" in out
