@@ -294,12 +294,14 @@ class _Flight:
 
 
 class _Replica:
-    """A router: the requests that wait for it, and the books it decides from."""
+    """A router: the requests that wait for it, its turns of round_robin, and the books it decides
+    from."""
 
     def __init__(self, books: list[Books]) -> None:
         self.books = books
         self.waiting: list[_Flight] = []
         self.is_deciding = False
+        self.turn = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +324,6 @@ class Simulation:
         self.conflicts = 0
         self._policy = Policy(policy)
         self._rng = np.random.default_rng(setting.seed)
-        self._turn = 0
         self._now_s = 0.0
         shared = self._new_books()
         is_shared = setting.sharing is Sharing.EXACT
@@ -398,10 +399,10 @@ class Simulation:
             size,
             eligible=np.ones(len(columns), dtype=bool),
             rng=self._rng,
-            turn=self._turn,
+            turn=flight.replica.turn,
             cost=self._policy.cost,
         )
-        self._turn += 1
+        flight.replica.turn += 1
         at = choice.index
         cached = size.block_size * int(candidates.overlap_device[at] + candidates.overlap_host[at])
         reservation = Reservation(

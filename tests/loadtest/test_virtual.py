@@ -80,6 +80,12 @@ def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker() ->
     assert on_owner(Sharing.EXACT) < 8
 
 
+def test_each_replica_takes_its_own_turns_of_round_robin() -> None:
+    trace = open_loop(*(request(i, (i,)) for i in range(6)), every_s=10.0)
+    workers = workers_of(trace, Setting(num_workers=3, replicas=2), "round_robin")
+    assert workers == ["w0:0", "w0:0", "w1:0", "w1:0", "w2:0", "w2:0"]
+
+
 def test_replicas_with_exact_books_refuse_what_another_overtook() -> None:
     burst = open_loop(*(request(i, (i,)) for i in range(8)), every_s=0.0)
     simulation = Simulation("latency", Setting(num_workers=8, replicas=8))
