@@ -414,15 +414,20 @@ class Simulation:
         return _Plan(flight, at, loads[at].total, reservation)
 
     def _reserve(self, replica: _Replica, plans: list[_Plan], now_s: float) -> None:
-        """As lua/reserve.lua: refused, and all behind it, if another replica was there first."""
-        for place, plan in enumerate(plans):
+        """As lua/reserve.lua: refused, with all behind it for the same worker, if another replica
+        was there first."""
+        refused: list[_Flight] = []
+        overtaken: set[int] = set()
+        for plan in plans:
             books = replica.books[plan.worker]
-            if books.load.total != plan.seen_total:
-                self.conflicts += 1
-                replica.waiting = [p.flight for p in plans[place:]] + replica.waiting
-                break
+            if plan.worker in overtaken or books.load.total != plan.seen_total:
+                overtaken.add(plan.worker)
+                refused.append(plan.flight)
+                continue
             self._tell(replica, plan.worker, now_s, reserve=plan.reservation)
             self._start(plan.flight, plan.worker, now_s)
+        self.conflicts += len(refused)
+        replica.waiting = refused + replica.waiting
         replica.is_deciding = False
         if replica.waiting:
             self._decide(replica, now_s)

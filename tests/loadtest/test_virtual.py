@@ -95,6 +95,17 @@ def test_replicas_with_exact_books_refuse_what_another_overtook() -> None:
     assert max(outcome.attempts for outcome in simulation.outcomes) > 1
 
 
+def test_a_refusal_holds_up_only_those_behind_it_for_the_same_worker() -> None:
+    # One replica has requests 0, 2, 4, the other 1, 3, 5. Each decides its first alone, both for
+    # w0: the other's is refused. Then they decide the rest for w1, w2 and for w1, w2, w0.
+    burst = open_loop(*(request(i, (i,)) for i in range(6)), every_s=0.0)
+    simulation = Simulation("round_robin", Setting(num_workers=3, replicas=2))
+    simulation.run(burst)
+    attempts = {outcome.request_id: outcome.attempts for outcome in simulation.outcomes}
+    assert attempts == {"0": 1, "2": 1, "4": 1, "1": 3, "3": 2, "5": 1}
+    assert simulation.conflicts == 3
+
+
 def test_blocks_count_only_once_their_events_have_arrived() -> None:
     trace = open_loop(*(request(i, (7, 8, 9)) for i in range(2)), every_s=5.0)
 
