@@ -234,8 +234,10 @@ def _open_loop_request(index: int, record: _Record) -> TraceRequest:
 
 
 def _read_closed_loop(records: list[_Record]) -> Iterator[Session]:
-    numbered = enumerate(records)
-    for _, group in groupby(numbered, key=lambda item: item[1].number("session")):
+    def session_of(item: tuple[int, _Record]) -> int:
+        return item[1].number("session")
+
+    for _, group in groupby(sorted(enumerate(records), key=session_of), key=session_of):
         turns: list[TraceRequest] = []
         start_s = 0.0
         for index, record in group:

@@ -109,6 +109,12 @@ def test_tokens_after_the_last_full_block_belong_to_one_request(closed_loop: Pat
     assert not np.array_equal(first.prompt()[512:], second.prompt()[768:776])
 
 
+def test_lines_of_sessions_may_alternate(tmp_path: Path, closed_loop: Path) -> None:
+    mixed = read_trace(written(tmp_path / "mixed.jsonl", [CLOSED[0], CLOSED[2], CLOSED[1]]))
+    blocks = [[turn.blocks for turn in session.turns] for session in mixed.sessions]
+    assert blocks == [[turn.blocks for turn in s.turns] for s in read_trace(closed_loop).sessions]
+
+
 def test_sessions_come_in_order_of_their_start(closed_loop: Path) -> None:
     assert [s.start_s for s in read_trace(closed_loop).sessions] == [1.0, 4.0]
 
