@@ -36,6 +36,7 @@ from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
+from loadtest import report
 
 REPLICAS = (1, 2, 4, 8, 16)
 NUM_WORKERS = 8
@@ -172,7 +173,7 @@ def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict
 @click.command()
 @click.option("--rounds", default=20, show_default=True, type=POSITIVE)
 @click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(rounds: int, policy: str, out: Path | None) -> None:
     """Place bursts with 1, 2, 4, 8 and 16 replicas."""
     placed = measure(REPLICAS, rounds, policy)
@@ -192,7 +193,6 @@ def main(rounds: int, policy: str, out: Path | None) -> None:
         )
     click.echo(f"\nlargest difference of a median to that of one replica: {difference:g}")
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         result = {
             "policy": policy,
             "workers": NUM_WORKERS,

@@ -43,6 +43,7 @@ from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.serving import listen, run, serve
 from app.core.types import Tier, WorkerInfo, WorkerKey
+from loadtest import report
 
 KEYS = Keyspace("bench-decision")
 NONCE = "bench"
@@ -405,7 +406,7 @@ def _curve(found: dict[str, Any]) -> Table:
 @click.command()
 @click.option("--requests", default=4000, show_default=True, type=POSITIVE, help="A round.")
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(requests: int, rounds: int, out: Path | None) -> None:
     """Measure the decisions of one replica, then of several."""
     with EmbeddedRedis() as redis:
@@ -415,7 +416,6 @@ def main(requests: int, rounds: int, out: Path | None) -> None:
         result = measure(redis.url, requests, rounds)
     show(result, Console(width=120))
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
 
 

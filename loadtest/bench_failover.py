@@ -36,6 +36,7 @@ from app.decision import RouteRequest
 from app.fleet import Fleet
 from app.router import Router
 from app.telemetry import Telemetry
+from loadtest import report
 from loadtest.bench_index import hashes
 from loadtest.topologies import ClusterServers, SentinelServers
 from workers.agent import Agent, AgentSettings
@@ -143,7 +144,7 @@ def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
 @click.command()
 @click.option("--cluster", is_flag=True, help="A Cluster instead of sentinels.")
 @click.option("--runs", default=5, show_default=True)
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(cluster: bool, runs: int, out: Path | None) -> None:
     """Kill the master under load, and time what becomes of decisions."""
     logging.disable(logging.WARNING)
@@ -165,7 +166,6 @@ def main(cluster: bool, runs: int, out: Path | None) -> None:
         figures = [result[name] for result in results]
         click.echo(f"  {median(figures):.2f}, {max(figures):.2f}  {what}")
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
 
 

@@ -43,6 +43,7 @@ from app.core.serving import run
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
+from loadtest import report
 from workers.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-index")
@@ -427,7 +428,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option("--workers", default=64, show_default=True)
 @click.option("--queries", default=100, show_default=True, help="Per kind, length and round.")
 @click.option("--repeats", default=15, show_default=True, help="Rounds; the median counts.")
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(
     url: str | None,
     blocks: int,
@@ -443,7 +444,6 @@ def main(
         result = run(measure(url, blocks, index_blocks or blocks, workers, queries, repeats))
     show(result, Console())
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
 
 

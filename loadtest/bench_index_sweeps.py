@@ -33,6 +33,7 @@ from app.core.scripts import ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier
 from app.dump import reset
+from loadtest import report
 from loadtest.bench_index import KEYS, Holders, evalsha, hashes, used_memory
 
 BLOCKS = 131_072
@@ -268,7 +269,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 @click.command()
 @click.option("--redis", "url", help="Redis to measure; none: one of its own.")
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(url: str | None, out: Path | None) -> None:
     """Sweep the index and two plain ones over depth, width, match and share."""
     with ExitStack() as stack:
@@ -276,7 +277,6 @@ def main(url: str | None, out: Path | None) -> None:
         rows = asyncio.run(measure(url, SWEEPS))
     show(rows, Console(width=160))
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
 
 

@@ -29,6 +29,7 @@ from rich.table import Table
 from app.cluster import Cluster
 from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
 from app.core.serving import run
+from loadtest import report
 from loadtest.bench_decision import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
 from loadtest.replay import replay_policy
@@ -241,7 +242,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     type=click.FloatRange(min=0, min_open=True),
     help="So many times faster than life; halve it where the CPU is more than half in use.",
 )
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(
     counts: tuple[int, ...],
     rounds: int,
@@ -272,7 +273,6 @@ def main(
     )
     show(made, console)
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         result = {
             "trace": trace.name,
             "requests": trace.num_requests,

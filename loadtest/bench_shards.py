@@ -30,6 +30,7 @@ from app.core.matching import match
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from loadtest import report
 from loadtest.bench_index import hashes
 from loadtest.topologies import ClusterServers
 
@@ -179,7 +180,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.command()
 @click.option("--queries", default=2000, show_default=True, help="Of each kind.")
 @click.option("--changes", default=500, show_default=True, help="Stored to see replicas lag.")
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(queries: int, changes: int, out: Path | None) -> None:
     """Measure shards and replicas on a Redis Cluster of this machine."""
     binary = redis_binary()
@@ -189,7 +190,6 @@ def main(queries: int, changes: int, out: Path | None) -> None:
         result = asyncio.run(measure(servers, queries, changes))
     show(result, Console())
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
 
 

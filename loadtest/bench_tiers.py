@@ -32,6 +32,7 @@ from rich.table import Table
 from xxhash import xxh3_64_intdigest
 
 from app.core.types import SequenceHash, Tier
+from loadtest import report
 from workers.disk import RUN_BYTES, DiskBlock, SlotFile
 from workers.tiers import KVShape, MemoryPool, host_pool
 from workers.transfers import Transfers
@@ -200,13 +201,12 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option(
     "--folder", default=".", type=click.Path(path_type=Path), help="Where the disk tier is put."
 )
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(block_kib: tuple[int, ...], mib: int, rounds: int, folder: Path, out: Path | None) -> None:
     """Measure how fast KV blocks move between tiers."""
     result = run(block_kib, mib, rounds, folder)
     show(result, Console())
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
 
 

@@ -35,6 +35,7 @@ from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import WorkerInfo, WorkerKey
+from loadtest import report
 
 KEYS = Keyspace("bench-waiting")
 REPLICAS = (1, 2, 4)
@@ -147,7 +148,7 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
 @click.command()
 @click.option("--replicas", multiple=True, type=POSITIVE, default=REPLICAS, show_default=True)
 @click.option("--seconds", default=10.0, show_default=True, help="For each number of replicas.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results there.")
+@click.option("--json", "json_path", type=report.FILE, help="Write results there.")
 def main(replicas: Sequence[int], seconds: float, json_path: Path | None) -> None:
     """Measure how turns are shared, and print a table."""
     found = measure(replicas, seconds)
@@ -167,7 +168,6 @@ def main(replicas: Sequence[int], seconds: float, json_path: Path | None) -> Non
         )
     Console().print(table)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_bytes(orjson.dumps(found, option=orjson.OPT_NON_STR_KEYS))
 
 

@@ -271,13 +271,13 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=report.FILE,
     help="Write the figures here.",
 )
 @click.option(
     "--png",
     "png_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=report.FILE,
     help="Write a picture of them here.",
 )
 def replay(
@@ -308,8 +308,6 @@ def replay(
         raise click.ClickException(str(error)) from error
     if not trace.sessions:
         raise click.ClickException(f"{trace_file.name}: no requests in the part chosen")
-    for file in filter(None, (json_file, png_file)):
-        report.make_folder(file.parent)
     for policy in policies or (None,):
         run(_check_answers(url, policy))
 

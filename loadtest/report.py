@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from loadtest.client import Outcome
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Group
+
+    # Benchmarks of servers are to bring nothing heavy into those.
+    from loadtest.client import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,19 @@ def make_folder(folder: Path) -> None:
         raise click.ClickException(f"{folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise click.ClickException(f"{folder}: nothing can be written there")
+
+
+class _File(click.Path):
+    """A file for a report, in a folder that is there from then on."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        make_folder(path.parent)
+        return path
+
+
+FILE = _File(dir_okay=False)
+"""Of an option; as `make_folder`."""
 
 
 def plot(runs: Sequence[PolicyRun], path: Path) -> None:

@@ -359,8 +359,8 @@ FROM_0 = click.FloatRange(min=0)
 )
 @click.option("--seeds", default=1, show_default=True, type=POSITIVE)
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=POSITIVE)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write figures there.")
-@click.option("--png", "png_file", type=click.Path(path_type=Path), help="Draw figures there.")
+@click.option("--json", "json_file", type=report.FILE, help="Write figures there.")
+@click.option("--png", "png_file", type=report.FILE, help="Draw figures there.")
 def main(
     trace_file: Path,
     requests: int | None,
@@ -374,8 +374,6 @@ def main(
     **options: Any,
 ) -> None:
     """Compare policies on a trace, in virtual time: a table for each load."""
-    for file in filter(None, (json_file, png_file)):
-        report.make_folder(file.parent)
     console = Console()
     scenario = Scenario(read_trace(trace_file).cut(0.0, None, requests), _setting(**options))
     result: dict[str, Any] = {
