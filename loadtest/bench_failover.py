@@ -24,7 +24,7 @@ import click
 import numpy as np
 import orjson
 
-from app.core.config import RouterSettings
+from app.core.config import POSITIVE, RouterSettings
 from app.core.embedded import EmbeddedRedis, redis_binary
 from app.core.events import Stored
 from app.core.keys import Keyspace
@@ -143,7 +143,7 @@ def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
 
 @click.command()
 @click.option("--cluster", is_flag=True, help="A Cluster instead of sentinels.")
-@click.option("--runs", default=5, show_default=True)
+@click.option("--runs", default=5, show_default=True, type=POSITIVE)
 @click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(cluster: bool, runs: int, out: Path | None) -> None:
     """Kill the master under load, and time what becomes of decisions."""

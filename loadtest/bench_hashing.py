@@ -16,6 +16,7 @@ import click
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from app.core.config import POSITIVE
 from app.core.hashing import BASE_SEED, Tokens, compute_hashes
 
 NUM_BLOCKS = 512
@@ -36,7 +37,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 @click.command()
-@click.option("--rounds", default=2000, show_default=True)
+@click.option("--rounds", default=2000, show_default=True, type=POSITIVE)
 def main(rounds: int) -> None:
     """Time hashing of a prompt against plain calls of the hash function."""
     tokens = np.arange(NUM_BLOCKS * BLOCK_SIZE, dtype="<u4")

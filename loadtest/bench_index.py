@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core import index, leases
+from app.core.config import MOST, POSITIVE
 from app.core.embedded import EmbeddedRedis
 from app.core.events import Stored
 from app.core.keys import Keyspace
@@ -63,6 +64,8 @@ PEER_QUERIES = 200
 CHANGE_BATCHES = 200
 PINGS = 700
 MAX_OWNERS = 8
+MIN_WORKERS = 3
+"""Owners of one chain."""
 OWNED_CHAINS = 8
 VISIBLE_KEYS = Keyspace("bench-index-visible")
 VISIBLE_CHAINS = 700
@@ -423,11 +426,19 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 @click.command()
 @click.option("--redis", "url", help="Redis to measure; none: one of its own.")
-@click.option("--blocks", default=1_000_000, show_default=True, help="Unique blocks.")
-@click.option("--index-blocks", type=int, help="What the index is laid out for; none: --blocks.")
-@click.option("--workers", default=64, show_default=True)
-@click.option("--queries", default=100, show_default=True, help="Per kind, length and round.")
-@click.option("--repeats", default=15, show_default=True, help="Rounds; the median counts.")
+@click.option(
+    "--blocks", default=1_000_000, show_default=True, type=POSITIVE, help="Unique blocks."
+)
+@click.option(
+    "--index-blocks", type=POSITIVE, help="What the index is laid out for; none: --blocks."
+)
+@click.option("--workers", default=64, show_default=True, type=click.IntRange(MIN_WORKERS, MOST))
+@click.option(
+    "--queries", default=100, show_default=True, type=POSITIVE, help="Per kind, length and round."
+)
+@click.option(
+    "--repeats", default=15, show_default=True, type=POSITIVE, help="Rounds; the median counts."
+)
 @click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(
     url: str | None,

@@ -27,7 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cluster import Cluster
-from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from app.core.config import (
+    FACTOR,
+    POLICY_NAMES,
+    POSITIVE,
+    PROCESSES,
+    RouterSettings,
+    WorkerSettings,
+)
 from app.core.serving import run
 from loadtest import report
 from loadtest.bench_decision import TICKS_PER_S, cpu_s
@@ -223,23 +230,23 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 
 
 @click.command()
-@click.option("--replicas", "counts", multiple=True, default=REPLICAS, type=POSITIVE)
+@click.option("--replicas", "counts", multiple=True, default=REPLICAS, type=PROCESSES)
 @click.option("--rounds", default=3, show_default=True, type=POSITIVE)
 @click.option("--requests", default=NUM_REQUESTS, show_default=True, type=POSITIVE)
-@click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
+@click.option("--workers", "num_workers", default=8, show_default=True, type=PROCESSES)
 @click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
 @click.option(
     "--load",
     default=1.1,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=FACTOR,
     help="Arrival rate, as a multiple of the recorded one.",
 )
 @click.option(
     "--speedup",
     default=4.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=FACTOR,
     help="So many times faster than life; halve it where the CPU is more than half in use.",
 )
 @click.option("--json", "out", type=report.FILE, help="Write the figures there.")

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core import index, leases
+from app.core.config import POSITIVE
 from app.core.embedded import EmbeddedRedis, redis_binary
 from app.core.keys import Keyspace
 from app.core.matching import match
@@ -178,8 +179,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 @click.command()
-@click.option("--queries", default=2000, show_default=True, help="Of each kind.")
-@click.option("--changes", default=500, show_default=True, help="Stored to see replicas lag.")
+@click.option("--queries", default=2000, show_default=True, type=POSITIVE, help="Of each kind.")
+@click.option(
+    "--changes", default=500, show_default=True, type=POSITIVE, help="Stored to see replicas lag."
+)
 @click.option("--json", "out", type=report.FILE, help="Write the figures there.")
 def main(queries: int, changes: int, out: Path | None) -> None:
     """Measure shards and replicas on a Redis Cluster of this machine."""

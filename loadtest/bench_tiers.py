@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from xxhash import xxh3_64_intdigest
 
+from app.core.config import POSITIVE
 from app.core.types import SequenceHash, Tier
 from loadtest import report
 from workers.disk import RUN_BYTES, DiskBlock, SlotFile
@@ -194,10 +195,25 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def _of_whole_heads(_: click.Context, __: click.Parameter, kib: tuple[int, ...]) -> tuple[int, ...]:
+    if bad := [size for size in kib if shape_of(size << 10).block_bytes != size << 10]:
+        raise click.BadParameter(f"{bad[0]} is no multiple of 8")
+    return kib
+
+
 @click.command()
-@click.option("--kib", "block_kib", multiple=True, type=int, default=BLOCK_KIB, show_default=True)
-@click.option("--mib", default=128, show_default=True, help="Copied at once.")
-@click.option("--rounds", default=15, show_default=True)
+@click.option(
+    "--kib",
+    "block_kib",
+    multiple=True,
+    type=POSITIVE,
+    default=BLOCK_KIB,
+    show_default=True,
+    callback=_of_whole_heads,
+    help="Multiples of 8: a head of all layers.",
+)
+@click.option("--mib", default=128, show_default=True, type=POSITIVE, help="Copied at once.")
+@click.option("--rounds", default=15, show_default=True, type=POSITIVE)
 @click.option(
     "--folder", default=".", type=click.Path(path_type=Path), help="Where the disk tier is put."
 )

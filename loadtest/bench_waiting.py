@@ -29,7 +29,7 @@ from rich.table import Table
 
 from app.cluster import Cluster
 from app.core import index, leases
-from app.core.config import POSITIVE, RouterSettings, WorkerSettings
+from app.core.config import LONGEST_S, PROCESSES, Number, RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.keys import Keyspace
 from app.core.redis import connect
@@ -48,6 +48,8 @@ CALLERS = 16
 HELD_S = 0.05
 PROMPT = list(range(64))
 NONCE = "bench"
+AT_LEAST_1_S = Number(1, LONGEST_S)
+"""In less a slot may not be handed over once."""
 
 
 @dataclass(slots=True)
@@ -146,8 +148,14 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
 
 
 @click.command()
-@click.option("--replicas", multiple=True, type=POSITIVE, default=REPLICAS, show_default=True)
-@click.option("--seconds", default=10.0, show_default=True, help="For each number of replicas.")
+@click.option("--replicas", multiple=True, type=PROCESSES, default=REPLICAS, show_default=True)
+@click.option(
+    "--seconds",
+    default=10.0,
+    show_default=True,
+    type=AT_LEAST_1_S,
+    help="For each number of replicas.",
+)
 @click.option("--json", "json_path", type=report.FILE, help="Write results there.")
 def main(replicas: Sequence[int], seconds: float, json_path: Path | None) -> None:
     """Measure how turns are shared, and print a table."""

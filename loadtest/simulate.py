@@ -28,7 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import POLICY_NAMES, POSITIVE
+from app.core.config import COUNT, FACTOR, LONGEST_S, POLICY_NAMES, POSITIVE, PROCESSES, Number
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.report import PolicyRun, PolicySummary, summarise
@@ -268,6 +268,10 @@ def plot(figures: Sequence[Figures], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150, format="png")
 
 
+MILLISECONDS = Number(0, 1000 * LONGEST_S)
+WEIGHT = Number(0, 1_000_000)
+
+
 class _PolicyName(click.ParamType[str]):
     """A policy's name, or `blocks:W`."""
 
@@ -276,16 +280,14 @@ class _PolicyName(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
             policy = Policy(value)
-            is_weighted = policy.cost is not None
-            if policy.key not in POLICY_NAMES or (is_weighted and policy.key != "blocks"):
+            weight = policy.weight
+            if policy.key not in POLICY_NAMES or (weight is not None and policy.key != "blocks"):
                 raise ValueError
+            if weight is not None:
+                WEIGHT.convert(weight, param, ctx)
         except ValueError:
             self.fail(f"{value!r} is none of {', '.join(POLICY_NAMES)}, blocks:WEIGHT", param, ctx)
         return str(value)
-
-
-ABOVE_0 = click.FloatRange(min=0, min_open=True)
-FROM_0 = click.FloatRange(min=0)
 
 
 @click.command()
@@ -309,14 +311,14 @@ FROM_0 = click.FloatRange(min=0)
     "--load",
     "loads",
     multiple=True,
-    type=ABOVE_0,
+    type=FACTOR,
     help="Arrival rates, as multiples of the recorded one. Default: 50, 70 and 90 % of the knee, "
     f"the load at which the last policy's mean TTFT is {KNEE:g} times that without load.",
 )
 @click.option(
     "--limit",
     "share",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     help="Also find the highest load at which this share of the requests meets the SLO.",
 )
 @click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
@@ -329,11 +331,9 @@ FROM_0 = click.FloatRange(min=0)
     type=click.Choice(list(PROFILES)),
     help="Several: workers of unequal speed, in turn.",
 )
-@click.option(
-    "--host-tokens", default=0, show_default=True, type=click.IntRange(min=0), help="A worker's."
-)
+@click.option("--host-tokens", default=0, show_default=True, type=COUNT, help="A worker's.")
 @click.option("--block-size", default=256, show_default=True, type=POSITIVE)
-@click.option("--replicas", default=1, show_default=True, type=POSITIVE)
+@click.option("--replicas", default=1, show_default=True, type=PROCESSES)
 @click.option(
     "--sharing",
     default="exact",
@@ -341,24 +341,36 @@ FROM_0 = click.FloatRange(min=0)
     type=click.Choice([str(sharing) for sharing in Sharing]),
     help="What replicas know of each other's reservations.",
 )
-@click.option("--sync-ms", default=5.0, show_default=True, type=FROM_0, help="How late `late` is.")
 @click.option(
-    "--trip-ms", default=0.5, show_default=True, type=FROM_0, help="From look-up to reservation."
+    "--sync-ms", default=5.0, show_default=True, type=MILLISECONDS, help="How late `late` is."
 )
-@click.option("--event-delay-ms", default=0.0, show_default=True, type=FROM_0)
-@click.option("--metrics-ms", default=100.0, show_default=True, type=ABOVE_0, help="Interval.")
+@click.option(
+    "--trip-ms",
+    default=0.5,
+    show_default=True,
+    type=MILLISECONDS,
+    help="From look-up to reservation.",
+)
+@click.option("--event-delay-ms", default=0.0, show_default=True, type=MILLISECONDS)
+@click.option(
+    "--metrics-ms",
+    default=100.0,
+    show_default=True,
+    type=Number(1, 1000 * LONGEST_S),
+    help="Interval.",
+)
 @click.option(
     "--misjudged",
     default=1.0,
     show_default=True,
-    type=ABOVE_0,
+    type=FACTOR,
     help="Workers' speeds as routers believe them, over what was learned.",
 )
 @click.option(
     "--count-in-flight", is_flag=True, help="Blocks count as cached from the reservation on."
 )
 @click.option("--seeds", default=1, show_default=True, type=POSITIVE)
-@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=POSITIVE)
+@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=PROCESSES)
 @click.option("--json", "json_file", type=report.FILE, help="Write figures there.")
 @click.option("--png", "png_file", type=report.FILE, help="Draw figures there.")
 def main(

@@ -108,10 +108,16 @@ class Policy:
         return self.name.partition(":")[0]
 
     @property
+    def weight(self) -> float | None:
+        """Raises ValueError for what is no number."""
+        _, _, weight = self.name.partition(":")
+        return float(weight) if weight else None
+
+    @property
     def cost(self) -> CostFunction | None:
         """None: the policy's own."""
-        _, _, weight = self.name.partition(":")
-        return partial(blocks, prefill_weight=float(weight)) if weight else None
+        weight = self.weight
+        return None if weight is None else partial(blocks, prefill_weight=weight)
 
 
 class Books:

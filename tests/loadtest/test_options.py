@@ -30,3 +30,40 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     a_folder = invoke(module, "--json", str(tmp_path))
     assert a_folder.exit_code == 2
     assert "is a directory" in a_folder.output
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("bench_failover", "--runs 0"),
+        ("bench_hashing", "--rounds 0"),
+        ("bench_index", "--blocks 0"),
+        ("bench_index", "--index-blocks -1"),
+        ("bench_index", "--queries 0"),
+        ("bench_index", "--repeats 0"),
+        ("bench_index", "--workers 2"),
+        ("bench_replicas", "--load nan"),
+        ("bench_replicas", "--speedup inf"),
+        ("bench_shards", "--changes 0"),
+        ("bench_shards", "--queries 0"),
+        ("bench_tiers", "--kib 0"),
+        ("bench_tiers", "--kib 17"),
+        ("bench_tiers", "--mib 0"),
+        ("bench_tiers", "--rounds 0"),
+        ("bench_waiting", "--seconds 0"),
+        ("bench_waiting", "--seconds nan"),
+        ("simulate", "--limit nan"),
+        ("simulate", "--load inf"),
+        ("simulate", "--load nan"),
+        ("simulate", "--metrics-ms 0"),
+        ("simulate", "--misjudged inf"),
+        ("simulate", "--policy blocks:-5"),
+        ("simulate", "--policy blocks:nan"),
+        ("simulate", "--trip-ms inf"),
+    ],
+)
+def test_a_number_that_nothing_can_be_measured_with_is_refused(module: str, arguments: str) -> None:
+    option, _ = arguments.split()
+    refused = invoke(module, *arguments.split())
+    assert refused.exit_code == 2, refused.output
+    assert f"Invalid value for '{option}'" in refused.output
