@@ -32,7 +32,7 @@ from app.core.config import COUNT, FACTOR, LONGEST_S, POLICY_NAMES, POSITIVE, PR
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.report import PolicyRun, PolicySummary, summarise
-from loadtest.traces import DEMO_TRACE, Trace, read_trace
+from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
 from workers.engines.profiles import PROFILES
 
@@ -387,7 +387,12 @@ def main(
 ) -> None:
     """Compare policies on a trace, in virtual time: a table for each load."""
     console = Console()
-    scenario = Scenario(read_trace(trace_file).cut(0.0, None, requests), _setting(**options))
+    try:
+        trace = read_trace(trace_file).cut(0.0, None, requests)
+    except TraceError as error:
+        raise click.ClickException(str(error)) from error
+    scenario = Scenario(trace, _setting(**options))
+    _check_fit(scenario)
     result: dict[str, Any] = {
         "trace": scenario.trace.name,
         "requests": scenario.trace.num_requests,
@@ -439,6 +444,19 @@ def _setting(
         metrics_interval_s=metrics_ms / 1000,
         **same,
     )
+
+
+def _check_fit(scenario: Scenario) -> None:
+    """Raises ClickException for a request that not every worker could hold."""
+    size = scenario.setting.block_size
+    pool_blocks = min(PROFILES[name].kv_pool_tokens for name in scenario.setting.profiles) // size
+    for session in scenario.trace.sessions:
+        for turn in session.turns:
+            if turn.input_tokens + turn.output_tokens > pool_blocks * size:
+                raise click.ClickException(
+                    f"request {turn.index} has {turn.input_tokens:,} tokens and an answer of "
+                    f"{turn.output_tokens:,}; a worker holds {pool_blocks:,} blocks of {size:,}"
+                )
 
 
 def _title(scenario: Scenario, load: float | None) -> str:

@@ -164,3 +164,23 @@ def test_a_policy_that_is_none_is_refused_by_name(name: str) -> None:
     result = CliRunner().invoke(main, ["--policy", name])
     assert result.exit_code == 2
     assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "message"),
+    [
+        ('{"timestamp":-1}', [],
+         "trace.jsonl:1: field 'timestamp': expected a whole number from 0, found -1"),
+        ('{"timestamp":0,"input_length":399990,"output_length":11,"hash_ids":[]}', [],
+         "request 0 has 399,990 tokens and an answer of 11; a worker holds 1,562 blocks of 256"),
+        ('{"timestamp":0,"input_length":9,"output_length":9,"hash_ids":[]}',
+         ["--block-size", "1000000"],
+         "request 0 has 9 tokens and an answer of 9; a worker holds 0 blocks of 1,000,000"),
+    ],
+)  # fmt: skip
+def test_what_no_worker_could_be_asked_is_an_error_before_anything_is_played(
+    tmp_path: Path, line: str, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "trace.jsonl").write_text(line)
+    result = CliRunner().invoke(main, ["--trace", str(tmp_path / "trace.jsonl"), *arguments])
+    assert (result.exit_code, result.output) == (1, f"Error: {message}\n")
