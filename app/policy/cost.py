@@ -57,7 +57,7 @@ class Candidates:
     prefill_s: Floats
     """Predicted prefill seconds in flight, drained to now."""
     active_blocks: Floats
-    """Distinct KV blocks of the requests in flight."""
+    """KV blocks of the prompts in flight; one that several share counts for each."""
     active_requests: Floats
     decoding_requests: Floats
     """Those of active_requests that are past their first token."""
@@ -248,8 +248,8 @@ def blocks(candidates: Candidates, size: RequestSize, *, prefill_weight: float =
 
     After `DefaultWorkerSelector` in NVIDIA Dynamo, lib/kv-router/src/scheduling, with its
     default credits; prefill_weight is its prefill_load_scale. It counts the distinct blocks of
-    the active requests together with this one's. Which of this one's blocks are among the active
-    is not known here, so all are added: at most too high by what they share.
+    the active requests together with this one's. Here those of each are added, as which of them
+    are the same is not known: at most too high by what they share.
     """
     credit = (
         candidates.overlap_device
