@@ -311,7 +311,9 @@ class ClusterClient(Client):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         self.stale = True
-        for client in self._clients.values():
+        # Whoever still asks meanwhile may make more of them.
+        while self._clients:
+            _, client = self._clients.popitem()
             await client.aclose()
 
     def _redirected(self, node: Node, key: str, error: Exception) -> Node:

@@ -131,3 +131,25 @@ async def test_what_was_sent_may_have_run_when_the_connection_ends(
     async with connect(own_redis_server.url) as redis:
         with pytest.raises(ConnectionError):
             await exchange(Node(redis), [("SET", "a", "1"), ("SHUTDOWN", "NOSAVE"), ("GET", "a")])
+
+
+async def test_a_cluster_s_client_closes_what_is_asked_for_while_it_closes() -> None:
+    redis = connect("redis+cluster://127.0.0.1:1,127.0.0.1:2", timeout_s=1.0)
+    closed: list[Redis] = []
+
+    def watched(node: Node) -> Redis:
+        async def aclose() -> None:
+            closed.append(node.client)
+            if len(closed) == 1:
+                for _ in range(100):  # any node is picked at random
+                    watched(redis.node_of("key"))
+
+        node.client.aclose = aclose  # type: ignore[method-assign, assignment]
+        return node.client
+
+    first = watched(redis.node_of("key"))
+    await redis.aclose()
+    assert first in closed
+    assert len(set(closed)) >= 2
+    await redis.aclose()
+    assert len(closed) == len(set(closed))

@@ -375,6 +375,7 @@ async def test_on_a_cluster_the_same_users_do() -> None:
                 assert not decision.degraded
             running.cancel()
             maintaining.cancel()
+            await asyncio.wait([running, maintaining])
         for admin in admins:
             assert denials(admin) == []
             admin.close()
