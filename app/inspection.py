@@ -263,13 +263,14 @@ async def waiting(redis: Client, keyspace: Keyspace) -> list[Flow]:
         async with node.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.zrange(keyspace[f"waiting:{name}"], 0, -1, withscores=True)
+                pipe.zrange(keyspace[f"picky:{name}"], 0, -1, withscores=True)
             queues = await pipe.execute()
     now_ms = seconds * 1000 + micros // 1000
     found = []
-    for name, tickets in zip(names, queues, strict=True):
-        if tickets:
+    for name, easy, picky in zip(names, queues[::2], queues[1::2], strict=True):
+        if tickets := easy + picky:
             priority, _, tenant = name.partition(":")
-            oldest_s = max(0.0, (now_ms - tickets[0][1]) / 1000)
+            oldest_s = max(0.0, (now_ms - min(since_ms for _, since_ms in tickets)) / 1000)
             found.append(Flow(tenant, priority, len(tickets), oldest_s))
     return found
 

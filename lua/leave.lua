@@ -1,13 +1,16 @@
 -- leave: requests wait no more, as they had their turn or gave up.
 --
--- KEYS[1] line       hash   tag, of the last turn; replica -> until when its tickets hold, ms
--- KEYS[2] flows      zset   flow -> tag of its first ticket
--- KEYS[3] waiting:   zsets  flow -> ticket -> waits since, ms
--- ARGV[1...] flow    str    then its ticket, and 1 if it had its turn, which is charged, else 0; and
---                           so on
+-- KEYS[1] line        hash   tag, of the last turn; replica -> until when its tickets hold, ms
+-- KEYS[2] flows       zset   flow -> tag of its first ticket
+-- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
+-- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms
+-- KEYS[5] picky:      zsets  flow -> any other ticket -> waits since, ms
+-- ARGV[1...] flow     str    then its ticket, and 1 if it had its turn, which is charged, else 0; and
+--                            so on
 -- Returns  nothing
 -- Cost     O(tickets * log waiting). Writes. Safe to retry.
-local line, flows, waiting_prefix = KEYS[1], KEYS[2], KEYS[3]
+local line, flows, easy_flows, waiting_prefix, picky_prefix =
+  KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 -- @include number
 -- @include kinds
 -- @include line
@@ -15,9 +18,11 @@ local line, flows, waiting_prefix = KEYS[1], KEYS[2], KEYS[3]
 
 keep_kind(line, 'hash')
 keep_kind(flows, 'zset')
+keep_kind(easy_flows, 'zset')
 despite_full(line)
 for i = 1, #ARGV, 3 do
   keep_kind(waiting_prefix .. ARGV[i], 'zset')
+  keep_kind(picky_prefix .. ARGV[i], 'zset')
   take_out(ARGV[i], ARGV[i + 1], ARGV[i + 2] == '1')
 end
 drop_if_empty()

@@ -3,17 +3,20 @@
 -- All that is kept of them ends by itself when no replica has called for some time; where one of
 -- several is gone, the tickets of it are void, and `turns` takes them out.
 --
--- KEYS[1] line       hash   tag, of the last turn; replica -> until when its tickets hold, ms
--- KEYS[2] flows      zset   flow -> tag of its first ticket
--- KEYS[3] waiting:   zsets  flow -> ticket -> waits since, ms
--- ARGV[1] replica    str    whose requests they are; without spaces
--- ARGV[2] ttl_ms     int    > 0; for so long without another call
--- ARGV[3...] flow    str    how many of its tickets follow, at most 2,000, and for each since_ms, then
---                           "<replica>-<number> <charge> <x where not every worker could take the
---                           request, else ->"; and so on
+-- KEYS[1] line        hash   tag, of the last turn; replica -> until when its tickets hold, ms
+-- KEYS[2] flows       zset   flow -> tag of its first ticket
+-- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
+-- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms
+-- KEYS[5] picky:      zsets  flow -> any other ticket -> waits since, ms
+-- ARGV[1] replica     str    whose requests they are; without spaces
+-- ARGV[2] ttl_ms      int    > 0; for so long without another call
+-- ARGV[3...] flow     str    how many of its tickets follow, at most 2,000, and for each since_ms, then
+--                            "<replica>-<number> <charge> <x where not every worker could take the
+--                            request, else ->", the last the same for all of them; and so on
 -- Returns  how many did not wait before
 -- Cost     O(tickets * log waiting). Writes. Safe to retry.
-local line, flows, waiting_prefix = KEYS[1], KEYS[2], KEYS[3]
+local line, flows, easy_flows, waiting_prefix, picky_prefix =
+  KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local replica, ttl_ms = ARGV[1], tonumber(ARGV[2])
 -- @include clock
 -- @include number
@@ -23,22 +26,27 @@ local replica, ttl_ms = ARGV[1], tonumber(ARGV[2])
 
 keep_kind(line, 'hash')
 keep_kind(flows, 'zset')
+keep_kind(easy_flows, 'zset')
 despite_full(line)
 redis.call('HSET', line, replica, string.format('%d', now_ms() + ttl_ms))
 local added, at = 0, 3
 while at < #ARGV do
   local flow, last = ARGV[at], at + 1 + 2 * ARGV[at + 1]
-  local tickets = waiting_prefix .. flow
-  keep_kind(tickets, 'zset')
-  local first = redis.call('ZRANGE', tickets, 0, 0)[1]
+  local easy_tickets, picky_tickets = waiting_prefix .. flow, picky_prefix .. flow
+  keep_kind(easy_tickets, 'zset')
+  keep_kind(picky_tickets, 'zset')
+  local first, easy = heads(flow)
   local tag = redis.call('ZSCORE', flows, flow)
+  local tickets = string.sub(ARGV[last], -1) == 'x' and picky_tickets or easy_tickets
   local are_new = redis.call('ZADD', tickets, 'NX', unpack(ARGV, at + 2, last))
-  if are_new > 0 or not tag then
-    set_tag(flow, first and tag and tag - charge_of(first) or virtual_time())
+  if are_new > 0 or not tag or easy and not redis.call('ZSCORE', easy_flows, flow) then
+    set_tags(flow, first and tag and tag - charge_of(first) or virtual_time())
   end
-  redis.call('PEXPIRE', tickets, ttl_ms)
+  redis.call('PEXPIRE', easy_tickets, ttl_ms)
+  redis.call('PEXPIRE', picky_tickets, ttl_ms)
   added, at = added + are_new, last + 1
 end
 redis.call('PEXPIRE', line, ttl_ms)
 redis.call('PEXPIRE', flows, ttl_ms)
+redis.call('PEXPIRE', easy_flows, ttl_ms)
 return added

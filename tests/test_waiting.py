@@ -50,8 +50,8 @@ async def all_announced(redis: Redis, expected: int) -> None:
     """Until so many tickets stand in the line that replicas share."""
 
     async def look() -> int:
-        prefix = KEYS["waiting:"].replace("{", r"\{")
-        return sum([await redis.zcard(k) async for k in redis.scan_iter(match=prefix + "*")])
+        patterns = [KEYS[family].replace("{", r"\{") + "*" for family in ("waiting:", "picky:")]
+        return sum([await redis.zcard(k) for p in patterns async for k in redis.scan_iter(match=p)])
 
     await eventually(look, lambda found: found == expected)
 
@@ -430,7 +430,9 @@ class TestTrouble:
             assert (decision.degraded, decision.reserved) == (True, False)
             assert await waiting_at(router) == 0
 
-    @pytest.mark.parametrize("key", ["line", "flows", "waiting:normal:"])
+    @pytest.mark.parametrize(
+        "key", ["line", "flows", "easy_flows", "waiting:normal:", "picky:normal:"]
+    )
     @pytest.mark.parametrize("value", [None, "spoilt"])
     async def test_a_line_that_somebody_spoilt_is_made_anew(
         self, router: Replica, workers: FakeWorkers, redis: Redis, key: str, value: str | None

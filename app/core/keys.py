@@ -32,8 +32,12 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 leave; until nobody waits, or no replica has called for a second
     flows               zset    <flow> scored by the tag of its first ticket; a flow is the
                                 "<priority>:<tenant>" of requests that wait; as line
-    waiting:<flow>      zset    "<replica>-<number> <charge> <x or ->" scored by since when the
-                                request waits, ms, Redis clock; x: it excludes workers; as line
+    easy_flows          zset    <flow> scored by the tag of its first ticket that every worker
+                                could take; as line
+    waiting:<flow>      zset    "<replica>-<number> <charge> -" scored by since when the request
+                                waits, ms, Redis clock; as line
+    picky:<flow>        zset    "<replica>-<number> <charge> x", of requests that not every worker
+                                could take, as they exclude some, or some are too small; as waiting
     sessions            hash    <session> -> "<inc> <when it went there last, ms, Redis clock>"; by
                                 remember; until --session-ttl-s later, or there are too many
     metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics, Speed

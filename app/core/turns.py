@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 from app.core.keys import Keyspace
@@ -15,6 +14,8 @@ CHARGE_UNIT = 16
 """Charges are whole numbers; so many of them are a token of a flow that weighs 1."""
 MAX_CHARGE = 10**12
 MAX_TICKETS = 2000
+MAX_PICKY = 64
+"""Of requests that not every worker could take, no more have a turn at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,14 @@ def ticket(
 def wait(keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], ttl_ms: int) -> Call[int]:
     """Wait, or go on waiting, for another `ttl_ms`; how many did not wait before.
 
-    Redis takes half a microsecond a ticket where those of a flow stand together.
+    Redis takes half a microsecond a ticket.
     """
+
+    def place(one: Ticket) -> tuple[str, str]:
+        return one.flow, one.name[-1]
+
     fields: list[str | int] = []
-    for flow, some in groupby(tickets, key=attrgetter("flow")):
+    for (flow, _), some in groupby(sorted(tickets, key=place), key=place):
         waiting = list(some)
         # As many as a script can hand to a command.
         for at in range(0, len(waiting), MAX_TICKETS):
@@ -58,14 +63,19 @@ def wait(keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], ttl_ms: in
     return call("wait", keyspace, replica, ttl_ms, *fields, parse=int)
 
 
-def turns(keyspace: Keyspace, replica: str, limit: int) -> Call[list[tuple[str, str]]]:
-    """Flow and name of the replica's tickets among the first `limit` of all, in their order."""
+def turns(
+    keyspace: Keyspace, replica: str, limit: int, max_picky: int = MAX_PICKY
+) -> Call[list[tuple[str, str]]]:
+    """Flow and name of the replica's tickets among the first `limit` of all, in their order.
+
+    Picky ones come on top, as they shall hold up nobody: the first `max_picky` at most.
+    """
 
     def parse(reply: list[Any]) -> list[tuple[str, str]]:
         texts = [text.decode() for text in reply]
         return list(zip(texts[::2], texts[1::2], strict=True))
 
-    return call("turns", keyspace, replica, limit, parse=parse)
+    return call("turns", keyspace, replica, limit, max_picky, parse=parse)
 
 
 def leave(keyspace: Keyspace, left: Iterable[tuple[str, str, bool]]) -> Call[None]:

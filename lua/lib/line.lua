@@ -1,11 +1,14 @@
 -- The line of requests that wait. A flow is due when the tag of its first ticket is the least of all:
 -- self-clocked fair queueing (Golestani 1994), of flows that weigh what their charges are divided by.
+-- Tickets that every worker could take are easy, the others picky; these lie apart.
 -- charge_of(ticket): what a turn costs its flow; 0 if that cannot be read.
 -- virtual_time(): the tag of the last turn.
--- set_tag(flow, start): the tag of its first ticket; without one the flow is over.
+-- first_of(flow, easy, picky): the one of them that is first in the flow; one may be nil, or both.
+-- heads(flow): its first ticket; its first easy one.
+-- set_tags(flow, start): the tags of these; without any ticket the flow is over.
 -- take_out(flow, ticket, had_turn): the ticket waits no more; only a turn is charged.
 -- drop_if_empty(): once nobody waits, nobody owes anything.
--- Wants locals: line, flows, waiting_prefix; and lib number.
+-- Wants locals: line, flows, easy_flows, waiting_prefix, picky_prefix; and lib number.
 local function charge_of(ticket)
   return whole(string.match(ticket or '', '^%S+ (%d+) [x-]$'), 1e12) or 0
 end
@@ -14,20 +17,45 @@ local function virtual_time()
   return whole(redis.call('HGET', line, 'tag'), 1e15) or 0
 end
 
-local function set_tag(flow, start)
-  local first = redis.call('ZRANGE', waiting_prefix .. flow, 0, 0)[1]
-  if first then
-    redis.call('ZADD', flows, string.format('%.0f', start + charge_of(first)), flow)
+local since_ms = {}
+local function first_of(flow, easy, picky)
+  if not (easy and picky) then
+    return easy or picky
+  end
+  since_ms[easy] = since_ms[easy] or redis.call('ZSCORE', waiting_prefix .. flow, easy)
+  since_ms[picky] = since_ms[picky] or redis.call('ZSCORE', picky_prefix .. flow, picky)
+  local easy_ms, picky_ms = tonumber(since_ms[easy]), tonumber(since_ms[picky])
+  if easy_ms == picky_ms then
+    return easy < picky and easy or picky
+  end
+  return easy_ms < picky_ms and easy or picky
+end
+
+local function heads(flow)
+  local easy = redis.call('ZRANGE', waiting_prefix .. flow, 0, 0)[1]
+  local picky = redis.call('ZRANGE', picky_prefix .. flow, 0, 0)[1]
+  return first_of(flow, easy, picky), easy
+end
+
+local function put(index, flow, start, ticket)
+  if ticket then
+    redis.call('ZADD', index, string.format('%.0f', start + charge_of(ticket)), flow)
   else
-    redis.call('ZREM', flows, flow)
+    redis.call('ZREM', index, flow)
   end
 end
 
+local function set_tags(flow, start)
+  local first, easy = heads(flow)
+  put(flows, flow, start, first)
+  put(easy_flows, flow, start, easy)
+end
+
 local function take_out(flow, ticket, had_turn)
-  local tickets = waiting_prefix .. flow
-  local first = redis.call('ZRANGE', tickets, 0, 0)[1]
+  local first = heads(flow)
   local tag = tonumber(redis.call('ZSCORE', flows, flow) or virtual_time() + charge_of(first))
-  if redis.call('ZREM', tickets, ticket) == 0 then
+  local taken = redis.call('ZREM', waiting_prefix .. flow, ticket)
+  if taken == 0 and redis.call('ZREM', picky_prefix .. flow, ticket) == 0 then
     return
   end
   local start = tag - charge_of(first)
@@ -35,7 +63,7 @@ local function take_out(flow, ticket, had_turn)
     start = start + charge_of(ticket)
     redis.call('HSET', line, 'tag', string.format('%.0f', math.max(start, virtual_time())))
   end
-  set_tag(flow, start)
+  set_tags(flow, start)
 end
 
 local function drop_if_empty()

@@ -136,13 +136,16 @@ async def test_an_operator_sees_who_waits_in_the_order_of_turns(
 
     assert "nobody waits" in await kvroute()
     async with replica(one_redis_server.url, **WAITS) as client:
-        asked = [{"priority": "low"}, {"tenant": "a"}, {"tenant": "a"}]
+        asked: list[dict[str, Any]] = [{"priority": "low"}, {"tenant": "a"}, {"tenant": "a"}]
+        asked.append({"tenant": "a", "exclude": ["w2"]})
         tasks = [asyncio.ensure_future(route(client, f"r{i}", **a)) for i, a in enumerate(asked)]
-        key = KEYS["waiting:normal:a"]
-        await eventually(lambda: redis.zcard(key), lambda found: found == 2)
+        for key, requests in (("waiting:normal:a", 2), ("picky:normal:a", 1)):
+            await eventually(
+                lambda k=key: redis.zcard(KEYS[k]), lambda found, n=requests: found == n
+            )
         found = json.loads(await kvroute("--json"))
         assert [(f["tenant"], f["priority"], f["requests"]) for f in found] == [
-            ("a", "normal", 2),
+            ("a", "normal", 3),
             ("", "low", 1),
         ]
         assert all(0 <= f["oldest_s"] < 60 for f in found)

@@ -208,9 +208,12 @@ class Namespace:
     async def wait(self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS) -> int:
         return await self.do(turns.wait(self.keys, replica, tickets, ttl_ms))
 
-    async def turns(self, replica: str, limit: int = 100) -> list[str]:
+    async def turns(
+        self, replica: str, limit: int = 100, max_picky: int = turns.MAX_PICKY
+    ) -> list[str]:
         """Names of the replica's tickets among the first `limit` of all."""
-        return [name for _, name in await self.do(turns.turns(self.keys, replica, limit))]
+        call = turns.turns(self.keys, replica, limit, max_picky)
+        return [name for _, name in await self.do(call)]
 
     async def leave(self, *tickets: Ticket, had_turn: bool = False) -> None:
         await self.do(turns.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))

@@ -31,3 +31,11 @@ async def test_a_turn_out_of_order_is_charged_all_the_same(space: Namespace) -> 
     await space.leave(a[1], had_turn=True)
     await space.leave(a[0], had_turn=True)
     assert await space.turns("x") == [t.name for t in (*b, a[2])]
+
+
+async def test_who_left_is_taken_out_wherever_it_was_put(space: Namespace) -> None:
+    one = ticket("normal:a", "x", 1)
+    await space.wait("x", one)
+    await space.redis.rename(space.key("waiting:normal:a"), space.key("picky:normal:a"))
+    await space.leave(one)
+    assert await space.contents() == ""

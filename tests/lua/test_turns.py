@@ -76,11 +76,12 @@ async def test_a_ticket_that_excludes_workers_holds_up_nobody(space: Namespace) 
 
 
 async def test_tickets_of_a_replica_that_is_gone_are_taken_out(space: Namespace) -> None:
-    gone = [ticket("normal:a", "gone", n) for n in range(1, 6)]
+    gone = [ticket("normal:a", "gone", n, picky=n % 2 == 0) for n in range(1, 6)]
     mine = [ticket("normal:a", "x", n) for n in (6, 7)]
     await space.wait("x", *mine)
     await space.wait("gone", *gone)
     assert await space.turns("x", 2) == []
+    assert len((await space.contents()).split("gone-")) == 6
     await space.redis.hset(space.key("line"), "gone", "1")
     assert await space.turns("x", 2) == [t.name for t in mine]
     assert await space.waits() == {"normal:a": [t.name for t in mine]}
@@ -100,8 +101,32 @@ async def test_a_replica_that_came_back_has_its_place_back(space: Namespace) -> 
 async def test_what_somebody_wrote_there_is_nobodys_turn(space: Namespace) -> None:
     one = ticket("normal:a", "x", 1)
     await space.wait("x", one)
-    await space.redis.zadd(space.key("waiting:normal:a"), {"nonsense": 0, "x-7 ? -": 0})
-    await space.redis.zadd(space.key("flows"), {"normal:nobody": -5, "normal:b": "inf"})
+    for key in ("waiting:normal:a", "picky:normal:a"):
+        await space.redis.zadd(space.key(key), {"nonsense": 0, "x-7 ? -": 0})
+    for key in ("flows", "easy_flows"):
+        await space.redis.zadd(space.key(key), {"normal:nobody": -5, "normal:b": "inf"})
     await space.redis.hset(space.key("line"), "tag", "much")
     assert one.name in await space.turns("x", 4)
-    assert "nonsense" not in (await space.waits())["normal:a"]
+    assert one.name in await space.turns("x", 4, max_picky=1)
+    contents = await space.contents()
+    assert "nonsense" not in contents
+    assert "nobody" not in contents
+
+
+async def test_more_than_are_looked_at_that_exclude_workers_hold_up_nobody_either(
+    space: Namespace,
+) -> None:
+    picky = [ticket("high:a", "x", n, picky=True, weight=16.0) for n in range(1, 71)]
+    behind = ticket("high:a", "x", 71, weight=16.0)
+    other = ticket("low:b", "x", 72, tokens=9000)
+    await space.wait("x", *picky, behind, other)
+    first = [one.name for one in picky[:64]]
+    assert await space.turns("x", 1) == [*first, behind.name]
+    assert await space.turns("x", 2) == [*first, behind.name, other.name]
+
+
+async def test_flows_of_those_that_exclude_workers_hold_up_no_other_flow(space: Namespace) -> None:
+    picky = [ticket(f"high:{n:03}", "x", n, picky=True, weight=16.0) for n in range(1, 201)]
+    other = ticket("low:b", "x", 201)
+    await space.wait("x", *picky, other)
+    assert await space.turns("x", 1) == [*(one.name for one in picky[:64]), other.name]

@@ -30,30 +30,35 @@ async def test_nothing_is_left_of_replicas_that_say_no_more(space: Namespace) ->
 
 
 async def test_everything_ends_by_itself_however_late(space: Namespace) -> None:
-    await space.wait("x", ticket("normal:a", "x", 1), ticket("low:b", "x", 2))
+    await space.wait("x", ticket("normal:a", "x", 1), ticket("low:b", "x", 2, picky=True))
     keys = [key async for key in space.redis.scan_iter()]
-    assert len(keys) == 4
+    assert len(keys) == 5
     for key in keys:
         assert 0 < await space.redis.pttl(key) <= LONG_MS, key
 
 
+LINE_KEYS = ("line", "flows", "easy_flows", "waiting:normal:a", "picky:normal:a")
+
+
 async def test_what_somebody_made_something_else_is_made_anew(space: Namespace) -> None:
-    one = ticket("normal:a", "x", 1)
-    for key in ("line", "flows", "waiting:normal:a"):
-        await space.wait("x", one)
+    both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
+    for key in LINE_KEYS:
+        await space.wait("x", *both)
         await space.redis.delete(space.key(key))
         await space.redis.set(space.key(key), "spoilt")
-        await space.wait("x", one)
-        assert await space.turns("x") == [one.name], key
+        await space.wait("x", *both)
+        assert await space.turns("x") == [one.name for one in both], key
+    assert await space.redis.zrange(space.key("easy_flows"), 0, -1) == [b"normal:a"]
 
 
 async def test_a_flow_that_somebody_removed_is_back_with_the_next_call(space: Namespace) -> None:
-    one = ticket("normal:a", "x", 1)
-    for key in ("line", "flows", "waiting:normal:a"):
-        await space.wait("x", one)
+    both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
+    for key in LINE_KEYS:
+        await space.wait("x", *both)
         await space.redis.delete(space.key(key))
-        await space.wait("x", one)
-        assert await space.turns("x") == [one.name], key
+        await space.wait("x", *both)
+        assert await space.turns("x") == [one.name for one in both], key
+        assert await space.redis.exists(space.key(key)), key
 
 
 def test_a_charge_is_a_whole_number_that_redis_can_add_up() -> None:
