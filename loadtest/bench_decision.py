@@ -120,7 +120,13 @@ async def register(url: str) -> None:
 def route_forever(redis_url: str, port: int) -> None:
     from app.api.main import serve_router
 
-    settings = RouterSettings(redis_url=redis_url, namespace=KEYS.namespace, log_level="error")
+    settings = RouterSettings(
+        redis_url=redis_url,
+        namespace=KEYS.namespace,
+        # Who does not wait for Redis on a busy machine decides without it, which costs less.
+        redis_timeout_ms=5000,
+        log_level="error",
+    )
     run(serve_router(settings, listen(LOOPBACK, port)))
 
 
@@ -215,12 +221,14 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(error or ConnectionResetError("the server hung up"))
 
     async def ask(self, request: bytes) -> None:
-        """Raises ClickException for any answer but 200."""
+        """Raises ClickException for any answer but 200, and for a decision without Redis."""
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         body = await self._answer
         if self._parser.get_status_code() != 200:
             raise click.ClickException(f"{self._parser.get_status_code()}: {body.decode()}")
+        if b'"degraded":true' in body:
+            raise click.ClickException("decided without Redis: the machine is too busy to measure")
 
     def close(self) -> None:
         self._transport.close()

@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+import asyncio
+
+import click
+import pytest
 from rich.console import Console
 
-from app.core.embedded import EmbeddedRedis
-from loadtest.bench_decision import CONCURRENCY, CURVE, measure, shapes, show
+from app.core.embedded import LOOPBACK, EmbeddedRedis
+from loadtest.bench_decision import (
+    CONCURRENCY,
+    CURVE,
+    Connection,
+    measure,
+    requests_of,
+    shapes,
+    show,
+)
 
 
 def test_replicas_are_measured_beside_a_bare_endpoint(own_redis_server: EmbeddedRedis) -> None:
@@ -30,3 +42,16 @@ def test_cpu_times_too_short_to_be_counted_are_not_compared() -> None:
     show({"one": {"a shape": {"1": made}}, "replicas": {}}, console)
     (row,) = (line for line in console.export_text().splitlines() if "a shape" in line)
     assert row.split("│")[5].strip() == "-"
+
+
+async def test_a_decision_without_redis_is_not_measured() -> None:
+    async def answer(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        body = b'{"policy":"latency","degraded":true,"reserved":false}'
+        to.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        to.close()
+
+    async with await asyncio.start_server(answer, LOOPBACK, 0) as server:
+        connection = await Connection.open(server.sockets[0].getsockname()[1])
+        with pytest.raises(click.ClickException, match="without Redis"):
+            await connection.ask(requests_of(shapes()[0])[0])
+        connection.close()
