@@ -43,7 +43,6 @@ CHAINS = 96
 SYSTEM_PROMPT = 64
 DEPTH = 512
 BATCH = 64
-FROM = ("master", "replica")
 
 
 class Holders:
