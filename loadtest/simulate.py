@@ -360,11 +360,14 @@ class _PolicyName(click.ParamType[str]):
     help="Interval.",
 )
 @click.option(
-    "--misjudged",
+    "--misjudged-prefill",
     default=1.0,
     show_default=True,
     type=FACTOR,
-    help="Workers' speeds as routers believe them, over what was learned.",
+    help="Time of prefills and loads as routers believe it, over what was learned.",
+)
+@click.option(
+    "--misjudged-decode", default=1.0, show_default=True, type=FACTOR, help="The same of decodes."
 )
 @click.option(
     "--count-in-flight", is_flag=True, help="Blocks count as cached from the reservation on."

@@ -73,8 +73,9 @@ class Setting:
     event_delay_s: float = 0.0
     """From the end of a step until routers see what it did to the cache."""
     metrics_interval_s: float = 0.1
-    misjudged: float = 1.0
-    """What routers believe of a worker's speed, over what it has learned."""
+    misjudged_prefill: float = 1.0
+    misjudged_decode: float = 1.0
+    """What routers believe that prefills, and decodes, take, over what a worker has learned."""
     count_in_flight: bool = False
     """Do blocks count as cached from the reservation on?"""
     seed: int = 0
@@ -245,7 +246,7 @@ class Worker:
         self.quiet: tuple[float, int] | None = None
         """Since when, and how many steps, only decoding is under way."""
         self.learner = SpeedLearner(profile.max_batch_tokens)
-        self._misjudged = setting.misjudged
+        self._misjudged = setting.misjudged_prefill, setting.misjudged_decode
         self._interval_s = setting.metrics_interval_s
         self._due_s = 0.0
         self._speed_due_s = 0.0
@@ -260,8 +261,9 @@ class Worker:
         if now_s >= self._speed_due_s:
             self._speed_due_s = now_s + SPEED_INTERVAL_S
             speed = self.learner.speed()
+            prefill, decode = self._misjudged
             wrong = {
-                f.name: getattr(speed, f.name) * self._misjudged
+                f.name: getattr(speed, f.name) * (decode if "decode" in f.name else prefill)
                 for f in fields(Speed)
                 if "_s_per_" in f.name
             }
