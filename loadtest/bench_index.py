@@ -453,7 +453,7 @@ def main(
     with ExitStack() as stack:
         url = url or stack.enter_context(EmbeddedRedis()).url
         result = run(measure(url, blocks, index_blocks or blocks, workers, queries, repeats))
-    show(result, Console())
+    show(result, Console(width=120))
     if out:
         out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
 
