@@ -30,7 +30,7 @@ from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from app.inspection import STEP_TIMEOUT_S, scan
+from app.inspection import STEP_TIMEOUT_S, contents, scan
 
 T = TypeVar("T")
 VERSION = 1
@@ -73,15 +73,9 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
         yield orjson.dumps({"worker": info["worker"], "info": info, "incarnation": inc})
     async for node, keys in scan(redis, keyspace.pattern + ":blocks:*"):
         buckets = [(key, *found) for key in keys if (found := _bucket_of(keyspace, key, bits))]
-        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
-            for key, *_ in buckets:
-                pipe.hgetall(key)
-            contents = await pipe.execute(raise_on_error=False)
-            for found in contents:
-                if isinstance(found, Exception) and not str(found).startswith("WRONGTYPE"):
-                    raise found
-        for (_, shard, bucket), entries in zip(buckets, contents, strict=True):
-            if isinstance(entries, Exception):
+        held = await contents(node, [key for key, *_ in buckets])
+        for (_, shard, bucket), entries in zip(buckets, held, strict=True):
+            if entries is None:
                 continue
             stored: dict[tuple[Incarnation, Tier], list[str]] = defaultdict(list)
             for field, owners in entries.items():

@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -26,6 +26,7 @@ from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo
 
 STEP_KEYS = 200
+STEP_FIELDS = 1000
 STEP_TIMEOUT_S = 5.0
 FULL_FACTOR = 4
 """Past so many times the blocks that it was laid out for, an index is called overfull."""
@@ -408,20 +409,17 @@ async def _bad_entries(
     Those of `dead`, or of incarnations a sweep is still to be told of, are no fault.
     keys: each with its shard.
     """
+    buckets = await contents(node, list(keys))
+    known: dict[int, set[Incarnation]] = {}
     async with deadline(STEP_TIMEOUT_S):
-        async with node.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.hgetall(key)
-            contents = await pipe.execute(raise_on_error=False)
-        known: dict[int, set[Incarnation]] = {}
         for shard in set(keys.values()):
             names = keyspace.of_shard(shard)
             writing = await redis.hkeys(names["applied"])
             dying = await redis.smembers(names["dead"])
             known[shard] = {Incarnation(int(i)) for i in (*writing, *dying) if i.isdigit()}
     found = []
-    for (key, shard), entries in zip(keys.items(), contents, strict=True):
-        if not isinstance(entries, dict):
+    for (key, shard), entries in zip(keys.items(), buckets, strict=True):
+        if entries is None:
             found.append((key, "a bucket that is no hash", ""))
             continue
         for block, owners in entries.items():
@@ -525,15 +523,10 @@ async def _held(redis: Client, keyspace: Keyspace) -> tuple[Counter[tuple[Incarn
     held: Counter[tuple[Incarnation, Tier]] = Counter()
     unique = 0
     async for node, keys in _buckets(redis, keyspace):
-        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.hvals(key)
-            replies = await pipe.execute(raise_on_error=False)
-        for values in replies:
-            if isinstance(values, list):
-                unique += len(values)
-                for owners in values:
-                    held.update(parse_owners(owners))
+        for entries in await contents(node, list(keys)):
+            unique += len(entries or ())
+            for owners in (entries or {}).values():
+                held.update(parse_owners(owners))
     return held, unique
 
 
@@ -552,6 +545,31 @@ async def _buckets(
                 if shard is not None and name.startswith("blocks:")
             },
         )
+
+
+async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes] | None]:
+    """What is in each of some hashes; None for what is none. Raises RedisUnavailable.
+
+    In parts: while Redis reads a bucket of a hundred thousand blocks it answers nobody else.
+    """
+    async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.hscan(key, count=STEP_FIELDS)
+        replies = await pipe.execute(raise_on_error=False)
+    found: list[dict[bytes, bytes] | None] = []
+    for key, reply in zip(keys, replies, strict=True):
+        if isinstance(reply, Exception):
+            if not str(reply).startswith("WRONGTYPE"):
+                raise RedisUnavailable(f"{key.decode(errors='replace')}: {reply}") from reply
+            found.append(None)
+            continue
+        cursor, entries = reply
+        while cursor:
+            async with deadline(STEP_TIMEOUT_S):
+                cursor, more = await node.hscan(key, cursor, count=STEP_FIELDS)
+            entries |= more
+        found.append(entries)
+    return found
 
 
 async def scan(redis: Client, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:

@@ -142,6 +142,17 @@ def test_a_shard_whose_layout_makes_no_sense_is_not_counted(
     assert "40 unique blocks, laid out for 0\n" in text
 
 
+def test_a_large_bucket_is_read_in_parts(url: str, raw: Redis) -> None:
+    """As it is where many chains part behind a common beginning, in the middle of a group."""
+    many = {f"{n:016x}": "1d" for n in range(5000)}
+    raw.hset(SHARD["blocks:aa"], mapping=many)
+    raw.config_resetstat()
+    assert "5,040 unique blocks" in kvroute(url, "inspect", "summary").output
+    stats = raw.info("commandstats")
+    assert "cmdstat_hvals" not in stats
+    assert stats["cmdstat_hscan"]["calls"] >= 5
+
+
 @pytest.mark.parametrize("field", ["shards", "block_size"])
 @pytest.mark.parametrize("text", ["spoilt", "", "0", "-1", "9" * 5000])
 def test_what_a_namespace_settled_and_somebody_spoilt_is_named(

@@ -85,7 +85,7 @@ BESIDE_SCRIPTS = {
         "hgetall",
         "hkeys",
         "hlen",
-        "hvals",
+        "hscan",
         "lrange",
         "multi",
         "readonly",
