@@ -701,6 +701,19 @@ async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
             await asyncio.sleep(0)
 
 
+async def test_a_replica_learns_of_a_redis_that_moves_while_nothing_fails(
+    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follows = asyncio.Event()
+
+    async def follow(_: Client) -> None:
+        follows.set()
+
+    monkeypatch.setattr(Client, "follow", follow)
+    async with running(one_redis_server.url):
+        await follows.wait()
+
+
 class TestPredictions:
     async def test_without_kv_events_what_was_routed_there_counts_on_every_replica(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers

@@ -23,6 +23,7 @@ from app.core.metrics import ForwardPassMetrics, GpuReadings, Speed
 from app.core.redis import connect
 from app.core.reservations import Reservation, Wish
 from app.core.scripts import Call, ScriptRunner
+from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from tests.eventually import eventually
 from workers.agent import BATCH_BLOCKS, Agent, AgentSettings
@@ -133,6 +134,19 @@ async def test_a_started_agent_is_routed_to(redis: Redis, observer: Observer) ->
     assert agent.incarnation == 1
     assert await observer.live() == {1: "w0:0"}
     assert leases.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
+
+
+async def test_a_running_agent_learns_of_a_redis_that_moves_while_nothing_fails(
+    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follows = asyncio.Event()
+
+    async def follow(_: Client) -> None:
+        follows.set()
+
+    monkeypatch.setattr(Client, "follow", follow)
+    async with connect(one_redis_server.url) as redis, running(new_agent(redis)):
+        await follows.wait()
 
 
 async def test_a_stopped_agent_is_routed_to_no_more(redis: Redis, observer: Observer) -> None:
