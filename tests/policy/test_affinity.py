@@ -79,7 +79,7 @@ def test_an_overloaded_worker_gets_no_discount(policy: str) -> None:
     # Longer than the shortest queue by more than half the prefill; or long at all.
     assert discount(policy, with_queues(1.0, 1.0 + 0.49 * prefill_s), affinity) < 0.0
     assert discount(policy, with_queues(1.0, 1.0 + 0.51 * prefill_s), affinity) == 0.0
-    assert discount(policy, with_queues(9.9, 9.9), affinity) < 0.0
+    assert discount(policy, with_queues(10.0, 10.0), affinity) < 0.0
     assert discount(policy, with_queues(10.1, 10.1), affinity) == 0.0
 
 
