@@ -290,6 +290,18 @@ class TestOrder:
         await make_room(redis, crowd, router, "x")
         assert crowd.order == ["short0", "short1", "short2", "long"]
 
+    async def test_of_a_long_prompt_only_what_no_worker_holds_counts(
+        self, router: Replica, full: FakeWorkers, redis: Redis
+    ) -> None:
+        held = range(1000, 1400)
+        await full.publish("w1", held)
+        crowd = Crowd(redis)
+        await crowd.joins(router, "long", prompt=held, tenant="a")
+        for n in range(3):
+            await crowd.joins(router, f"short{n}", tenant="b")
+        await make_room(redis, crowd, router, "x")
+        assert crowd.order == ["long", "short0", "short1", "short2"]
+
 
 class TestWhoGivesUp:
     @pytest.fixture
