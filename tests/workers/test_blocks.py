@@ -546,6 +546,19 @@ def test_a_block_is_on_its_way_down_once() -> None:
     assert free(manager, HOST) == 2
 
 
+def test_a_block_that_is_computed_anew_while_it_is_stored_is_not_stored_twice_at_once() -> None:
+    manager = manager_of(4, host=4, write=WritePolicy.THROUGH)
+    cached(manager, "AB")
+    (store,) = manager.take_moves()
+    manager.fence()
+    computed(manager, "AB")
+    assert manager.take_moves() == []
+    manager.finish(store, 2)
+    manager.check()
+    # What was copied is from before the fence.
+    assert free(manager, HOST) == 4
+
+
 def test_a_store_that_failed_leaves_nothing_below() -> None:
     manager = manager_of(4, host=4)
     cached(manager, "ABC")
