@@ -521,8 +521,7 @@ class BlockManager:
         source, target = self.tiers[move.source], self.tiers[move.target]
         loaded = []
         for n, slot in enumerate(move.targets):
-            if slot.filling is move:
-                slot.filling = None
+            slot.filling = None
             if slot.block is not None and n < num_done:
                 loaded.append(slot)
             elif slot.block is not None:
@@ -530,7 +529,7 @@ class BlockManager:
         self._publish(move.target, loaded)
         if num_done < len(move.sources):
             bad = move.sources[num_done]
-            if bad.block is not None and bad.filling is None:
+            if bad.block is not None:
                 self._unpublish(move.source, [bad])
                 source.forget(bad)
         _release(target, move.targets)
@@ -544,7 +543,7 @@ class BlockManager:
             :num_done
         ]:
             # A fence makes the source forget its block.
-            if above.block == block and target.find(block) is None:
+            if above.block == block:
                 target.register(slot, block, slot.parent)
                 stored[slot] = above
         self._publish(move.target, stored)
