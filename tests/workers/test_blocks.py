@@ -485,6 +485,28 @@ def test_how_often_a_block_was_needed_is_known_when_it_comes_back() -> None:
     assert manager.match(chain("AB")) == [HOST] * 2
 
 
+def test_how_often_blocks_were_needed_is_known_of_as_many_as_the_device_has_slots() -> None:
+    manager = manager_of(2, host=4, admission=Admission(min_uses=2))
+    for word in "ABCCA":
+        cached(manager, word)
+        evict(manager, DEVICE, 1)
+    assert manager.match(chain("C")) == [HOST]
+    assert manager.match(chain("A")) == []
+
+
+def test_how_often_blocks_were_needed_is_known_of_those_that_went_last_from_any_tier() -> None:
+    manager = manager_of(2, host=4)
+    for word in "AB":
+        cached(manager, word)
+        evict(manager, DEVICE, 1)
+    evict(manager, HOST, 1)  # A, after B has left the device
+    manager.admission = Admission(min_uses=2)
+    for word in "CA":
+        cached(manager, word)
+        evict(manager, DEVICE, 1)
+    assert manager.match(chain("A")) == [HOST]
+
+
 def test_what_is_computed_faster_than_it_is_loaded_is_neither_stored_nor_loaded() -> None:
     manager = manager_of(8, host=4, disk=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")
