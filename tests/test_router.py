@@ -308,6 +308,18 @@ class TestOneReplica:
             (False, "tie"),
         }
 
+    async def test_of_several_that_hold_most_each_keeps_the_locality(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name)
+            await workers.publish(name, PROMPT)
+        for worker, other in (("w1", "w2"), ("w2", "w1")):
+            await workers.occupy(other, f"on-{other}")
+            decision = await router.route(request(f"r-{worker}"))
+            assert decision.worker.key.worker_id == worker
+            assert (decision.locality, decision.best) == ("kept", f"{worker}:0")
+
     async def test_one_that_gets_no_worker_leaves_the_rest_of_its_batch_alone(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
