@@ -622,6 +622,20 @@ class TestWithoutRedis:
             assert (decision.worker.key.worker_id, decision.degraded) == ("w1", True)
             assert (decision.reserved, decision.overlap.total) == (False, 0)
 
+    @pytest.mark.parametrize("hook", ["after_look_up", "before_reserve"])
+    async def test_after_one_question_without_an_answer_leases_may_run_out_for_a_while(
+        self, router: Replica, workers: FakeWorkers, hook: str
+    ) -> None:
+        async def lose() -> None:
+            raise TimeoutError
+
+        await workers.register("w1")
+        await router.refresh()
+        assert not router.fleet.recovers
+        setattr(router.runner, hook, lose)
+        assert (await router.route(request("r1"))).degraded
+        assert router.fleet.recovers
+
     async def test_what_redis_reserved_without_saying_so_is_given_back(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
