@@ -269,6 +269,7 @@ async def test_requests_that_share_a_prefix_load_it_once_and_one_may_give_up(
             loaded = sum(len(load.blocks) for load in table.loads)
             assert loaded == worker.manager.counts.loaded - before
         await worker.settle()
+        assert not any(slot.references for slot in worker.manager.tiers[DEVICE].all())
 
 
 async def test_a_slow_disk_keeps_no_load_from_host_memory_waiting(tmp_path: Path) -> None:
