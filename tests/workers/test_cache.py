@@ -226,6 +226,32 @@ async def test_no_slot_is_given_away_before_redis_has_heard_of_it(tmp_path: Path
         assert worker.cache.unconfirmed == 0
 
 
+async def test_slots_that_sharing_gives_back_go_to_a_request_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 60.0)
+    redis = Listener()
+    redis.hears.clear()
+    async with running(tmp_path, redis) as worker:
+        chain, device = chain_of(1, 8), worker.manager.tiers[DEVICE]
+        await worker.compute_and_release(chain_of(2, 8))
+        late = await worker.cache.admit(chain, 8)
+        early = await worker.compute(chain, 8)
+        waiting = asyncio.ensure_future(worker.cache.admit([], 8))
+
+        async def withdrawn() -> int:
+            return sum(slot.leaving > 0 and not slot.published for slot in device.all())
+
+        # Nothing comes free by itself: Redis does not hear of these.
+        assert await eventually(withdrawn) == device.num_leaving
+        assert not waiting.done()
+        assert worker.cache.share(late, chain) == 8
+        for table in (await waiting, late, early):
+            worker.cache.release(table)
+        redis.hears.set()
+        await worker.settle()
+
+
 async def test_a_redis_that_is_away_does_not_stop_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
