@@ -315,6 +315,28 @@ async def test_a_slow_disk_keeps_no_load_from_host_memory_waiting(tmp_path: Path
         assert worker.manager.counts.loaded == 8
 
 
+async def test_a_load_waits_for_the_one_that_fills_its_source(tmp_path: Path) -> None:
+    chains = [chain_of(n, 8) for n in range(7)]
+    async with running(tmp_path, Listener()) as worker:
+        for chain in chains:
+            await worker.compute_and_release(chain)
+            await worker.settle()
+        prompt = next(c[:4] for c in chains if set(worker.manager.match(c)) == {DISK})
+        before = worker.manager.counts.loaded
+        worker.may_load_from_disk.clear()
+        assert worker.cache.prefetch(prompt, HOST) == 4
+        computed = asyncio.ensure_future(worker.compute_and_release(prompt))
+
+        async def filling() -> int:
+            return sum(slot.filling is not None for slot in worker.manager.tiers[DEVICE].all())
+
+        await eventually(filling, lambda count: count == 4)
+        worker.may_load_from_disk.set()
+        await computed
+        assert worker.manager.counts.fallbacks == 0
+        assert worker.manager.counts.loaded - before == 8
+
+
 async def test_what_cannot_be_loaded_is_computed(tmp_path: Path) -> None:
     async with running(tmp_path, Listener(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
