@@ -175,6 +175,32 @@ class TestWhoWaits:
             await make_room(redis, crowd, router, "x")
         assert crowd.order == ["early", "late"]
 
+    async def test_who_comes_while_one_waits_elsewhere_leaves_it_the_worker_that_is_free(
+        self,
+        one_redis_server: EmbeddedRedis,
+        router: Replica,
+        workers: FakeWorkers,
+        redis: Redis,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(waiting, "TICKET_TTL_MS", 60_000)
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        crowd = Crowd(redis)
+        async with connect(one_redis_server.url) as other_redis:
+            other = Replica(other_redis, **WAITS)
+            running_task = asyncio.ensure_future(other.run())
+            await crowd.joins(other, "early")
+            # It stays in line, but does not ask for its turn.
+            running_task.cancel()
+            await asyncio.wait([running_task])
+            await router.release("x")
+            assert not (await router.route(request("look", reserve=False))).reserved
+            await crowd.joins(router, "late")
+            assert await workers.reserved() == {}
+            for task in crowd.tasks.values():
+                task.cancel()
+
     async def test_who_is_routed_again_does_not_wait_for_what_it_holds_itself(
         self, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
