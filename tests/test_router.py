@@ -192,6 +192,15 @@ class TestRoundTrips:
         await router.route(request("r1", reserve=False))
         assert [trip for trip in router.runner.round_trips if trip] == [["loads", "match"]]
 
+    async def test_a_refusal_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
+        await workers.register("w1", max_requests=1)
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        with pytest.raises(AllWorkersBusy):
+            await router.route(request("r1"))
+        # What it might have held itself, and be refused for.
+        assert router.runner.round_trips == [["loads", "match"], ["release"]]
+
     async def test_decisions_that_wait_together_share_them(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
