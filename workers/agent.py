@@ -292,7 +292,7 @@ class Agent:
                 raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
             self._has_told(shard, notified)
             if to_audit is not None:
-                await self._compare(shard, incarnation, self._ownership.as_told(to_audit))
+                await self._compare(shard, incarnation, self._ownership.as_told(shard, to_audit))
             if shard in self._full:
                 await asyncio.sleep(FULL_PAUSE_S)
         except IncarnationLost as error:

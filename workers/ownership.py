@@ -138,10 +138,14 @@ class Ownership:
                 by_shard[self._shard_of(told.root)].append(block)
         return by_shard
 
-    def as_told(self, blocks: Iterable[SequenceHash]) -> list[Change]:
-        """How Redis should show those of `blocks` that it has been told of."""
+    def as_told(self, shard: int, blocks: Iterable[SequenceHash]) -> list[Change]:
+        """How that shard should show those of `blocks` that it has been told of."""
         known = [(block, self._told(block)) for block in blocks]
-        return [Change(block, told.tier, told.leader) for block, told in known if told]
+        return [
+            Change(block, told.tier, told.leader)
+            for block, told in known
+            if told and self._shard_of(told.root) == shard
+        ]
 
     def shows(self, shard: int, claims: Claims) -> bool:
         """Whether that shard shows nothing in `claims` but what it was told, where it belongs."""

@@ -102,12 +102,26 @@ def test_what_a_shard_is_told_later_is_not_lost_to_what_another_is_told_now(
 
 def test_audits_take_turns_and_skip_what_is_gone(abcd: Ownership) -> None:
     assert abcd.next_to_audit(3) == [[B, C, D]]
-    assert abcd.as_told([B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
+    assert abcd.as_told(0, [B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
     told(abcd, removed(A), stored(A))
     assert abcd.next_to_audit(3) == [[A]]
     told(abcd, removed(B))
     assert abcd.next_to_audit(9) == [[A]]
-    assert abcd.as_told([A, B]) == [Change(A, DEVICE, A)]
+    assert abcd.as_told(0, [A, B]) == [Change(A, DEVICE, A)]
+
+
+def test_what_was_to_be_looked_for_in_a_shard_is_not_where_chains_lie_elsewhere_by_now(
+    abcd: Ownership,
+) -> None:
+    [blocks] = abcd.next_to_audit(9)
+    abcd.forget(shards=3)
+    for shard in range(3):
+        abcd.drain(shard)
+    assert [[c.block for c in abcd.as_told(n, blocks)] for n in range(3)] == [
+        [],
+        [A, B, C, D],
+        [],
+    ]
 
 
 def test_a_chain_goes_on_below_its_parent(ownership: Ownership) -> None:
