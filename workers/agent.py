@@ -395,13 +395,15 @@ class Agent:
     ) -> None:
         """Look whether a shard shows what was published. Raises IncarnationLost if it does not."""
         keyspace = self._keyspace.of_shard(shard)
-        missing = await self._insist(
-            index.audit(keyspace, incarnation, self._nonce, self._seqs[shard], entries)
+        first = self._search_from[shard]
+        missing, found = await self._insist_all(
+            [
+                index.audit(keyspace, incarnation, self._nonce, self._seqs[shard], entries),
+                index.claims(keyspace, incarnation, first, AUDIT_BUCKETS),
+            ]
         )
         if missing:
             raise IncarnationLost(f"incarnation {incarnation}: missing in shard {shard}: {missing}")
-        first = self._search_from[shard]
-        found = await self._insist(index.claims(keyspace, incarnation, first, AUDIT_BUCKETS))
         if found is None or not self._ownership.shows(shard, found):
             raise IncarnationLost(f"incarnation {incarnation}: shard {shard} is wrong of it")
         self._search_from[shard] = found.following
