@@ -177,6 +177,7 @@ class Agent:
             if all(opened):
                 self._seqs, self._told = [0] * shards, [0] * shards
                 self._search_from = [index.FIRST_PLACE] * shards
+                self._full.clear()
                 self._ownership.forget(shards)
                 return registration
             log.warning(
