@@ -61,6 +61,21 @@ class TestRoundTrips:
         assert not await redis.exists(KEYS["sessions"])
 
 
+async def test_each_session_is_written_once_and_nothing_for_a_request_without_one(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with running(one_redis_server.url, **HALF) as replica:
+        await replica.route(request("r0"))
+        replica.runner.round_trips.clear()
+        await replica.route(request("r1"))
+        assert replica.runner.round_trips == [["loads", "match"], ["reserve"]]
+        for session in ("a", "b"):
+            await replica.route(request(f"r-{session}", session=session))
+            await remembered(redis, session)
+            assert await redis.hkeys(KEYS["sessions"]) == [session.encode()]
+            await redis.delete(KEYS["sessions"])
+
+
 async def test_a_session_goes_where_it_went_whatever_the_replica(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
