@@ -194,10 +194,14 @@ class TestRoundTrips:
 
     async def test_a_refusal_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
         await workers.register("w1", max_requests=1)
-        await router.route(request("r0"))
+        # The second loads the script into Redis.
+        assert placed(await route_all(router, request("r0"), request("r1"))) == {
+            "w1": 1,
+            "AllWorkersBusy": 1,
+        }
         router.runner.round_trips.clear()
         with pytest.raises(AllWorkersBusy):
-            await router.route(request("r1"))
+            await router.route(request("r2"))
         # What it might have held itself, and be refused for.
         assert router.runner.round_trips == [["loads", "match"], ["release"]]
 
