@@ -12,12 +12,12 @@ from redis.asyncio import Redis
 from app import fleet as fleets
 from app.core import metrics
 from app.core.embedded import EmbeddedRedis
-from app.core.errors import RedisRecovering, RedisUnavailable
+from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.metrics import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.core.redis import connect
 from app.core.reservations import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap
-from app.fleet import Fleet, Measured
+from app.fleet import Fleet, Known, Measured, View
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace, info
 
@@ -181,6 +181,16 @@ async def test_who_does_not_renew_soon_after_an_outage_is_gone(
     assert (await fleet.view(await space.loads())).incarnations == []
 
 
+@pytest.mark.parametrize("error", [NoWorkers("none"), RedisRecovering("it comes back")])
+async def test_only_a_redis_that_does_not_answer_is_away(
+    space: Namespace, error: KvrouteError
+) -> None:
+    fleet = fleet_of(space)
+    # Else one that recovers would do so for ever.
+    fleet.note(error)
+    assert not fleet.recovers
+
+
 async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace) -> None:
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
@@ -243,6 +253,14 @@ async def test_openings_are_free_slots_or_where_queues_count_one_a_worker(
     await space.retire("b", b)
     empty = await fleet.view(await space.loads())
     assert (empty.openings(math.inf), empty.shortest_queue_s) == (0, 0.0)
+
+
+def test_a_worker_that_is_full_or_more_has_no_opening_and_takes_none_from_others() -> None:
+    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
+    known = Known([(inc, info(str(inc)), measured) for inc in (ONE, TWO, THREE)])
+    loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
+    view = View(Snapshot(now_ms=0, loads=loads), known)
+    assert (view.openings(math.inf), view.openings(10.0)) == (6, 1)
 
 
 async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
