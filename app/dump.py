@@ -30,7 +30,7 @@ from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from app.inspection import STEP_TIMEOUT_S, contents, scan
+from app.reading import STEP_TIMEOUT_S, contents, scan
 
 T = TypeVar("T")
 VERSION = 1

@@ -13,7 +13,7 @@ import click
 import orjson
 
 from app import dump as dumping
-from app import inspection, recording
+from app import inspection, recording, verification
 from app.console import COMMON, as_json, json_text, on_redis, text_table
 from app.core import config
 from app.core.config import Command
@@ -263,7 +263,7 @@ def _tokens(file: BinaryIO) -> list[int]:
 @on_redis
 async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
     """Look for contradictions; exit status 1 if there are some."""
-    findings, extent = await inspection.verify(redis, keyspace, max_buckets)
+    findings, extent = await verification.verify(redis, keyspace, max_buckets)
     if not findings:
         # Raises where there is no such namespace, of which nothing can be wrong.
         await inspection.block_size(redis, keyspace)

@@ -342,7 +342,7 @@ Damage = Callable[[Redis], object]
 def test_what_contradicts_itself_is_found(
     url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch, damage: Damage, what: str
 ) -> None:
-    monkeypatch.setattr("app.inspection.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("app.verification.LOOK_INTERVAL_S", 0.01)
     damage(raw)
     result = kvroute(url, "inspect", "verify")
     assert result.exit_code == 1

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from app import inspection
+from app import verification
 from app.core.embedded import EmbeddedRedis
 from app.core.redis import connect
 from tests.api.conftest import StartReplica
@@ -85,6 +85,6 @@ async def test_never_more_is_promised_than_there_is(
         )
         assert refused == counted("decision_retries") > 0
     async with connect(one_redis_server.url) as redis:
-        findings, _ = await inspection.verify(redis, KEYS, 1 << 10)
+        findings, _ = await verification.verify(redis, KEYS, 1 << 10)
     assert findings == []
     assert len(incarnations) == len(slots)

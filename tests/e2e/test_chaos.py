@@ -24,7 +24,7 @@ import aiohttp
 import pytest
 from redis.asyncio import Redis
 
-from app import inspection
+from app import inspection, verification
 from app.cluster import Cluster, Member
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
@@ -317,7 +317,7 @@ async def watch_promises(redis: Client, cluster: Cluster) -> None:
         with suppress(RedisUnavailable):
             for worker in await inspection.everyone(redis, cluster.keyspace):
                 assert worker.load is None or worker.load.requests <= SLOTS
-            findings, _ = await inspection.verify(redis, cluster.keyspace, 0)
+            findings, _ = await verification.verify(redis, cluster.keyspace, 0)
             assert findings == []
         await asyncio.sleep(0.1)
 
@@ -402,7 +402,7 @@ async def survive(seed: int, *, harms: int, failovers: int) -> None:
 
         await eventually(partial(at_rest, http, cluster), within_s=RECOVERY_S)
         await eventually(partial(strays, redis, cluster), lambda s: not s, within_s=RECOVERY_S)
-        findings, _ = await inspection.verify(redis, cluster.keyspace, 1 << 20)
+        findings, _ = await verification.verify(redis, cluster.keyspace, 1 << 20)
         assert findings == []
 
 

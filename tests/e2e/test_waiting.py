@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app import inspection
+from app import verification
 from app.cluster import Cluster
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.redis import connect
@@ -101,7 +101,7 @@ async def test_a_replica_that_is_killed_leaves_nothing_in_line_and_holds_up_nobo
         assert names == []
         assert await clients.reserved() == set()
     async with connect(cluster.redis_url) as redis:
-        findings, _ = await inspection.verify(redis, cluster.keyspace, 1 << 10)
+        findings, _ = await verification.verify(redis, cluster.keyspace, 1 << 10)
     assert findings == []
 
 

@@ -22,7 +22,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from app import inspection, maintenance
+from app import inspection, maintenance, verification
 from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import RoutingError
@@ -340,7 +340,7 @@ async def is_bounded(cluster: Cluster) -> None:
         return summary.unique_blocks
 
     await eventually(unique_blocks, lambda number: number == len(held))
-    assert await inspection.verify(cluster.redis, KEYS, 1 << 24) == ([], ANY)
+    assert await verification.verify(cluster.redis, KEYS, 1 << 24) == ([], ANY)
     for worker in cluster.workers:
         ownership = sizes(worker.agent._ownership)
         assert max(ownership.values()) == DEVICE_BLOCKS + HOST_BLOCKS, ownership

@@ -1,0 +1,190 @@
+"""Looks for contradictions in a live namespace."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from redis.asyncio import Redis
+
+from app.core.keys import Keyspace
+from app.core.matching import parse_owners
+from app.core.redis import deadline
+from app.core.topology import Client
+from app.core.types import Incarnation
+from app.reading import (
+    STEP_TIMEOUT_S,
+    Control,
+    buckets,
+    contents,
+    parsed_load,
+    read_control,
+    readable,
+)
+
+OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
+REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pd]) \S+")
+LOOKS = 4
+LOOK_INTERVAL_S = 0.5
+EXAMPLES = 5
+
+
+@dataclass(slots=True)
+class Finding:
+    """What is wrong, how often, and some of the places."""
+
+    what: str
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Extent:
+    """How many buckets of the index were looked through, and how many there are."""
+
+    buckets: int = 0
+    existing_buckets: int = 0
+
+    def __str__(self) -> str:
+        if self.buckets == self.existing_buckets:
+            return f"{self.buckets:,} buckets"
+        return (
+            f"{self.buckets:,} of {self.existing_buckets:,} buckets; "
+            "the others were not looked at (--max-buckets)"
+        )
+
+
+async def verify(
+    redis: Client, keyspace: Keyspace, max_buckets: int
+) -> tuple[list[Finding], Extent]:
+    """What contradicts itself in a live namespace, and in how much of the index was looked for it.
+
+    State moves while it is read: what looks wrong is looked at LOOKS times, and counts only if it
+    was wrong each time. That blocks are closed under prefix cannot be told: Redis does not know a
+    block's parent. Raises RedisUnavailable.
+    """
+    findings: dict[str, Finding] = {}
+    suspects = dict.fromkeys(_contradictions(await read_control(redis, keyspace)))
+    for _ in range(LOOKS - 1):
+        if not suspects:
+            break
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        again = set(_contradictions(await read_control(redis, keyspace)))
+        suspects = {suspect: None for suspect in suspects if suspect in again}
+    for what, where in suspects:
+        _note(findings, what, where)
+    extent = await _verify_index(redis, keyspace, max_buckets, findings)
+    return list(findings.values()), extent
+
+
+def _note(findings: dict[str, Finding], what: str, where: str) -> None:
+    finding = findings.setdefault(what, Finding(what))
+    finding.count += 1
+    if len(finding.examples) < EXAMPLES:
+        finding.examples.append(where)
+
+
+def _contradictions(c: Control) -> Iterator[tuple[str, str]]:
+    """(what, where) for everything in the control keys that does not agree."""
+    for inc in c.leases.keys() ^ c.writers.keys():
+        yield "an incarnation with only one of a lease and a writer", readable(inc)
+    for inc in c.writers.keys() - c.workers.keys():
+        yield "an incarnation of nobody knows whom", readable(inc)
+    for inc in c.load.keys() - c.writers.keys():
+        yield "the load of an incarnation that is over", readable(inc)
+    for name, inc in c.current.items():
+        if inc not in c.writers:
+            yield "a worker that is routed to an incarnation that is over", readable(name)
+    for inc in c.load.keys() & c.writers.keys():
+        if _counted(c, inc) != _loaded(c.load[inc]):
+            yield "a load that is not the sum of its requests", readable(inc)
+    for inc, requests in c.requests.items():
+        prefilling = {r for r, text in requests.items() if text.split()[3:4] == [b"p"]}
+        if prefilling != set(c.prefills.get(inc, ())):
+            yield "a queue that is not of the requests that prefill", readable(inc)
+        for request in requests:
+            if c.reservations.get(request) != inc:
+                yield "a request without its reservation", readable(request)
+    for request in c.reservations.keys() ^ c.expiry:
+        yield "a reservation without expiry, or the reverse", readable(request)
+    for request, inc in c.reservations.items():
+        if request not in c.requests.get(inc, ()):
+            yield "a reservation without its request", readable(request)
+
+
+def _counted(c: Control, inc: bytes) -> tuple[int, ...]:
+    """prefill_tokens, prefill_us, blocks, requests, decoding by the requests; () if one cannot be
+    read."""
+    tokens = us = blocks = decoding = 0
+    records = c.requests.get(inc, {}).values()
+    for record in map(REQUEST.fullmatch, records):
+        if record is None:
+            return ()
+        blocks += int(record[3])
+        if record[4] == b"p":
+            tokens, us = tokens + int(record[1]), us + int(record[2])
+        else:
+            decoding += 1
+    return tokens, us, blocks, len(records), decoding
+
+
+def _loaded(text: bytes) -> tuple[int, ...] | None:
+    load = parsed_load(text)
+    if load is None:
+        return None
+    return load.prefill_tokens, load.prefill_us, load.blocks, load.requests, load.decoding
+
+
+async def _verify_index(
+    redis: Client, keyspace: Keyspace, max_buckets: int, findings: dict[str, Finding]
+) -> Extent:
+    extent = Extent()
+    async for node, found in buckets(redis, keyspace):
+        keys = dict(islice(found.items(), max_buckets - extent.buckets))
+        extent.buckets += len(keys)
+        extent.existing_buckets += len(found)
+        suspects = set(await _bad_entries(redis, keyspace, node, keys))
+        for _ in range(LOOKS - 1):
+            if not suspects:
+                break
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            again = {key: keys[key] for key, _, _ in suspects}
+            suspects &= set(await _bad_entries(redis, keyspace, node, again))
+        for key, what, where in sorted(suspects):
+            _note(findings, what, f"{readable(key)} {where}".rstrip())
+    return extent
+
+
+async def _bad_entries(
+    redis: Client, keyspace: Keyspace, node: Redis, keys: dict[bytes, int]
+) -> list[tuple[bytes, str, str]]:
+    """(key, what, where) of entries that nobody would write, or whose owner is over.
+
+    Those of `dead`, or of incarnations a sweep is still to be told of, are no fault.
+    keys: each with its shard.
+    """
+    held = await contents(node, list(keys))
+    known: dict[int, set[Incarnation]] = {}
+    async with deadline(STEP_TIMEOUT_S):
+        for shard in set(keys.values()):
+            names = keyspace.of_shard(shard)
+            writing = await redis.hkeys(names["applied"])
+            dying = await redis.smembers(names["dead"])
+            known[shard] = {Incarnation(int(i)) for i in (*writing, *dying) if i.isdigit()}
+    found = []
+    for (key, shard), entries in zip(keys.items(), held, strict=True):
+        if entries is None:
+            found.append((key, "a bucket that is no hash", ""))
+            continue
+        for block, owners in entries.items():
+            where = f"{readable(block)} {readable(owners)}"
+            is_one = OWNERS.fullmatch(owners)
+            incs = [inc for inc, _ in parse_owners(owners)] if is_one else []
+            if not is_one or incs != sorted(set(incs)):
+                found.append((key, "owners that cannot be read", where))
+            elif set(incs) - known[shard]:
+                found.append((key, "an owner that nobody knows, and no sweep takes out", where))
+    return found
