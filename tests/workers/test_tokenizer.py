@@ -48,15 +48,14 @@ def test_a_prompt_is_neither_cut_nor_padded_though_the_file_says_so(tmp_path: Pa
 
 
 def test_other_threads_go_on_while_a_long_text_becomes_tokens() -> None:
-    of, longest_s = tokenizer("bytes"), 0.0
+    of, turns = tokenizer("bytes"), 0
     with ThreadPoolExecutor(1) as pool:
-        begun = before = time.perf_counter()
         encoding = pool.submit(of.encode, TEXT * 4000)
         while not encoding.done():
+            # Gives the interpreter away, and has it back only if the other thread lets go of it.
             time.sleep(0.001)
-            before, last = time.perf_counter(), before
-            longest_s = max(longest_s, before - last)
-    assert longest_s < (before - begun) / 2
+            turns += 1
+    assert turns > 10
 
 
 def test_a_character_comes_whole_with_the_last_of_its_bytes() -> None:
