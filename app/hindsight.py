@@ -56,7 +56,7 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
     o = record.overlap
     click.echo(
         f"{request_id}: {record.isl_tokens:,} tokens to {record.worker} by {record.policy}, which "
-        f"held {o.total:,} of {record.isl_blocks:,} full blocks ({o.device:,} on its device, "
+        f"held {o.total:,} of {record.full_blocks:,} full blocks ({o.device:,} on its device, "
         f"{o.host:,} in host memory, {o.disk:,} on disk)"
     )
     longest = f"; {record.best} held most, {record.best_overlap:,}" if record.best else ""

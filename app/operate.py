@@ -200,7 +200,7 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
 @click.option(
     "--text", is_flag=True, help="The file is text, a token a byte; else a JSON list of token ids."
 )
-@click.option("--lora", default=None, help="LoRA adapter of the request.")
+@click.option("--lora-name", default=None, help="LoRA adapter of the request.")
 @click.option("--cache-namespace", default=None, help="Cache namespace of the request.")
 @COMMON
 @as_json
@@ -210,14 +210,14 @@ async def prefix(
     keyspace: Keyspace,
     file: BinaryIO,
     text: bool,
-    lora: str | None,
+    lora_name: str | None,
     cache_namespace: str | None,
     as_json: bool,
 ) -> None:
     """Who holds how much of a prompt."""
     tokens = list(file.read()) if text else _tokens(file)
     block_size = await inspection.block_size(redis, keyspace)
-    _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora, cache_namespace))
+    _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
     found = await inspection.prefix(redis, keyspace, chain) if chain else {}
     rows = sorted(
         ((name, o.device, o.host, o.disk, o.total) for name, o in found.items()),
@@ -228,7 +228,7 @@ async def prefix(
         click.echo(
             json_text(
                 {
-                    "isl_blocks": len(chain),
+                    "full_blocks": len(chain),
                     "overlaps": [dict(zip(head, row, strict=True)) for row in rows],
                 }
             )

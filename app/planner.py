@@ -56,7 +56,7 @@ class Plan:
             policy=decision.policy,
             locality=decision.locality,
             isl_tokens=decision.isl_tokens,
-            isl_blocks=len(request.chain),
+            full_blocks=len(request.chain),
             overlap=decision.overlap,
             best=decision.best,
             best_overlap=decision.best_overlap,

@@ -40,7 +40,7 @@ MAX_WRITTEN = 64
 """In one call, which takes Redis a millisecond."""
 FIELDS = tuple(field.name for field in fields(Candidates))
 ENTRY = (
-    *("request_id", "at_ms", "worker", "policy", "locality", "isl_tokens", "isl_blocks"),
+    *("request_id", "at_ms", "worker", "policy", "locality", "isl_tokens", "full_blocks"),
     *("overlap", "best", "tries", "waited_ms", "blocks", "seen"),
 )
 """Fields of a stream entry."""
@@ -66,7 +66,7 @@ class Record:
     """One decision.
 
     at_ms: of the Redis clock, when loads were looked up. best: the worker with the longest overlap,
-    "" if nobody had any. blocks: of the prompt, those at `predictions.positions` of `isl_blocks`.
+    "" if nobody had any. blocks: of the prompt, those at `predictions.positions` of `full_blocks`.
     seen: of a few decisions only.
     """
 
@@ -76,7 +76,7 @@ class Record:
     policy: str
     locality: str
     isl_tokens: int
-    isl_blocks: int
+    full_blocks: int
     overlap: TierOverlap
     best: str
     best_overlap: int
@@ -107,7 +107,7 @@ def encode(record: Record) -> tuple[Any, ...]:
         record.policy,
         record.locality,
         record.isl_tokens,
-        record.isl_blocks,
+        record.full_blocks,
         f"{overlap.device} {overlap.host} {overlap.disk}",
         f"{record.best} {record.best_overlap}",
         record.tries,
@@ -143,7 +143,7 @@ def decode(entry: dict[bytes, bytes]) -> Record:
         policy=text["policy"],
         locality=text["locality"],
         isl_tokens=int(text["isl_tokens"]),
-        isl_blocks=int(text["isl_blocks"]),
+        full_blocks=int(text["full_blocks"]),
         overlap=TierOverlap(*map(int, text["overlap"].split())),
         best=best,
         best_overlap=int(best_overlap),
@@ -251,7 +251,7 @@ def usages(records: Iterable[Record]) -> Iterator[Usage]:
     place: dict[SequenceHash, int] = {}
     continued: dict[SequenceHash, int] = {}
     for record in records:
-        at = positions(record.isl_blocks)
+        at = positions(record.full_blocks)
         for block, position, child in zip(
             record.blocks, at, [*record.blocks[1:], None], strict=False
         ):

@@ -253,14 +253,14 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
     tokens.write_text(json.dumps(PROMPT[:50]))
     text.write_bytes(bytes(PROMPT[:44]))
     assert as_json(url, "inspect", "prefix", str(tokens)) == {
-        "isl_blocks": 12,
+        "full_blocks": 12,
         "overlaps": [
             {"worker": "w1:0", "device": 12, "host": 0, "disk": 0, "blocks": 12},
             {"worker": "w2:1", "device": 0, "host": 10, "disk": 0, "blocks": 10},
         ],
     }
-    assert as_json(url, "inspect", "prefix", str(text), "--text")["isl_blocks"] == 11
-    assert as_json(url, "inspect", "prefix", str(tokens), "--lora", "x")["overlaps"] == []
+    assert as_json(url, "inspect", "prefix", str(text), "--text")["full_blocks"] == 11
+    assert as_json(url, "inspect", "prefix", str(tokens), "--lora-name", "x")["overlaps"] == []
     for wrong in ("[-1]", "[true]", "[4294967296]"):
         tokens.write_text(wrong)
         refused = kvroute(url, "inspect", "prefix", str(tokens))

@@ -35,9 +35,10 @@ HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 """What proxies may set where a client does not."""
 
 routes = APIRouter()
-_errors: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorBody} for status in (413, 422, 429, 503)
-}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": schemas.ErrorBody} for status in statuses}
 
 
 def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any
 @routes.post(
     "/find_best_worker",
     response_model=schemas.BestWorker,
-    responses=_errors,
+    responses=_errors(413, 422, 429, 503),
     openapi_extra=_request_body(schemas.FindBestWorker),
 )
 async def find_best_worker(request: Request) -> Response:
@@ -94,7 +95,7 @@ async def find_best_worker(request: Request) -> Response:
     "/v1/route",
     response_model=schemas.Routed,
     response_model_exclude_none=True,
-    responses=_errors,
+    responses=_errors(413, 422, 429, 503),
     openapi_extra=_request_body(schemas.RouteBody, raw=True),
 )
 async def route(request: Request) -> Response:
@@ -134,21 +135,21 @@ async def route(request: Request) -> Response:
     return json_response(_routed(decision))
 
 
-@routes.post("/v1/requests/{request_id:path}/prefill_complete", responses=_errors)
+@routes.post("/v1/requests/{request_id:path}/prefill_complete", responses=_errors(422, 503))
 async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
     """The request's first token is out. Idempotent."""
     found = await _parts(request)[0].prefill_complete(request_id)
     return schemas.RequestState(request_id=request_id, found=found)
 
 
-@routes.delete("/v1/requests/{request_id:path}", responses=_errors)
+@routes.delete("/v1/requests/{request_id:path}", responses=_errors(422, 503))
 async def release(request: Request, request_id: str) -> schemas.RequestState:
     """The request is over: give back what was reserved for it. Idempotent."""
     found = await _parts(request)[0].release(request_id)
     return schemas.RequestState(request_id=request_id, found=found)
 
 
-@routes.get("/v1/workers", responses=_errors)
+@routes.get("/v1/workers", responses=_errors(503))
 async def workers(request: Request) -> schemas.Workers:
     """The workers that live now, and the load on each."""
     router, _ = _parts(request)
@@ -213,7 +214,7 @@ async def metrics(request: Request) -> Response:
             gauges["queue_seconds"].labels(name).set(worker.queue_s)
             gauges["kv_active_blocks"].labels(name).set(worker.kv_active_blocks)
             gauges["requests_waiting"].labels(name).set(worker.num_requests_waiting)
-            gauges["cache_usage"].labels(name).set(worker.gpu_cache_usage)
+            gauges["cache_usage"].labels(name).set(worker.gpu_cache_usage_perc)
             gauges["stale"].labels(name).set(worker.stale)
             if worker.gpu is not None and not worker.stale:
                 for reading, value in worker.gpu.known().items():
@@ -364,7 +365,7 @@ def _worker_models(view: View) -> list[schemas.WorkerModel]:
             kv_active_blocks=measured.metrics.kv_active_blocks,
             kv_total_blocks=info.kv_total_blocks,
             num_requests_waiting=measured.metrics.num_requests_waiting,
-            gpu_cache_usage=measured.metrics.gpu_cache_usage_perc,
+            gpu_cache_usage_perc=measured.metrics.gpu_cache_usage_perc,
             gpu_prefix_cache_hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
             kv_idle_before_evict_s=measured.metrics.kv_idle_before_evict_s,
             gpu=None if measured.gpu == NO_READINGS else measured.gpu,

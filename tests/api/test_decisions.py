@@ -78,7 +78,7 @@ async def test_a_record_says_what_was_chosen_and_what_held_most(
     await route(client, "r1", exclude=["w1"])
     found = await recorded(one_redis_server.url, "r1")
     assert (found.worker, found.policy, found.locality) == ("w2:0", "latency", "excluded")
-    assert (found.isl_tokens, found.isl_blocks, found.overlap.total) == (41, 10, 2)
+    assert (found.isl_tokens, found.full_blocks, found.overlap.total) == (41, 10, 2)
     assert (found.best, found.best_overlap, found.tries) == ("w1:0", 10, 1)
     assert len(found.blocks) == 10
     assert found.seen is not None
