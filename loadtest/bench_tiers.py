@@ -2,12 +2,12 @@
 
     python -m loadtest.bench_tiers --json out/bench_tiers.json
 
-The blocks come from scattered slots, and go into slots in a row or into scattered ones. In each
-round both are copied, and as many bytes in one piece: from tensor to tensor, into a file, or out of
-one. Without a CUDA device, the device tier is host memory as well. The disk is what the kernel's
-page cache makes of it. Blocks on it have checksums, which the plain copy has not: "checked" is that
-copy in pieces of 256 KiB, each hashed while it is in a core's cache, and so what one thread can do
-at best.
+The blocks come from scattered slots, and go into slots in a row or into scattered ones; where they
+come from disk, the slots there are in a row or scattered. In each round both are copied, and as
+many bytes in one piece: from tensor to tensor, into a file, or out of one. Without a CUDA device,
+the device tier is host memory as well. The disk is what the kernel's page cache makes of it. Blocks
+on it have checksums, which the plain copy has not: "checked" is that copy in pieces of 256 KiB,
+each hashed while it is in a core's cache, and so what one thread can do at best.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Bench:
         self.disk = stack.enter_context(
             closing(SlotFile(folder, block_bytes=block_bytes, num_slots=2 * num_blocks))
         )
-        self.transfers = stack.enter_context(closing(Transfers(self.pools, self.disk)))
+        self.transfers = Transfers(self.pools, self.disk)
         self.plain = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
         stack.callback(os.close, self.plain)
         rng = np.random.default_rng(0)
@@ -85,12 +85,15 @@ class Bench:
     def measure(self, source: Tier, target: Tier, rounds: int) -> dict[str, Any]:
         """GB/s of the plain copy, and the others' rates relative to it, in the same round."""
         on_disk = Tier.DISK in (source, target)
+        in_a_row = self.source_ids, self.packed
         if source is Tier.DISK:
-            self._copy(target, source, self.packed, self.source_ids)
+            in_a_row = self.packed, self.scattered
+            for slots in (self.packed, self.source_ids):
+                self._copy(target, source, self.packed, slots)
         copies: dict[str, Callable[[], None]] = {
             "plain": self._plain(source, target),
             **({"checked": self._plain(source, target, RUN_BYTES)} if on_disk else {}),
-            "packed": lambda: self._copy(source, target, self.source_ids, self.packed),
+            "packed": lambda: self._copy(source, target, *in_a_row),
             "scattered": lambda: self._copy(source, target, self.source_ids, self.scattered),
         }
         seconds: dict[str, list[float]] = {name: [] for name in copies}
@@ -180,7 +183,7 @@ def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[s
 
 def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}")
-    for name in ("from", "to", "block, KiB", "plain, GB/s", "checked", "into a row", "scattered"):
+    for name in ("from", "to", "block, KiB", "plain, GB/s", "checked", "in a row", "scattered"):
         table.add_column(name, justify="right")
     for pair, sizes in result["pairs"].items():
         for size, found in sizes.items():

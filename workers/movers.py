@@ -6,12 +6,9 @@ That depends on the machine and on the size of a block, so they are tried at sta
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import memmove
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -35,8 +32,6 @@ has only begun to when it returns."""
 
 STAGED_BYTES = 32 << 20
 """Gathered at once, on the way between scattered slots."""
-CACHED_BYTES = 1 << 20
-"""The same within host memory: what a core's cache still has when it is put into its slots."""
 TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
 """At start-up so much is copied with each mover, but no fewer blocks than that and no more."""
@@ -54,8 +49,10 @@ def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) 
 
 def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """The same in host memory, without what a torch operation costs each time."""
+    into, taken = _bytes(target), _bytes(source)
     pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
-    deque(map(memmove, *pieces), maxlen=0)
+    for t, s, n in zip(*(numbers.tolist() for numbers in pieces), strict=True):
+        into[t : t + n] = taken[s : s + n]
 
 
 def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
@@ -64,13 +61,13 @@ def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Id
     if driver is None:
         raise RuntimeError("cuda.bindings is not installed")
     into, taken, sizes = _pieces(source, target, source_ids, target_ids)
+    addresses = (target.data_ptr() + into).tolist(), (source.data_ptr() + taken).tolist()
     attributes = driver.CUmemcpyAttributes()
     attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     device = target.device if target.is_cuda else source.device
     error, *_ = driver.cuMemcpyBatchAsync(
-        list(map(driver.CUdeviceptr, into)),
-        list(map(driver.CUdeviceptr, taken)),
-        sizes,
+        *(list(map(driver.CUdeviceptr, those)) for those in addresses),
+        sizes.tolist(),
         len(sizes),
         [attributes],
         [0],
@@ -81,21 +78,11 @@ def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Id
         raise RuntimeError(f"{len(sizes)} copies: {error.name}")
 
 
-def move_cached(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """In host memory: some blocks are gathered into a buffer, and put into their slots while a
-    core's cache still has them. Where those follow one another, they are gathered there."""
-    if (slots := _slots(target, target_ids)) is not None:
-        torch.index_select(source, 0, torch.from_numpy(source_ids), out=slots)
-        return
-    source_ids, target_ids = _upwards(source_ids, target_ids)
-    step = max(1, CACHED_BYTES // (source[0].numel() * WORD_BYTES))
-    buffer = _buffer(step * source[0].numel()).view(step, *source.shape[1:])
-    for at in range(0, len(source_ids), step):
-        taken, given = source_ids[at : at + step], target_ids[at : at + step]
-        gathered = buffer[: len(taken)]
-        torch.index_select(source, 0, torch.from_numpy(taken), out=gathered)
-        # Ten times as fast as index_copy_, which goes through them word by word.
-        target.numpy()[given] = gathered.numpy()
+def move_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """In host memory, into slots that follow one another: torch gathers the blocks there."""
+    slots = _slots(target, target_ids)
+    assert slots is not None, "the slots are scattered"
+    torch.index_select(source, 0, torch.from_numpy(source_ids), out=slots)
 
 
 def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
@@ -123,11 +110,11 @@ def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
 MOVERS: dict[str, Mover] = {
     "bytes": move_bytes,
     "runs": move_runs,
-    "cached": move_cached,
+    "selected": move_selected,
     "batched": move_batched,
     "gathered": move_gathered,
 }
-IN_HOST_MEMORY = "bytes", "runs", "cached"
+IN_HOST_MEMORY = "bytes", "runs", "selected"
 WITH_DEVICE = "runs", "batched", "gathered"
 """Those tried there; the ones that need fewer threads and less memory first."""
 CLEARLY_FASTER = 1.1
@@ -215,9 +202,9 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
     rng = np.random.default_rng(0)
     rates = []
     for packed in (True, False):
-        seconds: dict[str, list[float]] = {name: [] for name in names}
+        seconds: dict[str, list[float]] = {n: [] for n in names if packed or n != "selected"}
         for nth in range(1 + TRIAL_ROUNDS):
-            for name in names:
+            for name in seconds:
                 source_ids, scattered = (rng.permutation(num_slots)[:count] for _ in range(2))
                 first = rng.integers(num_slots - count)
                 target_ids = np.arange(first, first + count) if packed else scattered
@@ -258,18 +245,10 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-class _OfThread(threading.local):
-    buffer = torch.empty(0, dtype=torch.int64)
-
-
-_of_thread = _OfThread()
-
-
-def _buffer(num_words: int) -> Tensor:
-    """Kept: made anew for each copy, it would cost what it is to save."""
-    if len(_of_thread.buffer) < num_words:
-        _of_thread.buffer = torch.empty(num_words, dtype=torch.int64)
-    return _of_thread.buffer[:num_words]
+def _bytes(words: Tensor) -> memoryview:
+    """Host memory from its first word to its last, and what lies between its rows."""
+    num_words = (len(words) - 1) * words.stride(0) + words[0].numel()
+    return words.as_strided((num_words,), (1,)).numpy().data.cast("B")
 
 
 def _slots(target: Tensor, ids: Ids) -> Tensor | None:
@@ -289,19 +268,15 @@ def _are_consecutive(ids: Ids) -> bool:
 
 def _pieces(
     source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids
-) -> tuple[list[int], list[int], list[int]]:
-    """Target address, source address and bytes of what can be copied as one."""
+) -> tuple[Ids, Ids, Ids]:
+    """Offset in the target, offset in the source and bytes of what can be copied as one."""
     size = source[0].numel() * WORD_BYTES
     source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
     if size == source_row == target_row:
         source_ids, target_ids, lengths = _runs(source_ids, target_ids)
     else:
         lengths = np.ones_like(source_ids)
-    return (
-        (target.data_ptr() + target_ids * target_row).tolist(),
-        (source.data_ptr() + source_ids * source_row).tolist(),
-        (lengths * size).tolist(),
-    )
+    return target_ids * target_row, source_ids * source_row, lengths * size
 
 
 def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 import torch
@@ -23,10 +22,6 @@ log = logging.getLogger(__name__)
 
 GROUP_BYTES = 64 << 10
 """Of a block, a copy stream moves so much at once, or all of it: smaller copies cost more."""
-DISK_THREADS = min(4, os.cpu_count() or 1)
-"""Share a copy to or from disk: of some blocks checksums are made while others are copied."""
-SHARED_BLOCK_BYTES = 64 << 10
-"""Smaller blocks are not shared: with them threads mostly wait for Python, and one is faster."""
 
 
 class CopyStream(ABC):
@@ -187,10 +182,6 @@ class Transfers:
         self._copiers = {
             (a, b): Copier(pools[a], pools[b]) for a in pools for b in pools if a is not b
         }
-        self._disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="disk-tier")
-
-    def close(self) -> None:
-        self._disk_threads.shutdown()
 
     def carry_out(self, move: Move) -> int:
         """Leading blocks of a move that are copied now."""
@@ -283,23 +274,15 @@ class Transfers:
         on_disk: Sequence[DiskBlock],
         rows: Sequence[memoryview],
     ) -> int:
-        """Do this to all blocks, by slot and in several parts; how many leading ones came well.
+        """Do this to all blocks, by slot; how many leading ones came well.
 
         act: returns the places of those that did not.
         """
-
-        def of_share(share: list[int]) -> list[int]:
-            failed = act(
-                [slots[n] for n in share], [on_disk[n] for n in share], [rows[n] for n in share]
-            )
-            return [share[n] for n in failed]
-
-        order = np.argsort(_ids(slots))
-        num_threads = DISK_THREADS if rows[0].nbytes >= SHARED_BLOCK_BYTES else 1
-        shares = [share.tolist() for share in np.array_split(order, min(num_threads, len(order)))]
-        others = [self._disk_threads.submit(of_share, share) for share in shares[1:]]
-        failed = [of_share(shares[0]), *(other.result() for other in others)]
-        return min(chain.from_iterable(failed), default=len(slots))
+        order = np.argsort(_ids(slots)).tolist()
+        failed = act(
+            [slots[n] for n in order], [on_disk[n] for n in order], [rows[n] for n in order]
+        )
+        return min((order[n] for n in failed), default=len(slots))
 
     def _write(
         self, slots: Sequence[int], on_disk: Sequence[DiskBlock], rows: Sequence[memoryview]

@@ -49,7 +49,7 @@ class Worker:
         self.disk = stack.enter_context(
             closing(SlotFile(folder, block_bytes=SHAPE.block_bytes, num_slots=slots[DISK]))
         )
-        self.transfers = stack.enter_context(closing(Transfers(self.pools, self.disk)))
+        self.transfers = Transfers(self.pools, self.disk)
         self.manager = manager
         self.cache = BlockCache(manager, self.carry_out, publisher, spare=SPARE)
         self.may_load, self.may_store = threading.Event(), threading.Event()

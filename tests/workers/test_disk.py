@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Barrier, current_thread
+from typing import Any
 
 import pytest
 
@@ -266,9 +268,16 @@ def test_an_index_that_cannot_be_written_leaves_what_the_slots_held(tmp_path: Pa
 
 @pytest.mark.parametrize("slots", [[], [3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 6, 7]], ids=len)
 @pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
+@pytest.mark.parametrize("share_bytes", [SLOT_BYTES, 1 << 20])
 def test_a_batch_is_read_as_it_was_written(
-    run_bytes: int, slots: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share_bytes: int,
+    run_bytes: int,
+    slots: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(disk, "THREADS", 3)
+    monkeypatch.setattr(disk, "SHARE_BYTES", share_bytes)
     monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
     with opened(tmp_path) as file:
         assert write_roots(file, slots) == {}
@@ -277,10 +286,34 @@ def test_a_batch_is_read_as_it_was_written(
         assert read_roots(file, slots) == ([content(slot) for slot in slots], {})
 
 
-@pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
-def test_bad_blocks_of_a_batch_are_named_and_cost_no_others(
-    run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("share_bytes", "num_threads"), [(SLOT_BYTES, 3), (2 * SLOT_BYTES, 1)])
+def test_threads_share_a_batch_that_is_worth_it(
+    share_bytes: int, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(disk, "THREADS", 3)
+    monkeypatch.setattr(disk, "SHARE_BYTES", share_bytes)
+    monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
+    all_at_it, threads, pwritev = Barrier(num_threads), set(), os.pwritev
+
+    def once_all_are(*args: Any) -> int:
+        threads.add(current_thread())
+        all_at_it.wait(60)
+        return pwritev(*args)
+
+    monkeypatch.setattr(os, "pwritev", once_all_are)
+    with opened(tmp_path) as file:
+        assert write_roots(file, [1, 2, 3]) == {}
+        assert len(threads) == num_threads
+        assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
+
+
+@pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
+@pytest.mark.parametrize("share_bytes", [SLOT_BYTES, 1 << 20])
+def test_bad_blocks_of_a_batch_are_named_and_cost_no_others(
+    share_bytes: int, run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "THREADS", 3)
+    monkeypatch.setattr(disk, "SHARE_BYTES", share_bytes)
     monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
     with opened(tmp_path) as file:
         write_roots(file, [1, 2, 3, 4, 5, 6])

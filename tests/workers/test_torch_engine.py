@@ -94,7 +94,7 @@ class Served:
         if DISK in num_slots:
             file = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots[DISK])
             disk = stack.enter_context(closing(file))
-        transfers = stack.enter_context(closing(Transfers(pools, disk)))
+        transfers = Transfers(pools, disk)
         self.engine = TorchEngine(
             self.spy,  # type: ignore[arg-type]
             pools[DEVICE],

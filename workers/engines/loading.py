@@ -122,7 +122,7 @@ def _with_tiers(
         if disk is not None:
             held = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
             manager.adopt(Tier.DISK, held)
-        transfers = stack.enter_context(closing(Transfers(pools, disk)))
+        transfers = Transfers(pools, disk)
         kept = stack.pop_all()
 
     def start(publisher: Publisher) -> Engine:
