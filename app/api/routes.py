@@ -214,7 +214,7 @@ async def metrics(request: Request) -> Response:
             gauges["queue_seconds"].labels(name).set(worker.queue_s)
             gauges["kv_active_blocks"].labels(name).set(worker.kv_active_blocks)
             gauges["requests_waiting"].labels(name).set(worker.num_requests_waiting)
-            gauges["cache_usage"].labels(name).set(worker.gpu_cache_usage_perc)
+            gauges["cache_usage"].labels(name).set(worker.gpu_cache_usage)
             gauges["stale"].labels(name).set(worker.stale)
             if worker.gpu is not None and not worker.stale:
                 for reading, value in worker.gpu.known().items():
@@ -365,7 +365,7 @@ def _worker_models(view: View) -> list[schemas.WorkerModel]:
             kv_active_blocks=measured.metrics.kv_active_blocks,
             kv_total_blocks=info.kv_total_blocks,
             num_requests_waiting=measured.metrics.num_requests_waiting,
-            gpu_cache_usage_perc=measured.metrics.gpu_cache_usage_perc,
+            gpu_cache_usage=measured.metrics.gpu_cache_usage_perc,
             gpu_prefix_cache_hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
             kv_idle_before_evict_s=measured.metrics.kv_idle_before_evict_s,
             gpu=None if measured.gpu == NO_READINGS else measured.gpu,

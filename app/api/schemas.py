@@ -190,7 +190,7 @@ class WorkerModel(BaseModel):
     kv_active_blocks: int
     kv_total_blocks: int
     num_requests_waiting: int
-    gpu_cache_usage_perc: float = Field(description="0-1, despite the name")
+    gpu_cache_usage: float
     gpu_prefix_cache_hit_rate: float
     kv_idle_before_evict_s: float = Field(
         description="for which the blocks evicted lately had not been used; 0: none was"

@@ -68,7 +68,7 @@ class Candidates:
     kv_total_blocks: Floats
     """0 while unknown; so is request_total_slots."""
     num_requests_waiting: Floats
-    gpu_cache_usage_perc: Floats
+    gpu_cache_usage: Floats
     """0-1."""
     request_active_slots: Floats
     request_total_slots: Floats
@@ -237,7 +237,7 @@ def logit(candidates: Candidates, size: RequestSize) -> Costs:
     overlap = candidates.overlap_device + candidates.overlap_host + candidates.overlap_disk
     terms: dict[str, Floats] = {
         "overlap": -2.0 * size.block_size / size.isl_tokens * overlap,
-        "cache_usage": candidates.gpu_cache_usage_perc,
+        "cache_usage": candidates.gpu_cache_usage,
         "waiting": candidates.num_requests_waiting / (candidates.num_requests_waiting.max() or 1.0),
     }
     return Costs(terms["overlap"] + terms["cache_usage"] + terms["waiting"], terms)

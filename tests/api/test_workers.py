@@ -55,7 +55,7 @@ async def test_a_worker_is_listed_with_what_it_said_and_what_is_reserved_on_it(
         "kv_active_blocks": 0,
         "kv_total_blocks": 100,
         "num_requests_waiting": 0,
-        "gpu_cache_usage_perc": 0.0,
+        "gpu_cache_usage": 0.0,
         "gpu_prefix_cache_hit_rate": 0.0,
         "kv_idle_before_evict_s": 0.0,
         "gpu": None,
@@ -85,7 +85,7 @@ async def test_what_a_worker_reports_is_shown_and_makes_it_fresh(
     (worker,) = (await listed_once_fresh(client, 1))["workers"]
     assert worker["kv_active_blocks"] == 25
     assert worker["num_requests_waiting"] == 2
-    assert worker["gpu_cache_usage_perc"] == 0.25
+    assert worker["gpu_cache_usage"] == 0.25
     assert worker["gpu_prefix_cache_hit_rate"] == 0.5
     assert worker["kv_idle_before_evict_s"] == 412.5
 

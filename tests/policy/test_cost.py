@@ -312,7 +312,7 @@ def test_logit_is_two_overlap_fractions_less_usage_and_waiting_negated() -> None
         candidates(
             3,
             overlap_device=[5, 0, 0],
-            gpu_cache_usage_perc=[0.9, 0.1, 0.2],
+            gpu_cache_usage=[0.9, 0.1, 0.2],
             num_requests_waiting=[4, 0, 2],
         ),
         SIZE,

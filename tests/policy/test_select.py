@@ -149,7 +149,7 @@ def test_ties_are_broken_evenly_at_random(policy: str) -> None:
         prefill_s=[0, 1, 0, 0],
         prefill_tokens=[0, 500, 0, 0],
         active_requests=[0, 1, 0, 0],
-        gpu_cache_usage_perc=[0, 0.5, 0, 0],
+        gpu_cache_usage=[0, 0.5, 0, 0],
         request_active_slots=[0, 1, 0, 0],
         request_total_slots=[8, 8, 8, 8],
     )
