@@ -120,6 +120,10 @@ class ScriptRunner:
                     await self.redis.refresh()
             except RedisUnavailable as error:
                 return [error] * len(calls)
+        groups = _grouped((self._node_of(c), i) for i, c in enumerate(calls))
+        if len(groups) == 1:
+            (node,) = groups
+            return await self._bounded(node, calls, started)
         replies: list[Any] = [None] * len(calls)
 
         async def answer(node: Node, which: list[int]) -> None:
@@ -127,19 +131,15 @@ class ScriptRunner:
             for i, reply in zip(which, found, strict=True):
                 replies[i] = reply
 
-        groups = _grouped((self._node_of(c), i) for i, c in enumerate(calls))
-        if len(groups) == 1:
-            await answer(*groups.popitem())
-        else:
-            async with asyncio.TaskGroup() as tasks:
-                for node, which in groups.items():
-                    tasks.create_task(answer(node, which))
+        async with asyncio.TaskGroup() as tasks:
+            for node, which in groups.items():
+                tasks.create_task(answer(node, which))
         return replies
 
     def _node_of(self, one: Call[Any]) -> Node:
         return self.redis.node_of(one.keys[0], replica=one.script.name in self._on_replicas)
 
-    async def _bounded(self, node: Node, calls: list[Call[Any]], started: float) -> list[Any]:
+    async def _bounded(self, node: Node, calls: Sequence[Call[Any]], started: float) -> list[Any]:
         try:
             async with deadline(self._timeout_s, since=started):
                 return await self._ask(node, calls, MAX_REDIRECTS)
@@ -147,7 +147,7 @@ class ScriptRunner:
             self.redis.doubt()
             return [error] * len(calls)
 
-    async def _ask(self, node: Node, calls: list[Call[Any]], redirects: int) -> list[Any]:
+    async def _ask(self, node: Node, calls: Sequence[Call[Any]], redirects: int) -> list[Any]:
         """The replies of `node`, or of whoever it names instead."""
         try:
             replies = await self._evaluate(node, calls)
@@ -171,7 +171,7 @@ class ScriptRunner:
                     replies[i] = reply
         return replies
 
-    async def _evaluate(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+    async def _evaluate(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
         replies = await self._send(node, calls)
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if missing:
@@ -183,7 +183,7 @@ class ScriptRunner:
                 replies[i] = reply
         return replies
 
-    async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+    async def _send(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
         return await exchange(
             node, [("EVALSHA", c.script.sha, len(c.keys), *c.keys, *c.args) for c in calls]
         )
