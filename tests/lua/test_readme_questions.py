@@ -13,7 +13,7 @@ from tests.lua.conftest import A, B, C, Namespace, ticket
 from tests.redis_servers import require_binary
 
 TEXT = (Path(__file__).parents[2] / "lua" / "README.md").read_text()
-SECTION = TEXT.split("## Ten questions")[1]
+SECTION = TEXT.split("## Questions")[1]
 PRELUDE, *BLOCKS = re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL)
 QUESTIONS = re.findall(r"^(\w[^\n]*\?)\n\n```sh", SECTION, re.MULTILINE)
 ANSWER_OF = dict(zip(QUESTIONS, BLOCKS, strict=True))
