@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 #
 # docker build --target router .        one router replica (the default); needs REDIS_URL
-# docker build --target worker .        one worker, with an engine of our own; needs REDIS_URL
+# docker build --target worker .        one worker, with kvroute's own engine; needs REDIS_URL
 # docker build --target all-in-one .    Redis, routers, balancer and workers in one container, to
-#                                       look at: its workers are reached from inside it only
+#                                       try out: only clients inside it can reach its workers
 
 # torch's CPU build. With a GPU: --build-arg TORCH_INDEX=https://pypi.org/simple
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -30,7 +30,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     '.[worker,embedded,loadtest]'
 
 FROM python:3.12-slim-bookworm AS base
-# A number as user, so that Kubernetes can see that it is not root.
+# A numeric user, so that Kubernetes can see that it is not root.
 RUN useradd --create-home --uid 10001 kvroute
 WORKDIR /home/kvroute
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1
@@ -57,7 +57,7 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", 
     "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_BALANCER_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
 CMD ["kvroute", "up"]
 
-# Last, as the last stage is what a build without --target makes.
+# Last, because a build without --target makes the last stage.
 FROM base AS router
 COPY --from=build-router /venv /venv
 USER 10001

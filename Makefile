@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow test-gpu lint format demo demo-torch clean
 
-help: ## This list
+help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Install everything into .venv, with the versions of constraints.txt
+setup: $(STAMP) ## Install everything into .venv, at the versions in constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -24,13 +24,13 @@ $(STAMP): pyproject.toml constraints.txt
 test: lint ## Lint, type-check and test
 	$(BIN)/pytest
 
-test-slow: setup ## The long tests
+test-slow: setup ## Run the long tests
 	$(BIN)/pytest -m slow
 
-test-gpu: setup ## The tests that need a CUDA device
+test-gpu: setup ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-lint: setup ## ruff and mypy, changing nothing
+lint: setup ## Run ruff and mypy, changing nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -39,10 +39,10 @@ format: setup ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-demo: setup ## A whole cluster on this machine, without a GPU
+demo: setup ## Run a whole cluster on this machine, without a GPU
 	$(BIN)/kvroute demo
 
-demo-torch: setup ## Two workers that compute a real model, on this machine's CPU
+demo-torch: setup ## Run two workers with a real model on this machine's CPU
 	$(BIN)/python -m loadtest.demo_torch
 
 clean: ## Remove .venv, caches and builds
