@@ -1,14 +1,15 @@
-"""How many requests of a burst go to the one worker that holds their prefix, by replicas.
+"""How many requests of a burst go to the one worker that holds their prefix, by replica count.
 
     python -m loadtest.bench_burst --json out/burst.json
 
-A burst should spill over to other workers before its owner is swamped, and N replicas should let
-as many of it spill as one does. Real router processes and a real Redis; the workers are
-registrations without engines, so what is measured is placement alone.
+A burst should spill over to other workers before the owner of its prefix is swamped, and N replicas
+should let as much of it spill as one does. Router processes and Redis are real. The workers are
+registrations without engines, so only placement is measured.
 
-The longer a burst takes to place, the less of it goes to the owner, as the heads of the others'
-queues drain with the clock meanwhile, while nobody tells of first tokens: one replica that is asked
-one by one puts 14, 13 or 12 there where that takes 70, 150 or 280 ms. So the time is told as well.
+The longer a burst takes to place, the less of it goes to the owner: the heads of the other workers'
+queues drain with the clock in the meantime, while nobody reports first tokens. One replica that
+gets the requests one by one puts 14, 13 or 12 of them on the owner when that takes 70, 150 or
+280 ms. So the time is reported as well.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ LEASE_TTL_MS = 3_600_000
 
 
 class Owners:
-    """Workers without engines; each holds the prefixes that it is given."""
+    """Workers without engines; each holds the prefixes given to it."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis_url = redis_url
@@ -71,7 +72,7 @@ class Owners:
                 self._incarnations.append(made.incarnation)
 
     async def store(self, worker: int, tokens: bytes) -> None:
-        """The full blocks of `tokens` now lie on `w<worker>`."""
+        """Put the full blocks of `tokens` on `w<worker>`."""
         _, chain = compute_hashes(tokens, BLOCK_SIZE)
         self._seqs[worker] += 1
         changes = index.chain_changes(chain, Tier.DEVICE)
@@ -84,17 +85,18 @@ class Owners:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """on_owner: requests that went to it. took_s: from the first last byte to the last answer."""
+    """on_owner: requests that went to the owner. took_s: from the first last byte sent to the last
+    answer."""
 
     on_owner: int
     took_s: float
 
 
 def place(urls: Sequence[str], prompts: Sequence[bytes]) -> tuple[list[str], float]:
-    """The worker id that each prompt is routed to when all of them arrive at once, and seconds.
+    """The worker id that each prompt is routed to when all arrive at once, and the seconds taken.
 
-    They go to the replicas `urls` in turn, and are released again. All but the last byte of every
-    request is sent first, then the last bytes, within a fraction of a millisecond.
+    Prompts go to the replicas `urls` in turn and are released afterwards. All but the last byte of
+    every request is sent first, then the last bytes, within a fraction of a millisecond.
     """
     with ExitStack() as stack:
         connections = []
@@ -129,14 +131,14 @@ def _answer(connection: HTTPConnection) -> dict[str, Any]:
 
 @contextmanager
 def replicas(count: int, policy: str) -> Iterator[tuple[Owners, list[str]]]:
-    """Workers, and the URLs of so many router processes."""
+    """Workers, and the URLs of `count` router processes."""
     with EmbeddedRedis() as redis:
         owners = Owners(redis.url)
         asyncio.run(owners.register())
         with Cluster(
             num_workers=0,
             num_replicas=count,
-            # Who does not wait for Redis on a busy machine decides without it.
+            # A router that does not wait for Redis on a busy machine decides without it.
             router=RouterSettings(
                 namespace=KEYS.namespace,
                 policy=policy,
@@ -151,7 +153,7 @@ def replicas(count: int, policy: str) -> Iterator[tuple[Owners, list[str]]]:
 
 
 def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict[int, list[Burst]]:
-    """For each number of replicas, a burst in each round."""
+    """For each number of replicas, one burst per round."""
     rng = np.random.default_rng(1)
 
     def tokens(blocks: int) -> bytes:

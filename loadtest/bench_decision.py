@@ -1,15 +1,15 @@
-"""How many decisions a replica makes, how soon, and what each costs in CPU; then some replicas.
+"""How many decisions a replica makes, how fast and at what CPU cost; then several replicas.
 
     python -m loadtest.bench_decision --json out/bench_decision.json
 
-A server has a core to itself, as far as there are cores; the client and Redis share the first one.
-Beside the router, in the same run, a bare FastAPI endpoint that lets pydantic check the same token
-ids and decides nothing. Workers are registrations without engines that hold the beginnings of the
-prompts. Each request reserves; ids come again, which moves their reservations, so that their number
-stays what it is.
+Each server has a core to itself, as long as there are enough; the client and Redis share the first
+one. The same run also measures a bare FastAPI endpoint that has pydantic check the same token ids
+and decides nothing. Workers are registrations without engines that hold the beginnings of the
+prompts. Each request makes a reservation. Request ids repeat, which moves their reservations, so
+the number of reservations stays constant.
 
-What limits several replicas is seen by which core is busy; where one Redis ends, by the CPU time
-that it takes for a decision.
+Which core is busy shows what limits several replicas. The CPU time that Redis takes for a decision
+shows where one Redis reaches its limit.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ NUM_PROMPTS = 64
 CONCURRENCY = (1, 8, 32)
 REPLICAS = (1, 2, 4)
 CURVE = ("token ids", "hashes")
-"""The shapes that several replicas are asked in."""
+"""The shapes that several replicas are measured with."""
 PER_REPLICA = 32
-"""Requests at once."""
+"""Concurrent requests."""
 CORES = sorted(os.sched_getaffinity(0))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-# A line for each try, while a server starts, would stand among the figures.
+# A log line for each attempt, while a server starts, would clutter the figures.
 stamina.instrumentation.set_on_retry_hooks(())
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One way to ask. bodies: of the prompts, in turn."""
+    """One form of request. bodies: one for each prompt, in order."""
 
     name: str
     bodies: Sequence[bytes]
@@ -123,7 +123,7 @@ def route_forever(redis_url: str, port: int) -> None:
     settings = RouterSettings(
         redis_url=redis_url,
         namespace=KEYS.namespace,
-        # Who does not wait for Redis on a busy machine decides without it, which costs less.
+        # A router that does not wait for Redis on a busy machine decides without it, at less cost.
         redis_timeout_ms=5000,
         log_level="error",
     )
@@ -131,7 +131,7 @@ def route_forever(redis_url: str, port: int) -> None:
 
 
 def answer_forever(_: str, port: int) -> None:
-    """The point of comparison: what FastAPI and pydantic make of it."""
+    """The baseline: what FastAPI and pydantic alone make of a request."""
     from fastapi import FastAPI
     from pydantic import BaseModel
 
@@ -147,7 +147,7 @@ def answer_forever(_: str, port: int) -> None:
     async def route(prompt: Prompt) -> Answer:
         return Answer(worker_id="w0", num_tokens=len(prompt.token_ids))
 
-    # FastAPI would look names of annotations up in the module's namespace.
+    # FastAPI would look up the names of annotations in the module's namespace.
     route.__annotations__.update({"prompt": Prompt, "return": Answer})
     app.post("/v1/route")(route)
     run(serve(app, listen(LOOPBACK, port)))
@@ -167,7 +167,7 @@ class Server:
 
 @contextmanager
 def server(target: Callable[[str, int], None], redis_url: str, core: int) -> Iterator[Server]:
-    """A process that serves."""
+    """A server process, pinned to a core."""
     port = free_port()
     process = get_context("spawn").Process(target=target, args=(redis_url, port), daemon=True)
     process.start()
@@ -181,14 +181,14 @@ def server(target: Callable[[str, int], None], redis_url: str, core: int) -> Ite
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used; Linux's own count, in hundredths."""
+    """Seconds of CPU that a process has used, as Linux counts them, in hundredths."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_S
 
 
 class Connection(asyncio.Protocol):
-    """One to a server, kept. aiohttp's client takes longer for a request than a decision does, on
-    the core that it shares with Redis."""
+    """A kept-alive connection to a server. aiohttp's client would take longer for a request than a
+    decision does, on the core that it shares with Redis."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -221,7 +221,7 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(error or ConnectionResetError("the server hung up"))
 
     async def ask(self, request: bytes) -> None:
-        """Raises ClickException for any answer but 200, and for a decision without Redis."""
+        """Raises ClickException for any answer but 200 and for a decision made without Redis."""
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         body = await self._answer
@@ -244,8 +244,8 @@ def requests_of(shape: Shape) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Load:
-    """What some requests took: each in seconds, and all of them; CPU seconds of the servers, of
-    Redis, and of the client; and those that Redis was in scripts."""
+    """What a run of requests took: seconds for each and for all; CPU seconds of the servers, of
+    Redis and of the client; and the seconds that Redis spent in scripts."""
 
     latencies: list[float]
     wall_s: float
@@ -291,7 +291,7 @@ async def load(
 
 
 Loads = dict[str, dict[int, list[Load]]]
-"""The rounds, by shape, and by requests at once or by replicas."""
+"""The rounds, by shape, then by concurrent requests or by replicas."""
 
 
 def _figures(found: Loads) -> dict[str, dict[str, dict[str, float]]]:
@@ -302,7 +302,7 @@ def _figures(found: Loads) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def figures(loads: Sequence[Load]) -> dict[str, float]:
-    """Medians over the rounds: rate, µs of CPU a request, ms, and how busy who was."""
+    """Medians over the rounds: rate, CPU per request (µs), latency (ms), and how busy each was."""
 
     def middle(of: Callable[[Load], float]) -> float:
         return median(map(of, loads))
@@ -323,7 +323,7 @@ def figures(loads: Sequence[Load]) -> dict[str, float]:
 def measure(
     url: str, requests: int, rounds: int, replicas: Sequence[int] = REPLICAS
 ) -> dict[str, Any]:
-    """`one`: figures by shape and concurrency. `replicas`: by shape and their number."""
+    """`one`: figures by shape and concurrency. `replicas`: by shape and number of replicas."""
     asyncio.run(register(url))
     with ExitStack() as stack:
 
@@ -378,7 +378,7 @@ def _one(found: dict[str, Any]) -> Table:
 
 
 def _ratio(measured: float, yardstick: float) -> str:
-    """Of CPU times, which the kernel counts in steps: few requests may seem to take none."""
+    """A ratio of CPU times. The kernel counts in steps, so a few requests may seem to take none."""
     return f"{measured / yardstick:.2f}" if yardstick else "-"
 
 

@@ -2,11 +2,12 @@
 
     python -m loadtest.bench_failover --json out/bench_failover.json
 
-A master with a replica and three sentinels, which take it for dead after half a second, or a
-Cluster of three masters with a replica each (--cluster), of which the one is killed that has the
-namespace's loads. Two agents and a router run as they do in their processes, and requests come one
-after the other. A decision is degraded while the router cannot ask Redis: it then goes by what it
-last knew. Overlap is whole again once every prompt is found where it is held.
+The servers are a master with a replica and three sentinels, which consider it dead after half a
+second, or a Cluster of three masters with a replica each (--cluster). In the Cluster, the master
+that holds the namespace's loads is killed. Two agents and a router run as they do in their own
+processes, and requests come one after another. A decision is degraded while the router cannot ask
+Redis: the router then goes by what it last knew. Overlap is whole again once every prompt is found
+where it is held.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ WHOLE_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One decision: when it was asked for, and how long it took, s."""
+    """One decision: when it was requested and how long it took, in seconds."""
 
     at: float
     took: float
     degraded: bool
     found: int
-    """Blocks of overlap at the worker that was chosen."""
+    """Blocks of overlap on the chosen worker."""
 
 
 async def run(url: str, kill: Callable[[], None]) -> dict[str, float]:
-    """Seconds of all that went wrong after `kill`."""
+    """What went wrong after `kill`: durations in seconds, and counts of decisions."""
     settings = RouterSettings(namespace=KEYS.namespace, seed=1)
     timeout_s = settings.redis_timeout_ms / 1000
     rng = np.random.default_rng(1)
@@ -100,7 +101,7 @@ async def run(url: str, kill: Callable[[], None]) -> dict[str, float]:
             return Sample(at, took, made.degraded, made.overlap.total)
 
         async def whole_since(at: float) -> float:
-            """Ask until all chains, one after the other, were found whole."""
+            """Ask until all chains, one after another, have been found whole."""
             good = 0
             while good < CHAINS:
                 sample = await ask(len(samples), chains[len(samples) % CHAINS])

@@ -1,4 +1,4 @@
-"""What hashing a prompt costs, in calls of the hash function.
+"""What hashing a prompt costs, measured in calls of the hash function.
 
     python -m loadtest.bench_hashing
 

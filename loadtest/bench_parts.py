@@ -1,9 +1,9 @@
-"""Where the CPU time of a decision goes: the parts of a replica, in µs a request.
+"""Where the CPU time of a decision goes: the parts of a replica, in µs per request.
 
     python -m loadtest.bench_parts
 
-A server looks at its own stack at every tick of its CPU time, while 32 clients ask as in
-bench_decision. What the kernel and libuv do counts where Python goes on after it.
+A server samples its own stack at every tick of its CPU time, while 32 clients send requests as in
+bench_decision. Time in the kernel and in libuv counts for the part where Python continues.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ PARTS = {
         *("app.maintenance:Maintenance.run", "app.fleet:Fleet.follow", "app.routed:Routed.run"),
     ),
 }
-"""Functions by name: what measures does not import the servers' HTTP."""
+"""Functions are given by name, as the measuring process does not import the servers' HTTP code."""
 REST = "HTTP and event loop"
-"""What is in none of these functions."""
+"""Time spent in none of these functions."""
 
 
 def part_of(frame: FrameType | None, part_of_code: dict[CodeType, str]) -> str:
-    """By the innermost function that belongs to one."""
+    """The part of the innermost function on the stack that belongs to one."""
     while frame is not None:
         part = part_of_code.get(frame.f_code)
         if part is not None:
@@ -78,7 +78,7 @@ def part_of(frame: FrameType | None, part_of_code: dict[CodeType, str]) -> str:
 
 
 def sampled(target: Callable[[str, int], None], out: Path, redis_url: str, port: int) -> None:
-    """Run `target` until it ends; then write the ticks of each part, and the CPU time in all."""
+    """Run `target` until it ends; then write the ticks of each part and the total CPU time."""
     ticks: Counter[str] = Counter()
     codes = {resolve_name(name).__code__: part for part, names in PARTS.items() for name in names}
     signal.signal(signal.SIGPROF, lambda _, frame: ticks.update((part_of(frame, codes),)))
@@ -90,7 +90,7 @@ def sampled(target: Callable[[str, int], None], out: Path, redis_url: str, port:
 
 
 def parts_of(redis_url: str, shape: Shape, requests: int) -> dict[str, float]:
-    """µs of CPU a request, by part."""
+    """µs of CPU per request, by part."""
     target = answer_forever if shape.bare else route_forever
     with TemporaryDirectory() as folder:
         out = Path(folder, "ticks.json")
