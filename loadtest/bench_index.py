@@ -1,13 +1,13 @@
-"""What the index costs, on one of a given size: look-ups, changes, memory, the router's own time.
+"""What an index of a given size costs: lookups, changes, memory, the router's own time.
 
     python -m loadtest.bench_index --json out/bench_index.json
 
-Server time is Redis's own (INFO commandstats). Each look-up is by a router that has looked up one
-prompt before, another one with the same system prompt; one column is by one that has looked up
-none. Beside it, in the same run, the access pattern of others: one hash per block, and a pipeline
-of one HKEYS for each block of a prompt. Fills, and at
-the end deletes, a namespace of its own; the statistics of the server are reset, so a Redis named
-with --redis must be one that nobody else needs.
+Server time is Redis's own (INFO commandstats). Each lookup is made by a router that has looked up
+one other prompt before, with the same system prompt; one column is for a router that has looked up
+none. The same run also measures the access pattern that others use: one hash per block, and a
+pipeline of one HKEYS for each block of a prompt. The benchmark fills a namespace of its own and
+deletes it at the end. It resets the statistics of the server, so a Redis named with --redis must be
+one that nobody else needs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CHANGE_BATCHES = 200
 PINGS = 700
 MAX_OWNERS = 8
 MIN_WORKERS = 3
-"""Owners of one chain."""
+"""One chain is stored on up to this many workers."""
 OWNED_CHAINS = 8
 VISIBLE_KEYS = Keyspace("bench-index-visible")
 VISIBLE_CHAINS = 700
@@ -78,7 +78,7 @@ Chains = Sequence[Sequence[SequenceHash]]
 
 
 class Holders:
-    """Workers that hold one system prompt together and long private chains each."""
+    """Workers that all hold one system prompt, and each long private chains."""
 
     def __init__(self, runner: ScriptRunner, workers: int, seed: int) -> None:
         self._runner = runner
@@ -93,11 +93,11 @@ class Holders:
 
     @property
     def num_blocks(self) -> int:
-        """Unique ones."""
+        """Number of unique blocks."""
         return len(self.chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT
 
     async def register(self, index_blocks: int) -> None:
-        """index_blocks: what the index is laid out for."""
+        """index_blocks: number of blocks that the index is laid out for."""
         bits = index.bucket_bits_for(index_blocks)
         for i in range(self._workers):
             info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, index_blocks, 256)
@@ -107,9 +107,11 @@ class Holders:
             self._seqs[made.incarnation] = 0
 
     async def fill(self, blocks: int) -> None:
-        """All chains start with the system prompt and lie on a worker of their own. Of every
-        second one, half lies on another worker as well, and a quarter on a third, in host memory:
-        its owners change at four depths instead of two."""
+        """Store the chains; each starts with the system prompt and lies whole on one worker.
+
+        The first half of every second chain also lies on another worker, and the first quarter on
+        a third, in host memory. So its owners change at four depths instead of two.
+        """
         system = self.hashes(SYSTEM_PROMPT)
         owners = list(self._seqs)
         for inc in owners:
@@ -154,25 +156,26 @@ async def evalsha(redis: Client) -> dict[str, float]:
 
 
 class LookUpCost(NamedTuple):
-    """Of one look-up, on average."""
+    """The mean cost of one lookup."""
 
     match_us: float
     router_cpu_us: float
     calls: float
-    """For one alone, as many round trips."""
+    """For a lookup made alone, each call is a round trip."""
 
 
 async def look_up_cost(
     runner: ScriptRunner, chains: Chains, learnt: Boundaries, together: int
 ) -> LookUpCost:
-    """match_us: of Redis, all round trips together. router_cpu_us: hashing apart.
+    """match_us: Redis's time over all round trips. router_cpu_us: without hashing.
 
-    learnt: before each. together: so many at a time, as a router that is asked for them at once.
+    learnt: what the router knows before each lookup. together: chains per lookup, as in a router
+    that gets this many requests at once.
     """
     await runner.redis.config_resetstat()
     cpu_s = 0.0
     for at in range(0, len(chains), together):
-        # As near as hashing leaves it.
+        # Made afresh, and so as near in the caches as hashing leaves it.
         fresh = [np.array(chain, np.uint64).tolist() for chain in chains[at : at + together]]
         boundaries = deepcopy(learnt)
         begin = time.process_time()
@@ -185,7 +188,7 @@ async def look_up_cost(
 
 
 async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: int) -> Any:
-    """By what it is, by kind and by length of the prompt: medians over `repeats`."""
+    """Medians over `repeats`, by figure, by kind and by length of the prompt."""
     rng = np.random.default_rng(2)
     unknown = hashes(rng, CHAIN)
     costs: dict[tuple[str, int], list[LookUpCost]] = {}
@@ -217,7 +220,7 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
 
 
 async def ping_cpu_us(redis: Client, count: int) -> float:
-    """CPU of the client per PING, µs: what any round trip costs here."""
+    """CPU time of the client per PING, µs: what any round trip costs here."""
     begin = time.process_time()
     for _ in range(count):
         await redis.ping()
@@ -225,8 +228,8 @@ async def ping_cpu_us(redis: Client, count: int) -> float:
 
 
 async def change_us(redis: Client, holders: Holders, repeats: int) -> dict[str, float]:
-    """Median over `repeats` of Redis's mean time per block, µs, of batches of a chain of one
-    worker: stored where nobody holds them, stored where another does, removed."""
+    """Redis's mean time per block, µs, for batches of one worker's chain: stored where no worker
+    holds the blocks, stored where another one does, removed. The median over `repeats`."""
     us: dict[str, list[float]] = {"stored": [], "stored beside another": [], "removed": []}
     first, second = holders.incarnations[:2]
     for _ in range(repeats):
@@ -245,7 +248,7 @@ async def change_us(redis: Client, holders: Holders, repeats: int) -> dict[str, 
 
 
 async def bytes_per_owner(redis: Client, holders: Holders) -> dict[str, float]:
-    """Bytes that each further owner of some blocks takes, on average of the owners so far."""
+    """Bytes per block that each further owner takes, averaged over the further owners so far."""
     few = holders.chains[: 2 * OWNED_CHAINS : 2]
     blocks = len(few) * (CHAIN - SYSTEM_PROMPT)
     spare = [holders.incarnations[-n] for n in range(1, min(MAX_OWNERS, len(holders.incarnations)))]
@@ -259,14 +262,14 @@ async def bytes_per_owner(redis: Client, holders: Holders) -> dict[str, float]:
 
 
 async def used_memory(redis: Client) -> float:
-    """Without clients' buffers."""
+    """Bytes in use, without clients' buffers."""
     info = await redis.info("memory")
     return float(info["used_memory"] - info["mem_clients_normal"])
 
 
 async def peer_us(redis: Client, holders: Holders, workers: int) -> dict[str, float]:
-    """Redis's mean time per query, µs, of a pipeline of one HKEYS per block, by length. As many
-    blocks are there as in the index; all but the system prompt lies on one worker."""
+    """Redis's mean time per query, µs, for a pipeline of one HKEYS per block, by length. There are
+    as many blocks as in the index; all but the system prompt are on one worker."""
     for chain in holders.chains:
         async with redis.pipeline(transaction=False) as pipe:
             for at, block in enumerate(chain):
@@ -293,7 +296,8 @@ def visible_chains(count: int) -> list[list[SequenceHash]]:
 
 
 def watch(url: str, count: int, to: Connection) -> None:
-    """A process of its own: send when each chain's last block was seen, seconds since the epoch."""
+    """In a process of its own: send the times at which each chain's last block was seen, in seconds
+    since the epoch."""
     shard = VISIBLE_KEYS.of_shard(0)
     with Redis.from_url(url) as redis:
         bits = int(redis.hget(shard["shard"], "bucket_bits") or 0)
@@ -317,8 +321,8 @@ def _received(connection: Connection) -> Any:
 
 
 async def visible_ms(url: str, chunks: int) -> dict[str, float]:
-    """From an engine's event to its last block being seen in Redis by another process, ms: an agent
-    is told of VISIBLE_BLOCKS at a time, VISIBLE_PER_S in all."""
+    """Time from an engine's event until another process sees its last block in Redis, ms. An agent
+    is notified of VISIBLE_BLOCKS at a time, at a rate of VISIBLE_PER_S blocks."""
     redis = connect(url)
     agent = Agent(
         ScriptRunner(redis, timeout_s=10),

@@ -1,12 +1,12 @@
-"""The index swept over depth, width, length of the match and share of a common prefix.
+"""The index swept over depth, width, match length and share of a common prefix.
 
     python -m loadtest.bench_index_sweeps --json out/bench_index_sweeps.json
 
-Beside it two plain in-process indexes written for this: a radix tree, and a flat hash map from
-block to owners. They are shared with nobody and cost no round trip; what they show is what finding
-an overlap takes by itself. Ours is measured in Redis's own time (INFO commandstats) and, for
-look-ups, in CPU of this process besides; theirs in CPU of this process. A namespace is filled and
-deleted, and the server's statistics are reset.
+Next to it run two plain in-process indexes written for comparison: a radix tree, and a flat hash
+map from block to owners. They are shared with nobody and cost no round trip, so they show what
+finding an overlap takes by itself. kvroute's index is measured in Redis's own time (INFO
+commandstats) and, for lookups, also in CPU time of this process; the other two in CPU time of this
+process. The benchmark fills and deletes a namespace, and resets the server's statistics.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Chain = Sequence[SequenceHash]
 @dataclass(frozen=True)
 class Point:
     """depth: blocks of a chain. width: workers; each holds every width-th chain.
-    match: part of a query that is held. share: part of the chains that is common to all."""
+    match: fraction of a query that is held. share: fraction of a chain that is common to all."""
 
     depth: int = 512
     width: int = 64
@@ -71,7 +71,7 @@ class InProcess(Protocol):
 
 
 class FlatMap:
-    """Block -> its owners."""
+    """A hash map from block to owners."""
 
     def __init__(self) -> None:
         self._owners: dict[SequenceHash, set[int]] = {}
@@ -89,7 +89,7 @@ class FlatMap:
                     del self._owners[block]
 
     def match(self, chain: Chain) -> dict[int, int]:
-        """Leading blocks that each worker holds."""
+        """Number of leading blocks that each worker holds."""
         return overlaps([self._owners.get(block) for block in chain])
 
 
@@ -100,7 +100,7 @@ class TreeNode:
 
 
 class RadixTree:
-    """A node per block, below its parent's."""
+    """A tree with a node per block, below the node of its parent."""
 
     def __init__(self) -> None:
         self._root = TreeNode()
@@ -128,7 +128,7 @@ class RadixTree:
                 del parent.children[block]
 
     def match(self, chain: Chain) -> dict[int, int]:
-        """Leading blocks that each worker holds."""
+        """Number of leading blocks that each worker holds."""
         found: list[set[int] | None] = []
         node = self._root
         for block in chain:
@@ -156,7 +156,7 @@ def overlaps(owners: Sequence[set[int] | None]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Workload:
-    """chains: each with the worker that holds it. queries: as chains, in part unknown."""
+    """chains: each with the worker that holds it. queries: like chains, but partly unknown."""
 
     chains: list[tuple[int, list[SequenceHash]]]
     queries: list[list[SequenceHash]]
@@ -175,7 +175,7 @@ def workload(point: Point) -> Workload:
 
 
 def in_process(load: Workload, made: InProcess) -> dict[str, float]:
-    """CPU, µs: per block stored and removed, and per query."""
+    """CPU time, µs: per block stored, per block removed and per query."""
     blocks = sum(len(chain) for _, chain in load.chains)
 
     def timed(run: Any, calls: list[tuple[Any, ...]]) -> float:
@@ -192,7 +192,7 @@ def in_process(load: Workload, made: InProcess) -> dict[str, float]:
 
 
 def traced_bytes(load: Workload, made: InProcess) -> float:
-    """Bytes per unique block; the hashes themselves were there before."""
+    """Bytes per unique block, without the hashes themselves, which existed before."""
     tracemalloc.start()
     try:
         for worker, chain in load.chains:
@@ -203,8 +203,8 @@ def traced_bytes(load: Workload, made: InProcess) -> float:
 
 
 async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float]:
-    """Redis's time, µs: per block stored and removed, and per query; this process's CPU per query,
-    hashing apart; and bytes per unique block."""
+    """Redis's time, µs, per block stored, per block removed and per query; this process's CPU time
+    per query, without hashing; and bytes per unique block."""
     runner = ScriptRunner(redis, timeout_s=60)
     await reset(redis, KEYS)
     before = await used_memory(redis)
@@ -237,7 +237,7 @@ async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float
 
 
 async def measure(url: str, sweeps: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """A row for each point."""
+    """One row per point."""
     rows: list[dict[str, Any]] = []
     async with connect(url) as redis:
         try:

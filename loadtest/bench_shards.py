@@ -1,11 +1,11 @@
-"""Shards of the index on a Redis Cluster: how look-ups spread, and what replicas take over.
+"""Shards of the index on a Redis Cluster: how lookups spread, and what replicas take over.
 
     python -m loadtest.bench_shards --json out/bench_shards.json
 
-Three masters with a replica each, on this machine. Prompts either begin each in its own way, or
-all with the same system prompt: then all of them lie in the one shard of that prompt's first
-block. With `--read-from replica` a router has replicas look overlap up; how far they are behind is
-measured too, from a change being applied to its being seen.
+The Cluster has three masters with a replica each, on this machine. Either each prompt begins in its
+own way, or all begin with the same system prompt and so lie in the one shard of that prompt's first
+block. With `--read-from replica`, a router looks up overlap on replicas. How far they lag is
+measured too, from when a change is applied until a lookup sees it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BATCH = 64
 
 
 class Holders:
-    """Workers that each hold some of the chains, in whichever shard those belong."""
+    """Workers that each hold some of the chains, in the shard that each belongs to."""
 
     def __init__(self, runner: ScriptRunner) -> None:
         self._runner = runner
@@ -95,7 +95,7 @@ def reset_statistics(servers: list[EmbeddedRedis]) -> None:
 async def spread(
     servers: ClusterServers, runner: ScriptRunner, chains: list[list[SequenceHash]], queries: int
 ) -> dict[str, Any]:
-    """µs of the masters and of the replicas per look-up, and the busiest server's part."""
+    """Time of the masters and of the replicas per lookup, µs, and the busiest server's share."""
     rng = np.random.default_rng(2)
     reset_statistics(servers.servers)
     for n in rng.integers(0, len(chains), queries):
@@ -112,7 +112,7 @@ async def spread(
 async def behind_ms(
     holders: Holders, runner: ScriptRunner, rng: np.random.Generator, changes: int
 ) -> dict[str, float]:
-    """From a stored chain's being applied to a look-up's finding all of it, ms."""
+    """Time from when a stored chain is applied until a lookup finds all of it, ms."""
     took: list[float] = []
     for _ in range(changes):
         chain = hashes(rng, BATCH)
@@ -142,7 +142,7 @@ async def measure(servers: ClusterServers, queries: int, changes: int) -> dict[s
         for chains in (own, shared):
             for n, chain in enumerate(chains):
                 await holders.store(n % WORKERS, chain)
-        await asyncio.sleep(1)  # replicas are in step before look-ups are counted
+        await asyncio.sleep(1)  # replicas catch up before lookups are counted
         return {
             "look_ups": {
                 name: {
