@@ -2,11 +2,12 @@
 
     nice python -m loadtest.bench_replicas --json out/replicas.json
 
-Real router processes that take the calls in turn, workers with simulated engines, one Redis. Every
-run has a fresh cluster, of which as many routers idle as the run does not use, so that the machine
-is as busy with one replica as with many. The numbers of replicas take turns, several rounds of
-them: what differs between rounds is noise, and a difference between numbers must be larger.
-Engines run in real time, so a machine without CPU to spare makes itself felt: its use is printed.
+Real router processes take the calls in turn; workers have simulated engines; there is one Redis.
+Every run starts a fresh cluster with the largest number of routers. Those that the run does not use
+idle, so that the machine is as busy with one replica as with many. The numbers of replicas take
+turns over several rounds. What differs between rounds is noise, and a difference between numbers of
+replicas must be larger. Engines run in real time, so a machine without spare CPU affects the
+figures: CPU use is printed.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One replay with some replicas. conflicts, retries: per decision. *_cpu: of all cores, 0-1.
+    """One replay. conflicts, retries: per decision. *_cpu: share of all cores, 0-1.
 
-    cluster_cpu: this process, which plays the clients, included.
+    cluster_cpu: includes this process, which plays the clients.
     """
 
     summary: PolicySummary
@@ -93,10 +94,10 @@ def measure(
     speedup: float = 4.0,
     console: Console | None = None,
 ) -> dict[int, list[Round]]:
-    """By number of replicas, a replay of the trace in each round."""
+    """By number of replicas, one replay of the trace per round."""
     made: dict[int, list[Round]] = {count: [] for count in counts}
     for number in range(rounds):
-        first = number % len(counts)  # none comes always first
+        first = number % len(counts)  # no number always comes first
         for count in (*counts[first:], *counts[:first]):
             with Cluster(
                 num_workers=num_workers,
@@ -138,7 +139,7 @@ def _play(
 
 
 def _ticks(cluster: Cluster) -> tuple[float, float, float, float]:
-    """Of all cores, since they started: all ticks, those not idle, the cluster's, its routers'."""
+    """CPU ticks so far: all cores', the busy ones of these, the cluster's, its routers'."""
     user, nice, system, idle, iowait, *rest = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )
@@ -156,7 +157,7 @@ def _cpu_ticks(pids: Iterable[int]) -> float:
 
 
 def counters(urls: Sequence[str]) -> Mapping[str, float]:
-    """The counters of all these routers together, whatever their labels."""
+    """Each counter summed over all these routers and all of its labels."""
     totals: defaultdict[str, float] = defaultdict(float)
     for url in urls:
         with urlopen(f"{url}/metrics", timeout=METRICS_TIMEOUT_S) as answer:  # noqa: S310 - ours
@@ -168,7 +169,7 @@ def counters(urls: Sequence[str]) -> Mapping[str, float]:
 
 
 def compare(made: dict[int, list[Round]]) -> dict[str, Any]:
-    """Each number of replicas against the first one, round by round; and what is noise."""
+    """Each number of replicas against the first one, round by round, and the noise."""
     base, *others = made
     alone = [one.summary for one in made[base]]
     middle = median(_ttft(summary) for summary in alone)
@@ -192,7 +193,7 @@ def _ttft(summary: PolicySummary) -> float:
 
 
 def show(made: dict[int, list[Round]], console: Console) -> None:
-    """A table of medians, each with the least and the most of the rounds, and the comparison."""
+    """Print medians with the least and the most of the rounds, and the comparison."""
     table = Table()
     table.add_column("replicas")
     for count in made:

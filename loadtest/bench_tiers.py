@@ -1,13 +1,13 @@
-"""How fast KV blocks move between tiers, beside one plain copy of as many bytes in a row.
+"""How fast KV blocks move between tiers, against one plain copy of as many contiguous bytes.
 
     python -m loadtest.bench_tiers --json out/bench_tiers.json
 
-The blocks come from scattered slots, and go into slots in a row or into scattered ones; where they
-come from disk, the slots there are in a row or scattered. In each round both are copied, and as
+Blocks come from scattered slots and go into slots in a row or into scattered ones. If they come
+from disk, the slots on disk are in a row or scattered. Each round makes both copies, and copies as
 many bytes in one piece: from tensor to tensor, into a file, or out of one. Without a CUDA device,
-the device tier is host memory as well. The disk is what the kernel's page cache makes of it. Blocks
-on it have checksums, which the plain copy has not: "checked" is that copy in pieces of 256 KiB,
-each hashed while it is in a core's cache, and so what one thread can do at best.
+the device tier is host memory as well. The disk is as fast as the kernel's page cache makes it.
+Blocks on disk have checksums; the plain copy has none. "checked" is the plain copy in pieces of
+256 KiB, each hashed while it is in a core's cache: the best that one thread can do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAIRS = tuple(permutations(Tier, 2))
 
 
 def shape_of(block_bytes: int) -> KVShape:
-    """16 tokens of 4 layers; the heads are as many as make the size."""
+    """A block of 16 tokens and 4 layers, with as many heads as make the size."""
     one_head = KVShape(
         num_layers=4, num_kv_heads=1, head_size=16, dtype=torch.float32, block_size=16
     )
@@ -57,7 +57,7 @@ def shape_of(block_bytes: int) -> KVShape:
 
 
 class Bench:
-    """Tiers of twice the blocks that are copied at once, so that these may lie scattered."""
+    """Tiers with room for twice the blocks copied at once, so that these can be scattered."""
 
     def __init__(self, block_bytes: int, num_blocks: int, folder: Path, stack: ExitStack) -> None:
         shape = shape_of(block_bytes)
@@ -83,7 +83,7 @@ class Bench:
         self.on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(num_blocks)]
 
     def measure(self, source: Tier, target: Tier, rounds: int) -> dict[str, Any]:
-        """GB/s of the plain copy, and the others' rates relative to it, in the same round."""
+        """GB/s of the plain copy, and the other copies' rates relative to it in the same round."""
         on_disk = Tier.DISK in (source, target)
         in_a_row = self.source_ids, self.packed
         if source is Tier.DISK:
@@ -99,11 +99,11 @@ class Bench:
         seconds: dict[str, list[float]] = {name: [] for name in copies}
         rng = random.Random(0)
         for n in range(rounds + 1):
-            # What a copy leaves in caches, and threads that wait for more of it, favour no other.
+            # In random order: warm caches, and threads that wait for more work, favour no copy.
             for name in rng.sample(list(copies), len(copies)):
                 start = time.perf_counter()
                 copies[name]()
-                if n:  # the first round finds pages that are not there yet
+                if n:  # the first round finds pages not there yet
                     seconds[name].append(time.perf_counter() - start)
         num_bytes = self.num_blocks * self.disk.block_bytes
         ratios = {
@@ -125,7 +125,7 @@ class Bench:
     def _plain(
         self, source: Tier, target: Tier, checked_bytes: int | None = None
     ) -> Callable[[], None]:
-        """checked_bytes: into or out of the file so much at a time, each with a checksum."""
+        """checked_bytes: how much goes into or out of the file at a time, each with a checksum."""
         memory = {tier: pool.words[: self.num_blocks] for tier, pool in self.pools.items()}
 
         def copy() -> None:
@@ -163,7 +163,7 @@ class Bench:
 
 
 def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """By pair of tiers, then by size of a block."""
+    """The figures by pair of tiers, then by block size."""
     pairs: dict[str, dict[str, Any]] = {f"{a.name}-{b.name}".lower(): {} for a, b in PAIRS}
     for size in block_kib:
         with ExitStack() as stack:

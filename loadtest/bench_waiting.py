@@ -1,12 +1,12 @@
-"""Requests that wait: how turns are shared, and how long a free slot stays free, by replicas.
+"""Waiting requests: how turns are shared, how long a free slot stays free, by replica count.
 
     python -m loadtest.bench_waiting --json out/waiting.json
 
-Real router processes and a real Redis; the workers are registrations without engines. Callers of
-three tenants, of weights 4, 2 and 1, keep more requests waiting than there are slots, all of a
-tenant's at one replica, so that replicas have different tenants. Each request that is routed is
-held for a while and released. The share of a tenant is what it got of the turns; a hand-over is the
-time from an answer to a release to the next request that is routed.
+Router processes and Redis are real; the workers are registrations without engines. Callers of three
+tenants, with weights 4, 2 and 1, keep more requests waiting than there are slots. Each tenant sends
+all its requests to one replica, so that replicas have different tenants. Each routed request is
+held for a while and then released. A tenant's share is its part of the turns. A hand-over is the
+time from the answer to a release until the next request is routed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ REPLICAS = (1, 2, 4)
 WEIGHTS = {"gold": 4, "silver": 2, "bronze": 1}
 NUM_WORKERS = 4
 SLOTS = 2
-"""Of each worker."""
+"""Slots of each worker."""
 CALLERS = 16
-"""Of each tenant."""
+"""Callers of each tenant."""
 HELD_S = 0.05
 PROMPT = list(range(64))
 NONCE = "bench"
 AT_LEAST_1_S = Number(1, LONGEST_S)
-"""In less a slot may not be handed over once."""
+"""In less time, a slot may not be handed over even once."""
 
 
 @dataclass(slots=True)
 class Turns:
-    """What callers saw. free_since_s: of slots that are free, by time.perf_counter."""
+    """What callers saw. free_since_s: when each free slot was freed, by time.perf_counter."""
 
     by_tenant: Counter[str] = field(default_factory=Counter)
     hand_overs_s: list[float] = field(default_factory=list)
@@ -87,7 +87,7 @@ async def call(
         if answer.status_code != 200:
             raise click.ClickException(f"the router answered {answer.status_code}: {answer.text}")
         routed_s = time.perf_counter()
-        # Afterwards fewer and fewer wait.
+        # After that, fewer and fewer requests wait.
         if routed_s < until_s:
             turns.by_tenant[tenant] += 1
             if turns.free_since_s:
