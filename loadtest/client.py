@@ -1,4 +1,4 @@
-"""One request against a cluster, as a caller lives it: route, stream, confirm, release.
+"""One request against a cluster, as a caller makes it: route, stream, confirm, release.
 
 Router calls go through the balancer's URL, the completion straight to the chosen worker:
 
@@ -7,7 +7,7 @@ Router calls go through the balancer's URL, the completion straight to the chose
     POST   /v1/requests/{id}/prefill_complete   at the first token
     DELETE /v1/requests/{id}                    at the end, whatever happened
 
-Prompts travel as raw little-endian u32, which costs neither side any JSON.
+Prompts travel as raw little-endian u32, which spares both sides JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import stamina.instrumentation
 
 ROUTER_TIMEOUT_S = 5.0
 ROUTE_TIMEOUT_S = 30.0
-"""Longer than requests wait for a worker by default: who gives up before loses its place."""
+"""Longer than requests wait for a worker by default: giving up earlier would lose the place."""
 CONNECT_TIMEOUT_S = 5.0
-# Below the 5 s after which uvicorn closes an idle connection, so that it is never us who reuse
-# a connection in the moment it closes.
+# Below the 5 s after which uvicorn closes an idle connection, so that the client never reuses a
+# connection at the moment it closes.
 KEEPALIVE_S = 3.0
 CHUNKS_PER_ANSWER = 5
 # TimeoutError is an OSError.
@@ -42,21 +42,21 @@ TOKENS_TYPE = {"Content-Type": "application/octet-stream"}
 
 clock = time.perf_counter  # uvloop's own clock counts whole milliseconds
 
-# Retries are counted in each outcome; a log line for each would tear a progress display.
+# Retries are counted in each outcome; a log line for each would break up a progress display.
 stamina.instrumentation.set_on_retry_hooks(())
 
 
 class FailureKind(StrEnum):
-    """Why a request has no full answer."""
+    """Why a request has no complete answer."""
 
     UNREACHABLE = "unreachable"
-    """No connection to the balancer, or none that lasted until an answer."""
+    """No connection to the balancer, or one that broke before an answer."""
     UNAVAILABLE = "unavailable"
     """5xx from the router: no live worker, or the balancer found no router."""
     FULL = "full"
     """429: every worker is full."""
     REFUSED = "refused"
-    """4xx, or an answer that is not one of ours: asking again would not help."""
+    """4xx, or an answer that is not a router's: asking again would not help."""
     WORKER = "worker"
     """The chosen worker gave no first token."""
     BROKEN_STREAM = "broken_stream"
@@ -97,13 +97,13 @@ class Outcome:
     worker: str | None = None
     """`<worker_id>:<dp_rank>` of the last worker chosen."""
     decision_s: float | None = None
-    """How long the router took to choose it, as seen from here."""
+    """How long the router took to choose that worker, as seen by the client."""
     degraded: bool = False
     first_token_s: float | None = None
     end_s: float | None = None
     cached_tokens: int = 0
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
-    """Empty where the worker does not say."""
+    """Empty if the worker does not report it."""
     output_tokens: int = 0
 
 
@@ -120,7 +120,7 @@ class _Progress:
     end_s: float | None = None
     usage: dict[str, Any] | None = None
     failed_worker: str | None = None
-    """That of the attempt before, if it was the worker that failed."""
+    """The worker of the previous attempt, if the worker failed."""
     last_error: RequestError | None = None
 
     def wait_before_retry(self, error: Exception) -> bool | float:
@@ -134,9 +134,9 @@ class _Progress:
 class ClusterClient:
     """Sends requests to one cluster; use as an async context manager.
 
-    base_url: of the balancer; several, of router replicas, get the calls in turn. deadline_s: for
-    a whole request, from its arrival. max_in_flight: requests at once; more wait, which
-    `num_held_back` counts and their times include.
+    base_url: of the balancer; if there are several, of router replicas, they get the calls in turn.
+    deadline_s: for a whole request, from its arrival. max_in_flight: concurrent requests; any more
+    wait, are counted in `num_held_back`, and have the wait included in their times.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class ClusterClient:
         await self._session.close()
 
     async def workers(self) -> list[str]:
-        """Names of the workers that live now. Raises RequestError."""
+        """Names of the workers that are live now. Raises RequestError."""
         base_url = next(self._base_urls)
         with _translated_errors(base_url):
             async with (
@@ -192,10 +192,10 @@ class ClusterClient:
         policy: str | None = None,
         arrival: float | None = None,
     ) -> Outcome:
-        """Sends one request, and again while it can be retried and the deadline allows.
+        """Sends one request, and retries it as long as the failure and the deadline allow.
 
         make_prompt: called once a slot is free. arrival: when the request was due, on `clock`; now
-        if None. The outcome's times are on that clock. Raises nothing that the cluster causes:
+        if None. The outcome's times are on that clock. Nothing that the cluster causes is raised:
         failures are in the outcome.
         """
         arrival = clock() if arrival is None else arrival
@@ -271,7 +271,7 @@ class ClusterClient:
         if policy is not None:
             params["policy"] = policy
         if progress.failed_worker is not None:
-            # Once only: it may be the only one there is.
+            # Excluded only once: it may be the only worker there is.
             params["exclude"], progress.failed_worker = progress.failed_worker, None
         asked = clock()
         base_url = next(self._base_urls)
@@ -323,7 +323,7 @@ class ClusterClient:
     async def _read_answer(
         self, stream: aiohttp.StreamReader, request_id: str, progress: _Progress
     ) -> None:
-        """Raises ValueError for a chunk that is no JSON or tells of an error."""
+        """Raises ValueError for a chunk that is not JSON or that reports an error."""
         async for line in stream:
             if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
                 continue
@@ -336,7 +336,7 @@ class ClusterClient:
             progress.usage = chunk.get("usage") or progress.usage
 
     async def _tell_router(self, method: str, path: str) -> None:
-        """A lost call fails no request, as reservations expire by themselves; it is counted."""
+        """A lost call is counted but fails no request, as reservations expire by themselves."""
         try:
             async with (
                 asyncio.timeout(ROUTER_TIMEOUT_S),
@@ -349,7 +349,7 @@ class ClusterClient:
 
 @contextmanager
 def _translated_errors(url: str) -> Iterator[None]:
-    """What can go wrong with a router's answer, as RequestError."""
+    """Turns whatever can go wrong with a router's answer into RequestError."""
     try:
         yield
     except NETWORK_ERRORS as error:

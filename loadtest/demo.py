@@ -59,7 +59,7 @@ def demo(
 ) -> None:
     """Replay real traffic on a cluster on this machine, one policy after another."""
     report.make_folder(out)
-    # As Ctrl-C does, it is to leave no process behind.
+    # Like Ctrl-C, SIGTERM must leave no process behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     trace = read_trace(DEMO_TRACE).cut(0.0, None, NUM_REQUESTS)

@@ -1,8 +1,8 @@
 """What reuse is worth on a real engine: a Llama with random weights, computed by torch on a CPU.
 
-First one worker: the time to first token of prompts that share most of their tokens with one that
-was computed before, by the tier that holds these, against prompts that share nothing. Then two
-workers behind a router: conversations with and without KV-aware routing.
+First, with one worker: the time to first token of prompts that share most of their tokens with one
+computed earlier, by the tier that holds the shared tokens, against prompts that share nothing.
+Then, with two workers behind a router: conversations with and without KV-aware routing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PROMPT_TOKENS = 2048
 SHARED_TOKENS = 1792
 POOL_TOKENS = 8192
 MAX_PROMPTS = 30
-"""Are enough to fill device and host memory, and to push some to disk."""
+"""Enough to fill device and host memory, and to push some prompts to disk."""
 TURN_TOKENS = 256
-"""Of a conversation: the last answer and the next question."""
+"""Of one turn of a conversation: the last answer and the next question."""
 SYSTEM_TOKENS = 512
 OUTPUT_TOKENS = 16
 POLICIES = "round_robin", "latency"
@@ -51,9 +51,9 @@ TIERS = "device", "host", "disk"
 
 
 def conversation_trace(number: int, turns: int, every_s: float) -> Trace:
-    """All share a system prompt, and each turn's prompt begins with the one before.
+    """Conversations with one system prompt; each turn's prompt begins with the previous turn's.
 
-    A conversation begins every `every_s` seconds, and its user thinks for so long between turns.
+    A conversation begins every `every_s` seconds, and its user thinks for that long between turns.
     """
     return Trace(
         "conversations",
@@ -65,7 +65,7 @@ def conversation_trace(number: int, turns: int, every_s: float) -> Trace:
 
 
 def _turn(first: int, number: int, think_s: float) -> TraceRequest:
-    """first: number of the conversation's first turn among all."""
+    """first: number of the conversation's first turn among all turns."""
     num_system = SYSTEM_TOKENS // TURN_TOKENS
     own = range(num_system + first, num_system + first + number + 1)
     blocks = (*range(num_system), *own)
@@ -80,11 +80,11 @@ def _turn(first: int, number: int, think_s: float) -> TraceRequest:
 
 
 class Prompts:
-    """Of one worker: fresh ones, and such that share SHARED_TOKENS with one that it computed."""
+    """For one worker: fresh ones, and ones that share SHARED_TOKENS with one that it computed."""
 
     def __init__(self) -> None:
         self.stems: list[int] = []
-        """Numbers of prompts that were computed, and not shared with yet."""
+        """Numbers of the computed prompts that no other prompt shares tokens with yet."""
         self._made = 0
 
     def fresh(self) -> bytes:
@@ -92,7 +92,7 @@ class Prompts:
         return self._prompt(self._made)
 
     def sharing(self, stem: int) -> bytes:
-        """Ends in tokens of its own."""
+        """A prompt that begins like `stem` and ends in tokens of its own."""
         return self._prompt(stem)
 
     def _prompt(self, stem: int) -> bytes:
@@ -121,7 +121,7 @@ def worker_settings(model: str, folder: str) -> WorkerSettings:
 
 
 async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds to the first token, by where the shared tokens were; `cold`: nothing was shared."""
+    """Seconds to the first token, by the tier of the shared tokens; `cold`: nothing was shared."""
     prompts = Prompts()
     times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
     timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
@@ -135,7 +135,7 @@ async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
             if not wanted:
                 break
             times["cold"] += await _ttft_s(client, prompts.fresh(), {})
-            # One tier after another, so that prompts are left to go down.
+            # One tier after another, so that prompts remain that can move to lower tiers.
             expected = {wanted[0]: SHARED_TOKENS}
             for stem in prompts.stems:
                 prompt = prompts.sharing(stem)
@@ -150,7 +150,7 @@ async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
 
 
 async def _held(session: aiohttp.ClientSession, prompt: bytes) -> dict[str, int]:
-    """Tokens of a prompt that the worker holds, by tier, as the router sees it."""
+    """Tokens of a prompt that the worker holds, by tier, as the router sees them."""
     async with session.post(
         "/v1/route",
         params={"reserve": "false"},
@@ -163,9 +163,9 @@ async def _held(session: aiohttp.ClientSession, prompt: bytes) -> dict[str, int]
 
 
 async def _ttft_s(client: ClusterClient, prompt: bytes, expected: dict[str, int]) -> list[float]:
-    """Seconds to the first token; none if the worker held other tokens than expected, by tier.
+    """Seconds to the first token; empty if the worker, by tier, held other tokens than expected.
 
-    Blocks may go further down between the router's look and the request.
+    Blocks may move to lower tiers between the router's lookup and the request.
     """
     outcome = await client.send(f"demo-{uuid.uuid4().hex}", lambda: prompt, output_tokens=1)
     if outcome.first_token_s is None:

@@ -2,12 +2,12 @@
 
     locust -f loadtest/locustfile.py --headless -u 32 -r 8 -t 30s --host http://127.0.0.1:8080
 
-Each user talks in conversations: one of a few system prompts, then turns that each carry the whole
-conversation so far. A few system prompts are far more popular than the rest. A turn is routed by
-the cluster, streamed from the chosen worker and released. Besides locust's tables, which have the
-rows `route`, `ttft` and `completion`, the run ends with how much of the prompts came from caches.
+Each user holds conversations: one of a small set of system prompts, then turns that each carry the
+whole conversation so far. A few system prompts are far more popular than the rest. A turn is routed
+by the cluster, streamed from the chosen worker and released. Locust's tables have the rows `route`,
+`ttft` and `completion`. The run ends by reporting how much of the prompts came from caches.
 
-Stands alone, so that locust can send it to other machines.
+This file stands alone, so that locust can send it to other machines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tokens = list[int]
 
 @dataclass(slots=True)
 class Totals:
-    """Over this process; with --processes or --worker, each process reports its own."""
+    """Totals of this process; with --processes or --worker, each process reports its own."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -125,13 +125,13 @@ class Chat(FastHttpUser):
             self.history = self.new_conversation()
 
     def route(self, request_id: str, prompt: bytes) -> dict[str, Any] | None:
-        """The router's choice, or None if it made none; waits if it says for how long."""
+        """The router's choice, or None if it made none; waits if the router says for how long."""
         query = f"request_id={request_id}" + (
             f"&policy={self.options.policy}" if self.options.policy else ""
         )
         response = self.client.post(
             f"/v1/route?{query}",
-            data=prompt,  # type: ignore[arg-type]  # locust's annotation forgets bytes
+            data=prompt,  # type: ignore[arg-type]  # locust's annotation omits bytes
             headers=HEADERS,
             name="route",
         )
@@ -145,7 +145,7 @@ class Chat(FastHttpUser):
     def complete(
         self, choice: dict[str, Any], request_id: str, prompt: bytes, started: float
     ) -> Tokens:
-        """Tokens of the answer; none if it did not come in full.
+        """Tokens of the answer; empty if it did not arrive in full.
 
         started: when the turn began, on time.perf_counter's clock; TTFT includes the routing.
         """
@@ -180,7 +180,7 @@ class Chat(FastHttpUser):
     def read_answer(
         self, response: ResponseContextManager, request_id: str, started: float
     ) -> tuple[Tokens, dict[str, Any]]:
-        """Tokens and usage. Raises ValueError for an error, or if no usage comes."""
+        """Tokens and usage. Raises ValueError for an error or if no usage arrives."""
         answer: Tokens = []
         usage = None
         first = True

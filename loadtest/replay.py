@@ -1,7 +1,7 @@
 """Plays a recorded trace against a live cluster, once per policy, and reports.
 
-Arrivals follow the trace whatever the cluster does (open loop), or follow the answer before by a
-think time where the trace says so (closed loop).
+Arrivals follow the trace whatever the cluster does (open loop). Where the trace says so, a request
+instead follows the previous answer after a think time (closed loop).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one replay is; means are over all requests answered so far, warm-up included."""
+    """How far one replay has got; means are over all requests answered so far, warm-up included."""
 
     policy: str
     done: int
@@ -57,12 +57,12 @@ async def replay_policy(
 ) -> PolicyRun:
     """Plays the whole trace under one policy.
 
-    base_url: of the balancer; several, of router replicas, get the calls in turn. policy: None for
-    the routers' own default. speedup: how much faster than life the cluster's engines run; the
-    trace is played as much faster. load: arrival rate, as a multiple of the recorded one. warmup:
-    share of the requests that figures leave out. seed: of the prompts' tokens; another seed finds
-    nothing of the first one's in the caches. deadline_s: per request, engine seconds. on_progress:
-    called after each request.
+    base_url: of the balancer; if there are several, of router replicas, they get the calls in turn.
+    policy: None for the routers' own default. speedup: how much faster than real time the cluster's
+    engines run; the trace is played that much faster. load: arrival rate, as a multiple of the
+    recorded one. warmup: share of the requests that the figures leave out. seed: for the prompts'
+    tokens; a replay with another seed finds nothing of this one's in the caches. deadline_s: per
+    request, engine seconds. on_progress: called after each request.
     Raises RequestError if the cluster does not answer at the start; later failures are outcomes.
     """
     async with ClusterClient(
@@ -340,7 +340,7 @@ def replay(
 
 
 async def _check_answers(url: str, policy: str | None) -> None:
-    """Sends one token. Raises ClickException: better at once than after the whole trace."""
+    """Sends one token. Raises ClickException: better now than after the whole trace."""
     async with ClusterClient(url, deadline_s=5.0) as client:
         outcome = await client.send(
             f"probe-{uuid.uuid4().hex[:8]}", lambda: bytes(4), output_tokens=1, policy=policy
