@@ -1,4 +1,4 @@
-"""What replays of one trace under several policies showed: figures, table, JSON, picture."""
+"""The results of replays of one trace under several policies: figures, table, JSON, picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Group
 
-    # Benchmarks of servers are to bring nothing heavy into those.
+    # Only for types: benchmarks must not load anything heavy into the servers they measure.
     from loadtest.client import Outcome
 
 
@@ -31,12 +31,12 @@ class PolicyRun:
     load: float
     """Arrival rate, as a multiple of the recorded one."""
     warmup: float
-    """Share of the requests, the first ones, that figures leave out: caches start empty."""
+    """Share of the requests, the first ones, that the figures leave out: caches start empty."""
     outcomes: tuple[Outcome, ...]
-    """In order of arrival. Times in engine seconds (wall x speedup) from the start of the replay,
-    but decision_s in wall seconds: workers run faster than life, routers do not."""
+    """In order of arrival. Times are engine seconds (wall x speedup) from the start of the replay,
+    except decision_s, in wall seconds: workers run faster than real time, routers do not."""
     workers: tuple[str, ...] = ()
-    """Names of those alive at the start."""
+    """Names of the workers that were live at the start."""
     held_back: int = 0
     """Requests that waited for a slot of the client."""
     lost_calls: int = 0
@@ -49,7 +49,7 @@ class PolicyRun:
 
 @dataclass(frozen=True, slots=True)
 class PolicySummary:
-    """Figures of the measured requests. Those over no request at all are None.
+    """Figures of the measured requests. A figure over no request at all is None.
 
     Seconds are engine seconds, from when a request was due; milliseconds are wall time.
     """
@@ -67,7 +67,7 @@ class PolicySummary:
     ttft_p99_s: float | None
     request_mean_s: float | None
     requests_per_worker: dict[str, int]
-    """By name, with those that got none."""
+    """By name, including workers that got none."""
     balance: float | None
     """Requests of the busiest worker over the mean of all; 1 is even."""
     decision_p50_ms: float | None
@@ -75,9 +75,9 @@ class PolicySummary:
     degraded: int
     """Placed without the cache index, from last known loads."""
     retried: int
-    """Needed more than one attempt."""
+    """Requests that needed more than one attempt."""
     send_delay_p99_s: float | None
-    """How late the client itself was. Near zero, or the client was the bottleneck."""
+    """How late the client itself was. Unless it is near zero, the client was the bottleneck."""
     held_back: int
     lost_calls: int
 
@@ -112,7 +112,7 @@ ROWS = (
 )
 
 LATE_SHARE = 0.25
-"""Of the mean TTFT, which counts the client's own delay: past it the figures are of the machine."""
+"""Of the mean TTFT, which includes the client's own delay. Past it, figures reflect the machine."""
 LATE_TEXT = "The client itself was late ({}): this machine is too busy for these figures to count."
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -160,14 +160,14 @@ def ttft_s(run: PolicyRun) -> list[float]:
 
 
 def requests_per_worker(run: PolicyRun) -> dict[str, int]:
-    """Measured requests of each worker that lived at the start or was chosen later."""
+    """Measured requests of each worker that was live at the start or was chosen later."""
     counts = Counter(o.worker for o in run.measured)
     names = {*run.workers, *(o.worker for o in run.outcomes if o.worker is not None)}
     return {name: counts[name] for name in sorted(names)}
 
 
 def ratio(first: PolicySummary, last: PolicySummary) -> dict[str, float | None]:
-    """`first / last` of each of RATIO_METRICS; None where either is missing or last is 0."""
+    """`first / last` for each of RATIO_METRICS; None if either is missing or last is 0."""
 
     def one(metric: str) -> float | None:
         a, b = getattr(first, metric), getattr(last, metric)
@@ -177,10 +177,10 @@ def ratio(first: PolicySummary, last: PolicySummary) -> dict[str, float | None]:
 
 
 def as_json(runs: Sequence[PolicyRun]) -> dict[str, Any]:
-    """Everything of the report but the single requests, as plain JSON values.
+    """The whole report except the individual requests, as plain JSON values.
 
     runs: at least one, all of the same trace. `ratio` is the first policy's figures over the
-    last one's, and empty for a single policy.
+    last one's; it is empty for a single policy.
     """
     summaries = {run.policy: summarise(run) for run in runs}
     first, last = summaries[runs[0].policy], summaries[runs[-1].policy]
@@ -195,7 +195,7 @@ def as_json(runs: Sequence[PolicyRun]) -> dict[str, Any]:
 
 
 def table(runs: Sequence[PolicyRun]) -> Group:
-    """One column per policy and, with several, one with the first over the last."""
+    """One column per policy and, if there are several, one with the first over the last."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -221,7 +221,7 @@ def table(runs: Sequence[PolicyRun]) -> Group:
 
 
 def make_folder(folder: Path) -> None:
-    """Where a report is to go; better refused at once than after all was played.
+    """Creates the folder for a report. Better refused now than after everything was played.
 
     Raises ClickException if nothing can be written there.
     """
@@ -234,7 +234,7 @@ def make_folder(folder: Path) -> None:
 
 
 class _File(click.Path):
-    """A file for a report, in a folder that is there from then on."""
+    """A file for a report; converting the option creates the file's folder."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -243,7 +243,7 @@ class _File(click.Path):
 
 
 FILE = _File(dir_okay=False)
-"""Of an option; as `make_folder`."""
+"""The type of an option that names a report's file; refuses what `make_folder` refuses."""
 
 
 def plot(runs: Sequence[PolicyRun], path: Path) -> None:

@@ -24,14 +24,14 @@ CLUSTER_SETTINGS = {
     "cluster-node-timeout": "1000",
     "cluster-require-full-coverage": "no",
     "repl-diskless-sync-delay": "0",
-    # A replica is not shown to clients before something was replicated to it: pings will do.
+    # Clients are shown a replica only after something was replicated to it; a ping is enough.
     "repl-ping-replica-period": "1",
 }
 SERVICE = "kvroute"
 
 
 def _cluster_port() -> int:
-    """A free port whose neighbour 10,000 above, the cluster's own, is free too."""
+    """A free port; the cluster's own port, 10,000 above it, is free too."""
     while True:
         port = free_port()
         with socket.socket() as probe:
@@ -43,7 +43,7 @@ def _cluster_port() -> int:
 
 
 class ClusterServers:
-    """Three masters with a third of the slots each, and a replica of each; a context manager."""
+    """Three masters with a third of the slots and one replica each; a context manager."""
 
     def __init__(self, binary: Path) -> None:
         options = [
@@ -58,11 +58,11 @@ class ClusterServers:
 
     @property
     def url(self) -> str:
-        """Names two of the nodes."""
+        """A URL that names two of the nodes."""
         return "redis+cluster://" + ",".join(f"{LOOPBACK}:{s.port}" for s in self.servers[:2])
 
     def shard_of(self, key: str) -> int:
-        """Position of the master and of the replica that have the key."""
+        """Position of the master, and of the replica, that hold the key."""
         return key_slot(key.encode()) * NUM_SHARDS // NUM_SLOTS
 
     def __enter__(self) -> ClusterServers:
@@ -144,7 +144,7 @@ class SentinelServers:
         self._folder.cleanup()
 
     def _config(self, number: int) -> str:
-        """Path of a sentinel's configuration, which it rewrites."""
+        """Path of a sentinel's configuration file, which the sentinel rewrites."""
         path = Path(self._folder.name) / f"{number}.conf"
         path.write_text(
             f"sentinel monitor {SERVICE} {LOOPBACK} {self.master.port} 2\n"
@@ -155,7 +155,7 @@ class SentinelServers:
 
 
 def wait_until(look: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Blocks until `look` returns what is true. Raises AssertionError after `within_s`."""
+    """Blocks until `look` returns something true. Raises AssertionError after `within_s`."""
     end = time.monotonic() + within_s
     while not look():
         assert time.monotonic() < end, f"{within_s:g} s on, still not {look}"
@@ -174,7 +174,7 @@ def _is_whole(client: Any) -> bool:
 
 
 def _is_in_step(replica: Redis) -> bool:
-    """Whether a replica has had all its master's data."""
+    """Whether a replica has received all its master's data."""
     return bool(replica.info("replication").get("master_link_status") == "up")
 
 
