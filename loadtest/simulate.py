@@ -3,8 +3,8 @@
     python -m loadtest.simulate --policy blocks --policy latency
     python -m loadtest.simulate --load 1.1 --replicas 16 --sharing late --sync-ms 50
 
-The policies, the engine and the books of reservations are the real ones (loadtest/virtual.py). No
-load given, the knee is looked for first, and 50, 70 and 90 % of it are played.
+The policies, the engine and the books of reservations are the real ones (loadtest/virtual.py).
+Without --load, the knee is found first, and the trace is played at 50, 70 and 90 % of it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from workers.engines.profiles import PROFILES
 
 WARMUP = 0.25
 NO_LOAD = 0.1
-"""Requests hardly ever meet."""
+"""A load at which requests hardly ever meet."""
 KNEE = 3.0
-"""Of the mean TTFT without load: where the queues begin to run away."""
+"""Multiple of the mean TTFT without load: where the queues begin to run away."""
 SHARES_OF_KNEE = (0.5, 0.7, 0.9)
 MAX_LOAD = 64.0
 STEP = 1.02
-"""How close a search comes."""
+"""How close a search comes, as a ratio of loads."""
 SLO_TTFT_S = 2.0
 SLO_PREFILLS = 1.5
 SLO_TOKEN_S = 0.1
 
 Played = Mapping[str, Sequence["Figures"]]
-"""By policy, its seeds."""
+"""By policy, the figures of each seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class Figures:
     seed: int
     summary: PolicySummary
     within_slo: float
-    """Share of the measured requests: first token within 2 s and 1.5 times the prefill that the
-    prompt would take alone and uncached, and at most 100 ms for each further token."""
+    """Share of the measured requests with their first token within 2 s plus 1.5 times the prefill
+    that the prompt would take alone and uncached, and at most 100 ms per further token."""
     goodput_per_s: float
-    """Of requests within the SLO, in engine seconds."""
+    """Requests within the SLO per engine second."""
     token_s: float
-    """Mean time for a token after the first."""
+    """Mean time per token after the first."""
     conflicts: int
-    """Reservations refused, as another replica's came first."""
+    """Reservations refused because another replica's came first."""
 
 
 ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
@@ -95,7 +95,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
     ("reservations refused", lambda f: float(f.conflicts), "{:.0f}"),
 )
 RELATIVE = frozenset({"TTFT mean, s", "TTFT p99, s", "whole request, mean, s"})
-"""Rows that also say how many times the last policy's figure this is."""
+"""Rows whose figures are also given as multiples of the last policy's."""
 
 
 @cache
@@ -129,8 +129,8 @@ def _prompts(trace_name: str, block_size: int) -> Prompts:
 def offered(trace: Trace, load: float) -> Trace:
     """The trace at a multiple of its recorded rate.
 
-    Sessions that wait for their answers are copied: compressed in time, all of them would soon be
-    under way, and no load could be higher than that.
+    Sessions that wait for their answers are copied. If they were compressed in time instead, all of
+    them would soon be under way, and the load could rise no further.
     """
     is_closed_loop = any(len(session.turns) > 1 for session in trace.sessions)
     copies = math.ceil(load) if is_closed_loop else 1
@@ -185,7 +185,7 @@ def _ttft_mean_s(scenario: Scenario, policy: str, load: float) -> float:
 
 
 def limit(scenario: Scenario, policy: str, share: float, seeds: int) -> float:
-    """The highest load at which this share of the requests, mean over seeds, is within the SLO."""
+    """The highest load at which this share of the requests, averaged over seeds, meets the SLO."""
 
     def is_fine(load: float) -> bool:
         played = (simulate(scenario, policy, load, seed) for seed in range(seeds))
@@ -194,7 +194,7 @@ def limit(scenario: Scenario, policy: str, share: float, seeds: int) -> float:
     return highest(is_fine)
 
 
-# What a worker process plays; it inherits this, as a trace is long to send.
+# What a worker process plays. Inherited, because sending a trace takes long.
 _scenario: Scenario
 
 
@@ -224,7 +224,7 @@ def _mean(seeds: Sequence[Figures], of: Callable[[Figures], float | None]) -> fl
 
 
 def table(title: str, played: Played) -> Table:
-    """A column for each policy; means over seeds."""
+    """One column per policy, with means over seeds."""
     cells = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     cells.add_column(no_wrap=True)
     for policy in played:
@@ -241,7 +241,7 @@ def table(title: str, played: Played) -> Table:
 
 
 def plot(figures: Sequence[Figures], title: str, path: Path) -> None:
-    """Writes a PNG: four figures over the load, a line for each policy."""
+    """Writes a PNG: four figures plotted over the load, with a line for each policy."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
 """Recorded traffic as requests with prompts: who asks when, with which tokens.
 
-Two formats of JSON lines are read and told apart by the fields of the first line. Both hold
-lengths and opaque block ids instead of text: equal ids mean equal tokens.
+Two formats of JSON lines are read; the fields of the first line show which. Both hold lengths and
+opaque block ids instead of text. Equal ids mean equal tokens.
 
 open loop (the Mooncake FAST'25 traces): `timestamp` (ms, recorded in bins of 3 s),
 `input_length`, `output_length` (tokens), `hash_ids` (one per 512 tokens, the last may be partial).
@@ -32,10 +32,10 @@ CLOSED_LOOP_BLOCK_TOKENS = 256
 BIN_MS = 3_000
 
 COPY_STRIDE = 1 << 40
-"""Between the ids of a block and of its copy: more than there are in any trace."""
+"""Distance between the ids of a block and of its copy: more ids than any trace has."""
 
 VOCABULARY = 32_000
-"""Tokens are below this, so that any model of the Llama family accepts them."""
+"""Token ids are below this, so that any model of the Llama family accepts them."""
 
 UNIQUE_POSITIONS = 1 << 63
 """Positions from here on belong to single requests; those of shared blocks are below."""
@@ -103,14 +103,14 @@ class Trace:
         return replace(self, sessions=tuple(_first_requests(shifted, requests)))
 
     def repeated(self, times: int) -> Trace:
-        """Each session `times` times over the same while, spread evenly, with tokens of its own.
+        """Each session `times` times, spread evenly over the same span, each with its own tokens.
 
-        Blocks that several sessions share, as a system prompt is, stay shared.
+        Blocks that several sessions share, such as a system prompt, stay shared.
         """
         sessions_of = Counter(
             block for s in self.sessions for block in {b for turn in s.turns for b in turn.blocks}
         )
-        # As if another session followed the last one after the mean time between two.
+        # As if another session followed the last one after the mean gap between sessions.
         span_s = (
             self.sessions[-1].start_s * len(self.sessions) / max(1, len(self.sessions) - 1) or 1.0
         )
@@ -139,7 +139,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises TraceError for a file that is missing, empty or has a bad line."""
+    """Raises TraceError for a file that is missing or empty, or has a bad line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

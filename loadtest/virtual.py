@@ -1,7 +1,8 @@
 """A whole cluster in virtual time: a trace against workers and routers, as fast as it computes.
 
-The policies, the engines and the books of reservations are the real ones. Redis, HTTP and clocks
-are not there; what they do to a decision is: how late it sees what workers and other routers did.
+The policies, the engines and the books of reservations are the real ones. There is no Redis, no
+HTTP and no clock, but their effect on a decision is simulated: how late it sees what workers and
+other routers did.
 """
 
 from __future__ import annotations
@@ -39,35 +40,35 @@ from workers.engines.steps import Finished, SimRequest, Step
 from workers.speed import SpeedLearner
 
 SPEED_INTERVAL_S = 5.0
-"""How often a worker publishes its speed. Live it is with its metrics, for the same values: they
-hardly move."""
+"""How often a worker publishes its speed. A live worker does so with its metrics, but the values
+are the same: they hardly change."""
 
 
 class Sharing(StrEnum):
     """What a replica knows of the reservations that the others made."""
 
     EXACT = "exact"
-    """All, at once: a reservation is refused if another came before it."""
+    """All of them, at once: a reservation is refused if another one came before it."""
     LATE = "late"
-    """All, some time later: replicas tell each other."""
+    """All of them, some time later: replicas inform each other."""
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """All that is simulated, but the trace and the policy."""
+    """Everything that is simulated, except the trace and the policy."""
 
     num_workers: int = 8
     profiles: tuple[str, ...] = ("70b-4xh100",)
-    """Of the workers, in turn. SLOs are taken from the first."""
+    """The workers' profiles, assigned in turn. SLOs are taken from the first."""
     host_pool_tokens: int = 0
-    """Of each worker; 0: no host tier."""
+    """For each worker; 0 means no host tier."""
     block_size: int = 256
     replicas: int = 1
-    """Requests come to them in turn."""
+    """They receive the requests in turn."""
     sharing: Sharing = Sharing.EXACT
     sync_s: float = 0.005
-    """How late, where sharing is."""
+    """How late, if sharing is LATE."""
     trip_s: float = 0.0005
     """From look-up to reservation."""
     event_delay_s: float = 0.0
@@ -75,15 +76,15 @@ class Setting:
     metrics_interval_s: float = 0.1
     misjudged_prefill: float = 1.0
     misjudged_decode: float = 1.0
-    """What routers believe that prefills, and decodes, take, over what a worker has learned."""
+    """Time that routers believe prefills and decodes take, over what a worker has learned."""
     count_in_flight: bool = False
-    """Do blocks count as cached from the reservation on?"""
+    """Whether blocks count as cached from the reservation on."""
     seed: int = 0
-    """Of ties, and of the places of arrivals in their bins."""
+    """For ties, and for the positions of arrivals within their bins."""
 
 
 class Prompts:
-    """A trace's requests as the engines take them; kept, as hashing them takes a while."""
+    """A trace's requests as the engines take them; kept, because hashing them takes a while."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -110,24 +111,24 @@ class Policy:
 
     @property
     def weight(self) -> float | None:
-        """Raises ValueError for what is no number."""
+        """Raises ValueError if the weight is not a number."""
         _, _, weight = self.name.partition(":")
         return float(weight) if weight else None
 
     @property
     def cost(self) -> CostFunction | None:
-        """None: the policy's own."""
+        """None for the policy's own cost function."""
         weight = self.weight
         return None if weight is None else partial(blocks, prefill_weight=weight)
 
 
 class Books:
-    """What is reserved on one worker, as one or all of the replicas know it: the books of lua/."""
+    """What is reserved on one worker, as one or all replicas know it: the books of lua/."""
 
     def __init__(self) -> None:
         self.load = Load()
         self._reserved: dict[str, Reservation] = {}
-        # Those without a first token, the oldest first.
+        # Requests without a first token, the oldest first.
         self._prefilling: dict[str, None] = {}
 
     def reserve(self, reservation: Reservation, now_s: float) -> None:
@@ -136,7 +137,7 @@ class Books:
         self._prefilling[reservation.request_id] = None
 
     def prefill_complete(self, request_id: str, now_s: float) -> None:
-        """As lua/prefill_complete.lua: the next in line becomes the head."""
+        """Like lua/prefill_complete.lua: the next in line becomes the head."""
         reservation = self._reserved[request_id]
         self.load.prefill_tokens -= reservation.prefill_tokens
         self.load.prefill_us -= reservation.prefill_us
@@ -149,14 +150,14 @@ class Books:
             self.load.head_since_ms = round(now_s * 1000)
 
     def release(self, request_id: str) -> None:
-        """As lua/release.lua, for a request that has its first token."""
+        """Like lua/release.lua, for a request that has its first token."""
         self.load.blocks -= self._reserved.pop(request_id).blocks
         self.load.requests -= 1
         self.load.decoding -= 1
 
 
 class Holdings:
-    """Which blocks a worker has published in which tiers, and is to hold soon."""
+    """Which blocks a worker has published, in which tiers, and which it is about to hold."""
 
     DEVICE = 1
     HOST = 2
@@ -185,9 +186,9 @@ class Holdings:
                 del promised[block]
 
     def overlap(self, chain: Sequence[SequenceHash], now_s: float) -> tuple[int, int]:
-        """Leading blocks on the device, and those behind them on the host.
+        """Number of leading blocks on the device, and of those behind them on the host.
 
-        What is promised counts as on the device, as `app.lookup.with_predicted` has it.
+        Promised blocks count as on the device, as in `app.lookup.with_predicted`.
         """
         while self._late and self._late[0][0] <= now_s:
             for event in self._late.popleft()[1]:
@@ -219,7 +220,7 @@ class Holdings:
 def _leading(
     chain: Sequence[SequenceHash], start: int, holds: Callable[[SequenceHash], bool]
 ) -> int:
-    """Position of the first block from `start` on that is not held; held ones come first."""
+    """Position of the first block from `start` on that is not held; held blocks must come first."""
     low, high = start, len(chain)
     while low < high:
         middle = (low + high) // 2
@@ -231,7 +232,7 @@ def _leading(
 
 
 class Worker:
-    """One engine, and what it tells the routers."""
+    """One engine, and what the routers see of it."""
 
     def __init__(self, setting: Setting, profile: Profile, now: Callable[[], float]) -> None:
         self.engine = SimEngine(
@@ -244,7 +245,7 @@ class Worker:
         self.metrics: ForwardPassMetrics = self.engine.metrics()
         self.is_stepping = False
         self.quiet: tuple[float, int] | None = None
-        """Since when, and how many steps, only decoding is under way."""
+        """Since when, and for how many steps, the engine only decodes."""
         self.learner = SpeedLearner(profile.max_batch_tokens)
         self._misjudged = setting.misjudged_prefill, setting.misjudged_decode
         self._interval_s = setting.metrics_interval_s
@@ -253,7 +254,7 @@ class Worker:
         self.publish_metrics(0.0)
 
     def publish_metrics(self, now_s: float) -> None:
-        """Called before any change, and so as often as anybody could tell."""
+        """Called before every change, and so as often as anyone could notice."""
         if now_s < self._due_s:
             return
         self._due_s = (now_s // self._interval_s + 1) * self._interval_s
@@ -270,7 +271,7 @@ class Worker:
             self.speed = replace(speed, **wrong)
 
     def column(self, load: Load, chain: Sequence[SequenceHash], now_s: float) -> tuple[float, ...]:
-        """This worker in the order of Candidates."""
+        """This worker's values, in the order of Candidates."""
         self.publish_metrics(now_s)
         m, s = self.metrics, self.speed
         return (
@@ -289,7 +290,7 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request on its way: its turn of a session, and when what happened."""
+    """A request under way: its session and turn, and when things happened."""
 
     session: Session
     turn: int
@@ -302,7 +303,7 @@ class _Flight:
 
 
 class _Replica:
-    """A router: the requests that wait for it, its turns of round_robin, and the books it decides
+    """A router: the requests that wait for it, its round_robin turn, and the books that it decides
     from."""
 
     def __init__(self, books: list[Books]) -> None:
@@ -321,7 +322,7 @@ class _Plan:
 
 
 class Simulation:
-    """One policy against one trace. `run` once."""
+    """One policy against one trace. Call `run` once only."""
 
     def __init__(self, policy: str, setting: Setting, prompts: Prompts | None = None) -> None:
         self.setting = setting
@@ -374,7 +375,7 @@ class Simulation:
             self._decide(replica, now_s)
 
     def _decide(self, replica: _Replica, now_s: float) -> None:
-        """Decide all that wait, one after another, from one look; reserve a trip later."""
+        """Decide all waiting requests, one after another, from one lookup; reserve a trip later."""
         loads = [copy(books.load) for books in replica.books]
         plans = []
         for flight in replica.waiting:
@@ -422,8 +423,8 @@ class Simulation:
         return _Plan(flight, at, loads[at].total, reservation)
 
     def _reserve(self, replica: _Replica, plans: list[_Plan], now_s: float) -> None:
-        """As lua/reserve.lua: refused, with all behind it for the same worker, if another replica
-        was there first."""
+        """Like lua/reserve.lua: a reservation is refused, with all behind it for the same worker,
+        if another replica was there first."""
         refused: list[_Flight] = []
         overtaken: set[int] = set()
         for plan in plans:
@@ -450,7 +451,7 @@ class Simulation:
         first_token: str | None = None,
         end: str | None = None,
     ) -> None:
-        """Enter something in the replica's books, and in the others' when they get to know."""
+        """Enter something in the replica's books, and in the others' when they learn of it."""
 
         def enter(books: list[Books], when_s: float) -> None:
             if reserve is not None:
@@ -481,7 +482,7 @@ class Simulation:
         if not worker.is_stepping:
             self._step(worker, now_s)
         elif worker.quiet is not None:
-            # The step that is under way is the last before this request is looked at.
+            # The step under way is the last one before the engine looks at this request.
             since_s, steps = worker.quiet
             last = 1 + bisect_left(range(1, steps), now_s - since_s, key=worker.engine.decode_s)
             self._skip(worker, last, since_s)
@@ -498,7 +499,7 @@ class Simulation:
             self._at(now_s + step.duration_s, lambda end_s: self._end_step(worker, step, end_s))
 
     def _skip(self, worker: Worker, num_steps: int, since_s: float) -> None:
-        """Let steps since `since_s` that only decode pass at once, unless somebody comes."""
+        """Pass the decode-only steps from `since_s` on in one go, unless a request arrives."""
         worker.quiet = quiet = (since_s, num_steps)
         worker.is_stepping = True
 
