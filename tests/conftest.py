@@ -50,7 +50,7 @@ async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]
 
 @pytest.fixture
 def one_redis_server(started_server: StartedServer) -> EmbeddedRedis:
-    """The newest kind that is installed, where one is enough; do not stop it."""
+    """A server of the newest kind installed, for tests that need only one kind; do not stop it."""
     return emptied(started_server(newest_kind()))
 
 
@@ -63,6 +63,6 @@ async def redis(one_redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
 
 @pytest.fixture
 def own_redis_server() -> Iterator[EmbeddedRedis]:
-    """A server for this test alone, to kill, stop and start again."""
+    """A server for this test alone, which may kill, stop and restart it."""
     with EmbeddedRedis(require_redis(newest_kind())) as server:
         yield server

@@ -14,9 +14,9 @@ POLL_S = 0.01
 async def eventually(
     look: Callable[[], Awaitable[T]], until: Callable[[T], Any] = bool, *, within_s: float = 10.0
 ) -> T:
-    """The first thing that `look` returns and `until` accepts.
+    """The first value from `look` that `until` accepts.
 
-    Raises AssertionError, with what was last seen, if that takes longer than `within_s`.
+    Raises AssertionError, with the last value seen, if that takes longer than `within_s`.
     """
     deadline = asyncio.get_running_loop().time() + within_s
     while True:

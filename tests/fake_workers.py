@@ -31,7 +31,7 @@ TTL_MS = 60_000
 
 @dataclass(slots=True)
 class FakeWorker:
-    """One life of a worker; batches: how many it has published."""
+    """One incarnation of a worker. batches: how many it has published."""
 
     info: WorkerInfo
     incarnation: Incarnation
@@ -39,7 +39,7 @@ class FakeWorker:
 
 
 class FakeWorkers:
-    """A fleet in one Redis. Workers are called by their key, `w1` meaning `w1:0`."""
+    """A fleet in one Redis. Workers are named by their key; `w1` means `w1:0`."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
@@ -49,7 +49,7 @@ class FakeWorkers:
     async def register(
         self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100_000
     ) -> Incarnation:
-        """A new life of `name`, at http://<worker_id>-<dp_rank>:80, with a lease of a minute."""
+        """A new incarnation of `name` at http://<worker_id>-<dp_rank>:80, with a one-minute lease."""
         key = _key(name)
         info = WorkerInfo(
             key,
@@ -75,7 +75,7 @@ class FakeWorkers:
         lora_name: str | None = None,
         mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`name` now holds the full blocks of `tokens` in `tier`."""
+        """Have `name` hold the full blocks of `tokens` in `tier`."""
         worker = self._workers[_key(name)]
         local = compute_local_hashes(
             tokens, BLOCK_SIZE, seed=seed_for(lora_name), mm_hashes=mm_hashes
@@ -93,7 +93,7 @@ class FakeWorkers:
         speed: Speed = DEFAULT_SPEED,
         gpu: GpuReadings = NO_READINGS,
     ) -> None:
-        """`name` writes one entry to the metrics stream."""
+        """Have `name` write one entry to the metrics stream."""
         incarnation = self._workers[_key(name)].incarnation
         entry: dict[Any, Any] = {
             "worker": str(_key(name)),
@@ -105,7 +105,7 @@ class FakeWorkers:
     async def occupy(
         self, name: str, *request_ids: str, blocks: int = 3, prefill_s: float = 0.001
     ) -> None:
-        """Other people's requests, of 4 tokens to prefill each, are reserved on `name`."""
+        """Reserve other callers' requests on `name`, each with 4 tokens to prefill."""
         worker = self._workers[_key(name)]
         for request_id in request_ids:
             reservation = Reservation(request_id, 4, round(1e6 * prefill_s), blocks)
@@ -124,7 +124,7 @@ class FakeWorkers:
         return snapshot.loads[self._workers[_key(name)].incarnation]
 
     async def reserved(self) -> dict[str, str]:
-        """request_id -> worker key, of every reservation in Redis."""
+        """request_id -> worker key, for every reservation in Redis."""
         names = {str(w.incarnation): str(key) for key, w in self._workers.items()}
         found: dict[Any, Any] = await self.redis.hgetall(KEYS["reservations"])
         return {request.decode(): names[inc.decode()] for request, inc in found.items()}

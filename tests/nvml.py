@@ -1,7 +1,7 @@
-"""A stand-in for libnvidia-ml: its C functions, behind the loader of pynvml.
+"""A stand-in for libnvidia-ml: its C functions, behind pynvml's loader.
 
-They are called through C function pointers, take the arguments that the library takes, write
-into the caller's memory and return the library's codes. So pynvml itself is real.
+They are called through C function pointers, take the library's arguments, write into the caller's
+memory and return the library's codes. So pynvml itself is real.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SIGNATURES = {
 
 @dataclass
 class Gpu:
-    """In the library's units. failing: what it returns for a function, or for `""`, any of them.
+    """A GPU, in the library's units. failing: function -> code returned; `""` means any function.
 
-    mig: an instance of this card, which is found by its UUID only.
+    mig: an instance of this card, which can be found only by its UUID.
     """
 
     name: str = "NVIDIA H100 80GB HBM3"
@@ -54,7 +54,7 @@ class Gpu:
 
 
 class StandIn:
-    """The loaded library. failing: what a function returns that is not asked of a GPU."""
+    """The loaded library. failing: what functions that concern no particular GPU return."""
 
     def __init__(self, *gpus: Gpu) -> None:
         self.gpus = list(gpus)
@@ -63,7 +63,7 @@ class StandIn:
         self.initialised = 0
         self.calls: list[str] = []
         self.answering = Event()
-        """While it is not set, whatever is asked of a GPU hangs."""
+        """While it is not set, any call about a GPU hangs."""
         self.answering.set()
         self.num_hanging = 0
         for name, argtypes in SIGNATURES.items():
@@ -71,7 +71,7 @@ class StandIn:
             setattr(self, name, pointer)
 
     def load(self, name: str) -> StandIn:
-        """In the place of ctypes.CDLL."""
+        """Replaces ctypes.CDLL."""
         if not self.installed:
             raise OSError(f"{name}: cannot open shared object file: No such file or directory")
         assert name == LIBRARY
@@ -156,7 +156,7 @@ def _write_text(address: int, size: int, text: str) -> int:
 
 
 def stand_in(patch: pytest.MonkeyPatch, *gpus: Gpu) -> StandIn:
-    """From here on pynvml finds this library, and none loaded yet."""
+    """Have pynvml find this library from here on, with none loaded yet."""
     library = StandIn(*gpus)
     patch.setattr(pynvml, "CDLL", library.load)
     patch.setattr(pynvml, "nvmlLib", None)

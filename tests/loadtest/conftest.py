@@ -1,4 +1,4 @@
-"""A cluster of one router and two workers, one idle for ever, whose answers a test scripts."""
+"""A cluster of one router and two workers, one always idle, whose answers a test scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 SILENT = 0
 """In place of a status: no answer, ever."""
 BREAKS_AFTER_FIRST_TOKEN = 1
-"""In place of a status: the worker's connection closes in mid-answer."""
+"""In place of a status: the worker's connection closes mid-answer."""
 
 TELLS_AN_ERROR = 2
 """In place of a status: the worker's first chunk is an error."""
@@ -23,14 +23,14 @@ TELLS_AN_ERROR = 2
 
 @dataclass
 class FakeCluster:
-    """Everything succeeds, but for what the scripts say; each entry is used once."""
+    """Everything succeeds except as the scripts say; each script entry is used once."""
 
     calls: list[str] = field(default_factory=list)
     """`<method> <path>` of every call, in order."""
     queries: list[dict[str, str]] = field(default_factory=list)
-    """Of the calls to /v1/route and /v1/completions."""
+    """Queries of the calls to /v1/route and /v1/completions."""
     prompts: list[bytes] = field(default_factory=list)
-    """As the worker got them."""
+    """As the worker received them."""
     route_script: deque[int] = field(default_factory=deque)
     """Statuses of the next answers of /v1/route."""
     worker_script: deque[int] = field(default_factory=deque)
@@ -39,11 +39,11 @@ class FakeCluster:
     refuses_calls: bool = False
     """Confirmations and releases get 503."""
     speaks_nonsense: bool = False
-    """The router's answers are no JSON."""
+    """The router's answers are not JSON."""
     completing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once a completion was asked for."""
+    """Set once a completion has been requested."""
     hold: asyncio.Event = field(default_factory=asyncio.Event)
-    """Completions wait for it before their first token; set from the start."""
+    """Completions wait for this event before their first token; set from the start."""
     url: str = ""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A namespace in a real Redis, and short ways to do in it what agents and routers do."""
+"""A namespace in a real Redis, and shorthands for what agents and routers do in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A, B, C, D, E = (SequenceHash(digit * 0x1111_1111_1111_1111) for digit in range(
 """Blocks whose hashes in hex are one digit repeated: aaaaaaaaaaaaaaaa and so on."""
 
 CROWD = [SequenceHash(0xAA << 56 | n) for n in range(3000)]
-"""Too many for one look, in the same of 256 buckets if each begins a chain of its own."""
+"""Too many blocks to scan in one step; all in one of 256 buckets if each begins a chain."""
 
 DEVICE, HOST, DISK = Tier
 LONG_MS = 60_000
@@ -35,7 +35,7 @@ NO_LOAD = Load()
 
 
 class Namespace:
-    """Namespace `test`: worker `a` is `a:0`, its process has the nonce `nonce-a`."""
+    """Namespace `test`. Worker `a` is `a:0`, and its process has the nonce `nonce-a`."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
@@ -46,7 +46,7 @@ class Namespace:
         self._leaders: dict[SequenceHash, SequenceHash] = {}
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._held: dict[tuple[str, str], Incarnation] = {}
-        """What a process of a worker acts as, or did before."""
+        """The incarnation that a worker's process acts as, or acted as before."""
         self._staged: set[Incarnation] = set()
 
     async def do(self, call: Call[T]) -> T:
@@ -63,7 +63,7 @@ class Namespace:
         bucket_bits: int = 8,
         shards: int = 1,
     ) -> Registration:
-        """Open shard 0 as well, and route to it, unless its predecessor lives.
+        """Register, open shard 0 too, and activate the worker unless its predecessor is live.
 
         resync: the process registers again.
         """
@@ -93,7 +93,7 @@ class Namespace:
         return registration
 
     async def worker(self, worker: str, **options: Any) -> Incarnation:
-        """Register `worker`; its incarnation."""
+        """Register `worker` and return its incarnation."""
         return (await self.register(worker, **options)).incarnation
 
     async def activate(self, worker: str, inc: Incarnation, nonce: str | None = None) -> bool:
@@ -127,7 +127,7 @@ class Namespace:
         changes: Iterable[tuple[SequenceHash, Tier | None]],
         nonce: str | None = None,
     ) -> bool:
-        """Blocks that were in no chain before are one now."""
+        """Apply a batch; blocks that were in no chain before now form one."""
         nonce = nonce or self._nonces[inc]
         changes = list(changes)
         self.know([block for block, _ in changes if block not in self._leaders])
@@ -135,7 +135,7 @@ class Namespace:
         return await self.do(index.apply(self.shard, inc, nonce, seq, placed))
 
     def know(self, chain: Sequence[SequenceHash]) -> None:
-        """From now on these blocks are a chain, from its root."""
+        """From now on, these blocks are a chain, starting at its root."""
         for i, block in enumerate(chain):
             self._leaders[block] = chain[i - i % GROUP_BLOCKS]
 
@@ -148,7 +148,7 @@ class Namespace:
     async def match(
         self, *chains: Sequence[SequenceHash], boundaries: Boundaries | None = None
     ) -> list[Overlaps]:
-        """Overlaps of those that are not over; of others a router knows nothing."""
+        """Overlaps of incarnations that have not ended; a router knows nothing of the others."""
         overlaps, _ = await matching.match(self.runner, self.keys, chains, boundaries=boundaries)
         over = set(await self.lost())
         return [{inc: o for inc, o in found.items() if inc not in over} for found in overlaps]
@@ -157,12 +157,12 @@ class Namespace:
         return await self.do(leases.lapse(self.keys, grace_ms, await self.now_ms()))
 
     async def lost(self) -> list[Incarnation]:
-        """Those that may publish in the shard, though they are over."""
+        """Incarnations that may publish in the shard although they have ended."""
         writers = await self.redis.hkeys(self.shard["applied"])
         return await self.do(leases.absent(self.keys, [Incarnation(int(w)) for w in writers]))
 
     async def sweep(self, max_buckets: int = 256, scrub_ms: int = LONG_MS) -> SweepStep:
-        """A step, once the shard has been told who is lost."""
+        """One step, once the shard has been told which incarnations are lost."""
         lost = await self.lost()
         return await self.do(
             index.sweep(self.shard, lost, max_buckets=max_buckets, scrub_ms=scrub_ms)
@@ -219,7 +219,7 @@ class Namespace:
         await self.do(turns.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))
 
     async def waits(self) -> dict[str, list[str]]:
-        """Flow -> names of the tickets that wait in it, by since when."""
+        """Flow -> names of the tickets waiting in it, the longest-waiting first."""
         prefix = self.keys["waiting:"]
         return {
             key.decode().removeprefix(prefix): [
@@ -240,7 +240,7 @@ class Namespace:
         return (await self.loads()).loads[inc]
 
     async def owners(self, block: SequenceHash, bucket_bits: int = 8) -> str | None:
-        """As they stand in Redis, dead ones included."""
+        """A block's owners as Redis holds them, dead ones included."""
         bucket = bucket_name(self._leaders.get(block, block), bucket_bits)
         return await self.get(f"blocks:{bucket}", f"{block:016x}")
 
@@ -258,7 +258,7 @@ class Namespace:
         return (await self.do(predictions.prune(self.shard, settings, max_buckets))).removed
 
     async def predictions(self) -> int:
-        """How many there are, by the counters and by the entries."""
+        """Number of predictions, on which counters and entries must agree."""
         counters = await self.redis.hgetall(self.key("predictions"))
         counted = sum(int(n) for name, n in counters.items() if len(name) == 1)
         there = 0
@@ -268,7 +268,7 @@ class Namespace:
         return there
 
     async def grow_older(self, slices: int) -> None:
-        """As if so many slices of time had passed since all that was predicted."""
+        """Age every prediction by `slices` slices of time."""
 
         def older(letter: str) -> str:
             return chr(97 + (ord(letter) - 97 - slices) % 26)
@@ -285,12 +285,12 @@ class Namespace:
                 await self.redis.hset(key, block, text)
 
     async def get(self, key: str, field: object) -> str | None:
-        """A field of a hash of the namespace."""
+        """A field of one of the namespace's hashes."""
         text: Any = await self.redis.hget(self.key(key), str(field))
         return None if text is None else str(text.decode())
 
     def key(self, name: str) -> str:
-        """Spelt in full; of the shard, if it is one of its keys."""
+        """The full name of a key: the shard's, if it is one of the shard's keys."""
         of_shard = name in ("shard", "applied", "dead", "sweep", "predictions")
         of_shard = of_shard or name.startswith(("blocks:", "predicted:"))
         return (self.shard if of_shard else self.keys)[name]
@@ -302,7 +302,7 @@ class Namespace:
         return score
 
     async def contents(self) -> str:
-        """Every key with all that is in it."""
+        """Every key with its full contents."""
         lines = []
         async for key in self.redis.scan_iter(count=1000):
             match await self.redis.type(key):
@@ -322,17 +322,17 @@ class Namespace:
         return int(seconds) * 1000 + int(micros) // 1000
 
     async def lease_lapses(self, inc: Incarnation) -> None:
-        """Returns once the Redis clock is past the lease."""
+        """Returns once the Redis clock is past the lease's expiry."""
         moment_ms = await self.expires_ms("leases", inc)
         await eventually(self.now_ms, lambda now: now >= moment_ms)
 
     async def reservation_expires(self, request_id: str) -> None:
-        """Returns once the Redis clock is past the reservation's time."""
+        """Returns once the Redis clock is past the reservation's expiry."""
         moment_ms = await self.expires_ms("expiry", request_id)
         await eventually(self.now_ms, lambda now: now >= moment_ms)
 
     async def run_out(self, *request_ids: str) -> None:
-        """Set the expiry of reservations to long ago, the first one's earliest."""
+        """Set the expiry of reservations to long ago, the first one's being the earliest."""
         times = {request_id: 1 + i for i, request_id in enumerate(request_ids)}
         await self.redis.zadd(self.keys["expiry"], times, xx=True)
 
@@ -357,7 +357,7 @@ def ticket(
     picky: bool = False,
     since_ms: int | None = None,
 ) -> Ticket:
-    """Waits since its number, unless told."""
+    """A ticket that has waited since `number`, unless `since_ms` is given."""
     return turns.ticket(
         flow,
         replica,

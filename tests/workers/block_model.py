@@ -1,4 +1,4 @@
-"""What a block manager should do, written down plainly: lists that are looked through each time."""
+"""What a block manager should do, in its plainest form: lists that are searched each time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BlockModel:
         return self.num_slots[tier] - len(self.cells[tier])
 
     def idle(self, tier: Tier) -> list[Cell]:
-        """Those that may be chosen, the next one first."""
+        """Cells that may be chosen for eviction, the next one first."""
         for cell in sorted(self.cells[tier], key=lambda c: (c.pinned_until, c.pinned_since)):
             if 0 < cell.pinned_until <= self.now and self._unused(cell):
                 cell.pinned_until = 0.0
@@ -105,7 +105,7 @@ class BlockModel:
     # What is done
 
     def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> Table | None:
-        """None if there are not enough free slots."""
+        """None if too few slots are free."""
         found = self.find(prefix)
         found = found[: len(found) // self._reuse_multiple * self._reuse_multiple]
         if num_blocks - sum(tier is Tier.DEVICE for tier, _ in found) > self.num_free(Tier.DEVICE):

@@ -1,4 +1,4 @@
-"""What a worker's cache holds, as plain sets: what the index is compared with."""
+"""What a worker's cache holds, as plain sets, for comparison with the index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.core.types import SequenceHash, Tier, TierOverlap
 
 
 class CacheModel:
-    """The tiers that each block lies in, holes and all."""
+    """The tiers that each block is in, gaps included."""
 
     def __init__(self) -> None:
         self._held: dict[SequenceHash, set[Tier]] = {}
@@ -42,7 +42,7 @@ class CacheModel:
 
 
 class Listener:
-    """Stands for an agent where a test needs none: it hears at once, unless it is told to wait."""
+    """Stands in for an agent in tests that need none. It hears at once unless told to wait."""
 
     def __init__(self) -> None:
         self.shown = CacheModel()
@@ -58,7 +58,7 @@ class Listener:
 
 
 def leading(published: Mapping[SequenceHash, Tier], chain: Sequence[SequenceHash]) -> TierOverlap:
-    """How much of `chain` from its first block on is in `published`."""
+    """How much of `chain`, from its first block on, is in `published`."""
     counts = [0, 0, 0]
     for block in chain:
         tier = published.get(block)

@@ -19,7 +19,7 @@ KINDS = "bytes", "sentencepiece"
 
 @cache
 def library(kind: str) -> Library:
-    """A tokenizer as Llama 3 has it, of bytes, or as Llama 2 has it, of characters and bytes."""
+    """A tokenizer of bytes, like Llama 3's, or of characters and bytes, like Llama 2's."""
     trained = Library(models.BPE())
     special = ["<s>", "</s>", "<unk>"]
     if kind == "bytes":
@@ -62,7 +62,7 @@ def library(kind: str) -> Library:
 
 
 def reference(**settings: Any) -> transformers.LlamaForCausalLM:
-    """A small model with weights that matter, the norms' included."""
+    """A small model whose weights all matter, including the norms'."""
     config = transformers.LlamaConfig(
         **{
             "vocab_size": 96,

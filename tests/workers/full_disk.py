@@ -1,4 +1,4 @@
-"""A disk without room."""
+"""A disk with no room left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_room_beyond(size: int) -> Iterator[None]:
-    """The limit on the size of files stands for the disk's: the kernel refuses the write."""
+    """The file size limit stands in for a full disk: the kernel refuses the write."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
