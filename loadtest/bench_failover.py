@@ -2,12 +2,12 @@
 
     python -m loadtest.bench_failover --json out/bench_failover.json
 
-The servers are a master with a replica and three sentinels, which consider it dead after half a
-second, or a Cluster of three masters with a replica each (--cluster). In the Cluster, the master
-that holds the namespace's loads is killed. Two agents and a router run as they do in their own
-processes, and requests come one after another. A decision is degraded while the router cannot ask
-Redis: the router then goes by what it last knew. Overlap is whole again once every prompt is found
-where it is held.
+The servers are a master with a replica and three sentinels, which consider the master dead after
+half a second, or a Cluster of three masters with a replica each (--cluster). In the Cluster, the
+master that holds the namespace's loads is killed. Two agents and a router run as they do in their
+own processes, and requests come one after another. A decision is degraded while the router cannot
+ask Redis: the router then goes by what it last knew. Overlap is whole again once every prompt is
+found where it is held.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ import stamina.instrumentation
 
 ROUTER_TIMEOUT_S = 5.0
 ROUTE_TIMEOUT_S = 30.0
-"""Longer than requests wait for a worker by default: giving up earlier would lose the place."""
+"""Longer than requests wait for a worker by default: giving up earlier loses the place in line."""
 CONNECT_TIMEOUT_S = 5.0
 # Below the 5 s after which uvicorn closes an idle connection, so that the client never reuses a
 # connection at the moment it closes.

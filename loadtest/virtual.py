@@ -70,7 +70,7 @@ class Setting:
     sync_s: float = 0.005
     """How late, if sharing is LATE."""
     trip_s: float = 0.0005
-    """From look-up to reservation."""
+    """From lookup to reservation."""
     event_delay_s: float = 0.0
     """From the end of a step until routers see what it did to the cache."""
     metrics_interval_s: float = 0.1

@@ -49,7 +49,7 @@ class FakeWorkers:
     async def register(
         self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100_000
     ) -> Incarnation:
-        """A new incarnation of `name` at http://<worker_id>-<dp_rank>:80, with a one-minute lease."""
+        """A new incarnation of `name` at http://<worker_id>-<dp_rank>:80, leased for a minute."""
         key = _key(name)
         info = WorkerInfo(
             key,

@@ -30,7 +30,7 @@ VERSION = re.compile(r"\bv=(\d+)\.(\d+)")
 
 
 def absent(what: str) -> NoReturn:
-    """Skips the test, as `what` is missing; fails it under CI=true, where no test may be skipped."""
+    """Skips a test that lacks `what`; fails it under CI=true, where no test may be skipped."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what} is not installed, and CI must not skip")
     pytest.skip(f"{what} is not installed")
@@ -110,7 +110,7 @@ class SentinelServers(topologies.SentinelServers):
         async def handed_over() -> bool:
             if await self.named() == {before}:
                 async with Redis(port=self.sentinels[0].port) as sentinel:
-                    # Refused while a failover is under way; sentinels give up one that they find slow.
+                    # Refused while a failover is under way; sentinels give up a slow one.
                     with suppress(ResponseError):
                         await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
             return before not in await self.named()
