@@ -5,9 +5,9 @@
 Server time is Redis's own (INFO commandstats). Each lookup is made by a router that has looked up
 one other prompt before, with the same system prompt; one column is for a router that has looked up
 none. The same run also measures the access pattern that others use: one hash per block, and a
-pipeline of one HKEYS for each block of a prompt. The benchmark fills a namespace of its own and
-deletes it at the end. It resets the statistics of the server, so a Redis named with --redis must be
-one that nobody else needs.
+pipeline of one HKEYS for each block of a prompt. The benchmark fills namespaces of its own and
+deletes them at the end. It resets the statistics of the server, so a Redis named with --redis must
+be one that nobody else needs.
 """
 
 from __future__ import annotations

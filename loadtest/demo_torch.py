@@ -2,7 +2,7 @@
 
 First, with one worker: the time to first token of prompts that share most of their tokens with one
 computed earlier, by the tier that holds the shared tokens, against prompts that share nothing.
-Then, with two workers behind a router: conversations with and without KV-aware routing.
+Then, with two workers behind two routers: conversations with and without KV-aware routing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m loadtest.simulate --policy blocks --policy latency
     python -m loadtest.simulate --load 1.1 --replicas 16 --sharing late --sync-ms 50
 
-The policies, the engine and the books of reservations are the real ones (loadtest/virtual.py).
-Without --load, the knee is found first, and the trace is played at 50, 70 and 90 % of it.
+The policies and the engine are the real ones, and the books of reservations follow the rules of the
+Lua scripts (loadtest/virtual.py). Without --load, the knee is found first, and the trace is played
+at 50, 70 and 90 % of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A whole cluster in virtual time: a trace against workers and routers, as fast as it computes.
 
-The policies, the engines and the books of reservations are the real ones. There is no Redis, no
-HTTP and no clock, but their effect on a decision is simulated: how late it sees what workers and
-other routers did.
+The policies and the engines are the real ones, and the books of reservations follow the rules of
+the Lua scripts. There is no Redis, no HTTP and no clock, but their effect on a decision is
+simulated: how late it sees what workers and other routers did.
 """
 
 from __future__ import annotations
