@@ -84,13 +84,14 @@ def compute_local_hashes(
     stride = 4 * block_size
     window = stride + 4 * eagle
     count = max(0, (len(raw) - window) // stride + 1)
-    blocks: Iterable[bytes]
+    blocks: Sequence[bytes]
     if eagle or mm_hashes:
         blocks = [raw[i * stride : i * stride + window] for i in range(count)]
         if mm_hashes:
             blocks = [b + _items(mm) for b, mm in zip(blocks, mm_hashes, strict=True)]
     else:
-        blocks = struct.unpack(f"{stride}s" * count, raw[: count * stride])
+        # No struct.unpack: it keeps the compiled formats of the last hundred lengths.
+        blocks = np.frombuffer(raw, f"V{stride}", count).tolist() if count else []
     # cast, not LocalHash(): NewType is a call a block, and hashing one takes no longer than that.
     return cast(list[LocalHash], [xxh3_64_intdigest(block, seed) for block in blocks])
 

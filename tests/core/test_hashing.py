@@ -1,6 +1,7 @@
 """Block hashes, against the conformance vectors and by hand."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,17 @@ def test_a_chain_can_be_continued_one_block_at_a_time():
     assert next_sequence_hash(None, local[0]) == sequence[0] == local[0]
     assert next_sequence_hash(sequence[0], local[1]) == sequence[1]
     assert next_sequence_hash(sequence[1], local[2]) == sequence[2]
+
+
+def test_prompts_of_many_lengths_leave_nothing_behind():
+    tracemalloc.start()
+    try:
+        for length in range(20_000, 20_010):
+            compute_local_hashes(bytes(4 * length), 1)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 500_000
 
 
 def test_multimodal_items_are_appended_to_their_block_in_sorted_order():
