@@ -81,6 +81,8 @@ class _Block:
 
     blocks: tuple[SequenceHash, ...]
     parent: SequenceHash | None
+    tokens: int
+    """XXH3_64 of them."""
     lora_name: str | None
     cache_salt: str | None
     references: Counter[tuple[Tier, int | None]] = field(default_factory=Counter)
@@ -88,6 +90,9 @@ class _Block:
 
     def lies_in(self, tier: Tier) -> bool:
         return any(held is tier for held, _ in self.references)
+
+    def is_of(self, tokens: int, parent: SequenceHash | None) -> bool:
+        return self.tokens == tokens and self.parent == parent
 
 
 class ExternalBlocks:
@@ -190,8 +195,17 @@ class ExternalBlocks:
             if parent is None:
                 self._wait(wanted, replace(event, block_hashes=hashes))
                 return [], ()
-        lora_name = event.lora_name or (parent.lora_name if parent else None)
-        cache_salt = event.cache_salt or (parent.cache_salt if parent else None)
+        first_parent = last = parent.blocks[-1] if parent else None
+        size = len(tokens) // len(hashes)
+        digests = [xxh3_64_intdigest(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        # Without extra keys an event leaves open what a block that is known holds besides tokens:
+        # vLLM's offloads name neither images nor, at the root, the salt.
+        known = [None if event.extra_keys else self._known.get(name) for name in hashes]
+        kin = parent
+        if kin is None and known[0] is not None and known[0].is_of(digests[0], None):
+            kin = known[0]
+        lora_name = event.lora_name or (kin.lora_name if kin else None)
+        cache_salt = event.cache_salt or (kin.cache_salt if kin else None)
         per_block = event.block_size // self._block_size
         local = compute_local_hashes(
             tokens,
@@ -199,21 +213,29 @@ class ExternalBlocks:
             seed=seed_for(lora_name, cache_salt),
             mm_hashes=_items(event, lora_name, cache_salt, per_block),
         )
-        first_parent = last = parent.blocks[-1] if parent else None
-        chain: list[SequenceHash] = []
-        for block in local:
-            last = next_sequence_hash(last, block)
-            chain.append(last)
-        changes: list[CacheEvent] = [Stored(tuple(chain), first_parent, tier)]
-        for at, name in enumerate(hashes):
-            own = tuple(chain[at * per_block : (at + 1) * per_block])
-            block_parent = chain[at * per_block - 1] if at else first_parent
-            known = self._known.get(name)
-            if known is None or known.blocks != own:
+        stored: list[_Block] = []
+        for at, block in enumerate(known):
+            if (
+                block is None
+                or not block.is_of(digests[at], last)
+                or (block.lora_name, block.cache_salt) != (lora_name, cache_salt)
+            ):
+                own: list[SequenceHash] = []
+                above = last
+                for one in local[at * per_block : (at + 1) * per_block]:
+                    above = next_sequence_hash(above, one)
+                    own.append(above)
+                block = _Block(tuple(own), last, digests[at], lora_name, cache_salt)
+            stored.append(block)
+            last = block.blocks[-1]
+        chain = tuple(own for block in stored for own in block.blocks)
+        changes: list[CacheEvent] = [Stored(chain, first_parent, tier)]
+        for name, block in zip(hashes, stored, strict=True):
+            before = self._known.get(name)
+            if before is None or before.blocks != block.blocks:
                 changes += self._forget(name)
-                known = _Block(own, block_parent, lora_name, cache_salt)
-                self._known[name] = known
-            self._refer(name, known, tier, event.group_idx)
+                self._known[name] = before = block
+            self._refer(name, before, tier, event.group_idx)
         return changes, hashes
 
     def _checked_tokens(self, event: BlockStored) -> bytes:

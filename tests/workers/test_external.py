@@ -231,6 +231,29 @@ def test_what_a_block_holds_beside_tokens_is_part_of_its_hash(holder: Holder) ->
     assert holder.overlap(chain_of(tokens, "sql", "tenant")) == TierOverlap(device=1)
 
 
+@pytest.mark.parametrize(
+    ("first", "chain"),
+    [
+        (
+            replace(stored([11, 12, 13]), extra_keys=[None, [["f" * 64, -1]], None]),
+            chain_of(TOKENS[: 3 * SIZE], items=[[], [int("f" * 16, 16)], []]),
+        ),
+        (replace(stored([11, 12, 13]), cache_salt="tenant"), chain_of(TOKENS, salt="tenant")),
+    ],
+)
+def test_an_offload_with_tokens_that_leaves_out_the_rest_is_of_the_same_block(
+    holder: Holder, first: BlockStored, chain: list[SequenceHash]
+) -> None:
+    offloads = [stored([11, 12]), stored([12, 13], start=1, parent=11)]
+    holder.take(first, *(replace(event, medium="CPU") for event in offloads))
+    assert holder.overlap(chain) == TierOverlap(device=3)
+    holder.take(BlockRemoved([13, 12, 11]))
+    assert holder.overlap(chain) == TierOverlap(host=3)
+    assert holder.overlap().total <= 1
+    holder.take(stored([14], start=3, parent=13))
+    assert holder.overlap().total <= 1
+
+
 def test_an_item_counts_for_all_blocks_of_the_engines_block(holder: Holder) -> None:
     event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [["f" * 64, 0]]])
     holder.take(event)
