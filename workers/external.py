@@ -164,6 +164,16 @@ class ExternalBlocks:
             return self._store_announced(event, tier), ()
         return self._store(event, tier)
 
+    def _key(self, block_hash: BlockHash) -> BlockHash:
+        if isinstance(block_hash, int):
+            return block_hash & U64
+        name = bytes(block_hash)
+        if len(name) <= 8 or name in self._known:
+            return name
+        # vLLM sends the last 64 bits of a digest as an int, except for some versions' offloads.
+        cut = int.from_bytes(name[-8:], "big")
+        return cut if cut in self._known else name
+
     def _clear(self) -> None:
         self._known.clear()
         self._unreferenced.clear()
@@ -186,11 +196,11 @@ class ExternalBlocks:
         self, event: BlockStored, tier: Tier
     ) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
         """And the blocks that are known from now on."""
-        hashes = [_key(h) for h in event.block_hashes]
+        hashes = [self._key(h) for h in event.block_hashes]
         tokens = self._checked_tokens(event)
         parent: _Block | None = None
         if event.parent_block_hash is not None:
-            wanted = _key(event.parent_block_hash)
+            wanted = self._key(event.parent_block_hash)
             parent = self._known.get(wanted)
             if parent is None:
                 self._wait(wanted, replace(event, block_hashes=hashes))
@@ -259,7 +269,7 @@ class ExternalBlocks:
 
     def _store_announced(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
         changes: list[CacheEvent] = []
-        for name in map(_key, event.block_hashes):
+        for name in map(self._key, event.block_hashes):
             known = self._known.get(name)
             if known is None:
                 self._wait(name, replace(event, block_hashes=[name]))
@@ -270,7 +280,7 @@ class ExternalBlocks:
 
     def _remove(self, event: BlockRemoved, tier: Tier) -> list[CacheEvent]:
         gone: list[SequenceHash] = []
-        for name in map(_key, event.block_hashes):
+        for name in map(self._key, event.block_hashes):
             known = self._known.get(name)
             if known is not None:
                 gone += self._unrefer(name, known, tier, event.group_idx)
@@ -339,10 +349,6 @@ class ExternalBlocks:
                     if self._awaits.get(waited) == name:
                         del self._awaits[waited]
                 yield event
-
-
-def _key(block_hash: BlockHash) -> BlockHash:
-    return block_hash & U64 if isinstance(block_hash, int) else bytes(block_hash)
 
 
 def _tier_of(medium: str | None) -> Tier | None:

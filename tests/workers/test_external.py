@@ -148,6 +148,20 @@ def test_an_offload_is_joined_to_the_block_whose_tokens_are_known(
     assert not holder.external.is_blind
 
 
+def test_an_offload_may_name_in_full_a_block_that_was_stored_by_an_int(holder: Holder) -> None:
+    """vLLM sends 64 bits of a digest as an int; some versions name offloads by all of it."""
+    digests = [bytes([n]) * 24 + (2**64 - n).to_bytes(8, "big") for n in (1, 2, 3)]
+    ints: list[BlockHash] = [-1, 2**64 - 2]
+    holder.take(stored(ints), announced(digests[:2]), BlockRemoved(ints))
+    assert holder.overlap() == TierOverlap(host=2)
+    holder.take(replace(stored([digests[2]], start=2, parent=digests[1]), medium="CPU"))
+    assert holder.overlap() == TierOverlap(host=3)
+    holder.take(BlockRemoved(digests[:1], "CPU"))
+    assert holder.overlap() == TierOverlap()
+    holder.clock.now = 2 * external.MAX_WAIT_S
+    assert not holder.external.is_blind
+
+
 def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder: Holder) -> None:
     holder.take(stored([11]), BlockRemoved([11]), announced([11], "DISK"))
     assert holder.overlap() == TierOverlap(disk=1)
