@@ -46,6 +46,7 @@ class BlockStored:
     of blocks that were, or will be, announced with their tokens.
 
     extra_keys: for each block what its hash covers besides tokens, or None.
+    locality: LOCAL, REMOTE for what lies elsewhere, or None, which is local.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -58,6 +59,7 @@ class BlockStored:
     extra_keys: Sequence[Sequence[object] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    locality: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class BlockRemoved:
     block_hashes: Sequence[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,7 @@ class ExternalBlocks:
                 return [], ()
             case BlockRemoved() if event.group_idx in self._other_groups:
                 return [], ()
-        tier = _tier_of(event.medium)
+        tier = _tier_of(event.medium, event.locality)
         if tier is None:
             return [], ()
         if isinstance(event, BlockRemoved):
@@ -351,7 +354,10 @@ class ExternalBlocks:
                 yield event
 
 
-def _tier_of(medium: str | None) -> Tier | None:
+def _tier_of(medium: str | None, locality: str | None) -> Tier | None:
+    """None: not this worker's own."""
+    if locality is not None and locality.upper() != "LOCAL":
+        return None
     if medium is None:
         return Tier.DEVICE
     if medium.lower() not in _TIERS:

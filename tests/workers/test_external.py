@@ -137,6 +137,24 @@ def test_the_medium_is_the_tier(holder: Holder, medium: str | None, expected: Ti
     assert holder.overlap() == TierOverlap()
 
 
+@pytest.mark.parametrize(("locality", "num_held"), [("LOCAL", 1), ("Remote", 0)])
+def test_what_lies_elsewhere_is_not_this_workers(
+    holder: Holder, locality: str, num_held: int
+) -> None:
+    holder.take(stored([11]), replace(announced([11], "STORAGE"), locality=locality))
+    holder.take(BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap(disk=num_held)
+    holder.take(stored([11]), replace(stored([11]), medium="STORAGE", locality=locality))
+    holder.take(BlockRemoved([11], "STORAGE", locality=locality), BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap(disk=num_held)
+
+
+def test_a_removal_elsewhere_leaves_what_is_here(holder: Holder) -> None:
+    holder.take(replace(stored([11]), medium="STORAGE"))
+    holder.take(BlockRemoved([11], "STORAGE", locality="REMOTE"))
+    assert holder.overlap() == TierOverlap(disk=1)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_an_offload_is_joined_to_the_block_whose_tokens_are_known(
     holder: Holder, late: bool
