@@ -268,7 +268,11 @@ class ExternalBlocks:
                 "extra_keys",
                 f"{len(event.extra_keys)} do not fit {len(event.block_hashes)} blocks",
             )
-        return token_bytes([t if isinstance(t, int) else t[0] for t in event.token_ids])
+        try:
+            tokens = [t if isinstance(t, int) else t[0] for t in event.token_ids]
+        except (IndexError, TypeError) as error:
+            raise InvalidRequest("token_ids", f"neither tokens nor pairs: {error}") from None
+        return token_bytes(tokens)
 
     def _store_announced(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
         changes: list[CacheEvent] = []

@@ -373,6 +373,9 @@ def test_more_than_may_wait_blinds_at_once(holder: Holder, monkeypatch: pytest.M
         (BlockStored([11], None, TOKENS, 0), "block_size: 0 is no multiple"),
         (BlockStored([11, 12], None, TOKENS[:5], SIZE), "token_ids: 5 are not 2 blocks of 4"),
         (BlockStored([11], None, [1, 2, 3, -1], SIZE), "token_ids: not all are integers"),
+        (BlockStored([11], None, [(1, 2), (), (3, 4), (4, 5)], SIZE), "token_ids: neither tokens"),
+        (BlockStored([11], None, [1, 2, 3, 4.0], SIZE), "token_ids: neither tokens"),  # type: ignore[list-item]
+        (BlockStored([11], None, [1, 2, 3, None], SIZE), "token_ids: neither tokens"),  # type: ignore[list-item]
         (replace(stored([11]), extra_keys=[]), "extra_keys: 0 do not fit 1 blocks"),
         (replace(stored([11]), medium="tape"), "medium: 'tape' is none of gpu, "),
         (BlockRemoved([1], "tape"), "medium: 'tape' is none of gpu, "),
