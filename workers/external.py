@@ -7,6 +7,7 @@ What the fields mean is taken from vllm/distributed/kv_events.py and its consume
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ _TIERS: dict[str, Tier | None] = {
     # Not this worker's own.
     **dict.fromkeys(("external", "network", "remote", "shared"), None),
 }
+_DIGEST = re.compile("[0-9a-fA-F]{64}")
 _PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Attention over the whole prefix: what a window or a recurrent state keeps cannot be reused block
 by block."""
@@ -395,9 +397,6 @@ def _item_hash(key: object) -> int:
     """
     if isinstance(key, list | tuple) and key:
         key = key[0]
-    if isinstance(key, str) and len(key) == 64:
-        try:
-            return int(key[:16], 16)
-        except ValueError:
-            pass
+    if isinstance(key, str) and _DIGEST.fullmatch(key):
+        return int(key[:16], 16)
     return xxh3_64_intdigest(key if isinstance(key, bytes) else str(key).encode())

@@ -286,6 +286,18 @@ def test_an_offload_with_tokens_that_leaves_out_the_rest_is_of_the_same_block(
     assert holder.overlap().total <= 1
 
 
+@pytest.mark.parametrize(
+    "identifier",
+    ["-123456789abcdef" + "0" * 48, "0123456789abcdef" + "-" * 48, "0x23456789abcdef" + "0" * 48],
+)
+def test_an_identifier_that_only_looks_like_a_digest_counts_whole(
+    holder: Holder, identifier: str
+) -> None:
+    holder.take(replace(stored([11]), extra_keys=[[[identifier, 0]]]))
+    chain = chain_of(TOKENS[:SIZE], items=[[xxh3_64_intdigest(identifier.encode())]])
+    assert holder.overlap(chain) == TierOverlap(device=1)
+
+
 def test_an_item_counts_for_all_blocks_of_the_engines_block(holder: Holder) -> None:
     event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [["f" * 64, 0]]])
     holder.take(event)
