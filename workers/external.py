@@ -47,7 +47,8 @@ class BlockStored:
     """token_ids: of all blocks, `block_size` each; pairs count by their first. Empty: an offload
     of blocks that were, or will be, announced with their tokens.
 
-    extra_keys: for each block what its hash covers besides tokens, or None.
+    extra_keys: for each block what its hash covers besides tokens, or None. Where there is no
+    cache_salt, a plain string among those of a chain's first block is it.
     locality: LOCAL, REMOTE for what lies elsewhere, or None, which is local.
     """
 
@@ -220,7 +221,7 @@ class ExternalBlocks:
         if kin is None and known[0] is not None and known[0].is_of(digests[0], None):
             kin = known[0]
         lora_name = event.lora_name or (kin.lora_name if kin else None)
-        cache_salt = event.cache_salt or (kin.cache_salt if kin else None)
+        cache_salt = event.cache_salt or (kin.cache_salt if kin else _salt_in(event))
         per_block = event.block_size // self._block_size
         local = compute_local_hashes(
             tokens,
@@ -369,6 +370,16 @@ def _tier_of(medium: str | None, locality: str | None) -> Tier | None:
     if medium.lower() not in _TIERS:
         raise InvalidRequest("medium", f"{medium!r} is none of {', '.join(_TIERS)}")
     return _TIERS[medium.lower()]
+
+
+def _salt_in(event: BlockStored) -> str | None:
+    """Of an event without parent: vLLM's events have a salt nowhere but in the extra keys of the
+    first block, behind the adapter's name and images."""
+    keys = list(event.extra_keys[0] or ()) if event.extra_keys else []
+    if event.lora_name in keys:
+        keys.remove(event.lora_name)
+    names = [key for key in keys if isinstance(key, str) and key and not _DIGEST.fullmatch(key)]
+    return names[-1] if names else None
 
 
 def _items(

@@ -168,7 +168,7 @@ def test_an_offload_is_joined_to_the_block_whose_tokens_are_known(
 
 def test_an_offload_may_name_in_full_a_block_that_was_stored_by_an_int(holder: Holder) -> None:
     """vLLM sends 64 bits of a digest as an int; some versions name offloads by all of it."""
-    digests = [bytes([n]) * 24 + (2**64 - n).to_bytes(8, "big") for n in (1, 2, 3)]
+    digests: list[BlockHash] = [bytes([n]) * 24 + (2**64 - n).to_bytes(8, "big") for n in (1, 2, 3)]
     ints: list[BlockHash] = [-1, 2**64 - 2]
     holder.take(stored(ints), announced(digests[:2]), BlockRemoved(ints))
     assert holder.overlap() == TierOverlap(host=2)
@@ -261,6 +261,27 @@ def test_what_a_block_holds_beside_tokens_is_part_of_its_hash(holder: Holder) ->
     tokens = TOKENS[: 4 * SIZE]
     assert holder.overlap(chain_of(tokens, "sql", "tenant", items)) == TierOverlap(device=4)
     assert holder.overlap(chain_of(tokens, "sql", "tenant")) == TierOverlap(device=1)
+
+
+@pytest.mark.parametrize("lora", [None, "sql", "tenant"])
+def test_a_salt_that_only_the_extra_keys_of_the_root_name_is_one(
+    holder: Holder, lora: str | None
+) -> None:
+    """As vLLM has it: adapter, images, then the salt of the first block."""
+    adapter = [lora] if lora else []
+    image = [["f" * 64, 2]]
+    keys = [[*adapter, *image, "tenant"], adapter or None]
+    holder.take(replace(stored([11, 12]), lora_name=lora, extra_keys=keys))
+    holder.take(replace(stored([13], start=2, parent=12), lora_name=lora, extra_keys=[adapter]))
+    items = [[int("f" * 16, 16)], [], []]
+    chain = chain_of(TOKENS[: 3 * SIZE], lora, "tenant", items)
+    assert holder.overlap(chain) == TierOverlap(device=3)
+
+
+def test_a_digest_among_the_extra_keys_of_the_root_is_no_salt(holder: Holder) -> None:
+    holder.take(replace(stored([11]), extra_keys=[["f" * 64]]))
+    chain = chain_of(TOKENS[:SIZE], items=[[int("f" * 16, 16)]])
+    assert holder.overlap(chain) == TierOverlap(device=1)
 
 
 @pytest.mark.parametrize(
@@ -386,8 +407,8 @@ def test_more_than_may_wait_blinds_at_once(holder: Holder, monkeypatch: pytest.M
         (BlockStored([11, 12], None, TOKENS[:5], SIZE), "token_ids: 5 are not 2 blocks of 4"),
         (BlockStored([11], None, [1, 2, 3, -1], SIZE), "token_ids: not all are integers"),
         (BlockStored([11], None, [(1, 2), (), (3, 4), (4, 5)], SIZE), "token_ids: neither tokens"),
-        (BlockStored([11], None, [1, 2, 3, 4.0], SIZE), "token_ids: neither tokens"),  # type: ignore[list-item]
-        (BlockStored([11], None, [1, 2, 3, None], SIZE), "token_ids: neither tokens"),  # type: ignore[list-item]
+        (BlockStored([11], None, [1, 2, 3, 4.0], SIZE), "token_ids: neither tokens"),
+        (BlockStored([11], None, [1, 2, 3, None], SIZE), "token_ids: neither tokens"),
         (replace(stored([11]), extra_keys=[]), "extra_keys: 0 do not fit 1 blocks"),
         (replace(stored([11]), medium="tape"), "medium: 'tape' is none of gpu, "),
         (BlockRemoved([1], "tape"), "medium: 'tape' is none of gpu, "),
