@@ -49,6 +49,7 @@ class BlockStored:
 
     extra_keys: for each block what its hash covers besides tokens, or None. Where there is no
     cache_salt, a plain string among those of a chain's first block is it.
+    lora_id: above 0 an adapter, even where it has no name.
     locality: LOCAL, REMOTE for what lies elsewhere, or None, which is local.
     """
 
@@ -63,6 +64,7 @@ class BlockStored:
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
+    lora_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class ExternalBlocks:
         kin = parent
         if kin is None and known[0] is not None and known[0].is_of(digests[0], None):
             kin = known[0]
-        lora_name = event.lora_name or (kin.lora_name if kin else None)
+        lora_name = event.lora_name or (kin.lora_name if kin else _unnamed_adapter(event))
         cache_salt = event.cache_salt or (kin.cache_salt if kin else _salt_in(event))
         per_block = event.block_size // self._block_size
         local = compute_local_hashes(
@@ -370,6 +372,12 @@ def _tier_of(medium: str | None, locality: str | None) -> Tier | None:
     if medium.lower() not in _TIERS:
         raise InvalidRequest("medium", f"{medium!r} is none of {', '.join(_TIERS)}")
     return _TIERS[medium.lower()]
+
+
+def _unnamed_adapter(event: BlockStored) -> str | None:
+    """A name for an adapter of which, as with older vLLM, only the number is told. Nobody asks for
+    it: another worker may number another adapter so."""
+    return f"lora_id {event.lora_id}" if event.lora_id else None
 
 
 def _salt_in(event: BlockStored) -> str | None:

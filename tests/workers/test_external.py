@@ -246,6 +246,17 @@ def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> 
     assert holder.overlap() == TierOverlap()
 
 
+def test_an_adapter_without_a_name_is_not_the_model_itself(holder: Holder) -> None:
+    unnamed = replace(stored([11]), lora_id=3)
+    holder.take(unnamed, replace(stored([12], start=1, parent=11), lora_id=3))
+    assert holder.overlap() == TierOverlap()
+    holder.take(replace(stored([21], start=0), lora_id=3, lora_name="sql"))
+    assert holder.overlap(chain_of(TOKENS, "sql")) == TierOverlap(device=1)
+    holder.take(replace(stored([31]), lora_id=0))
+    assert holder.overlap() == TierOverlap(device=1)
+    assert not holder.external.is_blind
+
+
 def test_what_a_block_holds_beside_tokens_is_part_of_its_hash(holder: Holder) -> None:
     digest = "0123456789abcdef" + "5" * 48
     holder.take(
