@@ -1,14 +1,14 @@
-"""Block manager: which blocks of a request are where, which it shares, and which make room for it.
+"""Block manager: where a request's blocks are, which it shares, and which are evicted for it.
 
-Bookkeeping only: it plans what is to be copied (`Move`), and somebody who copies tells it how that
-ended. Nothing here waits, and nothing is done by halves: an operation that cannot be had raises
+Bookkeeping only: it plans what is to be copied (`Move`), and whoever does the copying reports how
+that ended. Nothing here waits, and nothing is half done: an operation that is not possible raises
 before it has changed anything.
 
-A slot whose block others may find is given away in two steps, so that nobody is ever told of a
-block that is not there any more: `evict` chooses slots and plans to store them further down;
-`withdraw` tells that they go; `reclaim` frees them, once that has been heard. Until then a request
-may still call such a block back. So a request is only ever given slots that are free already, and
-whoever runs the manager keeps some free ahead of them.
+A slot whose block others can find is given away in steps, so that nobody is ever told of a block
+that is no longer there: `evict` chooses slots and plans to store their blocks further down;
+`withdraw` announces that the blocks go; `reclaim` frees the slots, once that has been heard. Until
+then a request may still call such a block back. So a request is only ever given slots that are
+already free, and whoever runs the manager keeps some free ahead of requests.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class WritePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Which blocks are worth a place in a slower tier, and being loaded from there.
+    """Which blocks are worth a place in a slower tier, and worth loading from there.
 
-    min_uses: a block is stored once so many requests have needed it.
+    min_uses: a block is stored once this many requests have needed it.
     compute_s, load_s: seconds to compute a block, and to load it from a tier.
     """
 
@@ -56,17 +56,17 @@ class Admission:
 
 @dataclass(slots=True)
 class Counts:
-    """Blocks, since the start, unless it says otherwise."""
+    """In blocks, since the start, unless stated otherwise."""
 
     evicted: int = 0
     loaded: int = 0
     stored: int = 0
     stores_dropped: int = 0
-    """Not stored, as too much was being stored already or nothing was free below."""
+    """Not stored, because too much was being stored already or nothing was free below."""
     failed: int = 0
-    """Not loaded or stored, as the copy failed."""
+    """Not loaded or stored, because the copy failed."""
     fallbacks: int = 0
-    """Requests that computed what they were to load."""
+    """Requests that computed blocks they were to load."""
     recomputed: int = 0
 
 
@@ -74,8 +74,8 @@ class Counts:
 class BlockTable:
     """The device slots of one request, in the order of its tokens.
 
-    tiers: where the prompt's leading blocks were when it was prepared; those that were not on the
-    device are filled by `loads`. chain: the blocks of the leading slots that are full.
+    tiers: where the prompt's leading blocks were when the table was prepared; `loads` fill those
+    that were not on the device. chain: the blocks of the leading slots that are full.
     """
 
     slots: list[Slot]
@@ -90,17 +90,17 @@ class BlockTable:
 
     @property
     def num_matched(self) -> int:
-        """Leading slots that hold the prompt's blocks, or are being filled with them."""
+        """How many leading slots hold the prompt's blocks, or are being filled with them."""
         return len(self.tiers)
 
     @property
     def is_ready(self) -> bool:
-        """Has all ended that it waits for? Whether it ended well says `num_whole`."""
+        """Have all its loads ended? `num_whole` says whether they ended well."""
         return all(load.finished for load in self.loads)
 
     @property
     def num_whole(self) -> int:
-        """Leading matched slots that hold what they should."""
+        """How many leading matched slots hold what they should."""
         for n, slot in enumerate(self.slots[: self.num_matched]):
             if slot.block != self.chain[n]:
                 return n
@@ -109,9 +109,9 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Slots of a tier that are to be freed, as long as they leave by that choice.
+    """Slots of a tier that are to be freed, provided they are still leaving by that choice.
 
-    store: must be finished first.
+    store: the move that must be finished first.
     """
 
     tier: Tier
@@ -120,18 +120,18 @@ class Eviction:
 
     @property
     def leaving(self) -> list[Slot]:
-        """Those that nobody has called back."""
+        """The slots that nobody has called back."""
         return [slot for slot, choice in self.slots if slot.leaving == choice]
 
 
 class BlockManager:
     """Slots of the device and, behind it, of any slower tiers; their blocks and who uses them.
 
-    num_slots: of each tier, fastest first; the device must be there. reuse_multiple: requests reuse
-    a multiple of so many blocks: an engine that computes so many at a time, and always from such a
-    place on, gets the same bits with reuse as without. max_storing: blocks that may
-    be on their way to a slower tier at once; beyond that they are not stored. Loads have no bound
-    but the slots that they fill. now: seconds, for pins.
+    num_slots: of each tier, fastest first; the device is required. reuse_multiple: requests reuse a
+    multiple of this many blocks, so that an engine that computes that many at a time, always from
+    such a boundary on, gets the same bits with reuse as without. max_storing: blocks that may be on
+    their way to a slower tier at once; beyond that they are not stored. Loads are bounded only by
+    the slots that they fill. now: seconds, for pins.
     """
 
     def __init__(
@@ -160,15 +160,15 @@ class BlockManager:
         self._moves: set[Move] = set()
         self._planned: list[Move] = []
         self._storing: dict[Tier, set[SequenceHash]] = {tier: set() for tier in self.tiers}
-        """By the tier that they are on their way to."""
+        """By the tier that they are being stored to."""
         self._uses_before: OrderedDict[SequenceHash, int] = OrderedDict()
-        """Of blocks that are gone, as many as the device has slots: the last to go."""
+        """Uses of the last blocks that went, for as many blocks as the device has slots."""
         self._events: list[CacheEvent] = []
         self._idle = IdleBeforeEvict(now)
 
     @property
     def idle_before_evict_s(self) -> float:
-        """Of blocks that no tier has any more; see IdleBeforeEvict."""
+        """Counts blocks that left the last tier that held them; see IdleBeforeEvict."""
         return self._idle.value_s
 
     # Requests
@@ -180,9 +180,9 @@ class BlockManager:
     def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
         """`num_blocks` slots for a request whose prompt begins with `prefix`.
 
-        Leading blocks that are on the device are shared; those in slower tiers get slots, and
-        loads that fill these are planned; whoever needs the same blocks meanwhile shares those.
-        Raises NotEnoughBlocks.
+        Leading blocks on the device are shared. Those in slower tiers get slots and planned loads
+        that fill them; requests that need the same blocks meanwhile share those slots. Raises
+        NotEnoughBlocks.
         """
         if len(prefix) > num_blocks:
             raise ValueError(f"{len(prefix)} blocks do not fit into {num_blocks}")
@@ -190,7 +190,7 @@ class BlockManager:
         found = found[: self._reusable(len(found))]
         num_new = num_blocks - sum(tier is Tier.DEVICE for tier, _ in found)
         if num_new > self._device.num_free:
-            # It will be asked for again: room is to be made of other blocks than those it found.
+            # The caller will ask again: room must be made from blocks other than those found here.
             for tier, slot in reversed(found):
                 self.tiers[tier].touch(slot)
             raise NotEnoughBlocks(num_new, self._device.num_free)
@@ -223,7 +223,7 @@ class BlockManager:
     def register(self, table: BlockTable, blocks: Iterable[SequenceHash]) -> None:
         """The next slots of the table are full, with these blocks: let others find them.
 
-        Where a block is there already, the table gets that slot in the place of its own.
+        Where a block already has a slot, the table gets that slot in place of its own.
         """
         if table.epoch != self._epoch:
             return
@@ -246,9 +246,10 @@ class BlockManager:
             self._plan_store(Tier.DEVICE, fresh)
 
     def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
-        """What of `prefix`, behind the table's chain, others have filled since it was prepared.
+        """Share what others have filled of `prefix`, beyond the table's chain, since it was
+        prepared.
 
-        The table gets those slots in the place of its own. How many.
+        The table gets those slots in place of its own. Returns how many.
         """
         if table.epoch != self._epoch:
             return 0
@@ -264,9 +265,9 @@ class BlockManager:
         return count
 
     def fall_back(self, table: BlockTable) -> None:
-        """Some load of a table that is ready failed: slots of its own for all from there on.
+        """A load of a ready table failed: give the table slots of its own from there on.
 
-        Raises NotEnoughBlocks, and has released the table then.
+        Raises NotEnoughBlocks, having released the table.
         """
         assert table.is_ready
         num_whole = self._reusable(table.num_whole)
@@ -285,9 +286,9 @@ class BlockManager:
             raise
 
     def release(self, table: BlockTable, priority: int = 0) -> None:
-        """The request is over or cancelled. Blocks with a higher priority are evicted later.
+        """The request is finished or cancelled. Blocks with a higher priority are evicted later.
 
-        Tail first, so that tails are the older ones and go before what they hang on.
+        Tail first, so that tails are older than the blocks before them and are evicted first.
         """
         self._tables.remove(table)
         for slot in reversed(table.slots):
@@ -295,7 +296,7 @@ class BlockManager:
         table.slots.clear()
 
     def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
-        """Plan to load the leading blocks of `chain` into free slots of `tier`; how many."""
+        """Plan loads of the leading blocks of `chain` into free slots of `tier`. How many."""
         wanted: dict[Tier, list[Slot]] = {}
         room = self.tiers[tier].num_free
         for source, slot in self._find(chain):
@@ -311,34 +312,34 @@ class BlockManager:
         return sum(map(len, wanted.values()))
 
     def pin(self, chain: Sequence[SequenceHash], ttl_s: float) -> int:
-        """Do not evict the leading blocks of `chain` that are held, for so long; how many."""
+        """Keep the held leading blocks of `chain` from eviction for `ttl_s`; returns how many."""
         found = self._find(chain)
         until_s = self._now() + ttl_s
-        for tier, slot in reversed(found):  # tails are to be the older ones again
+        for tier, slot in reversed(found):  # again, tails must be the older ones
             self.tiers[tier].pin(slot, until_s)
         return len(found)
 
     # Room
 
     def evict(self, tier: Tier, count: int) -> Eviction:
-        """Choose up to `count` idle slots to be freed, and plan to store what is worth it.
+        """Choose up to `count` idle slots to free, and plan to store the blocks that are worth it.
 
-        To be withdrawn when `store` is finished, then reclaimed.
+        The eviction is to be withdrawn when `store` is finished, then reclaimed.
         """
         chosen = self.tiers[tier].choose(count)
         for slot in chosen:
             self._touch_below(tier, slot)
-        # From roots to tails and from the last used on, as a move has them: if there is no room for
-        # all, these are worth more, and the tier below will give them up last.
+        # From roots to tails and from the most recently used on, the order of blocks in a move: if
+        # there is not room for all, these are worth more, and the tier below evicts them last.
         store = self._plan_store(tier, reversed(chosen))
         return Eviction(tier, [(slot, slot.leaving) for slot in chosen], store)
 
     def withdraw(self, eviction: Eviction) -> None:
-        """Tell that these blocks leave their tier, but for those that were called back."""
+        """Announce that these blocks leave their tier, except those that were called back."""
         self._unpublish(eviction.tier, eviction.leaving)
 
     def reclaim(self, eviction: Eviction) -> int:
-        """Free the slots, now that it is known that their blocks leave; how many were freed."""
+        """Free the slots, now that it is known that their blocks leave; returns how many."""
         leaving = eviction.leaving
         for slot in leaving:
             assert not slot.published, f"slot {slot.block_id} is not withdrawn"
@@ -352,7 +353,7 @@ class BlockManager:
         return len(leaving)
 
     def room_below(self, tier: Tier) -> int:
-        """How many blocks of `tier` could be stored now in the one below, if there is one."""
+        """How many blocks of `tier` could now be stored in the tier below, if there is one."""
         target = self._below[tier]
         if target is None:
             return 0
@@ -361,14 +362,14 @@ class BlockManager:
     # Copies
 
     def take_moves(self) -> list[Move]:
-        """What is to be copied since the last call, in order."""
+        """Moves planned since the last call, in order."""
         planned, self._planned = self._planned, []
         return planned
 
     def finish(self, move: Move, num_done: int) -> None:
         """`move` has ended: its first `num_done` blocks are where they should be.
 
-        Of a load, the next block's source is taken for bad, and is gone.
+        If a load failed, the source of the next block is considered bad, and is dropped.
         """
         assert not move.finished
         move.finished = True
@@ -387,13 +388,13 @@ class BlockManager:
     def adopt(
         self, tier: Tier, held: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]
     ) -> None:
-        """Before anything else: what a tier holds from an earlier life, as Slots.adopt has it."""
+        """Call first of all: take in a tier's blocks from an earlier life; see Slots.adopt."""
         slots = self.tiers[tier]
         slots.adopt(held)
         self._publish(tier, slots.held())
 
     def fence(self) -> None:
-        """Nothing that is held, being computed or copied now is found by anybody after this."""
+        """From here on, nothing that is now held, being computed or being copied can be found."""
         self._epoch += 1
         for slots in self.tiers.values():
             for slot in slots.held():
@@ -414,7 +415,7 @@ class BlockManager:
         return events
 
     def check(self) -> None:
-        """Raises AssertionError where the books contradict themselves. Takes a while."""
+        """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
         held: Counter[Slot] = Counter()
         for table in self._tables:
             held.update(table.slots)
@@ -458,7 +459,7 @@ class BlockManager:
         return num_blocks - num_blocks % self._reuse_multiple
 
     def _hold(self, tier: Tier, slot: Slot) -> None:
-        """For a request, or to load it: if it was leaving, it stays."""
+        """Hold for a request or a load; a slot that was leaving stays."""
         slots = self.tiers[tier]
         slots.hold(slot)
         if slot.leaving:
@@ -469,7 +470,7 @@ class BlockManager:
     def _plan_load(
         self, source: Tier, target: Tier, sources: list[Slot], targets: list[Slot]
     ) -> None:
-        """Sources are held for it, and so are targets, which are found from now on."""
+        """The load's slots are already held; from now on others can find the targets."""
         fills = dict.fromkeys(slot.filling for slot in sources if slot.filling is not None)
         blocks = [_block(slot) for slot in sources]
         move = Move(source, target, sources, targets, blocks, list(fills))
@@ -502,7 +503,7 @@ class BlockManager:
         return move
 
     def _touch_below(self, tier: Tier, slot: Slot) -> None:
-        """If its block is in the tier below as well: nobody could use it there till now."""
+        """If the tier below has the block as well: nobody could use it there until now."""
         lower = self._below[tier]
         below = None if lower is None else self.tiers[lower].find(_block(slot))
         if lower is not None and below is not None:
@@ -556,7 +557,7 @@ class BlockManager:
         _release(source, move.sources)
 
     def _publish(self, tier: Tier, slots: Iterable[Slot]) -> None:
-        """One event for each stretch of a chain."""
+        """One event for each contiguous part of a chain."""
         run: list[Slot] = []
         for slot in slots:
             slot.published = True
@@ -576,7 +577,7 @@ class BlockManager:
             self._events.append(Removed(tuple(blocks), tier))
 
     def _remember(self, slot: Slot) -> None:
-        """How often a block was used counts when it comes back."""
+        """When a block comes back, its earlier uses count."""
         self._uses_before[_block(slot)] = slot.uses
         self._uses_before.move_to_end(_block(slot))
         if len(self._uses_before) > self._device.num_slots:

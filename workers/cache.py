@@ -1,12 +1,12 @@
-"""A worker's KV cache: carries out what the block manager plans, and tells the agent of it.
+"""A worker's KV cache: carries out what the block manager plans, and reports it to the agent.
 
-What the index says of a block is true of it: stored only when its copy is complete, and removed
-before its slot is given away. So slots are freed ahead of the requests that will need them, one
-task for each tier: blocks are stored further down if they are worth it, then withdrawn, and their
-slots freed when Redis has heard of that.
+What the index says of a block is true: a block is stored only when its copy is complete, and
+removed before its slot is given away. So slots are freed ahead of the requests that will need them,
+by one task per tier: blocks worth keeping are stored further down, then all are withdrawn, and
+their slots are freed once Redis has heard of that.
 
-Copies run in threads, some for each tier that is loaded from and one for each that is stored to: a
-slow disk keeps no load from host memory waiting, nor a block that leaves the device.
+Copies run in threads, several for each tier that is loaded from and one for each that is stored to:
+a slow disk delays neither a load from host memory nor a block that leaves the device.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 LOAD_THREADS = 2
 STORE_WAIT_S = 0.1
-"""Blocks that leave wait so long for room in the tier below; then they are not stored."""
+"""How long blocks that leave wait for room in the tier below; after that they are not stored."""
 WITHDRAW_TIMEOUT_S = 1.0
-"""If Redis has not heard by then that a block goes, it goes nevertheless."""
+"""If Redis has not heard within this time that a block goes, the block goes anyway."""
 
 
 class Publisher(Protocol):
-    """What of an agent is needed here."""
+    """The part of an agent that is needed here."""
 
     def notify(self, events: Iterable[CacheEvent]) -> None: ...
 
@@ -42,12 +42,13 @@ class Publisher(Protocol):
 
 
 class BlockCache:
-    """`run` it, and meanwhile `admit`, `register`, `release` and `prefetch`, on one event loop.
+    """`run` it, and meanwhile call `admit`, `register`, `release` and `prefetch`, on one event
+    loop.
 
-    carry_out: copies the blocks of a move and says how many leading ones are copied; see
+    carry_out: copies the blocks of a move and returns how many leading ones are copied; see
     Transfers.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
-    stores from the tier above, which are dropped where nothing is free.
-    unconfirmed: slots that were freed though Redis had not heard of it in time.
+    stores from the tier above; stores are dropped if nothing is free.
+    unconfirmed: how many slots were freed though Redis had not heard of it in time.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BlockCache:
         self._publisher = publisher
         self._spare = dict(spare)
         self._needed: dict[object, int] = {}
-        """Device slots that each request needs that waits for them."""
+        """How many device slots each request that waits for slots needs."""
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._copies: dict[Move, asyncio.Task[None]] = {}
@@ -80,7 +81,7 @@ class BlockCache:
         }
 
     async def run(self) -> None:
-        """Until cancelled, which is for when nobody waits in `admit`; ends with the copies."""
+        """Run until cancelled, then until copies end. Cancel only while nobody waits in `admit`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -95,8 +96,8 @@ class BlockCache:
     async def admit(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
         """Slots for a request; the first `num_matched` hold leading blocks of `prefix`.
 
-        Waits for room to be made and for blocks to be loaded; what cannot be loaded is to be
-        computed. Raises NotEnoughBlocks if requests use too much of the device.
+        Waits until there is room and blocks are loaded; what cannot be loaded has to be computed.
+        Raises NotEnoughBlocks if requests use too much of the device.
         """
         while True:
             table = await self._prepare(prefix, num_blocks)
@@ -117,23 +118,23 @@ class BlockCache:
             return table
 
     def register(self, table: BlockTable, blocks: Sequence[SequenceHash]) -> None:
-        """See BlockManager.register: slots of the table may change."""
+        """See BlockManager.register: the table's slots may change."""
         self.manager.register(table, blocks)
         self._go_on()
 
     def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
-        """See BlockManager.share: slots of the table may change."""
+        """See BlockManager.share: the table's slots may change."""
         count = self.manager.share(table, prefix)
         self._go_on()
         return count
 
     def release(self, table: BlockTable, priority: int = 0) -> None:
-        """The request is over or cancelled."""
+        """The request is finished or cancelled."""
         self.manager.release(table, priority)
         self._go_on()
 
     def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
-        """For a request that still waits: begin to load into free slots; see BlockManager."""
+        """For a request that still waits: start loading into free slots; see BlockManager."""
         count = self.manager.prefetch(chain, tier)
         self._go_on()
         return count
@@ -172,7 +173,8 @@ class BlockCache:
     async def _storable(self, tier: Tier, count: int) -> int:
         """How many of `count` blocks to free at once, so that there is room to store them.
 
-        All, if none comes free below in time: who waits for slots is not to wait for a slow disk.
+        All of them, if no room comes free below in time: requests that wait for slots must not wait
+        for a slow disk.
         """
         below = next((slots for lower, slots in self.manager.tiers.items() if lower > tier), None)
         if below is None:
@@ -205,7 +207,7 @@ class BlockCache:
         self._go_on()
 
     async def _ended(self, move: Move) -> None:
-        """However that copy ends, and though who waits is cancelled."""
+        """Wait until that copy ends, however it ends, and even if the waiter is cancelled."""
         if move in self._copies:
             await asyncio.wait([self._copies[move]])
 
@@ -223,7 +225,7 @@ class BlockCache:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Begin what is planned, tell what has changed, and wake those who wait for room."""
+        """Start the planned moves, publish what has changed, and wake whoever waits for room."""
         assert self._tasks is not None, "the cache does not run"
         for move in self.manager.take_moves():
             self._copies[move] = self._tasks.create_task(self._copy(move))

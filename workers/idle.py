@@ -1,15 +1,15 @@
-"""How long blocks are not used before they are evicted."""
+"""How long blocks go unused before they are evicted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 WINDOW = 200
-"""So many of the last blocks make most of the mean."""
+"""About this many of the latest blocks make up most of the mean."""
 
 
 class IdleBeforeEvict:
-    """A moving mean over evicted blocks: seconds since each was used. now: seconds."""
+    """A moving mean over evicted blocks: seconds since each was last used. now: seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -17,7 +17,7 @@ class IdleBeforeEvict:
         self._last_s = 0.0
 
     def add(self, since_s: float) -> None:
-        """A block that was not used since then is evicted now."""
+        """Count a block that is evicted now and was last used at `since_s`."""
         self._last_s = self._now()
         idle_s = self._last_s - since_s
         if self._mean_s is None:
@@ -26,5 +26,5 @@ class IdleBeforeEvict:
 
     @property
     def value_s(self) -> float:
-        """0 while none was evicted. While none is, those that would be grow older."""
+        """0 until a block is evicted. While none is, it grows, as the next candidates age."""
         return 0.0 if self._mean_s is None else self._mean_s + self._now() - self._last_s

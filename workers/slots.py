@@ -1,11 +1,11 @@
-"""Bookkeeping of one tier: which slot holds which block, who uses it, and which goes next.
+"""Bookkeeping of one tier: which slot holds which block, who uses it, and which is evicted next.
 
     free ──take──► private ──register──► used ◄──hold / release──► idle ──choose──► leaving ──► free
                       └──────────────────release──────────────────────────────────────────────►
 
-private: taken, not to be found by others. used: to be found, and somebody reads it. idle: to be
-found, used by nobody. leaving: idle and chosen to go, but to be found until it is reclaimed: who
-holds it meanwhile keeps it.
+private: taken, and not visible to others. used: others can find it, and somebody reads it. idle:
+others can find it, and nobody uses it. leaving: idle and chosen for eviction, but others can find
+it until it is reclaimed, and a request that takes it before then keeps it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from app.core.types import SequenceHash, Tier
 
 
 class Slot:
-    """One slot of a tier. What it holds has the slot's number and generation for a name."""
+    """One slot of a tier. Its contents are identified by the slot's number and generation."""
 
     __slots__ = (
         "block",
@@ -41,9 +41,9 @@ class Slot:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.generation = 0
-        """How often the slot was freed."""
+        """How many times the slot has been freed."""
         self.references = 0
-        """Requests and transfers that need it to stay as it is."""
+        """How many requests and transfers need the slot to stay as it is."""
         self._empty()
 
     def _empty(self) -> None:
@@ -51,29 +51,29 @@ class Slot:
         """None while nobody else may find it."""
         self.parent: SequenceHash | None = None
         self.filling: Move | None = None
-        """What still fills it; who finds it waits for that."""
+        """The move that is still filling the slot; whoever finds the slot waits for that move."""
         self.leaving = 0
-        """Number of the choice that it leaves by; 0: it stays."""
+        """Number of the `choose` call that picked the slot for eviction; 0: it stays."""
         self.published = False
-        """Was it told of as stored, and not as removed since?"""
+        """Has the block been announced as stored, and not as removed since?"""
         self.priority = 0
         self.pinned_until_s = 0.0
         self.idle_since_s = 0.0
-        """When the block was last used, here or in the tier above, once nobody uses it."""
+        """Once nobody uses the block: when it was last used, here or in the tier above."""
         self.uses = 0
-        """Requests that held it."""
+        """How many requests have held the block."""
 
     def free(self) -> None:
-        """What it held is no more."""
+        """Discard what the slot held."""
         self.generation += 1
         self._empty()
 
 
 @dataclass(eq=False, slots=True)
 class Move:
-    """Blocks to be copied from one tier to another: a load if to a faster one, else a store.
+    """Blocks to copy from one tier to another: a load if the target is faster, otherwise a store.
 
-    Sources and targets are held until it is finished.
+    Sources and targets are held until the move is finished.
     """
 
     source: Tier
@@ -82,9 +82,9 @@ class Move:
     targets: list[Slot]
     blocks: list[SequenceHash]
     after: list[Move]
-    """Those that fill its sources, which must have ended before it begins."""
+    """Moves that fill its sources; they must have ended before this one begins."""
     generations: list[int] = field(init=False)
-    """Of the sources, when it was planned."""
+    """Generations of the sources when the move was planned."""
     finished: bool = False
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Move:
 
     @property
     def num_ready(self) -> int:
-        """Leading sources that hold what is to be copied."""
+        """How many leading sources hold what is to be copied."""
         planned = zip(self.sources, self.generations, self.blocks, strict=True)
         for n, (slot, generation, block) in enumerate(planned):
             if (slot.generation, slot.block) != (generation, block) or slot.filling is not None:
@@ -107,7 +107,7 @@ class Move:
 class Slots:
     """The `num_slots` slots of a tier. Each operation takes the same time in any tier.
 
-    now: seconds, for pins. Priorities should be few: each has an order of its own.
+    now: seconds, for pins. Use few priorities: each has its own LRU order.
     """
 
     def __init__(self, num_slots: int, now: Callable[[], float]) -> None:
@@ -119,14 +119,14 @@ class Slots:
         self._free = deque(self._slots)
         self._by_block: dict[SequenceHash, Slot] = {}
         self._idle: dict[int, OrderedDict[int, Slot]] = {}
-        """By priority, then from the least recently used one on."""
+        """By priority, then from least to most recently used."""
         self._num_idle = 0
         self._num_choices = 0
         self._num_leaving = 0
         self._num_pinned = 0
-        """Idle but for a pin."""
+        """Slots that would be idle if they were not pinned."""
         self._pins: list[tuple[float, int, Slot]] = []
-        """Heap of the ends of all pins that have not ended, in the order in which they began."""
+        """Heap of the pins that have not ended: by end, then by the order in which they began."""
         self._pins_begun = count()
 
     @property
@@ -135,7 +135,7 @@ class Slots:
 
     @property
     def num_idle(self) -> int:
-        """Of those that `choose` may take."""
+        """How many slots `choose` may take."""
         self._end_pins()
         return self._num_idle
 
@@ -147,7 +147,7 @@ class Slots:
         return self._by_block.get(block)
 
     def take(self, num: int) -> list[Slot]:
-        """Free slots, held once. Raises NotEnoughBlocks and takes none."""
+        """Take `num` free slots, each held once. Raises NotEnoughBlocks, having taken none."""
         if num > len(self._free):
             raise NotEnoughBlocks(num, len(self._free))
         taken = [self._free.popleft() for _ in range(num)]
@@ -156,15 +156,17 @@ class Slots:
         return taken
 
     def adopt(self, held: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]) -> None:
-        """Take in what the slots of a new tier hold already: of each its number, generation,
-        block and that block's parent."""
+        """Take in what the slots of a new tier already hold.
+
+        held: of each such slot its number, its generation, its block and that block's parent.
+        """
         assert len(self._free) == self.num_slots, "slots were taken before others were adopted"
         adopted = []
         for block_id, generation, block, parent in held:
             slot = self._slots[block_id]
             slot.generation = generation
             if block in self._by_block:
-                # It was given up and stored again, and its old slot is not overwritten yet.
+                # The block was given up and stored again, and its old slot is not overwritten yet.
                 slot.free()
                 continue
             slot.references = 1
@@ -175,7 +177,7 @@ class Slots:
             self.release(slot)
 
     def _tails_first(self, slots: Sequence[Slot]) -> Iterator[Slot]:
-        """Each behind all those that hang on it, as far as they have slots."""
+        """Yield each slot after those of its block's children, if the children have slots."""
         hanging = Counter(slot.parent for slot in slots)
         tails = deque(slot for slot in slots if not hanging[slot.block])
         while tails:
@@ -187,7 +189,7 @@ class Slots:
                 tails.append(parent)
 
     def register(self, slot: Slot, block: SequenceHash, parent: SequenceHash | None) -> None:
-        """Let others find a slot that was taken. No other may hold that block."""
+        """Let others find a slot that was taken. No other slot may hold that block."""
         assert slot.references, f"slot {slot.block_id} is not taken"
         assert slot.block is None, f"slot {slot.block_id} has a block"
         assert block not in self._by_block, f"{block:016x} has a slot"
@@ -195,7 +197,7 @@ class Slots:
         self._by_block[block] = slot
 
     def forget(self, slot: Slot) -> None:
-        """Let nobody find it any more; it is free once nobody holds it."""
+        """Stop others from finding the slot; it is freed once nobody holds it."""
         assert slot.block is not None, f"slot {slot.block_id} has no block"
         self._leave_order(slot)
         del self._by_block[slot.block]
@@ -204,22 +206,22 @@ class Slots:
             self._free_slot(slot)
 
     def hold(self, slot: Slot) -> None:
-        """Keep it as it is until the matching `release`. Does not call it back if it leaves."""
+        """Keep the slot as it is until the matching `release`. A leaving slot remains leaving."""
         if not slot.references and not slot.leaving:
             self._leave_order(slot)
         slot.references += 1
 
     def call_back(self, slot: Slot) -> None:
-        """A held slot that was leaving stays."""
+        """Let a held slot that was leaving stay."""
         assert slot.leaving
         assert slot.references
         slot.leaving = 0
         self._num_leaving -= 1
 
     def release(self, slot: Slot, priority: int = 0) -> None:
-        """Let go of it: the last to do so frees it, or makes it the most recently used one.
+        """Drop one reference. The last one frees the slot, or makes it the most recently used.
 
-        priority: the highest that it is released with counts.
+        priority: the highest that the slot was released with counts.
         """
         assert slot.references, f"slot {slot.block_id} is held by nobody"
         slot.priority = max(slot.priority, priority)
@@ -232,13 +234,13 @@ class Slots:
             self._enter_order(slot)
 
     def touch(self, slot: Slot) -> None:
-        """Make it the most recently used one, if it is idle."""
+        """Make the slot the most recently used, if it is idle."""
         if self._is_idle(slot):
             self._leave_order(slot)
             self._enter_order(slot)
 
     def choose(self, num: int) -> list[Slot]:
-        """Up to `num` idle slots, which now are leaving: lowest priority, then longest unused."""
+        """Mark up to `num` idle slots as leaving: lowest priority first, then longest unused."""
         self._end_pins()
         self._num_choices += 1
         chosen: list[Slot] = []
@@ -255,7 +257,7 @@ class Slots:
         return chosen
 
     def pin(self, slot: Slot, until_s: float) -> None:
-        """Do not choose it before then. A pin may be made longer, not shorter."""
+        """Do not choose the slot before `until_s`. A pin can be extended but not shortened."""
         if until_s <= max(slot.pinned_until_s, self._now()):
             return
         idle = self._is_idle(slot)
@@ -267,14 +269,14 @@ class Slots:
             self._enter_order(slot)
 
     def held(self) -> list[Slot]:
-        """All that may be found."""
+        """All slots that others can find."""
         return list(self._by_block.values())
 
     def all(self) -> Sequence[Slot]:
         return self._slots
 
     def check(self) -> None:
-        """Raises AssertionError where the books contradict themselves. Takes a while."""
+        """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
         free = {slot.block_id for slot in self._free}
         idle = {n for slots in self._idle.values() for n in slots}
         assert len(free) == len(self._free), "a slot is free twice"
