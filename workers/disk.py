@@ -1,13 +1,13 @@
 """The disk tier: blocks in the slots of a file, which outlive the process.
 
 A folder holds two files. `blocks` has a slot for each block, at a multiple of 4096 bytes. `index`
-has a page that says what the files are for, then a record for each slot, of 64 bytes, checked by a
-hash of its own. To write blocks is to void the records of their slots, write the blocks, then write
-records with the blocks' checksums: at any moment each record names a block that is whole, or
-nothing. So a process that is killed loses the blocks that it was writing, and no other.
+starts with a page that says what the files are for, followed by a 64-byte record for each slot,
+each with a hash of its own. Writing blocks means voiding the records of their slots, writing the
+blocks, then writing records with the blocks' checksums: at any moment each record names a whole
+block, or nothing. So a process that is killed loses the blocks it was writing, and no others.
 
-A machine that stops may lose any of the last writes, in any order. Whoever opens the files after a
-reboot therefore reads all blocks once, and keeps those that fit their checksums.
+A machine that crashes may lose any of the last writes, in any order. Whichever process opens the
+files after a reboot therefore reads all blocks once, and keeps those that match their checksums.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-"""Slots begin at multiples of it, as direct I/O would need them to."""
+"""Slots begin at multiples of it, as direct I/O would require."""
 RUN_BYTES = 256 << 10
-"""Copied and then hashed at once, when a core's cache still has it: the kernel is the better one at
-reading what is in none."""
+"""Copied and then hashed in one go, while the data is still in a core's cache: the kernel is better
+at reading what is in no cache."""
 THREADS = min(4, os.cpu_count() or 1)
 SHARE_BYTES = 1 << 20
-"""So many share a copy: of some blocks checksums are made while others are copied. But with less
-than that to do, a thread costs more than it saves."""
+"""THREADS share a copy, so that some blocks are hashed while others are copied. With less than
+SHARE_BYTES to do, a thread costs more than it saves."""
 _MAGIC = b"kvroute disk tier 1\n"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# magic, bytes of a block, slots, fingerprint, boot id; then a hash of all before.
+# magic, block size in bytes, number of slots, fingerprint, boot id; then a hash of all of these.
 _HEADER = struct.Struct("<32sQQQ64s")
 _HASH = struct.Struct("<Q")
 _RECORD = np.dtype(
@@ -59,20 +59,20 @@ _RECORD = np.dtype(
         ("seal", "<u8"),
     ]
 )
-"""checksum: of the block. seal: a hash of all before; of a record that is void, it is 0 as well."""
+"""checksum: of the block. seal: a hash of all before it; in a void record it is 0 like the rest."""
 RECORD_BYTES = _RECORD.itemsize
 _WHOLE = np.dtype(f"V{RECORD_BYTES}")
-"""As which numpy copies records ten times as fast as field by field."""
+"""With this type numpy copies records ten times as fast as field by field."""
 _SEALED = struct.Struct(f"{RECORD_BYTES - _HASH.size}s{_HASH.size}x")
 _VOID, _ROOT, _CHILD = range(3)
 
 Slots = NDArray[np.int64]
 Records = NDArray[Any]
-"""Of _RECORD."""
+"""Arrays of _RECORD."""
 
 
 class DiskBlock(NamedTuple):
-    """What a slot holds, or is to hold. generation: of the slot then; see workers/slots.py."""
+    """What a slot holds, or is to hold. generation: the slot's then; see workers/slots.py."""
 
     generation: int
     block: SequenceHash
@@ -82,18 +82,18 @@ class DiskBlock(NamedTuple):
 class SlotFile:
     """`num_slots` blocks of `block_bytes` in a folder that one process at a time may open.
 
-    fingerprint: of whatever makes a block usable, such as model and shape; files of another one,
-    or of another size, are begun anew.
+    fingerprint: of whatever makes a block usable, such as model and shape; files with another
+    fingerprint, or of another size, are started from scratch.
 
-    Reads and writes may come from several threads, but not while their slots are being written.
-    They are of any number of blocks, in the order of their slots: those in a row are copied at
-    once.
+    Reads and writes may come from several threads, but a slot must not be read or written while it
+    is being written. Each call takes any number of blocks, in slot order; blocks in consecutive
+    slots are copied at once.
     """
 
     def __init__(
         self, folder: Path, *, block_bytes: int, num_slots: int, fingerprint: int = 0
     ) -> None:
-        """Raises ConfigError where another process has the files, OSError where they fail."""
+        """Raises ConfigError if another process has the files open, OSError if they fail."""
         if block_bytes < 1 or num_slots < 1:
             raise ConfigError(f"disk tier: {num_slots} slots of {block_bytes} bytes")
         self.block_bytes = block_bytes
@@ -115,13 +115,13 @@ class SlotFile:
             raise
 
     def close(self) -> None:
-        """Leave the files to another process. What is on its way to the disk still gets there."""
+        """Leave the files to another process. Data on its way to the disk still gets there."""
         self._threads.shutdown()
         os.close(self._index)
         os.close(self._blocks)
 
     def records(self) -> Iterator[tuple[int, DiskBlock]]:
-        """All slots that hold a block."""
+        """All slots that hold a block, with what they hold."""
         slots = self._held(np.arange(self.num_slots))
         of_slots = self._records[slots]
         states, blocks, parents, generations = (
@@ -135,10 +135,10 @@ class SlotFile:
     def write(
         self, slots: Sequence[int], blocks: Sequence[DiskBlock], data: Sequence[memoryview]
     ) -> dict[int, OSError]:
-        """Put blocks into `slots`, in the place of what is there.
+        """Write blocks into `slots`, replacing what is there.
 
-        Returns what kept blocks from it, the disk being full for instance, by their place in
-        `slots`: those are then not there.
+        Returns the errors, such as a full disk, of blocks that could not be stored, by their
+        position in `slots`.
         """
         into = self._checked(slots, data)
         try:
@@ -164,9 +164,9 @@ class SlotFile:
     ) -> dict[int, BlockLost]:
         """Fill `into` with the blocks that `slots` were given in those generations.
 
-        Returns what is wrong with blocks, by their place in `slots`: a slot holds another by now,
-        or the block is not what was written, which is then forgotten. There `into` may hold
-        anything.
+        Returns what is wrong with blocks, by their position in `slots`: the slot holds another
+        block by now, or the block is not what was written and is now forgotten. At those positions
+        `into` may hold anything.
         """
         asked = self._checked(slots, into)
         with self._changing:
@@ -187,7 +187,7 @@ class SlotFile:
             lambda run: [self._is_cached(first[run.start], checksums[run], rows[run])], runs
         )
         not_cached = [run for run, was in zip(runs, cached, strict=True) if not was]
-        # The disk gets all of it to do at once.
+        # Submit all reads to the disk at once.
         for run in not_cached:
             size = (run.stop - run.start) * self._slot_bytes
             start = first[run.start] * self._slot_bytes
@@ -260,12 +260,12 @@ class SlotFile:
         return ids
 
     def _runs(self, slots: Slots) -> list[slice]:
-        """Places of slots that follow one another, no more of them than RUN_BYTES."""
+        """Ranges of positions of consecutive slots, each at most RUN_BYTES long."""
         groups = slots // max(1, RUN_BYTES // self._slot_bytes)
         return list(_cut(slots, (np.diff(slots) != 1) | (np.diff(groups) != 0)))
 
     def _shared(self, act: Callable[[slice], list[T]], runs: Sequence[slice]) -> list[T]:
-        """What `act` finds of each of the runs, one after the other. Threads share them."""
+        """The results of `act` for all runs, in order. Threads share the work."""
         if not runs:
             return []
         num_bytes = self._slot_bytes * sum(run.stop - run.start for run in runs)
@@ -283,7 +283,7 @@ class SlotFile:
         return [part for row in rows for part in (row, self._pad)] if self._pad else rows
 
     def _write_run(self, first: int, rows: Sequence[memoryview]) -> list[int | OSError]:
-        """Blocks into the slots from the first on: the checksum of each, or what kept it away."""
+        """Write blocks into the slots from `first` on. Each one's checksum, or the error it met."""
         if self.block_bytes <= RUN_BYTES:
             size = len(rows) * self._slot_bytes
             with suppress(OSError):
@@ -304,9 +304,9 @@ class SlotFile:
         return checksum.intdigest()
 
     def _is_cached(self, first: int, checksums: Sequence[int], rows: Sequence[memoryview]) -> bool:
-        """Read blocks from the slots from the first on, if no disk is to be waited for.
+        """Read blocks from the slots from `first` on, if that needs no wait for the disk.
 
-        False also if anything is wrong with any of them.
+        Also False if anything is wrong with any of them.
         """
         if self.block_bytes > RUN_BYTES:
             return self._spoilt(first, checksums[0], rows[0], os.RWF_NOWAIT) is None
@@ -315,11 +315,11 @@ class SlotFile:
             os.preadv(self._blocks, self._with_pads(rows), at, os.RWF_NOWAIT)
         except OSError:
             return False
-        # What was not read to its end does not fit its checksum either.
+        # A short read does not match its checksum either.
         return list(map(xxh3_64_intdigest, rows)) == checksums
 
     def _spoilt(self, slot: int, checksum: int, into: memoryview, flags: int = 0) -> str | None:
-        """Read it; what is wrong with it, if anything is."""
+        """Read a block; says what is wrong with it, if anything."""
         found = xxh3_64()
         for at in range(0, self.block_bytes, RUN_BYTES):
             part = into[at : at + RUN_BYTES]
@@ -333,21 +333,21 @@ class SlotFile:
         return None if found.intdigest() == checksum else "the checksum is wrong"
 
     def _held(self, slots: Slots) -> Slots:
-        """Those that hold a block."""
+        """Those of `slots` that hold a block."""
         with self._changing:
             held: Slots = slots[self._records["state"][slots] != _VOID]
         return held
 
     def _forget(self, slot: int, record: Any) -> None:
-        """Unless it holds something else by now."""
+        """Void the slot's record, unless the slot holds something else by now."""
         with self._changing, suppress(OSError):
             if self._records["seal"][slot] == record["seal"]:
                 self._put(np.array([slot]), np.zeros(1, _RECORD))
 
     def _put(self, slots: Slots, records: Records) -> None:
-        """Write records: one piece for those near each other, with what lies between them.
+        """Write records; those close to each other in one piece, along with what lies between them.
 
-        Raises OSError; then some of them are as they were.
+        Raises OSError; then some of them are unchanged.
         """
         for near in _cut(slots, np.diff(slots) > PAGE_BYTES // RECORD_BYTES):
             first, last = int(slots[near][0]), int(slots[near][-1])
@@ -360,7 +360,7 @@ class SlotFile:
 
 
 def _cut(slots: Slots, apart: NDArray[np.bool_]) -> Iterator[slice]:
-    """Places of slots in pieces, cut wherever `apart` is true of a slot and the next."""
+    """Ranges of positions in `slots`, cut wherever `apart` is true of a slot and the next one."""
     if not len(slots):
         return iter(())
     ends = [*(np.flatnonzero(apart) + 1).tolist(), len(slots)]
@@ -380,13 +380,13 @@ def _packed(slots: Sequence[int], blocks: Sequence[DiskBlock], checksums: Sequen
 
 
 def _seals(slots: Sequence[int], records: Records) -> NDArray[np.uint64]:
-    """A record that got to another slot's place is none."""
+    """A hash of each record and its slot: in another slot's place the record is invalid."""
     sealed = (packed for (packed,) in _SEALED.iter_unpack(records.tobytes()))
     return np.array(list(map(xxh3_64_intdigest, sealed, slots)), np.uint64)
 
 
 def _boot_id() -> bytes:
-    """Of this run of the machine; where that is not told, one that no other run has."""
+    """Identifies this boot of the machine; if it cannot be read, an id that no other boot has."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:
@@ -394,7 +394,7 @@ def _boot_id() -> bytes:
 
 
 def _compare(found: bytes, header: bytes) -> tuple[bool, bool]:
-    """Whether `found` heads files like `header`'s, and whether they are from before a reboot."""
+    """Whether `found` is the header of files like `header`'s, and whether they predate a reboot."""
     if len(found) != len(header) or found != _sealed(found[: _HEADER.size]):
         return False, False
     *what, boot_id = _HEADER.unpack(found[: _HEADER.size])
@@ -426,7 +426,7 @@ def _read(file: int, into: memoryview, offset: int, flags: int) -> int:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Give `path` this content in one step, which a machine that stops does not undo."""
+    """Give `path` this content atomically and durably: a crash of the machine does not undo it."""
     beside = path.with_suffix(".new")
     with beside.open("wb") as file:
         file.write(content)

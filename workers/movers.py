@@ -1,6 +1,6 @@
-"""Ways to copy scattered KV blocks between pools in memory, and which is fastest here.
+"""Ways to copy scattered KV blocks between pools in memory, and a trial of which is fastest.
 
-That depends on the machine and on the size of a block, so they are tried at start-up.
+The fastest depends on the machine and on the block size, so they are tried at start-up.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ except ImportError:  # it comes with those builds of torch that can use a CUDA d
 log = logging.getLogger(__name__)
 
 Mover = Callable[[Tensor, Tensor, Ids, Ids], None]
-"""Copies rows of a tensor of words, or the same layers of each, to rows of another one. On CUDA it
-has only begun to when it returns."""
+"""Copies rows of a tensor of words, or the same layers of each row, to rows of another tensor. On
+CUDA the copy has only been started when it returns."""
 
 STAGED_BYTES = 32 << 20
-"""Gathered at once, on the way between scattered slots."""
+"""How much is gathered at once on the way between scattered slots."""
 TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
-"""At start-up so much is copied with each mover, but no fewer blocks than that and no more."""
+"""At start-up, each mover copies TRIAL_BYTES, but no fewer and no more blocks than this."""
 TRIAL_SPREAD = 4
-"""Others each time, out of so many times as many slots, so that small blocks lie in no cache; large
-ones do not anyway, and would take memory that there may not be."""
+"""Each trial takes other blocks, from this many times as many slots, so that small blocks are in no
+cache. Large ones are not in any case, and would take memory that there may not be."""
 TRIAL_ROUNDS = 7
 
 
 def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """A copy for each run of blocks that follow one another on both sides."""
+    """One copy for each run of blocks that are consecutive on both sides."""
     for s, t, n in zip(*(ids.tolist() for ids in _runs(source_ids, target_ids)), strict=True):
         target[t : t + n].copy_(source[s : s + n], non_blocking=True)
 
 
 def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """The same in host memory, without what a torch operation costs each time."""
+    """The same in host memory, without the overhead of a torch operation per run."""
     into, taken = _bytes(target), _bytes(source)
     pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
     for t, s, n in zip(*(numbers.tolist() for numbers in pieces), strict=True):
@@ -56,8 +56,8 @@ def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids)
 
 
 def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """Between host and device: the driver is told of all runs at once, on a stream that is not the
-    default one. Raises RuntimeError where it cannot do that (before CUDA 12.8) or fails."""
+    """Between host and device: hands all runs to the driver at once, on a stream other than the
+    default one. Raises RuntimeError if the driver cannot do that (before CUDA 12.8) or fails."""
     if driver is None:
         raise RuntimeError("cuda.bindings is not installed")
     into, taken, sizes = _pieces(source, target, source_ids, target_ids)
@@ -79,15 +79,15 @@ def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Id
 
 
 def move_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """In host memory, into slots that follow one another: torch gathers the blocks there."""
+    """In host memory, into consecutive slots: torch gathers the blocks straight into them."""
     slots = _slots(target, target_ids)
     assert slots is not None, "the slots are scattered"
     torch.index_select(source, 0, torch.from_numpy(source_ids), out=slots)
 
 
 def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """Between host and device: blocks are gathered where they are, moved in one piece, and put
-    into their slots."""
+    """Between host and device: gathers blocks at the source, moves them in one piece, and scatters
+    them into their slots."""
     step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
     to_device = source.is_cpu and target.is_cuda
     for at in range(0, len(source_ids), step):
@@ -99,7 +99,7 @@ def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
         if (slots := _slots(target, given)) is not None:
             slots.copy_(staged, non_blocking=True)
             continue
-        # What arrives in host memory is put into its slots by the host: it has to be there.
+        # The host itself scatters what arrives in host memory, so the copy must be complete.
         moved = staged.to(target.device, non_blocking=to_device)
         if target.is_cpu:
             target.numpy()[given] = moved.numpy()
@@ -116,24 +116,24 @@ MOVERS: dict[str, Mover] = {
 }
 IN_HOST_MEMORY = "bytes", "runs", "selected"
 WITH_DEVICE = "runs", "batched", "gathered"
-"""Those tried there; the ones that need fewer threads and less memory first."""
+"""The movers tried in either case, those that need fewer threads and less memory first."""
 CLEARLY_FASTER = 1.1
-"""Trials are noisy: a later mover is taken only if it is so many times as fast."""
+"""Trials are noisy, so a later mover is taken only if it is this many times as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """GB/s by name of a mover: into slots that follow one another, and into scattered ones."""
+    """GB/s by mover name: into consecutive slots, and into scattered ones."""
 
     packed: dict[str, float]
     scattered: dict[str, float]
 
 
 class Copier:
-    """Copies blocks from one pool in memory to another, the way that a trial found fastest.
+    """Copies blocks from one pool in memory to another, with the mover that a trial found fastest.
 
-    num_layers: of each block that one copy is to take, for a copy stream; None: all.
-    stream: its own, where either pool is on a CUDA device.
+    num_layers: how many layers of each block one copy takes, for a copy stream; None: all.
+    stream: its own CUDA stream, if either pool is on a CUDA device.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Copier:
         )
 
     def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> None:
-        """Copy; on a CUDA device it has only begun when this returns, on the current stream."""
+        """Copy; on a CUDA device, only start the copy, on the current stream."""
         if not len(source_ids):
             return
         name = self._packed if _are_consecutive(target_ids) else self._scattered
@@ -171,10 +171,10 @@ class Copier:
         MOVERS[name](source, target, source_ids, target_ids)
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Copy all of some blocks; it is done when this returns. Raises ValueError.
+        """Copy whole blocks, and return when that is done. Raises ValueError.
 
-        On a CUDA device it begins when what was begun there before is done, and goes on beside
-        what comes after.
+        On a CUDA device the copy starts after the work already submitted there, and overlaps with
+        what is submitted later.
         """
         checked = checked_map(
             source_ids, self.source.num_blocks, target_ids, self.target.num_blocks
@@ -185,7 +185,7 @@ class Copier:
 
 
 def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
-    """Copy as much as there is time for, between pools like these, in each way in turn."""
+    """Time each mover in turn, copying as much as there is time for between pools like these."""
     shape = source.shape
     fewest, most = TRIAL_BLOCKS
     count = min(most, max(fewest, TRIAL_BYTES // shape.block_bytes))
@@ -195,7 +195,7 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
         for pool in (source, target)
     )
     for pool in (froms, intos):
-        pool.words.fill_(1)  # memory that was never written to is not there yet
+        pool.words.fill_(1)  # memory that was never written to is not allocated yet
     words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
     names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else movers_with_device(*words)
     num_bytes = count * words[0][0].numel() * WORD_BYTES
@@ -211,14 +211,14 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
                 start = time.perf_counter()
                 MOVERS[name](*words, source_ids, target_ids)
                 _synchronize(froms, intos)
-                if nth:  # the first round finds threads asleep, and buffers that are not there yet
+                if nth:  # the first round has to wake threads and allocate buffers
                     seconds[name].append(time.perf_counter() - start)
         rates.append({name: num_bytes / median(took) / 1e9 for name, took in seconds.items()})
     return Rates(*rates)
 
 
 def movers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
-    """Those that can be tried."""
+    """Those of WITH_DEVICE that work on this machine."""
     first = np.zeros(1, dtype=np.int64)
     try:
         move_batched(source, target, first, first)
@@ -229,7 +229,7 @@ def movers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
 
 
 def _new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
-    """On the CUDA device, where one of the pools is on one."""
+    """A stream on the CUDA device, if one of the pools is on one."""
     device = next((pool.device for pool in pools if pool.words.is_cuda), None)
     if device is None:
         return None
@@ -237,8 +237,8 @@ def _new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """What is begun inside is done on that stream, after what the current one has to do; without
-    one, in host memory, where everything is done at once."""
+    """Run what is submitted inside on that stream, after the work of the current one. None: host
+    memory, where everything runs synchronously."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -246,18 +246,19 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
 
 
 def _bytes(words: Tensor) -> memoryview:
-    """Host memory from its first word to its last, and what lies between its rows."""
+    """Host memory from its first word to its last, including what lies between its rows."""
     num_words = (len(words) - 1) * words.stride(0) + words[0].numel()
     return words.as_strided((num_words,), (1,)).numpy().data.cast("B")
 
 
 def _slots(target: Tensor, ids: Ids) -> Tensor | None:
-    """Those rows, if they follow one another."""
+    """A view of those rows, if they are consecutive."""
     return target[ids[0] : ids[0] + len(ids)] if _are_consecutive(ids) else None
 
 
 def _upwards(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids]:
-    """In the order in which memory is read best: small blocks are copied a seventh faster."""
+    """Both in ascending order of the source, which is the best order to read memory in: small
+    blocks are copied a seventh faster."""
     order = np.argsort(source_ids)
     return source_ids[order], target_ids[order]
 
@@ -269,7 +270,7 @@ def _are_consecutive(ids: Ids) -> bool:
 def _pieces(
     source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids
 ) -> tuple[Ids, Ids, Ids]:
-    """Offset in the target, offset in the source and bytes of what can be copied as one."""
+    """Target offset, source offset and number of bytes of each piece that can be copied as one."""
     size = source[0].numel() * WORD_BYTES
     source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
     if size == source_row == target_row:

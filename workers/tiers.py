@@ -1,8 +1,8 @@
-"""Device and host memory for KV blocks, and the forms in which engines keep them.
+"""Device and host memory for KV blocks, and the layouts in which engines keep them.
 
-A pool's form is one row per block, all layers of it together, keys before values:
+A pool has one row per block, with all of its layers together, keys before values:
 `(num_blocks, num_layers, 2, block_size, num_heads, head_size)`. So a block moves between tiers in
-one piece. The tier on disk is in `disk.py`, moving blocks in `transfers.py`.
+one piece. The disk tier is in `disk.py`; `transfers.py` moves blocks between tiers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one rank of a model keeps of each block.
+    """The part of each block that one rank of a model keeps.
 
-    num_kv_heads: of the whole model; the tp_size ranks share them out evenly, in order.
-    block_size: tokens of a block.
+    num_kv_heads: of the whole model; they are split evenly among the tp_size ranks, in order.
+    block_size: tokens per block.
     """
 
     num_layers: int
@@ -65,12 +65,12 @@ class KVShape:
 
     @property
     def num_heads(self) -> int:
-        """Of this rank."""
+        """KV heads of this rank."""
         return self.num_kv_heads // self.tp_size
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:
-        """Of one layer of a block: (2, block_size, num_heads, head_size)."""
+        """Shape of one layer of a block: (2, block_size, num_heads, head_size)."""
         return 2, self.block_size, self.num_heads, self.head_size
 
     @property
@@ -80,30 +80,30 @@ class KVShape:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer of a block."""
+        """Bytes of one layer of a block."""
         return 2 * self.block_size * self.num_heads * self.head_size * self.dtype.itemsize
 
     @property
     def layer_words(self) -> int:
-        """What a layer of a block takes in a pool: its bytes, rounded up to whole words."""
+        """Words that a layer of a block takes up in a pool: its bytes, rounded up to whole ones."""
         return -(-self.layer_bytes // WORD_BYTES)
 
     @property
     def block_bytes(self) -> int:
-        """What a block takes in a pool."""
+        """Bytes that a block takes up in a pool."""
         return self.num_layers * self.layer_words * WORD_BYTES
 
     @property
     def fingerprint(self) -> int:
-        """u64 that two shapes share only if their blocks are laid out alike."""
+        """A u64 that two shapes share only if their blocks are laid out alike."""
         return xxh3_64_intdigest(repr(self).encode())
 
 
 class MemoryPool:
-    """`num_blocks` blocks in the memory of a device, zeros at first.
+    """`num_blocks` blocks in the memory of a device, initially zero.
 
-    words: int64, (num_blocks, num_layers, layer_words), which is what moves.
-    kv: the same memory as numbers, (num_blocks, *shape.block_shape): index it for elements, and use
+    words: int64, (num_blocks, num_layers, layer_words); this is what gets copied.
+    kv: the same memory as numbers, (num_blocks, *shape.block_shape). Index it for elements, and use
     `kv.cpu()` and `kv.copy_()` for all of them at once.
     """
 
@@ -115,12 +115,12 @@ class MemoryPool:
         *,
         pinned: bool = False,
     ) -> None:
-        """Raises ConfigError where the size makes no sense or is more than there is."""
+        """Raises ConfigError if the size makes no sense or exceeds the memory there is."""
         _check_count("num_blocks", num_blocks)
         self.shape = shape
         self.num_blocks = num_blocks
         try:
-            # Zeros, as attention multiplies what it masks: NaN in a slot not filled yet would stay.
+            # Zeros, as attention multiplies what it masks: a NaN in an unfilled slot would survive.
             size = (num_blocks, shape.num_layers, shape.layer_words)
             if torch.device(device).type == "cpu" and not pinned:
                 self.words = _pageable_zeros(math.prod(size)).view(size)
@@ -142,8 +142,8 @@ class MemoryPool:
 
 
 def _pageable_zeros(num_words: int) -> Tensor:
-    """In huge pages, where there are any: among small ones, to find 16 KiB costs a fifth of what
-    copying them does. Raises OSError, OverflowError."""
+    """Zeroed host memory, in huge pages where there are any: with small pages, finding 16 KiB costs
+    a fifth of what copying them does. Raises OSError, OverflowError."""
     memory = mmap.mmap(-1, num_words * WORD_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -151,38 +151,39 @@ def _pageable_zeros(num_words: int) -> Tensor:
 
 
 def host_pool(shape: KVShape, num_blocks: int) -> MemoryPool:
-    """In host memory, pinned where there is a CUDA device: only then copies to it run beside
-    computing, and at the full rate."""
+    """A pool in host memory, pinned if there is a CUDA device: only then do copies to the device
+    overlap with compute, and run at the full rate."""
     return MemoryPool(shape, num_blocks, pinned=_pins_host_memory())
 
 
 class Layout(Enum):
-    """How an engine lays out the blocks of one layer; each has a tensor for every layer."""
+    """How an engine lays out the blocks of one layer; it keeps one tensor per layer."""
 
     BLOCK_FIRST = 0
     """(num_blocks, 2, block_size, num_heads, head_size), as FlashInfer has it."""
     KV_FIRST = 1
     """(2, num_blocks, block_size, num_heads, head_size), as FlashAttention in vLLM has it.
 
-    The value is the dimension of the blocks."""
+    The value is the index of the block dimension.
+    """
 
 
 def layer_views(kv: Tensor, layout: Layout) -> list[Tensor]:
-    """Each layer of a pool's `kv` in that layout, without a copy: strided, the same memory."""
+    """Each layer of a pool's `kv` in that layout, as a strided view of the same memory."""
     return [layer.movedim(0, layout.value) for layer in kv.unbind(1)]
 
 
 def empty_layers(
     shape: KVShape, num_blocks: int, layout: Layout, device: torch.device | str = "cpu"
 ) -> list[Tensor]:
-    """Memory for blocks in a layout of an engine, zeros at first."""
+    """Zeroed memory for blocks in an engine's layout."""
     sizes = list(shape.layer_shape)
     sizes.insert(layout.value, num_blocks)
     return [torch.zeros(sizes, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
 
 
 def read_layers(layers: Sequence[Tensor], layout: Layout, block_ids: Sequence[int]) -> Tensor:
-    """Those blocks of an engine's layers in the pool's form, (len(block_ids), *block_shape)."""
+    """Those blocks of an engine's layers in the pool's layout: (len(block_ids), *block_shape)."""
     ids = checked_ids(block_ids, layers[0].shape[layout.value])
     at = torch.from_numpy(ids).to(layers[0].device)
     words = [_as_words(layer) for layer in layers]
@@ -197,7 +198,7 @@ def read_layers(layers: Sequence[Tensor], layout: Layout, block_ids: Sequence[in
 def write_layers(
     layers: Sequence[Tensor], layout: Layout, block_ids: Sequence[int], blocks: Tensor
 ) -> None:
-    """Put blocks that are in the pool's form into those slots of an engine's layers."""
+    """Write blocks in the pool's layout into the given slots of an engine's layers."""
     ids = checked_ids(block_ids, layers[0].shape[layout.value])
     if len(ids) != len(blocks):
         raise ValueError(f"{len(blocks)} blocks for {len(ids)} slots")
@@ -216,7 +217,7 @@ def reshard(
 
     sources, targets: `kv` of each rank, in order: (num_blocks, num_layers, 2, block_size,
     heads of the rank, head_size). Block source_ids[i] of all sources becomes block target_ids[i]
-    of all targets; heads keep their order. Scatters and gathers alike.
+    of all targets; heads keep their order. Works for scattering and gathering alike.
     """
     heads = [sum(kv.shape[-2] for kv in kvs) for kvs in (sources, targets)]
     if heads[0] != heads[1]:
@@ -241,7 +242,7 @@ def reshard(
 
 
 def checked_ids(block_ids: Iterable[int], num_blocks: int) -> Ids:
-    """Raises ValueError unless they are different blocks of a pool of `num_blocks`."""
+    """The ids as an array. Raises ValueError unless they are distinct blocks of such a pool."""
     ids = np.fromiter(block_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= num_blocks)]
     if len(wrong):
@@ -256,7 +257,7 @@ def checked_ids(block_ids: Iterable[int], num_blocks: int) -> Ids:
 def checked_map(
     source_ids: Sequence[int], num_sources: int, target_ids: Sequence[int], num_targets: int
 ) -> tuple[Ids, Ids]:
-    """Raises ValueError unless each of some blocks of one pool gets one of the other's."""
+    """Both sides as arrays. Raises ValueError unless they pair distinct blocks of the two pools."""
     if len(source_ids) != len(target_ids):
         raise ValueError(f"{len(source_ids)} blocks for {len(target_ids)} slots")
     return checked_ids(source_ids, num_sources), checked_ids(target_ids, num_targets)
@@ -272,7 +273,7 @@ def _holds_kv(dtype: torch.dtype) -> bool:
 
 
 def _with_heads(ranks: Sequence[Tensor]) -> Iterator[tuple[Tensor, range]]:
-    """Each rank's `kv` with the heads of the model that are its own."""
+    """Each rank's `kv`, with the range of the model's heads that it holds."""
     first = 0
     for kv in ranks:
         yield kv, range(first, first + kv.shape[-2])
@@ -280,14 +281,14 @@ def _with_heads(ranks: Sequence[Tensor]) -> Iterator[tuple[Tensor, range]]:
 
 
 def _as_words(kv: Tensor) -> Tensor:
-    """The same memory as integers, the widest that the last dimension is a number of."""
+    """The same memory as integers, of the widest type that evenly divides the last dimension."""
     row_bytes = kv.shape[-1] * kv.element_size()
     return kv.view(next(d for d in _INTEGERS if row_bytes % d.itemsize == 0))
 
 
 @cache
 def _pins_host_memory() -> bool:
-    """Asked once, and so told once."""
+    """Cached, so that CUDA is asked once and the answer is logged once."""
     pins = torch.cuda.is_available()
     log.info("host memory for KV blocks is %s", "pinned" if pins else "pageable: no CUDA device")
     return pins

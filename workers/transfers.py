@@ -1,4 +1,4 @@
-"""Moving KV blocks between device, host and disk: all of a block at once, or layer by layer."""
+"""Copies KV blocks between device, host and disk: whole blocks at once, or layer by layer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 64 << 10
-"""Of a block, a copy stream moves so much at once, or all of it: smaller copies cost more."""
+"""A copy stream moves this much of a block at once, or all of it: smaller copies cost more."""
 
 
 class CopyStream(ABC):
-    """Copies some blocks layer by layer while the caller does something else.
+    """Copies blocks layer by layer while the caller does something else.
 
-    `prepare`, then `trigger_layer`, `trigger_group` or `trigger_all` in any order, then
-    `wait_layer` before a layer is used, and `wait` at the end; then trigger again, or prepare
-    others. Layers are copied in groups of at least 64 KiB a block: a layer is triggered and waited
-    for together with its group.
+    Call `prepare`, then `trigger_layer`, `trigger_group` or `trigger_all` in any order, then
+    `wait_layer` before a layer is used, and `wait` at the end; then trigger again, or prepare other
+    blocks. Layers are copied in groups of at least 64 KiB per block: a layer is triggered and
+    waited for together with its group.
     """
 
     def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
@@ -42,7 +42,7 @@ class CopyStream(ABC):
         self._triggered = [False] * self.num_groups
 
     def prepare(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Which blocks go where. Raises ValueError, also while the last ones are not waited for."""
+        """Set which blocks go where. Raises ValueError, also if the last ones were not awaited."""
         if any(self._triggered):
             raise ValueError("the blocks prepared before were triggered and not waited for")
         source, target = self._copier.source, self._copier.target
@@ -51,7 +51,7 @@ class CopyStream(ABC):
         )
 
     def group_of(self, layer: int) -> int:
-        """Raises ValueError for a layer that there is none of."""
+        """The group of a layer. Raises ValueError if there is no such layer."""
         if not 0 <= layer < self._copier.source.shape.num_layers:
             raise ValueError(f"layer {layer} of {self._copier.source.shape.num_layers}")
         return layer // self.layers_per_group
@@ -60,7 +60,7 @@ class CopyStream(ABC):
         self.trigger_group(self.group_of(layer))
 
     def trigger_group(self, group: int) -> None:
-        """Does nothing for a group that is triggered already. Raises ValueError."""
+        """Start copying a group, unless it is already triggered. Raises ValueError."""
         if not 0 <= group < self.num_groups:
             raise ValueError(f"group {group} of {self.num_groups}")
         if not self._triggered[group]:
@@ -73,9 +73,10 @@ class CopyStream(ABC):
             self.trigger_group(group)
 
     def wait_layer(self, layer: int) -> None:
-        """Until that layer is there; on CUDA, what the current stream does next waits for it.
+        """Wait until that layer is copied; on CUDA, make later work on the current stream wait for
+        it.
 
-        Raises ValueError for a layer that was not triggered, and what made its copy fail.
+        Raises ValueError for a layer that was not triggered, and whatever made its copy fail.
         """
         group = self.group_of(layer)
         if not self._triggered[group]:
@@ -83,13 +84,13 @@ class CopyStream(ABC):
         self._wait(group)
 
     def wait(self) -> None:
-        """Until all that was triggered is there. Raises what made a copy fail."""
+        """Wait until all that was triggered is copied. Raises whatever made a copy fail."""
         triggered = [group for group, begun in enumerate(self._triggered) if begun]
         self._triggered = [False] * self.num_groups
         self._finish(triggered)
 
     def close(self) -> None:
-        """Wait for what is under way, if anything, and end."""
+        """Wait for any copies under way, and shut down."""
         self.wait()
 
     @abstractmethod
@@ -103,7 +104,7 @@ class CopyStream(ABC):
 
 
 class ThreadCopyStream(CopyStream):
-    """On a thread of its own: memory to memory where there is no CUDA device."""
+    """Copies on a thread of its own: between host memory where there is no CUDA device."""
 
     def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
         super().__init__(source, target)
@@ -132,7 +133,7 @@ class ThreadCopyStream(CopyStream):
 
 
 class CudaCopyStream(CopyStream):
-    """On a CUDA stream of its own, with an event for each group of layers."""
+    """Copies on a CUDA stream of its own, with an event for each group of layers."""
 
     def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
         super().__init__(source, target)
@@ -143,7 +144,7 @@ class CudaCopyStream(CopyStream):
         ]
 
     def _trigger(self, group: int, layers: slice) -> None:
-        # What the caller has begun to write to the source, or to read from the target, comes first.
+        # What the caller has begun to write to the source, or read from the target, comes first.
         with on_stream(self._copier.stream):
             self._copier.begin(self._source_ids, self._target_ids, layers)
             self._events[group].record()
@@ -157,17 +158,17 @@ class CudaCopyStream(CopyStream):
 
 
 def copy_stream(source: MemoryPool, target: MemoryPool) -> CopyStream:
-    """Where either pool is on a CUDA device, a stream of that; else a thread."""
+    """A CUDA copy stream if either pool is on a CUDA device, otherwise a thread."""
     on_cuda = "cuda" in (source.device.type, target.device.type)
     return CudaCopyStream(source, target) if on_cuda else ThreadCopyStream(source, target)
 
 
 class Transfers:
-    """Copies blocks between all tiers of a worker; each call blocks, and may come from any thread.
+    """Copies blocks between all tiers of a worker; calls block, and may come from any thread.
 
-    Whatever fails ends in a number: the leading blocks that are where they should be, as they
-    should be. What could not be read, did not fit its checksum or was not taken by a full disk does
-    not count, nor does a block whose slot was given to another meanwhile.
+    Every failure is reported as a number: how many leading blocks are copied correctly. A block
+    does not count if it could not be read, did not match its checksum or was not taken by a full
+    disk, nor if its slot was meanwhile given to another block.
     """
 
     def __init__(self, pools: Mapping[Tier, MemoryPool], disk: SlotFile | None = None) -> None:
@@ -184,7 +185,7 @@ class Transfers:
         }
 
     def carry_out(self, move: Move) -> int:
-        """Leading blocks of a move that are copied now."""
+        """Copy the blocks of a move; returns how many leading ones are now copied."""
         count = move.num_ready
         if move.source is Tier.DISK:
             generations = move.generations
@@ -211,10 +212,10 @@ class Transfers:
         target_ids: Sequence[int],
         on_disk: Sequence[DiskBlock] = (),
     ) -> int:
-        """Copy blocks from one tier's slots to another's; how many leading ones are copied.
+        """Copy blocks from one tier's slots to another's; returns how many leading ones are copied.
 
-        on_disk: one for each block where either tier is the disk. Raises ValueError if the slots
-        are not in their tiers, are named twice, or are not as many on both sides.
+        on_disk: one for each block if either tier is the disk. Raises ValueError if slots are not
+        in their tiers, are named twice, or differ in number between the two sides.
         """
         if Tier.DISK not in (source, target):
             self._copiers[source, target].copy(source_ids, target_ids)
@@ -274,9 +275,9 @@ class Transfers:
         on_disk: Sequence[DiskBlock],
         rows: Sequence[memoryview],
     ) -> int:
-        """Do this to all blocks, by slot; how many leading ones came well.
+        """Run `act` on all blocks, in slot order; returns how many leading ones succeeded.
 
-        act: returns the places of those that did not.
+        act: returns the positions of those that failed.
         """
         order = np.argsort(_ids(slots)).tolist()
         failed = act(
@@ -315,7 +316,7 @@ def _ids(block_ids: Sequence[int]) -> Ids:
 
 
 def _rows(words: Tensor, block_ids: Iterable[int]) -> list[memoryview]:
-    """The bytes of some blocks in host memory."""
+    """The bytes of the given blocks in host memory."""
     data = words.numpy().data.cast("B")
     size = words[0].numel() * WORD_BYTES
     return [data[n * size : (n + 1) * size] for n in block_ids]
