@@ -1,9 +1,8 @@
-"""The agent beside an engine: registers, renews the lease, publishes ownership and metrics.
+"""An engine's agent: registers, renews the lease, publishes ownership and metrics.
 
-One incarnation has one writer, and its batches are numbered. Whatever goes wrong between agent
-and Redis (a lapsed lease, an emptied or failed-over Redis, a batch that got lost) shows as a
-refusal, and the answer to it is always the same: a new incarnation, everything published under
-it, then one switch.
+Each incarnation has one writer, and its batches are numbered. Whatever goes wrong between agent
+and Redis (a lapsed lease, an emptied or failed-over Redis, a lost batch) shows up as a refusal, and
+the response is always the same: a new incarnation, everything published under it, then one switch.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ FULL_PAUSE_S = 0.25
 """Between two attempts to store blocks in a Redis that is full. Removals wait as long."""
 AUDIT_INTERVAL_S = 2.0
 AUDIT_BLOCKS = 256
-"""Looked at every AUDIT_INTERVAL_S, half a millisecond of Redis's time: a pool of 25,000 blocks
-every 200 s, so that what somebody spoilt in Redis does not stay so."""
+"""Checked every AUDIT_INTERVAL_S, for half a millisecond of Redis's time: a pool of 25,000 blocks
+every 200 s, so that damage done in Redis does not persist."""
 AUDIT_BUCKETS = 128
-"""As often, so many buckets of each shard are searched for blocks that the worker does not hold:
-131,072 of them, a million blocks, every 34 minutes; of a large one, 1,000 blocks at a time."""
+"""Just as often, this many buckets of each shard are searched for blocks that the worker does not
+hold: 131,072 buckets, a million blocks, every 34 minutes; a large one, 1,000 blocks at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """lease_ttl_s: the worker is routed to for so long after its last sign of life.
+    """lease_ttl_s: how long the worker is routed to after its last sign of life.
 
-    index_blocks: unique blocks that the namespace is laid out for, and shards of its index: both
-    count only where the namespace is new.
+    index_blocks: unique blocks that the namespace is laid out for; shards: of its index. Both count
+    only if the namespace is new.
     """
 
     lease_ttl_s: float
@@ -88,17 +87,17 @@ class Agent:
         self._seqs: list[int] = []
         """Number of the last batch sent to each shard."""
         self._search_from: list[index.Place] = []
-        """Of each shard, where the search for what it shows by mistake goes on."""
+        """For each shard, where the search for wrongly shown blocks resumes."""
         self._staged: Incarnation | None = None
         self._lost = False
         self._to_audit: dict[int, list[SequenceHash]] = {}
-        """What to look for in shards that are to be compared."""
+        """The blocks to look for in each shard that is due for an audit."""
         self._telling: dict[int, asyncio.Task[None]] = {}
         self._full = set[int]()
         """Shards that had no memory left for the last blocks to be stored."""
         self._wake = asyncio.Event()
         self._notified = 0
-        """How often `notify` was called, and of how many of these calls each shard was told."""
+        """How often `notify` was called; `_told`: how many of these calls each shard has had."""
         self._told: list[int] = []
         self._told_more = asyncio.Event()
 
@@ -110,9 +109,9 @@ class Agent:
             self._wake.set()
 
     async def settled(self) -> None:
-        """Until Redis shows no block any more of which `notify` was told that it is gone.
+        """Wait until Redis shows no block that `notify` was told is gone.
 
-        Takes as long as Redis is away.
+        Takes as long as Redis is unreachable.
         """
         notified = self._notified
         while self.incarnation is not None and min(self._told) < notified:
@@ -120,7 +119,7 @@ class Agent:
             await self._told_more.wait()
 
     async def start(self) -> None:
-        """Register: from here on the worker is routed to, and its last life's blocks are void.
+        """Register: from here on the worker is routed to, and its previous life's blocks are void.
 
         Waits for Redis as long as it takes. Raises NamespaceMismatch.
         """
@@ -131,7 +130,10 @@ class Agent:
         log.info("%s registered as incarnation %d", self.info.key, self.incarnation)
 
     async def run(self) -> None:
-        """Until cancelled. Raises WorkerReplaced, in a group, once another process has the key."""
+        """Run until cancelled.
+
+        Raises WorkerReplaced, in a group, once another process has the key.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_lease())
             tasks.create_task(self._publish())
@@ -140,7 +142,7 @@ class Agent:
             tasks.create_task(self._runner.redis.follow())
 
     async def stop(self) -> None:
-        """Retire, so that nobody is routed here while the lease would still run."""
+        """Retire, so that nobody is routed here for the rest of the lease."""
         held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
         if not held:
             return
@@ -150,9 +152,9 @@ class Agent:
             log.warning("%s could not retire (its lease will lapse): %s", self.info.key, error)
 
     async def _register(self, held: Incarnation | None = None) -> leases.Registration:
-        """A new incarnation, which may publish in every shard, with nothing published.
+        """A new incarnation, which may publish in every shard and has published nothing.
 
-        held: the one before it, of this process.
+        held: this process's previous incarnation.
         """
         call = leases.register(
             self._keyspace,
@@ -195,7 +197,7 @@ class Agent:
     async def _insist_all(
         self, calls: Sequence[Call[Any]], *, unless_full: bool = False
     ) -> list[Any]:
-        """unless_full: RedisFull is an answer too."""
+        """unless_full: RedisFull counts as an answer too."""
         final = RedisFull if unless_full else ()
         async for attempt in stamina.retry_context(
             on=_is_passing, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
@@ -209,10 +211,10 @@ class Agent:
         raise AssertionError("stamina retries without end")
 
     async def _keep_lease(self) -> None:
-        """Renew three times per lease, for the staged incarnation as for the current one.
+        """Renew three times per lease, for the staged incarnation as well as the current one.
 
-        At once after an attempt that took as long as that: pausing as well, an agent that missed
-        one answer would lose the lease of a Redis that is back in time.
+        If an attempt took longer than the interval, renew at once: with a pause on top, an agent
+        that missed one answer would lose its lease though Redis is back in time.
         """
         loop = asyncio.get_running_loop()
         due = loop.time()
@@ -253,14 +255,14 @@ class Agent:
         return leases.activate(self._keyspace, self.info.key, inc, self._nonce, held=held)
 
     async def _audit(self) -> None:
-        """Have shards compared, each when it has been told what there is to tell."""
+        """Have shards audited, each once it has been sent all pending changes."""
         while True:
             await asyncio.sleep(AUDIT_INTERVAL_S)
             self._to_audit = dict(enumerate(self._ownership.next_to_audit(AUDIT_BLOCKS)))
             self._wake.set()
 
     async def _publish(self) -> None:
-        """Each shard is told by a task of its own: one that is away keeps no other waiting."""
+        """One task per shard, so that an unreachable shard does not hold up the others."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._wake.wait()
@@ -286,7 +288,7 @@ class Agent:
     async def _tell(
         self, shard: int, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
     ) -> None:
-        """Tell a shard what has changed, and look whether it shows that; None: this time not."""
+        """Send a shard its changes, and audit what it shows unless `to_audit` is None."""
         notified = self._notified
         try:
             if not await self._send(shard, incarnation):
@@ -303,13 +305,13 @@ class Agent:
             self._wake.set()
 
     async def _stop_telling(self) -> None:
-        """What they were sending is void: all is told anew."""
+        """Cancel the tasks: what they were sending is void, and everything is sent again."""
         telling = list(self._telling.values())
         for task in telling:
             task.cancel()
         if telling:
             await asyncio.wait(telling)
-        # Those that had not begun have not gone by themselves.
+        # Tasks that had not started have not removed themselves.
         self._telling.clear()
 
     def _has_told(self, shard: int, notified: int) -> None:
@@ -343,7 +345,8 @@ class Agent:
         except IncarnationLost:
             self._staged = None
             raise
-        # Not sooner: cancelled before, it may be routed to as either, and `stop` ends both.
+        # Not sooner: if cancelled before this, the worker may be routed to as either, and `stop`
+        # ends both.
         self.incarnation, self._staged = new, None
         self._lost = False
         self._wake.set()
@@ -352,8 +355,8 @@ class Agent:
     async def _send(self, shard: int, incarnation: Incarnation) -> bool:
         """Apply what has changed in numbered batches, a few per round trip.
 
-        A round trip that failed half-way is sent again whole: what was applied is recognised by
-        its number. What Redis has no memory for is left for another time.
+        A round trip that failed half-way is sent again as a whole: batches already applied are
+        recognised by their numbers. Blocks that Redis has no memory for are left for later.
         False: a batch was refused, and the rest not sent.
         """
         keyspace = self._keyspace.of_shard(shard)
@@ -394,7 +397,7 @@ class Agent:
     async def _compare(
         self, shard: int, incarnation: Incarnation, entries: Sequence[Change]
     ) -> None:
-        """Look whether a shard shows what was published. Raises IncarnationLost if it does not."""
+        """Check that a shard shows what was published. Raises IncarnationLost if it does not."""
         keyspace = self._keyspace.of_shard(shard)
         first = self._search_from[shard]
         missing, found = await self._insist_all(
@@ -410,7 +413,7 @@ class Agent:
         self._search_from[shard] = found.following
 
     async def _publish_metrics(self) -> None:
-        """The latest value only: a tick that Redis does not take is not made up for."""
+        """Publish only the latest value: a tick that Redis does not take is not retried."""
         while True:
             await asyncio.sleep(METRICS_INTERVAL_S)
             entry: dict[Any, Any] = {
@@ -431,13 +434,13 @@ class Agent:
 
 
 def _is_passing(error: Exception) -> bool:
-    """For stamina, which asks before it tries again: says what it waits for."""
+    """For stamina, which asks before each retry: log what it waits for."""
     if isinstance(error, RedisUnavailable):
         log.warning("%s; trying again", error)
     return isinstance(error, RedisUnavailable)
 
 
-# Its own line does not show what failed.
+# Stamina's own log line does not show what failed.
 stamina.instrumentation.set_on_retry_hooks(())
 
 

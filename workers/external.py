@@ -1,8 +1,8 @@
-"""An engine's own events of its KV cache, turned into ours.
+"""Translates an engine's own KV cache events into ours.
 
-vLLM and SGLang name a block by a hash of their own making, in blocks of their own size. Both mean
-nothing to another engine, so the chain is hashed again from the token ids that the events carry.
-What the fields mean is taken from vllm/distributed/kv_events.py and its consumers.
+vLLM and SGLang identify blocks by hashes of their own, with block sizes of their own. Neither means
+anything to another engine, so the chain is hashed again from the token ids that the events carry.
+The meaning of the fields is taken from vllm/distributed/kv_events.py and its consumers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from app.core.hashing import U64, compute_local_hashes, next_sequence_hash, seed
 from app.core.types import SequenceHash, Tier
 
 BlockHash = int | bytes
-"""Opaque; an int may be signed or unsigned, and counts modulo 2^64."""
+"""Opaque; an int may be signed or unsigned, and is taken modulo 2^64."""
 
 MAX_WAIT_S = 5.0
 MAX_WAITING = 4096
 REMEMBERED = 16_384
-"""Blocks that lie nowhere any more and are still known: an offload may be announced after the
-block has left the device."""
+"""How many blocks that no tier holds any more are still known: an offload may be announced after
+the block has left the device."""
 
 _TIERS: dict[str, Tier | None] = {
     **dict.fromkeys(("gpu", "device"), Tier.DEVICE),
@@ -38,19 +38,19 @@ _TIERS: dict[str, Tier | None] = {
 }
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 _PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Attention over the whole prefix: what a window or a recurrent state keeps cannot be reused block
-by block."""
+"""Attention over the whole prefix: what a sliding window or a recurrent state keeps cannot be
+reused block by block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """token_ids: of all blocks, `block_size` each; pairs count by their first. Empty: an offload
+    """token_ids: of all blocks, `block_size` each; of a pair, the first counts. Empty: an offload
     of blocks that were, or will be, announced with their tokens.
 
-    extra_keys: for each block what its hash covers besides tokens, or None. Where there is no
-    cache_salt, a plain string among those of a chain's first block is it.
-    lora_id: above 0 an adapter, even where it has no name.
-    locality: LOCAL, REMOTE for what lies elsewhere, or None, which is local.
+    extra_keys: for each block, what its hash covers besides tokens, or None. If there is no
+    cache_salt, a plain string among those of a chain's first block is the salt.
+    lora_id: above 0 for an adapter, even one without a name.
+    locality: LOCAL or None for this worker's blocks, REMOTE for blocks that lie elsewhere.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -106,8 +106,8 @@ class _Block:
 class ExternalBlocks:
     """What one engine holds, by its own hashes.
 
-    block_size: tokens per block of the index. The engine's must be a multiple of it.
-    now: seconds that only grow.
+    block_size: tokens per block of the index. The engine's block size must be a multiple of it.
+    now: monotonic seconds.
     """
 
     def __init__(self, block_size: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -116,31 +116,32 @@ class ExternalBlocks:
         self._known: dict[BlockHash, _Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
         self._copies: Counter[tuple[SequenceHash, Tier]] = Counter()
-        """Blocks of the engine that are, or contain, the same one of ours."""
+        """How many of the engine's blocks are, or contain, the same one of ours."""
         self._other_groups: set[int] = set()
         self._waiting: dict[BlockHash, list[BlockStored | BlockRemoved]] = {}
-        """What can be understood only once that block is known."""
+        """Events that can be understood only once that block is known."""
         self._awaits: dict[BlockHash, BlockHash] = {}
-        """Blocks in `_waiting`: the one that each waits for."""
+        """For each block in `_waiting`, the block that it waits for."""
         self._waits_since: dict[BlockHash, float] = {}
         self._num_waiting = 0
         self._overrun = False
 
     @property
     def is_blind(self) -> bool:
-        """Whether events were missed: some wait for a block that has not come in MAX_WAIT_S, or
-        more than MAX_WAITING would. Only a new incarnation, with a new one of these and what the
-        engine replays or tells from then on, is right again."""
+        """Whether events were missed: some have waited over MAX_WAIT_S for a block that has not
+        come, or more than MAX_WAITING would have to wait. Only a new incarnation is correct again,
+        with a new ExternalBlocks and what the engine replays or announces from then on."""
         oldest = next(iter(self._waits_since.values()), self._now())
         return self._overrun or self._now() - oldest > MAX_WAIT_S
 
     def take(self, event: EngineEvent) -> list[CacheEvent]:
         """What `event` means for the index.
 
-        Raises InvalidRequest, having changed nothing: to be treated like an event that was missed.
+        Raises InvalidRequest, having changed nothing; treat that like a missed event.
         """
         changes: list[CacheEvent] = []
-        # What waited for a block comes right behind it, and what waited for that right behind that.
+        # What waited for a block comes right after it, and what waited for that comes right after
+        # that.
         # Nothing that may wait is refused later.
         levels: list[Iterator[EngineEvent]] = [iter((event,))]
         while levels:
@@ -154,7 +155,7 @@ class ExternalBlocks:
         return changes
 
     def _take_one(self, event: EngineEvent) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
-        """What `event` alone means, and the blocks for which others may wait."""
+        """What `event` alone means, and the blocks that other events may be waiting for."""
         match event:
             case AllBlocksCleared():
                 self._clear()
@@ -203,7 +204,7 @@ class ExternalBlocks:
     def _store(
         self, event: BlockStored, tier: Tier
     ) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
-        """And the blocks that are known from now on."""
+        """Also returns the blocks that are known from now on."""
         hashes = [self._key(h) for h in event.block_hashes]
         tokens = self._checked_tokens(event)
         parent: _Block | None = None
@@ -297,7 +298,7 @@ class ExternalBlocks:
             if known is not None:
                 gone += self._unrefer(name, known, tier, event.group_idx)
             elif name in self._awaits:
-                # It was stored, only not understood yet.
+                # It was stored, but is not understood yet.
                 self._wait(self._awaits[name], replace(event, block_hashes=[name]))
         return [Removed(tuple(gone), tier)] if gone else []
 
@@ -310,7 +311,7 @@ class ExternalBlocks:
     def _unrefer(
         self, name: BlockHash, block: _Block, tier: Tier, group: int | None
     ) -> Iterator[SequenceHash]:
-        """Our blocks that lie in `tier` no longer, the last one first."""
+        """Our blocks that are no longer in `tier`, the last one first."""
         if (tier, group) not in block.references:
             return
         block.references[tier, group] -= 1
@@ -331,7 +332,7 @@ class ExternalBlocks:
                 yield own
 
     def _forget(self, name: BlockHash) -> Iterator[CacheEvent]:
-        """The engine gave this name to another block, and so the one before it is gone."""
+        """The engine gave this name to another block, so the one before it is gone."""
         block = self._known.pop(name, None)
         if block is None:
             return
@@ -352,7 +353,7 @@ class ExternalBlocks:
         self._awaits.update(dict.fromkeys(event.block_hashes, wanted))
 
     def _released(self, names: Iterable[BlockHash]) -> Iterator[EngineEvent]:
-        """What waited for these blocks, in the order in which it came."""
+        """What waited for these blocks, in order of arrival."""
         for name in names:
             self._waits_since.pop(name, None)
             for event in self._waiting.pop(name, ()):
@@ -393,14 +394,14 @@ def _salt_in(event: BlockStored) -> str | None:
 def _items(
     event: BlockStored, lora_name: str | None, cache_salt: str | None, per_block: int
 ) -> list[list[int]] | None:
-    """For each of our blocks the hashes of what else it holds, images for instance.
+    """For each of our blocks, the hashes of what else it holds, such as images.
 
-    Of an engine's block that is several of ours each counts as holding its items: events do not
-    say how far an item reaches.
+    If one block of the engine is several of ours, each of them counts as holding its items: events
+    do not say how far an item extends.
     """
     if event.extra_keys is None:
         return None
-    # No set: an identifier with its place is a list, as msgpack has it.
+    # Not a set: an identifier with its position is a list, as msgpack decodes it.
     named = [name for name in (lora_name, cache_salt) if name]
     return [
         [_item_hash(key) for key in keys or () if key not in named]
@@ -410,9 +411,9 @@ def _items(
 
 
 def _item_hash(key: object) -> int:
-    """u64 of an item's identifier: its first 16 digits where it is a digest in hex, else XXH3_64.
+    """u64 of an item's identifier: its first 16 digits if it is a hex digest, otherwise XXH3_64.
 
-    With newer engines an identifier comes with the place where the item begins.
+    Newer engines send an identifier together with the position where the item begins.
     """
     if isinstance(key, list | tuple) and key:
         key = key[0]

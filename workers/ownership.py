@@ -1,8 +1,8 @@
 """What a worker publishes of its cache: prefix-closed, and never faster further down a chain.
 
-A block is published only while all its ancestors are held, in the slowest tier on its path from
-the root. This is the invariant that makes a bisecting query exact, and the agent keeps it because
-it alone has the whole picture in memory at no cost.
+A block is published only while all its ancestors are held, and in the slowest tier on its path from
+the root. This invariant makes a bisecting query exact. The agent maintains it, because only the
+agent has the whole picture in memory at no cost.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from app.core.types import SequenceHash, Tier
 
 
 class _Node:
-    """A block that is held, or a hole: the missing ancestor of one that is.
+    """A block that is held, or a hole: the missing ancestor of a held block.
 
-    One object a block: with millions of them, what the garbage collector has to look at is time in
-    which nothing is published.
+    One object per block: with millions of them, whatever the garbage collector has to traverse is
+    time in which nothing is published.
     """
 
     __slots__ = (
@@ -37,19 +37,19 @@ class _Node:
     def __init__(self) -> None:
         self.parent: SequenceHash | None = None
         self.linked = False
-        """Is the parent known? Not before the block has been stored once."""
+        """Is the parent known? Only once the block has been stored."""
         self.children: SequenceHash | set[SequenceHash] | None = None
-        """Most have one, which stands here by itself."""
+        """Most nodes have one child, which is stored here without a set."""
         self.held = 0
-        """Bit 1 << tier for each tier."""
+        """Bit 1 << tier for each tier that holds the block."""
         self.published: Tier | None = None
         self.told: Tier | None = None
-        """What Redis knows as published."""
+        """The tier that Redis knows as published."""
         self.depth = 0
-        """Blocks before it in its chain; right whenever the block is published or told."""
+        """Blocks before it in its chain; valid whenever the block is published or told."""
         self.root: SequenceHash | None = None
         self.leader: SequenceHash | None = None
-        """First blocks of its chain and of its group; right whenever depth is."""
+        """First blocks of its chain (root) and of its group (leader); valid whenever depth is."""
 
     def each_child(self) -> Iterable[SequenceHash]:
         children = self.children
@@ -76,7 +76,7 @@ class _Node:
 
 
 _FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 1 << len(Tier))))
-"""Tier by the bits of `_Node.held`."""
+"""Fastest tier, indexed by the bits of `_Node.held`."""
 
 
 class _Told(NamedTuple):
@@ -89,29 +89,29 @@ class _Told(NamedTuple):
 
 
 class Ownership:
-    """Turns cache events into the changes that the shards of the index must be told, coalesced.
+    """Turns cache events into the coalesced changes that each shard of the index must be sent.
 
-    What waits is bounded by twice the blocks of the engine, however long Redis is away: a block
+    The backlog is bounded by twice the engine's blocks, however long Redis is unreachable: a block
     stored and removed while waiting costs nothing.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[SequenceHash, _Node] = {}
         self._gone: dict[SequenceHash, _Told] = {}
-        """Blocks that Redis has been told of and that are no nodes any more."""
+        """Blocks that Redis has been told of and that no longer have a node."""
         self._pending: list[set[SequenceHash]] = [set()]
         """By shard."""
         self._before: list[dict[SequenceHash, Tier | None]] = [{}]
-        """Of the blocks that a shard's last drain stored or made faster: what it knew before."""
+        """For blocks that a shard's last drain stored or made faster: what it knew before."""
         self._audit: list[SequenceHash] = []
 
     @property
     def num_pending(self) -> int:
-        """Blocks whose published state Redis has not been told."""
+        """How many blocks have a published state that Redis has not been told."""
         return sum(map(len, self._pending))
 
     def is_pending(self, shard: int) -> bool:
-        """Is there anything to drain?"""
+        """Is there anything to drain for that shard?"""
         return bool(self._pending[shard])
 
     def apply(self, events: Iterable[CacheEvent]) -> None:
@@ -127,7 +127,7 @@ class Ownership:
                     self._clear()
 
     def next_to_audit(self, count: int) -> list[list[SequenceHash]]:
-        """The next `count` blocks, in turn, that Redis should show, by shard."""
+        """The next `count` blocks, in rotation, that Redis should show, by shard."""
         if not self._audit:
             self._audit = [b for b, node in self._nodes.items() if node.told is not None]
         blocks, self._audit = self._audit[-count:], self._audit[:-count]
@@ -148,7 +148,7 @@ class Ownership:
         ]
 
     def shows(self, shard: int, claims: Claims) -> bool:
-        """Whether that shard shows nothing in `claims` but what it was told, where it belongs."""
+        """Whether `claims` holds only what that shard was told, each block in its place."""
         seen = set()
         for bucket, tier, block in claims.entries:
             told = self._told(block) if block is not None else None
@@ -167,8 +167,8 @@ class Ownership:
         """All of a shard's changes since its last drain, in an order that may be cut into batches
         anywhere.
 
-        Removals and moves to a slower tier come first, from the leaves inward; stores and moves
-        to a faster tier follow, from the root outward. So the invariant holds after each change.
+        Removals and moves to a slower tier come first, from the leaves inward; stores and moves to
+        a faster tier follow, from the root outward. So the invariant holds after every change.
         """
         stored = self._before[shard] = {}
         slower: list[tuple[tuple[int, SequenceHash, int], Change]] = []
@@ -203,7 +203,7 @@ class Ownership:
         return change.block in self._before[shard]
 
     def untell(self, shard: int, changes: Iterable[Change]) -> None:
-        """Redis did not take these, all that follows some cut of what the last drain `adds`."""
+        """Take back what Redis refused: all that the last drain `adds` from some point on."""
         for block, _, _ in changes:
             before = self._before[shard].pop(block)
             node = self._nodes.get(block)
@@ -217,9 +217,9 @@ class Ownership:
                 self._gone[block] = self._gone[block]._replace(tier=before)
 
     def forget(self, shards: int = 1) -> None:
-        """Redis knows nothing of this worker (any more): the next drain tells it everything.
+        """Redis knows nothing of this worker (any more): the next drain sends everything.
 
-        shards: of the index, from now on.
+        shards: how many the index has from now on.
         """
         self._gone.clear()
         self._pending = [set() for _ in range(shards)]
@@ -230,7 +230,7 @@ class Ownership:
                 self._note(block, node)
 
     def check(self) -> None:
-        """Raises AssertionError where the bookkeeping contradicts itself."""
+        """Raises AssertionError if the bookkeeping contradicts itself."""
         pending = set[SequenceHash]().union(*self._pending)
         assert len(pending) == self.num_pending, "a block is pending in two shards"
         for block, node in self._nodes.items():
@@ -275,7 +275,7 @@ class Ownership:
             self._prune(block, node)
 
     def _prune(self, block: SequenceHash, node: _Node) -> None:
-        """Drop `node`, and holes above it, while nothing is held in or below them."""
+        """Drop `node`, and the holes above it, as long as nothing is held in or below them."""
         while not node.held and node.children is None:
             del self._nodes[block]
             self._bury(block, node)
@@ -295,7 +295,7 @@ class Ownership:
             self._pending[self._shard_of(told.root)].add(block)
 
     def _bury(self, block: SequenceHash, node: _Node) -> None:
-        """Keep what Redis knows of a block that is no node any more."""
+        """Remember what Redis knows of a block that no longer has a node."""
         if node.told is not None:
             assert node.root is not None
             assert node.leader is not None
@@ -312,7 +312,7 @@ class Ownership:
         return _Told(node.told, node.depth, node.root, node.leader)
 
     def _note(self, block: SequenceHash, node: _Node) -> None:
-        """Is there anything to tell of it, which is published or told?"""
+        """Mark a published or told block as pending if Redis does not know its current state."""
         assert node.root is not None
         pending = self._pending[self._shard_of(node.root)]
         if node.published == node.told:
@@ -331,7 +331,7 @@ class Ownership:
         return None if above is None else max(above, fastest)
 
     def _republish(self, block: SequenceHash) -> None:
-        """Bring `block` and whatever hangs on it up to date."""
+        """Bring `block` and its descendants up to date."""
         stack = [block]
         while stack:
             block = stack.pop()
