@@ -1,4 +1,4 @@
-"""One worker process: an engine, the agent beside it, and its HTTP interface."""
+"""One worker process: an engine, its agent, and its HTTP interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S = 1.0
 CAPACITY_WORKERS = 16
-"""An index is laid out for so many workers like the first, unless told otherwise."""
+"""Unless told otherwise, an index is laid out for this many workers of the first one's size."""
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -43,7 +43,7 @@ async def serve(settings: WorkerSettings) -> None:
                 f"{name}: needs a block of {settings.block_size} at least, got {tokens}"
             )
     hosted = await asyncio.to_thread(host, settings)
-    # Before the worker is registered, so that whoever is routed here can connect.
+    # Listen before the worker is registered, so that whoever is routed here can connect.
     listening = listen(settings.host, settings.port)
     settings = replace(settings, port=listening.getsockname()[1])
     redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
@@ -71,7 +71,7 @@ async def serve(settings: WorkerSettings) -> None:
 
             app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
             await serve_http(app, listening, on_stop=leave, on_late=running.cancel)
-            # Cancelled once more, it would not wait for the step that it is in.
+            # Cancelled a second time, the engine would not wait for the step it is in.
             if not running.cancelling():
                 running.cancel()
     finally:
@@ -81,7 +81,7 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 async def _announce(agent: Agent) -> None:
-    """The worker is routed to once it is registered."""
+    """Run the agent; the worker is routed to once it is registered."""
     await agent.start()
     await agent.run()
 

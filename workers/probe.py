@@ -1,6 +1,6 @@
-"""What GPU a worker runs on, and what that says of itself.
+"""Which GPU a worker runs on, and that GPU's readings.
 
-No GPU, no driver, one that hangs, and a GPU that vanishes and comes back are normal cases.
+No GPU, no driver, a driver that hangs, and a GPU that vanishes and comes back are normal cases.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ log = logging.getLogger(__name__)
 
 NO_GPU = "cpu"
 START_TIMEOUT_S = 10.0
-"""A driver that sleeps takes seconds to wake up."""
+"""A sleeping driver takes seconds to wake up."""
 STOP_TIMEOUT_S = 1.0
 READ_INTERVAL_S = 1.0
-"""A driver takes its own samples no oftener than that, as a rule."""
+"""As a rule, a driver takes its own samples no more often than this."""
 MAX_AGE_S = 3.0
-"""Without an answer for so long, the last readings count no more."""
+"""If there is no answer for this long, the last readings no longer count."""
 RETRY_S = 10.0
-"""Between two looks for a GPU that is not there."""
+"""Between two attempts to find a GPU that is not there."""
 
 _CUDA_DEVICE = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)
 
 
 class GpuProbe:
-    """Reads one GPU of those that CUDA shows this process, once a second: start, latest, stop.
+    """Reads one of the GPUs that CUDA shows this process, once a second: start, latest, stop.
 
-    Nothing here raises, and only start and stop wait, for as long as START_TIMEOUT_S and
-    STOP_TIMEOUT_S. All calls of the driver are made by one daemon thread, which no executor
-    would wait for at the end of the process: a call that hangs holds nothing else up.
+    Nothing here raises, and only start and stop wait, for up to START_TIMEOUT_S and STOP_TIMEOUT_S.
+    All driver calls are made by one daemon thread, which no executor would wait for at the end of
+    the process: a call that hangs holds up nothing else.
     """
 
     def __init__(self, cuda_visible_devices: str | None, index: int | None = 0) -> None:
         """cuda_visible_devices: the variable CUDA_VISIBLE_DEVICES; None: it is not set.
 
-        index: N of CUDA's `cuda:N`; None: none of them is in use.
+        index: N of CUDA's `cuda:N`; None: no GPU is in use.
         """
         if index is None:
             self._wanted = ""
@@ -52,7 +52,7 @@ class GpuProbe:
             self._wanted = "".join(cuda_visible_devices.split(",")[index : index + 1]).strip()
         self._name = NO_GPU
         self._latest = (NO_READINGS, 0.0)
-        """And when they were read."""
+        """The readings, and when they were taken."""
         self._present = False
         self._silent = False
         self._looked = threading.Event()
@@ -70,7 +70,7 @@ class GpuProbe:
         return self._name
 
     def latest(self) -> GpuReadings:
-        """What was read last; NO_READINGS while there is no GPU, or its driver is silent."""
+        """The last readings; NO_READINGS while there is no GPU, or its driver is silent."""
         readings, at = self._latest
         silent = readings != NO_READINGS and time.monotonic() - at > MAX_AGE_S
         if silent and not self._silent:
@@ -79,7 +79,7 @@ class GpuProbe:
         return NO_READINGS if silent else readings
 
     def stop(self) -> None:
-        """No call of the driver is made after this, but for one that hangs."""
+        """After this, no driver call is made, except one that already hangs."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)
@@ -99,7 +99,7 @@ class GpuProbe:
             self._stopping.wait(RETRY_S)
 
     def _read_until_lost(self, nvml: Any) -> None:
-        """Raises NVMLError when the GPU is not there, or no more; returns once it is to stop."""
+        """Raises NVMLError if the GPU is missing or gets lost; returns once the probe stops."""
         nvml.nvmlInit()
         try:
             device = _find(nvml, self._wanted)
@@ -127,8 +127,9 @@ class GpuProbe:
 def _find(nvml: Any, wanted: str) -> Any:
     """The device that an entry of CUDA_VISIBLE_DEVICES means. Raises NVMLError: there is none.
 
-    Numbers count in the order of the PCI bus. So do CUDA's where all GPUs are alike, and with
-    CUDA_DEVICE_ORDER=PCI_BUS_ID. The beginning of a GPU's UUID is enough if no other begins so.
+    Numbers follow PCI bus order. So do CUDA's if all GPUs are alike, or with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID. A prefix of a GPU's UUID is enough if no other UUID begins with
+    it.
     """
     if wanted.isdecimal():
         return nvml.nvmlDeviceGetHandleByIndex(int(wanted))
@@ -136,7 +137,7 @@ def _find(nvml: Any, wanted: str) -> Any:
         return nvml.nvmlDeviceGetHandleByUUID(wanted)
     found = []
     for index in range(nvml.nvmlDeviceGetCount()):
-        with suppress(nvml.NVMLError):  # of another device, that is lost
+        with suppress(nvml.NVMLError):  # from another device, which is lost
             device = nvml.nvmlDeviceGetHandleByIndex(index)
             if nvml.nvmlDeviceGetUUID(device).startswith(wanted):
                 found.append(device)
@@ -146,14 +147,14 @@ def _find(nvml: Any, wanted: str) -> Any:
 
 
 def _read(nvml: Any, device: Any) -> GpuReadings:
-    """Takes 50 ms: each direction of PCIe is counted for 20. Raises NVMLError: nothing is read.
+    """Takes 50 ms: each PCIe direction is sampled for 20. Raises NVMLError: nothing can be read.
 
-    Of a MIG instance memory is its own; what only the whole card has is the card's.
+    For a MIG instance, memory is the instance's own; what only the whole card has is the card's.
     """
     errors: list[Exception] = []
 
     def ask(question: Callable[[], Any]) -> Any:
-        """The answer, or None: any of them may be unsupported, and not all cards say so alike."""
+        """The answer, or None: anything may be unsupported, and not all cards say so alike."""
         try:
             return question()
         except nvml.NVMLError as error:
@@ -161,7 +162,7 @@ def _read(nvml: Any, device: Any) -> GpuReadings:
             return None
 
     card = device
-    with suppress(nvml.NVMLError):  # it is a card itself
+    with suppress(nvml.NVMLError):  # the device is a card itself
         card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
     to_host, from_host = nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES
     readings = GpuReadings(

@@ -1,4 +1,4 @@
-"""A worker's HTTP interface: completions over token ids, in the shape of the OpenAI API."""
+"""A worker's HTTP interface: completions over token ids, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from workers.engines.steps import Finished
 from workers.telemetry import registry_of
 
 DEFAULT_MAX_TOKENS = 16
-"""What the OpenAI API takes when a request does not say."""
+"""What the OpenAI API assumes when a request does not say."""
 
 RETRY_AFTER_S = 1
 STOPPING = "stopping"
 RAW_TOKENS = "application/octet-stream"
 RAW_TOKEN_BYTES = 4
 JSON_TOKEN_BYTES = 12
-"""Ten digits, a comma and a blank."""
+"""Ten digits, a comma and a space."""
 TEXT_TOKEN_BYTES = 32
-"""A word of five letters that are not Latin, each escaped in six bytes."""
+"""A word of five non-Latin letters, each escaped in six bytes."""
 ROOM_BYTES = 65_536
-"""Of a body, for all but the prompt."""
+"""Room in a body for everything but the prompt."""
 _SAMPLING = tuple(field.name for field in fields_of(Sampling))
 
 
@@ -57,12 +57,12 @@ def create_app(
 ) -> FastAPI:
     """The HTTP interface of `engine`; the caller runs it.
 
-    `POST /v1/completions` takes a JSON object with `prompt` (token ids; text as well, which is also
-    what comes back, where there is a tokenizer), `max_tokens`, `stream`,
-    `request_id`, `stream_interval` (tokens per chunk after the first), `ignore_eos` and the fields
-    of Sampling; or, as `application/octet-stream`, the prompt in raw little-endian u32 with the
-    other fields in the query. Unknown fields are ignored. A body with more bytes than the longest
-    prompt that fits can have is not read to its end. A client that disconnects cancels its request.
+    `POST /v1/completions` takes a JSON object with `prompt` (token ids; with a tokenizer, also
+    text, and the answer then has text too), `max_tokens`, `stream`, `request_id`,
+    `stream_interval` (tokens per chunk after the first), `ignore_eos` and the fields of Sampling;
+    or, as `application/octet-stream`, the prompt in raw little-endian u32 with the other fields in
+    the query. Unknown fields are ignored. A body larger than the longest prompt that fits could
+    need is not read to its end. A client that disconnects cancels its request.
     """
     app = FastAPI(title="kvroute worker", openapi_url=None)
     for kind in (
@@ -128,7 +128,7 @@ async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer 
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("prompt", "is text, and this worker has no tokenizer")
-        # A megabyte takes a second.
+        # Encoding a megabyte takes a second.
         prompt = await asyncio.to_thread(tokenizer.encode, prompt)
     return _check(fields, _prompt_bytes(prompt))
 
@@ -136,7 +136,7 @@ async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer 
 def _prompt_bytes(prompt: object) -> bytes:
     if not isinstance(prompt, list):
         raise InvalidRequest("prompt", f"needs a list of token ids, got {type(prompt).__name__}")
-    # A boolean is an int to Python, and no token.
+    # In Python a boolean is an int, but it is not a token.
     if set(map(type, prompt)) <= {int}:
         with suppress(InvalidRequest):
             return token_bytes(prompt)
@@ -145,7 +145,7 @@ def _prompt_bytes(prompt: object) -> bytes:
 
 
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
-    """Query fields as JSON would have them; what cannot be converted is left to the checks."""
+    """Query fields as JSON would have them; what cannot be converted is left for the checks."""
     fields: dict[str, object] = dict(query)
     for name in query.keys() - {"request_id"}:
         with suppress(orjson.JSONDecodeError):
@@ -191,7 +191,7 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
 
 
 class _Completion:
-    """A request under way, from when this is made; `cancel` it in any case."""
+    """A request under way, submitted on construction; `cancel` it in every case."""
 
     def __init__(
         self, engine: Engine, call: _Call, model: str, tokenizer: Tokenizer | None
@@ -218,7 +218,7 @@ class _Completion:
             async for output in self._generation:
                 yield b"data: %b\n\n" % self._json(output.token_ids, output.finished)
         except EngineStoppedError as error:
-            # The status is out, so only the stream can tell of it.
+            # The status line is already sent, so only the stream can report the error.
             yield b"data: %b\n\n" % orjson.dumps(error_body(STOPPING, str(error)))
         else:
             yield b"data: [DONE]\n\n"
@@ -262,9 +262,9 @@ class _Stream(StreamingResponse):
 
 
 async def _answer(request: Request, completion: _Completion) -> Response:
-    """The whole of it, computed before anything is sent, so that the status tells how it went.
+    """The whole answer, computed before anything is sent, so that the status reflects the outcome.
 
-    Raises EngineStoppedError, and ClientDisconnect if the client does not wait for it.
+    Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
     """
     answer = asyncio.create_task(completion.whole())
     leaving = asyncio.create_task(hung_up(request))

@@ -1,13 +1,13 @@
 """Learns how fast a worker is from the steps of its engine.
 
-Two least-squares fits, in which old steps count less and less, each pulled towards the defaults as
-far as its steps leave it open (ridge regression):
+Two least-squares fits, in which old steps count less and less. Ridge regression pulls each towards
+the defaults to the extent that its steps leave it undetermined:
 
     steps without prefill:  seconds = w0 + w1*decode_seqs + w2*decode_context_tokens
     steps with prefill:     seconds = v0 + v1*prefill_tokens + v2*attention_pairs + decode part
 
-One fit for all would blame the decoding requests for what prefill adds: a step's time is not one
-line, as small batches are bound by memory and large ones by arithmetic.
+A single fit would attribute to the decoding requests what prefill adds: a step's time is not linear
+throughout, as small batches are memory-bound and large ones compute-bound.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from app.core.types import Tier
 from workers.engines.steps import Step
 
 FORGET = 0.9995
-"""Weight of a step relative to the next one: half after 1,400 steps."""
+"""Weight of a step relative to the next one: it halves after 1,400 steps."""
 DISCOUNT = 1e-6
-"""Weight of a load from before a tier is tried again: it stands only until there is another."""
+"""Weight of the loads from before a tier is retried: they count only until there is another."""
 OUTPUT_WINDOW = 200
-"""Requests that the mean output length looks back on, roughly."""
+"""Roughly how many requests the mean output length covers."""
 
 
 def sped_up(speed: Speed, factor: float) -> Speed:
-    """The same worker when its clock runs `factor` times as fast."""
+    """The speed of the same worker when its clock runs `factor` times as fast."""
     seconds = [f.name for f in fields(Speed) if "_s_per_" in f.name]
     return replace(speed, **{name: getattr(speed, name) / factor for name in seconds})
 
 
 class LeastSquares:
-    """Fit of seconds = weights · (1, features...); no weight is ever negative.
+    """Fit of seconds = weights · (1, features...), with no negative weights.
 
-    prior: expected weights of the features. They count as one step with features of size
-    `typical` each; the constant is free.
+    prior: expected weights of the features. They count as much as one step with features of size
+    `typical` each; the constant is unconstrained.
     """
 
     def __init__(self, prior: list[float], typical: list[float]) -> None:
@@ -51,7 +51,7 @@ class LeastSquares:
         self._moment = np.zeros_like(self._pull)
 
     def add(self, features: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
-        """Steps in order of time; features: (steps, features)."""
+        """Add steps in chronological order; features: (steps, features)."""
         x = np.insert(features, 0, 1.0, axis=1) / self._scale
         weight = FORGET ** np.arange(len(x) - 1, -1, -1)
         fade = FORGET ** len(x)
@@ -59,7 +59,10 @@ class LeastSquares:
         self._moment = fade * self._moment + x.T @ (weight * seconds)
 
     def weights(self) -> NDArray[np.float64]:
-        """The constant's, then the features'. A negative one is set to 0 and the rest refitted."""
+        """The constant, then the features' weights.
+
+        A negative one is set to 0 and the rest refitted.
+        """
         gram, moment = self._gram + self._ridge, self._moment + self._pull
         free = np.ones(len(moment), dtype=bool)
         while True:
@@ -71,15 +74,15 @@ class LeastSquares:
 
 
 class SpeedLearner:
-    """Observe every step; ask for the speed whenever it is to be published.
+    """Call `observe` for every step, and `speed` whenever the speed is to be published.
 
-    batch_tokens: tokens of a full step. `prefill_s_per_token` is the time of a full step of
-    nothing but prefill, its attention left out, over its tokens: v1 + v0 / batch_tokens. That is
-    what a queued prompt takes per token; a step's fixed cost is shared by all its tokens.
+    batch_tokens: tokens of a full step. `prefill_s_per_token` is the time of a full step of nothing
+    but prefill, without its attention, divided by its tokens: v1 + v0 / batch_tokens. That is what
+    a queued prompt takes per token, as all tokens of a step share its fixed cost.
     """
 
     FOLD_AT = 256
-    """Steps kept before they are added to the fits: one by one they would cost ten times more."""
+    """Steps buffered before they are added to the fits: one by one would cost ten times as much."""
 
     def __init__(self, batch_tokens: int, defaults: Speed = DEFAULT_SPEED) -> None:
         self._batch_tokens = batch_tokens
@@ -97,7 +100,7 @@ class SpeedLearner:
         self._num_outputs = 10  # the default counts as ten requests
 
     def observe(self, step: Step, wall_s: float) -> None:
-        """A step that took `wall_s` seconds on the wall, of which loading had its share."""
+        """Learn from a step of `wall_s` seconds of wall time, including its share of loading."""
         load_s = wall_s * step.load_s / step.duration_s
         decode = (step.decode_seqs, step.decode_context_tokens)
         self._rows.append((wall_s - load_s, *decode, step.prefill_tokens, step.attention_pairs))
@@ -110,17 +113,17 @@ class SpeedLearner:
             self._fold()
 
     def observe_load(self, tier: Tier, num_tokens: int, seconds: float) -> None:
-        """Tokens whose KV was loaded from a tier."""
+        """Learn from a load of this many tokens' KV from a tier."""
         self._load_s[tier] = FORGET * self._load_s[tier] + seconds
         self._loaded_tokens[tier] = FORGET * self._loaded_tokens[tier] + num_tokens
 
     def discount_loads(self, tier: Tier) -> None:
-        """What was loaded from a tier so far is to count next to nothing beside what will be."""
+        """Make past loads from a tier count next to nothing compared with those to come."""
         self._load_s[tier] *= DISCOUNT
         self._loaded_tokens[tier] *= DISCOUNT
 
     def speed(self) -> Speed:
-        """Learned values, the defaults where there is nothing to learn from."""
+        """The learned values, and the defaults where there is nothing to learn from."""
         self._fold()
         decode, prefill = self._decode.weights(), self._prefill.weights()
         return replace(

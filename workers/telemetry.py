@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker's engine, read from it when they are asked for."""
+"""Prometheus metrics of a worker's engine, read from the engine when they are scraped."""
 
 from __future__ import annotations
 
