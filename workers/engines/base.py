@@ -1,4 +1,4 @@
-"""What a worker's HTTP interface and its agent need of an engine, whichever it is."""
+"""What a worker's HTTP interface and its agent need from any engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from app.core.metrics import ForwardPassMetrics, Speed
 from workers.engines.steps import Finished
 
 HIT_RATE_WINDOW = 1000
-"""Requests over which the prefix cache hit rate is taken."""
+"""Requests over which the prefix cache hit rate is measured."""
 
 
 MAX_TEMPERATURE = 2.0
 MIN_TEMPERATURE = 1e-5
-"""What is below counts as 0, as in vLLM: float32 could not hold what it divides."""
+"""Anything below counts as 0, as in vLLM: float32 could not hold logits divided by it."""
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -27,7 +27,7 @@ class PromptTooLargeError(ValueError):
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may wait; try again later."""
+    """The queue is full; try again later."""
 
 
 class EngineStoppedError(Exception):
@@ -36,12 +36,12 @@ class EngineStoppedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request wants its tokens chosen, in the words and ranges of OpenAI and vLLM.
+    """How a request wants its tokens chosen, with the names and ranges of OpenAI and vLLM.
 
-    temperature: 0 to 2; 0 is greedy, it always takes the most likely token.
-    top_p: above 0, up to 1: only the most likely tokens that have this much together.
-    top_k: only so many of the most likely ones; 0 or -1 for all.
-    seed: the same one gives the same tokens again; None for others each time.
+    temperature: 0 to 2; 0 is greedy and always takes the most likely token.
+    top_p: above 0, up to 1: only the most likely tokens that together have this probability.
+    top_k: only this many of the most likely tokens; 0 or -1 for all.
+    seed: the same seed gives the same tokens again; None gives different ones each time.
     """
 
     temperature: float = 1.0
@@ -72,7 +72,7 @@ class Sampling:
 
     @property
     def is_cut(self) -> bool:
-        """Only some of the tokens are to be had."""
+        """Are some of the tokens ruled out?"""
         return self.top_p < 1 or self.top_k > 0
 
 
@@ -89,17 +89,17 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Tokens that came since the last output; `finished` is set on the last one."""
+    """Tokens produced since the last output; `finished` is set on the last one."""
 
     token_ids: list[int]
     finished: Finished | None
 
 
 class Generation:
-    """Output of one request as it comes: iterate over it once, then `cancel` it in any case.
+    """The output of one request as it is produced: iterate once, then `cancel` in every case.
 
-    tokens: the output tokens from one number to another, of those that have come. What has come
-    but was not taken is a number, so a slow reader costs no memory and gets larger outputs.
+    tokens: returns the output tokens from one index to another, out of those produced. Output that
+    is not taken yet is only a number, so a slow reader costs no memory and gets larger outputs.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class Generation:
         self._cancel(self)
 
     def emit(self) -> None:
-        """Called by the engine: it has made one more token."""
+        """Called by the engine: it has produced one more token."""
         self._emitted += 1
         if self._emitted >= self._wake_at:
             self._changed.set()
 
     def end(self, finished: Finished | None) -> None:
-        """Called by the engine: no token will follow; None if it stopped before."""
+        """Called by the engine: no more tokens follow; None if it stopped before the end."""
         self._finished = finished
         self._stopped = finished is None
         self._changed.set()
@@ -156,17 +156,18 @@ class Engine(Protocol):
 
     @property
     def max_context_tokens(self) -> int:
-        """So many tokens may the prompt and output of a request have together."""
+        """How many tokens the prompt and output of a request may have together."""
 
     @property
     def running(self) -> bool:
-        """Does it take requests?"""
+        """Does it accept requests?"""
 
     async def run(self) -> None:
-        """Until cancelled; what is unfinished then ends."""
+        """Run until cancelled; requests still unfinished then end."""
 
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """Submit a request at once; its first token comes alone, the others `stream_interval` each.
+        """Submit a request at once; its first token comes alone, the others in groups of
+        `stream_interval`.
 
         Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
         EngineStoppedError once the engine stops.
@@ -177,11 +178,11 @@ class Engine(Protocol):
     def speed(self) -> Speed: ...
 
     def block_events(self) -> Mapping[str, int]:
-        """How many KV blocks were evicted, loaded and so on, since the start, by event."""
+        """How many KV blocks were evicted, loaded and so on since the start, by event."""
 
 
 class TextStream(Protocol):
-    """The text of an output as it comes, in whole characters."""
+    """The text of an output as it is produced, in whole characters."""
 
     def push(self, token: int) -> str: ...
 
@@ -195,7 +196,7 @@ class Tokenizer(Protocol):
 
 
 class HitRate:
-    """Which part of the last prompts was cached when they were admitted."""
+    """What share of the last prompts was cached when they were admitted."""
 
     def __init__(self) -> None:
         self._admitted: deque[tuple[int, int]] = deque()

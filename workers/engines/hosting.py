@@ -1,4 +1,4 @@
-"""Engines as a worker process hosts them: made from settings, then started beside an agent."""
+"""Engines as a worker process hosts them: made from settings, then started along with an agent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from workers.engines.sim import SimEngine
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """An engine, ready but for somebody to tell of its cache.
+    """An engine, ready to start once it has a publisher for its cache events.
 
     num_blocks: slots of each tier. close: to be called when the engine has ended. gpu: index of the
-    one that it computes on, of those that CUDA shows; None on a CPU.
+    GPU that it computes on, among those that CUDA shows; None on a CPU.
     """
 
     model: str
@@ -32,7 +32,7 @@ class Hosted:
 
 
 def host(settings: WorkerSettings) -> Hosted:
-    """Blocks, for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
+    """Blocks for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
     if settings.engine == "torch":
         from workers.engines.loading import load  # torch takes seconds to import
 

@@ -1,8 +1,8 @@
 """Llama models over paged KV: what the torch engine computes, on CPU and CUDA alike.
 
 A prefill is one chunk of one sequence in a forward pass of its own, so that what it computes
-depends on the tokens, their positions and the KV before them, bit for bit, and on nothing that
-happens to run beside it. Decoding computes one token of many sequences together.
+depends, bit for bit, on the tokens, their positions and the KV before them, and on nothing that
+happens to run alongside. Decoding computes one token for each of many sequences together.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values) of a layer -> (num_tokens, num_heads * head_size).
 
 queries: (num_tokens, num_heads, head_size); keys, values: (num_blocks, block_size, num_kv_heads,
-head_size), the whole pool's, those of the tokens themselves included."""
+head_size), those of the whole pool, including the tokens' own.
+"""
 
 
 class _Layer(NamedTuple):
-    """Weights of one layer; what multiplies the same input is one matrix."""
+    """Weights of one layer; matrices that multiply the same input are merged into one."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -43,9 +44,9 @@ class _Layer(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Sequences of about the same length, which attend together, padded to the longest.
+    """Sequences of similar length, which attend together, padded to the longest.
 
-    rows: theirs in the batch.
+    rows: their rows in the batch.
     held: their blocks, (num_seqs * num_blocks,).
     mask: (num_seqs, 1, 1, num_blocks * block_size), added to the scores.
     """
@@ -56,10 +57,10 @@ class _Group(NamedTuple):
 
 
 class Llama:
-    """A model whose weights lie on `device` in `dtype`.
+    """A model whose weights are on `device` in `dtype`.
 
-    Callers see to it that tokens are below vocab_size and positions below
-    max_position_embeddings: on CUDA nothing else would notice before it is too late.
+    Callers ensure that tokens are below vocab_size and positions below max_position_embeddings: on
+    CUDA nothing else would notice before it is too late.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Llama:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Self:
-        """Weights of such sizes that every layer, and so the whole context, moves the logits.
+        """Random weights, scaled so that every layer, and so the whole context, affects the logits.
 
         The same seed gives the same weights on the same kind of device.
         """
@@ -122,7 +123,7 @@ class Llama:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Self:
-        """Weights of a Hugging Face checkpoint, `model.safetensors` or shards with an index.
+        """Weights of a Hugging Face checkpoint: `model.safetensors`, or shards with an index.
 
         Raises ConfigError if it cannot be read, or its tensors are not those of `config`.
         """
@@ -132,7 +133,7 @@ class Llama:
             try:
                 # Read straight to the device, one tensor at a time.
                 with safe_open(path, framework="pt", device=str(model.device)) as file:
-                    for name in file.keys():  # noqa: SIM118, it is no mapping
+                    for name in file.keys():  # noqa: SIM118, it is not a mapping
                         if not _is_ignored(name, config):
                             _fill(missing, name, file.get_tensor(name), path)
             except (OSError, SafetensorError) as error:
@@ -142,7 +143,7 @@ class Llama:
         return model
 
     def kv_shape(self, block_size: int) -> KVShape:
-        """What the pool of a model that is not split keeps of each block."""
+        """What the pool of an unsharded model keeps of each block."""
         c = self.config
         return KVShape(c.num_layers, c.num_kv_heads, c.head_size, self.dtype, block_size)
 
@@ -153,9 +154,9 @@ class Llama:
         """Compute one chunk of one sequence; returns float32 logits of its last token.
 
         kv: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_size), strided; holds the KV
-        of positions before `start`, and gets that of the chunk. Keys are kept after RoPE.
+        of positions before `start`, and receives that of the chunk. Keys are stored after RoPE.
         start: position of tokens[0].
-        block_ids: block_ids[i] has positions i * block_size on; further ones are not looked at.
+        block_ids: block_ids[i] has positions i * block_size on; surplus ones are not used.
         Returns (vocab_size,).
         """
         c = self.config
@@ -168,7 +169,7 @@ class Llama:
             mask = self._masked(torch.arange(end, device=self.device) > positions[:, None])
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # The heads that share a KV head are a batch over it, so that no KV is repeated.
+            # The heads that share a KV head form a batch over it, so that no KV is repeated.
             shape = c.num_kv_heads, c.group_size, -1, c.head_size
             q = queries.transpose(0, 1).view(shape)
             k, v = (
@@ -197,8 +198,8 @@ class Llama:
     ) -> Tensor:
         """Compute one token of each of several sequences; returns float32 logits.
 
-        kv and each of block_ids: as in `prefill`. What the last block of a sequence holds behind
-        its token is masked, so it has to be finite, as zeros are and all that is computed here.
+        kv and each of block_ids: as in `prefill`. What the last block of a sequence holds after its
+        token is masked, so it must be finite, as zeros are and everything computed here.
         Returns (num_seqs, vocab_size).
         """
         c = self.config
@@ -211,7 +212,7 @@ class Llama:
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             outs = []
             for rows, held, mask in groups:
-                # To one query, the heads that share a KV head are as many queries.
+                # For a single query, the heads that share a KV head act as that many queries.
                 q = queries[rows].view(-1, c.num_kv_heads, c.group_size, c.head_size)
                 k, v = (
                     blocks.index_select(0, held).view(len(q), -1, *blocks.shape[2:]).transpose(1, 2)
@@ -241,7 +242,7 @@ class Llama:
         offsets: Tensor,
         attend: Attend,
     ) -> Tensor:
-        """All layers over some tokens; their KV is put at those offsets of those blocks.
+        """Run all layers over the tokens; their KV is written at those offsets of those blocks.
 
         tokens, positions, blocks, offsets: int64, (num_tokens,).
         Returns (num_tokens, hidden_size), before the last norm.
@@ -257,7 +258,7 @@ class Llama:
             )
             q, k = torch.split(_rotate(qk, cos, sin), [num_heads, kv_heads], 1)
             keys, values = layer_kv.unbind(1)
-            # Whoever gets the block next multiplies what it masks: what is no number would stay.
+            # Whoever gets the block next multiplies even what it masks: a NaN would survive.
             keys[blocks, offsets] = k.nan_to_num(0.0, 0.0, 0.0)
             values[blocks, offsets] = v.nan_to_num(0.0, 0.0, 0.0)
             x = x + F.linear(attend(q, keys, values), layer.output)
@@ -274,7 +275,7 @@ class Llama:
     def _groups(
         self, positions: Sequence[int], block_ids: Sequence[Sequence[int]], block_size: int
     ) -> list[_Group]:
-        """Groups of sequences, given in order of their length, that padding at most doubles."""
+        """Groups of sequences, given in order of length, whose size padding at most doubles."""
         groups = []
         last = [position // block_size for position in positions]
         for _, alike in groupby(range(len(last)), key=lambda row: last[row].bit_length()):
@@ -282,7 +283,8 @@ class Llama:
             num_blocks = last[rows[-1]] + 1
             held: list[int] = []
             for row in rows:
-                # Padded with a block of its own, as any other might hold what is not finite.
+                # Padded with a block of its own, as any other might hold values that are not
+                # finite.
                 padding = [block_ids[row][0]] * (num_blocks - last[row] - 1)
                 held += [*block_ids[row][: last[row] + 1], *padding]
             at = torch.arange(num_blocks * block_size, device=self.device)
@@ -293,7 +295,7 @@ class Llama:
         return groups
 
     def _masked(self, hidden: Tensor) -> Tensor:
-        """What to add to scores: minus infinity where `hidden`, else nothing."""
+        """What to add to scores: minus infinity where `hidden`, otherwise nothing."""
         zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(hidden, -torch.inf)
 
@@ -301,7 +303,7 @@ class Llama:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of a checkpoint by name, as the part of our weights that it is."""
+        """Each tensor of a checkpoint by name, as the part of our weights that it fills."""
         c = self.config
         yield "model.embed_tokens.weight", self._embedding
         for number, layer in enumerate(self._layers):
@@ -326,7 +328,7 @@ class Llama:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE as Hugging Face lays it out, each element paired with the one half a head further."""
+    """RoPE as Hugging Face lays it out: each element is paired with the one half a head on."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -336,7 +338,7 @@ def _rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
     size = config.head_size
     frequencies = 1 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if scaling := config.rope_scaling:
-        # How often each turns within the length that the model was first trained for.
+        # How often each frequency turns within the length that the model was first trained for.
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -356,7 +358,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _is_ignored(name: str, config: LlamaConfig) -> bool:
-    """Copies, which some checkpoints have, of what the model has anyway."""
+    """Copies, present in some checkpoints, of what the model has anyway."""
     tied = config.tie_word_embeddings and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq")
 

@@ -1,4 +1,4 @@
-"""Shapes of Llama models: by name, and as checkpoints of Hugging Face tell them. Without torch."""
+"""Shapes of Llama models: by name, and from Hugging Face checkpoints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Self
 from app.core.errors import ConfigError
 
 MAX_COUNT = (1 << 31) - 1
-"""Of whatever is counted; what is multiplied then still fits into what torch takes."""
+"""Limit of every count; their products then still fit into what torch takes."""
 _SUPPORTED = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -22,7 +22,7 @@ _SUPPORTED = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Of a checkpoint's settings, those that say what is computed: what each has to be, if given."""
+"""The checkpoint settings that decide what is computed: what each must be, if present."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The shape of a model, in the words of Hugging Face; head_size is their head_dim."""
+    """The shape of a model, in Hugging Face's terms; head_size is their head_dim."""
 
     vocab_size: int
     hidden_size: int
@@ -93,7 +93,7 @@ class LlamaConfig:
     def from_checkpoint(cls, folder: Path) -> Self:
         """Read `config.json`, and the end-of-sequence tokens of `generation_config.json`.
 
-        Raises ConfigError if they cannot be read, or tell of anything that is not computed here.
+        Raises ConfigError if they cannot be read, or ask for anything that is not computed here.
         """
         config = read_json(folder / "config.json")
         _check_supported(config)
@@ -140,7 +140,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, of which older checkpoints have the first on its own."""
+    """Theta and scaling; older checkpoints have theta as a separate setting."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ConfigError(f"rope_parameters: needs an object, got {rope!r}")

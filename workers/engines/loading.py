@@ -1,4 +1,4 @@
-"""Makes a torch engine from a worker's settings: weights, KV pools of all tiers, block manager."""
+"""Builds a torch engine from a worker's settings: weights, KV pools of all tiers, block manager."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from workers.transfers import Transfers
 log = logging.getLogger(__name__)
 
 DEFAULT_POOL_BYTES = 1 << 30
-"""Of the device KV pool, where its size is not given."""
+"""Size of the device KV pool, if none is given."""
 SPARE = 8
-"""Of so many slots of a tier one is kept free: for requests, and for stores from the tier above."""
+"""One in this many slots of a tier is kept free, for requests and stores from the tier above."""
 WEIGHTS_SEED = 0
-"""All workers of a named size compute the same model."""
+"""So that all workers of a named size compute the same model."""
 
 
 def load(settings: WorkerSettings) -> Hosted:
@@ -71,7 +71,7 @@ def load(settings: WorkerSettings) -> Hosted:
 def _model(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[Llama, Tokenizer | None, str]:
-    """Of a folder or a size, and what tells it from others. RuntimeError: it does not fit."""
+    """The model of a folder or a size, and what identifies it. RuntimeError: it does not fit."""
     if name in SIZES:
         model = Llama.random(SIZES[name], seed=WEIGHTS_SEED, dtype=dtype, device=device)
         return model, None, name
@@ -96,7 +96,7 @@ def _with_tiers(
         Tier.DISK: settings.disk_pool_tokens // settings.block_size,
     }
     num_blocks = {tier: number for tier, number in num_blocks.items() if number}
-    # Memory and files first: they tell at once that there is no room for so many blocks.
+    # Memory and files first: they fail at once if there is no room for this many blocks.
     try:
         pools = {Tier.DEVICE: MemoryPool(shape, num_blocks[Tier.DEVICE], model.device)}
         if Tier.HOST in num_blocks:
@@ -187,7 +187,7 @@ def _identity(folder: Path) -> str:
 
 
 def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
-    """Of all that decides which bits a block of KV has."""
+    """Covers everything that decides which bits a block of KV has."""
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
     computed = (
@@ -198,5 +198,5 @@ def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identit
 
 
 def _first_line(error: Exception) -> str:
-    """Of what torch says; often the stack of its C++ follows."""
+    """The first line of torch's message; its C++ stack often follows."""
     return str(error).partition("\n")[0]

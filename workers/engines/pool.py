@@ -1,14 +1,14 @@
 """Bookkeeping of a paged KV pool that keeps the blocks of finished requests for reuse.
 
-A block is known by its sequence hash; slot numbers would decide nothing here. Every slot of the
-device pool is in one state:
+A block is identified by its sequence hash; slot numbers would make no difference here. Every slot
+of the device pool is in one state:
 
     free ──acquire─► private ──register─► referenced ◄─acquire / release─► cached ──evict─► free
                                              ▲                               │
                                              └─acquire── host tier ◄──evict──┘
 
 private: held by one request, not full yet. referenced: full, reusable, used by requests.
-cached: full, reusable, used by none. A block that the host tier holds is in no device slot.
+cached: full, reusable, not in use. A block that the host tier holds is in no device slot.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from app.core.events import CacheEvent, Removed, Stored
 from app.core.types import SequenceHash, Tier
 from workers.idle import IdleBeforeEvict
 
-# Block -> parent and since when it is not used, the longest first. Not a dict: taking the first key
-# of a dict again and again walks over the ones already taken.
+# Block -> parent and when it was last used, the longest unused first. Not a dict: taking the first
+# key of a dict again and again walks over the ones already taken.
 LruBlocks = OrderedDict[SequenceHash, tuple[SequenceHash | None, float]]
 
 
@@ -53,7 +53,7 @@ class BlockPool:
 
     @property
     def idle_before_evict_s(self) -> float:
-        """Of blocks that no tier has any more; see IdleBeforeEvict."""
+        """Counts blocks that left the last tier that held them; see IdleBeforeEvict."""
         return self._idle.value_s
 
     @property
@@ -66,7 +66,7 @@ class BlockPool:
         return self.num_blocks - self.num_used - len(self._cached)
 
     def match(self, chain: Sequence[SequenceHash]) -> int:
-        """Leading blocks of `chain` that either tier holds."""
+        """How many leading blocks of `chain` either tier holds."""
         references, cached, host = self._references, self._cached, self._host
         for i, block in enumerate(chain):
             if block not in references and block not in cached and block not in host:
@@ -76,8 +76,8 @@ class BlockPool:
     def acquire(self, prefix: Sequence[SequenceHash], num_blocks: int) -> int | None:
         """Take `num_blocks` for a request: the matched `prefix`, the rest private.
 
-        Evicts what it needs to. Returns how many blocks came from the host tier; None, and
-        changes nothing, if requests use too much of the pool.
+        Evicts as needed. Returns how many blocks came from the host tier; None, having changed
+        nothing, if requests use too much of the pool.
         """
         references = self._references
         idle = [block for block in prefix if block not in references]
@@ -99,10 +99,10 @@ class BlockPool:
         return len(onboarded)
 
     def register(self, blocks: Sequence[SequenceHash], parent: SequenceHash | None) -> None:
-        """Make private blocks, full now, reusable; `parent` is referenced by the same request.
+        """Make private blocks that are now full reusable; the same request references `parent`.
 
-        Where another request has registered the same block, this one shares it from now on and
-        its own copy becomes free.
+        If another request has registered the same block, this one shares it from now on and its own
+        copy becomes free.
         """
         references = self._references
         fresh = []
@@ -124,7 +124,7 @@ class BlockPool:
     def release(self, chain: Sequence[SequenceHash], num_private: int) -> None:
         """Give back a request's referenced `chain` and its private blocks."""
         references, cached, now_s = self._references, self._cached, self._now()
-        # Tail first, so that tails are the older ones and are evicted before their parents.
+        # Tail first, so that tails are older than their parents and are evicted before them.
         for i in range(len(chain) - 1, -1, -1):
             block = chain[i]
             if references[block] > 1:
@@ -140,9 +140,9 @@ class BlockPool:
         return events
 
     def check(self, chains: Iterable[Sequence[SequenceHash]], num_private: int) -> None:
-        """Raises AssertionError unless the pool fits its requests.
+        """Raises AssertionError unless the pool is consistent with its requests.
 
-        chains: the referenced blocks of each; num_private: of all of them together.
+        chains: the referenced blocks of each request; num_private: over all of them.
         """
         counted = Counter(block for chain in chains for block in chain)
         assert counted == self._references, "references differ from what requests hold"
@@ -175,7 +175,7 @@ class BlockPool:
             self._idle.add(since_s)
 
     def _offload(self, evicted: LruBlocks) -> None:
-        """Move `evicted` blocks to the host; one event for each stretch of a chain, root first."""
+        """Move `evicted` blocks to the host; one event for each part of a chain, root first."""
         self._host.update(evicted)
         chain: list[SequenceHash] = []
         for block, (parent, _) in reversed(evicted.items()):

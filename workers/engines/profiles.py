@@ -10,8 +10,8 @@ class Profile:
     """How long a model on given hardware takes, and how much it holds.
 
     A step takes over + max(a0 + b0*n, a1 + b1*n) + q*Σ chunk*(ctx + chunk/2) + c*Σ decode ctx
-    seconds, n being its prefill tokens and decoding sequences: the first line is bound by reading
-    the weights, the second by arithmetic.
+    seconds, n being its prefill tokens and decoding sequences: the first term of the maximum is
+    bound by reading the weights, the second by arithmetic.
     """
 
     over_s: float
@@ -32,7 +32,7 @@ class Profile:
     def compute_s(
         self, num_tokens: int, attention_pairs: float, decode_context_tokens: int
     ) -> float:
-        """Seconds of a step, the load of host blocks not counted."""
+        """Seconds of a step, not counting the load of host blocks."""
         weights = self.a0_s + self.b0_s * num_tokens
         arithmetic = self.a1_s + self.b1_s * num_tokens
         attention = self.q_s * attention_pairs + self.c_s * decode_context_tokens

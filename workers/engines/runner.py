@@ -1,4 +1,4 @@
-"""Runs the simulated engine on the wall clock and hands out its tokens as they come."""
+"""Runs the simulated engine on the wall clock and hands out its tokens as they are produced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.speed import SpeedLearner, sped_up
 
 
 class EngineRunner:
-    """Drives an engine `speedup` times as fast as the hardware that it simulates.
+    """Drives an engine `speedup` times as fast as the hardware it simulates.
 
     max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
     on_step: called after each step, when its tokens and events are out; set it at any time.
@@ -56,11 +56,11 @@ class EngineRunner:
         return self.engine.pool.num_blocks * self.engine.block_size
 
     async def run(self) -> None:
-        """Step the engine until `stop` or cancellation; then end what is unfinished.
+        """Step the engine until `stop` or cancellation; then end unfinished requests.
 
-        A step ends one step time after the end of the one before it, not after the moment at
-        which the event loop got round to it: a busy machine delays steps but does not slow the
-        engine down.
+        A step ends one step time after the end of the previous one, not after the moment at which
+        the event loop got round to it: a busy machine delays steps but does not slow the engine
+        down.
         """
         self.running = True
         try:
@@ -72,7 +72,7 @@ class EngineRunner:
                     await self._work.wait()
                     deadline = self._clock()
                     continue
-                # Looked up now: who cancels meanwhile may use the same id for another request.
+                # Looked up now: whoever cancels meanwhile may use the same id for another request.
                 emitted = [self._generations[i] for i in step.emitted]
                 ended = [(self._generations[f.request_id], f) for f in step.finished]
                 wall_s = step.duration_s / self._speedup
@@ -94,7 +94,7 @@ class EngineRunner:
         self._work.set()
 
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """As `generate`. How tokens are to be chosen is ignored: they are invented."""
+        """Like `generate`. Sampling options are ignored: the tokens are invented."""
         sim_request = SimRequest.from_tokens(
             request.request_id,
             request.prompt,
@@ -104,7 +104,8 @@ class EngineRunner:
         return self.generate(sim_request, stream_interval=stream_interval)
 
     def generate(self, request: SimRequest, *, stream_interval: int = 1) -> Generation:
-        """Submit a request at once; its first token comes alone, the others `stream_interval` each.
+        """Submit a request at once; its first token comes alone, the others in groups of
+        `stream_interval`.
 
         Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
         EngineStoppedError after `stop`.
@@ -132,11 +133,11 @@ class EngineRunner:
         return self.engine.metrics()
 
     def speed(self) -> Speed:
-        """In wall-clock seconds, so the faster the larger the speed-up."""
+        """In wall-clock seconds, so a larger speed-up makes it faster."""
         return self._learner.speed()
 
     def block_events(self) -> dict[str, int]:
-        """None: nothing is moved here."""
+        """Empty: no blocks are moved here."""
         return {}
 
     def _deliver(self, emitted: list[Generation], ended: list[tuple[Generation, Finished]]) -> None:
@@ -151,7 +152,7 @@ class EngineRunner:
             self.engine.cancel(generation.request_id)
 
     def _forget(self, generation: Generation) -> bool:
-        """False if it was forgotten before, so its id may be another request's by now."""
+        """False if it was forgotten before; its id may then belong to another request by now."""
         request_id = generation.request_id
         if self._generations.get(request_id) is not generation:
             return False

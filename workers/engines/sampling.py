@@ -13,7 +13,7 @@ from workers.engines.base import Sampling
 
 
 class Sampler:
-    """Chooses the tokens of one request: its options, and random numbers of its own.
+    """Chooses the tokens of one request, with its options and random numbers of its own.
 
     Each token takes one random number and nothing else, so what a request gets depends on its
     logits and its seed alone, not on the requests that are sampled together with it.
@@ -49,16 +49,16 @@ def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     if cut:
         likely[cut] = _cut(likely[cut], [samplers[n].sampling for n in cut])
     sums = likely.cumsum(-1, dtype=torch.float64)
-    # Less than the last sum even when rounded, as both are float64; so what comes first above it
-    # is likely at all.
+    # Less than the last sum even when rounded, as both are float64; so the first sum above it
+    # belongs to a token that has some probability.
     drawn = _column([sampler.draw() for sampler in samplers], sums) * sums[:, -1:]
     chosen = torch.searchsorted(sums, drawn, right=True).squeeze(-1)
-    # Only logits that are no numbers, as of a model that overflows, lead further.
+    # Only logits that are NaN, as from a model that overflows, would go beyond.
     return chosen.clamp_(max=logits.shape[-1] - 1)
 
 
 def _cut(likely: Tensor, options: Sequence[Sampling]) -> Tensor:
-    """0 for tokens that top_k and top_p leave out. Those as likely as the last one stay too.
+    """0 for tokens that top_k and top_p leave out. Those as likely as the last one kept stay too.
 
     top_p is a share of what top_k leaves, as in vLLM.
     """

@@ -1,8 +1,8 @@
 """A simulated engine: token-accurate, synchronous, and without a clock of its own.
 
 Paged blocks with prefix reuse, first-in-first-out admission, continuous batching with chunked
-prefill. Each step says how long it would have taken; whoever drives the engine waits as long, or
-adds it up. Only the tokens are invented.
+prefill. Each step says how long it would have taken; whoever drives the engine waits that long, or
+adds the times up. Only the tokens are invented.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Prefill:
-    """Prefill work of one step."""
+    """The prefill work of one step."""
 
     tokens: int = 0
     pairs: float = 0.0
@@ -71,9 +71,9 @@ class _Prefill:
 class SimEngine:
     """Submit requests, then call `step` until it returns None.
 
-    kv_pool_tokens: takes the place of the profile's. host_pool_tokens: 0 is no host tier.
-    prefix_caching: off, nothing is reused and no event is told. now: seconds, for what blocks were
-    last used.
+    kv_pool_tokens: overrides the profile's. host_pool_tokens: 0 means no host tier. prefix_caching:
+    if off, nothing is reused and no events are emitted. now: seconds, for when blocks were last
+    used.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SimEngine:
         self.prefix_caching = prefix_caching
         self._waiting: OrderedDict[str, SimRequest] = OrderedDict()
         self._running: dict[str, _Running] = {}
-        # A request takes the whole batch or is done, so at most one is left half computed.
+        # A request takes the whole batch or gets done, so at most one is left half computed.
         self._prefilling: _Running | None = None
         self._decoding: list[_Running] = []
         self._decode_context = 0
@@ -106,8 +106,8 @@ class SimEngine:
     def submit(self, request: SimRequest) -> None:
         """Queue a request.
 
-        Raises PromptTooLargeError if it needs more than the whole pool, and ValueError if it has
-        no prompt or output, if its blocks do not fit its length, or if its id is in use.
+        Raises PromptTooLargeError if it needs more than the whole pool, and ValueError if it has no
+        prompt or output, if its blocks do not fit its length, or if its id is in use.
         """
         if request.prompt_tokens < 1 or request.max_tokens < 1:
             raise ValueError(
@@ -170,9 +170,9 @@ class SimEngine:
         )
 
     def quiet_steps(self) -> int:
-        """How many of the coming steps do nothing but decode, if nothing is submitted or cancelled.
+        """How many of the next steps only decode, if nothing is submitted or cancelled.
 
-        Nobody ends in them and no block fills: for `skip`, in virtual time.
+        No request ends in them and no block fills: for `skip`, in virtual time.
         """
         if self._waiting or self._prefilling or not self._decoding:
             return 0
@@ -185,7 +185,7 @@ class SimEngine:
         return num_steps * self.profile.compute_s(seqs, 0.0, 0) + self.profile.c_s * context
 
     def skip(self, num_steps: int) -> Step:
-        """As many quiet steps at once; tells what one of them was on average."""
+        """Run that many quiet steps at once; returns the average of one of them."""
         seqs = len(self._decoding)
         duration_s = self.decode_s(num_steps) / num_steps
         context = self._decode_context + seqs * (num_steps - 1) // 2
@@ -290,7 +290,7 @@ class SimEngine:
         chain += filled
 
     def _decode(self) -> list[_Running]:
-        """One token for each decoding request. Returns those that need a look."""
+        """One token for each decoding request. Returns those whose block fills, or that end."""
         self._decode_context += len(self._decoding)
         due = []
         for running in self._decoding:
@@ -310,12 +310,12 @@ class SimEngine:
         max_tokens = running.request.max_tokens
         if not self.prefix_caching:
             return max_tokens
-        # A token's KV is there one step after the token itself.
+        # A token's KV is computed one step after the token itself.
         full_at = (len(running.chain) + 1) * self.block_size - running.request.prompt_tokens + 1
         return min(full_at, max_tokens)
 
     def _settle(self, due: list[_Running]) -> list[Finished]:
-        """Register the blocks that filled, end the requests that are done."""
+        """Register the blocks that filled, and end the requests that are done."""
         finished = []
         for running in due:
             request = running.request

@@ -1,4 +1,4 @@
-"""What goes into the simulated engine, and what a step of it tells."""
+"""What goes into the simulated engine, and what one of its steps reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from app.core.types import SequenceHash
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """blocks: hashes of the prompt's full blocks; tail_tokens: the prompt tokens behind them.
+    """blocks: hashes of the prompt's full blocks; tail_tokens: the prompt tokens after them.
 
     The engine writes exactly `max_tokens` tokens, at least one.
     """
@@ -43,10 +43,10 @@ class SimRequest:
         return cls(request_id, tuple(blocks), tail_tokens, len(raw) // 4, max_tokens)
 
     def output_tokens(self, start: int, stop: int) -> list[int]:
-        """Token ids `start` to `stop` of the output: 15 bits each, decided by the prompt alone."""
+        """Token ids `start` to `stop` of the output: 15 bits each, set by the prompt alone."""
         tail = struct.pack(f"<{len(self.tail_tokens)}I", *self.tail_tokens)
         seed = xxh3_64_intdigest(tail, self.blocks[-1] if self.blocks else 0)
-        # A Weyl sequence: multiples of 2^64 / golden ratio, of which the high bits look random.
+        # A Weyl sequence: multiples of 2^64 / golden ratio, whose high bits look random.
         return [(seed + i * 0x9E3779B97F4A7C15 & U64) >> 49 for i in range(start, stop)]
 
 
@@ -58,19 +58,19 @@ class Finished:
     """Prompt tokens that were not computed, because a tier held them at admission."""
     output_tokens: int
     host_tokens: int = 0
-    """Of the cached ones, those that were loaded from the host tier."""
+    """How many of the cached tokens were loaded from the host tier."""
     disk_tokens: int = 0
     finish_reason: str = "length"
-    """As the OpenAI API has it: `length`, or `stop` after an end-of-sequence token."""
+    """As in the OpenAI API: `length`, or `stop` after an end-of-sequence token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: how long it took, in engine seconds, what it did, and why it took so long."""
+    """One step: how long it took, in engine seconds, what it did, and why it took that long."""
 
     duration_s: float
     load_s: float
-    """Part of `duration_s` spent on loading from the host tier."""
+    """The part of `duration_s` spent loading from the host tier."""
     loaded_tokens: int
     prefill_tokens: int
     attention_pairs: float
@@ -80,5 +80,5 @@ class Step:
     emitted: list[str]
     """Requests that got one token each, the first tokens last."""
     first_tokens: list[str]
-    """Those of them that got their first one."""
+    """Those of them that got their first token."""
     finished: list[Finished]

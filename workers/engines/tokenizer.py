@@ -1,4 +1,4 @@
-"""Text to tokens and back, as a checkpoint's `tokenizer.json` says."""
+"""Text to tokens and back, as defined by a checkpoint's `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tokenizers
 from app.core.errors import ConfigError
 
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What decoding ends in where bytes of a character are still to come."""
+"""What decoded text ends in while bytes of a character are still to come."""
 CONTEXT_TOKENS = 8
-"""Of a prompt, so many are enough to tell how the first token after it is spelled."""
+"""This many tokens of a prompt are enough to tell how the first token after it is spelled."""
 HELD_TOKENS = 64
-"""At most, or bytes that never make up a character, and special tokens, which have no text, would
-be decoded again and again."""
+"""At most this many are held back, or bytes that never make up a character, and special tokens,
+which have no text, would be decoded again and again."""
 
 
 class Tokenizer:
@@ -28,7 +28,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Raises ConfigError unless there is a `tokenizer.json` that can be read."""
+        """Raises ConfigError unless there is a readable `tokenizer.json`."""
         path = folder / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -38,8 +38,8 @@ class Tokenizer:
             raise ConfigError(f"{path}: cannot be read: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer adds by itself."""
-        # The library lets other threads run meanwhile only if asked for a batch.
+        """Includes the special tokens that the tokenizer adds by itself."""
+        # The library lets other threads run meanwhile only if given a batch.
         return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -47,18 +47,18 @@ class Tokenizer:
         return self._tokenizer.decode(tokens)
 
     def stream(self, context: Sequence[int] = ()) -> TextStream:
-        """Text of tokens that come one by one behind those of `context`."""
+        """Text of tokens that arrive one by one after those of `context`."""
         return TextStream(self, context[-CONTEXT_TOKENS:])
 
 
 class TextStream:
-    """Text of tokens as they come: whole characters only, spaced as in one piece.
+    """Text of tokens as they arrive: whole characters only, spaced as if decoded in one piece.
 
-    A token alone does not tell its text: it may hold part of a character, and a space before it
-    may depend on what precedes. So it is decoded together with the tokens of the last piece of
-    text, and what they alone give is taken off. `tokenizers.decoders.DecodeStream` does the same,
-    but keeps what it holds back at the end, and fails where bytes that do not make up a character
-    follow on some that do.
+    A token alone does not determine its text: it may hold part of a character, and whether a space
+    precedes it may depend on what comes before. So it is decoded together with the tokens of the
+    last piece of text, and the text of those alone is removed. `tokenizers.decoders.DecodeStream`
+    does the same, but never releases what it holds back at the end, and fails where bytes that do
+    not make up a character follow bytes that do.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
@@ -66,12 +66,12 @@ class TextStream:
         while tokenizer.decode(context).startswith(HALF_CHARACTER):
             context = context[1:]
         self._given = list(context)
-        """Tokens whose text is out, the last ones of them."""
+        """The last tokens whose text is already out."""
         self._prefix = tokenizer.decode(context).rstrip(HALF_CHARACTER)
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that is certain now; empty where more tokens are to come for it."""
+        """The text that is now certain; empty if it needs more tokens."""
         self._held.append(token)
         text = self._text()
         if text.endswith(HALF_CHARACTER) and len(self._held) < HELD_TOKENS:
@@ -79,15 +79,15 @@ class TextStream:
         return self._give(text)
 
     def end(self) -> str:
-        """What is held back, as no more is to come."""
+        """What is held back, as no more tokens are to come."""
         return self._give(self._text())
 
     def _text(self) -> str:
-        """Of the tokens that are held."""
+        """The text of the tokens that are held."""
         text = self._tokenizer.decode(self._given + self._held)
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
-        # Bytes that came have spoilt those before them, which are out already.
+        # New bytes have invalidated earlier ones, whose text is already out.
         return self._tokenizer.decode(self._held)
 
     def _give(self, text: str) -> str:

@@ -1,12 +1,12 @@
 """A real engine: a Llama over the worker's own KV cache, with continuous batching.
 
 Prompts are computed in chunks that begin at multiples of `chunk_tokens`, each in a forward pass of
-its own, and requests reuse whole chunks only. So what is reused has the very bits that computing it
-again would give, whatever else ran at that time. Tokens that were generated are computed next to
-those of other requests: their blocks are not offered for reuse, as the bits would differ.
+its own, and requests reuse only whole chunks. So reused KV has exactly the bits that computing it
+again would give, whatever else ran at the time. Generated tokens are computed together with those
+of other requests, so their blocks are not offered for reuse, as the bits would differ.
 
-A step is a chunk of the first prompt that is not complete, and a token of each request whose prompt
-is. It runs in a thread; meanwhile the event loop admits requests and moves blocks.
+A step is a chunk of the first incomplete prompt, and a token for each request whose prompt is
+complete. It runs in a thread; meanwhile the event loop admits requests and moves blocks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ FORGET = 0.99
 """Weight of a chunk's speed relative to the next one's."""
 JUDGE_INTERVAL_S = 1.0
 TIER_RETRIED_S = 60.0
-"""A tier from which loading took longer than computing is tried again after so long."""
+"""A tier from which loading took longer than computing is retried after this long."""
 PREFETCHED_REQUESTS = 2
-"""Of so many behind the first that waits, blocks are loaded ahead. Those of more would drive out
-each other's, and what nobody uses at the moment."""
+"""For this many requests behind the first that waits, blocks are loaded ahead. With more, they
+would evict each other's blocks, and cached blocks that are not in use at the moment."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +64,7 @@ class _Sequence:
     blocks: list[SequenceHash]
     """Hashes of the prompt's full blocks."""
     num_blocks: int
-    """Device slots for the prompt and all that may be generated."""
+    """Device slots for the prompt and everything that may be generated."""
     sampler: Sampler
     generation: Generation = field(init=False)
     prefetched: bool = False
@@ -74,11 +74,11 @@ class _Sequence:
     block_ids: list[int] = field(default_factory=list)
     prefilled: int = 0
     cached: tuple[Tier, ...] = ()
-    """Where its leading blocks were that it did not compute."""
+    """In which tiers the leading blocks were that it did not compute."""
     cancelled: bool = False
 
     def output(self, start: int, stop: int) -> list[int]:
-        """Generated tokens from one number to another."""
+        """Generated tokens from one index to another."""
         return self.tokens[self.num_prompt + start : self.num_prompt + stop]
 
     @property
@@ -87,7 +87,7 @@ class _Sequence:
 
 
 class _Chunk(NamedTuple):
-    """Prompt tokens of a step, from `start` to `stop`."""
+    """The prompt tokens of a step, from `start` to `stop`."""
 
     sequence: _Sequence
     start: int
@@ -99,9 +99,9 @@ class _Chunk(NamedTuple):
 
 
 class TorchEngine:
-    """`run` it and submit requests by `complete`, on one event loop.
+    """`run` it and submit requests with `complete`, on one event loop.
 
-    manager: of blocks that `pool` holds on the device; it must reuse multiples of a chunk.
+    manager: of the blocks that `pool` holds on the device; it must reuse multiples of a chunk.
     carry_out: see Transfers. spare: see BlockCache. max_num_seqs: requests that run at once.
     max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
     """
@@ -131,10 +131,10 @@ class TorchEngine:
         self._max_waiting = max_waiting
         self._learner = SpeedLearner(chunk_tokens)
         self._loaded: deque[tuple[Tier, int, float]] = deque()
-        """Tier, tokens and seconds of loads that the learner has not seen."""
+        """Tier, tokens and seconds of loads that the learner has not seen yet."""
         self._loaded_at: dict[Tier, float] = {}
         self._prefill_s = self._prefill_tokens = 0.0
-        """Of the last chunks; older ones count less."""
+        """Seconds and tokens of the last chunks; older ones count less."""
         self._hit_rate = HitRate()
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
@@ -144,7 +144,7 @@ class TorchEngine:
         self._may_admit = asyncio.Event()
         self._may_step = asyncio.Event()
         self._stopping = asyncio.Event()
-        # Always the same one, so that torch keeps one pool of threads for it.
+        # Always the same thread, so that torch keeps one pool of threads for it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
 
     @property
@@ -153,7 +153,7 @@ class TorchEngine:
         return min(pool_tokens, self._model.config.max_position_embeddings)
 
     async def run(self) -> None:
-        """Until `stop` or cancellation; then what is unfinished ends."""
+        """Run until `stop` or cancellation; requests still unfinished then end."""
         async with asyncio.TaskGroup() as tasks:
             caching = tasks.create_task(self._cache.run())
             try:
@@ -163,7 +163,7 @@ class TorchEngine:
                         working.create_task(self._step_forever()),
                         working.create_task(self._judge_forever()),
                     ]
-                    await asyncio.sleep(0)  # all of these have begun then, the cache first
+                    await asyncio.sleep(0)  # lets all of these start, the cache first
                     self.running = True
                     await self._stopping.wait()
                     for task in working_on:
@@ -178,7 +178,7 @@ class TorchEngine:
         self._stopping.set()
 
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """See Engine. Raises InvalidRequest also for tokens that are not in the vocabulary."""
+        """See Engine. Also raises InvalidRequest for tokens that are not in the vocabulary."""
         if self._stopping.is_set():
             raise EngineStoppedError("the worker is stopping")
         if len(self._waiting) >= self._max_waiting:
@@ -221,11 +221,11 @@ class TorchEngine:
         return self._learner.speed()
 
     def block_events(self) -> dict[str, int]:
-        """See workers/blocks.py, Counts, and BlockCache.unconfirmed."""
+        """See Counts in workers/blocks.py, and BlockCache.unconfirmed."""
         return {**asdict(self._manager.counts), "unconfirmed": self._cache.unconfirmed}
 
     def check(self) -> None:
-        """Raises AssertionError where the books contradict themselves."""
+        """Raises AssertionError if the bookkeeping contradicts itself."""
         self._manager.check()
         running = [*self._prefilling, *self._decoding]
         assert all(sequence.table is not None for sequence in running)
@@ -266,12 +266,12 @@ class TorchEngine:
         )
 
     def _reusable(self, sequence: _Sequence) -> Sequence[SequenceHash]:
-        """Blocks of the prompt's whole chunks; its last token is computed in any case."""
+        """The blocks of the prompt's whole chunks; its last token is computed in any case."""
         chunks = (sequence.num_prompt - 1) // self._chunk_tokens
         return sequence.blocks[: chunks * self._chunk_tokens // self.block_size]
 
     async def _admit_forever(self) -> None:
-        """One after another, in order of arrival, so that a large one is not overtaken for ever."""
+        """Admit one by one, in order of arrival, so that a large one is not overtaken for ever."""
         while True:
             num_running = len(self._prefilling) + len(self._decoding)
             if not self._waiting or num_running >= self._max_num_seqs:
@@ -286,11 +286,11 @@ class TorchEngine:
                 self._begin(sequence, table)
                 self._prefetch()
             elif not sequence.cancelled:
-                # Too much is in use: there is room when a request ends, if not before.
+                # Too much is in use: there will be room when a request ends, if not before.
                 await self._may_admit.wait()
 
     async def _admit(self, sequence: _Sequence) -> BlockTable | None:
-        """None: it was cancelled, or there is no room."""
+        """None: the request was cancelled, or there is no room."""
         admission = asyncio.create_task(
             self._cache.admit(self._reusable(sequence), sequence.num_blocks)
         )
@@ -316,7 +316,7 @@ class TorchEngine:
 
     def _prefetch(self) -> None:
         for sequence in islice(self._waiting, 1, 1 + PREFETCHED_REQUESTS):
-            # Once: where there is no room for its blocks, they would come and go for ever.
+            # Only once: without room for its blocks, they would come and go for ever.
             if not sequence.prefetched:
                 sequence.prefetched = True
                 self._cache.prefetch(self._reusable(sequence))
@@ -345,14 +345,14 @@ class TorchEngine:
             self._learn(chunk, decoding, duration_s, self._settle(chunk, decoding, tokens))
 
     async def _judge_forever(self) -> None:
-        """See to it that only what takes less time than computing it is loaded, and so stored."""
+        """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
         while True:
             await asyncio.sleep(JUDGE_INTERVAL_S)
             if not self._prefill_tokens:
                 continue
             now = time.monotonic()
             for tier in [t for t, at in self._loaded_at.items() if now - at >= TIER_RETRIED_S]:
-                # One that was once slow is to be judged by what it does now.
+                # A tier that was once slow is judged by what it does now.
                 self._learner.discount_loads(tier)
                 del self._loaded_at[tier]
             speed = self.speed()
@@ -368,7 +368,7 @@ class TorchEngine:
             return None
         sequence = self._prefilling[0]
         assert sequence.table is not None
-        # Requests before it may have computed the same blocks since it was admitted.
+        # Earlier requests may have computed the same blocks since it was admitted.
         shared = self._cache.share(sequence.table, self._reusable(sequence))
         if shared:
             sequence.block_ids = sequence.table.block_ids
@@ -378,7 +378,7 @@ class TorchEngine:
         return _Chunk(sequence, start, min(start + self._chunk_tokens, sequence.num_prompt))
 
     def _compute(self, chunk: _Chunk | None, decoding: Sequence[_Sequence]) -> list[int]:
-        """In a thread. The next token of each decoding request, then that of a prompt's end."""
+        """Runs in a thread. The next token of each decoding request, then that after the prompt."""
         tokens = []
         if decoding:
             logits = self._model.decode(
@@ -399,14 +399,14 @@ class TorchEngine:
             if chunk.is_last:
                 tokens += sample(logits[None], [sequence.sampler])
         if self._pool.words.is_cuda:
-            # What follows may read what was written, and wants to know how long it took.
+            # Later work may read what was written, and the caller measures how long the step took.
             torch.cuda.current_stream(self._pool.device).synchronize()
         return tokens
 
     def _settle(
         self, chunk: _Chunk | None, decoding: Sequence[_Sequence], tokens: Sequence[int]
     ) -> list[Finished]:
-        """Take what a step computed; who is finished."""
+        """Take in what a step computed; returns the requests that finished."""
         in_step, self._in_step = self._in_step, set()
         emitting = list(decoding)
         if chunk is not None:
@@ -439,8 +439,9 @@ class TorchEngine:
     def _register(self, sequence: _Sequence) -> None:
         """Offer the whole chunks that are computed for reuse.
 
-        Not the blocks of one that the prompt's end cut short: a forward pass of another length may
-        give them other bits, and who computes the whole chunk would get them in place of its own.
+        Blocks of a chunk that the prompt's end cut short are not offered: a forward pass of another
+        length may give them other bits, and a request that computes the whole chunk would get them
+        in place of its own.
         """
         table = sequence.table
         assert table is not None
@@ -479,11 +480,11 @@ class TorchEngine:
 
     def _forget(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.request.request_id]
-        # The generation knows the sequence as well: a cycle would keep the prompt in memory.
+        # The generation refers to the sequence as well: a cycle would keep the prompt in memory.
         del sequence.generation
 
     def _leave(self, sequence: _Sequence) -> None:
-        """Its blocks are free for others."""
+        """Free the request's blocks for others."""
         assert sequence.table is not None
         if sequence in self._decoding:
             self._decoding.remove(sequence)
@@ -519,7 +520,7 @@ class TorchEngine:
         self._learner.observe(step, duration_s)
 
     def _carry_out(self, move: Move) -> int:
-        """In a thread; remembers how long loads took."""
+        """Runs in a thread; remembers how long loads took."""
         started = time.perf_counter()
         done = self._copy(move)
         if move.target is Tier.DEVICE and done == len(move.blocks):
