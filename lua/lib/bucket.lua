@@ -1,7 +1,7 @@
--- bits_of(shard): its bucket_bits; nil if it has none, or none that make sense: then it is empty, or
--- cannot be read until somebody opens it again.
+-- bits_of(shard): the shard's bucket_bits; nil if they are missing or make no sense: then the shard
+-- is empty, or cannot be read until somebody opens it again.
 -- bucket_namer(bits): a function from the hash of a group's first block, in hex, to the name of its
--- bucket: the digits that hold the hash's top `bits` bits, the rest of the last one taken as 0.
+-- bucket: the digits that hold the hash's top `bits` bits, the rest of the last digit set to 0.
 -- bucket_at(bits, n): the name of the n-th bucket, counted from 0.
 -- Wants lib: number.
 local function bits_of(shard)

@@ -1,6 +1,7 @@
--- despite_full(hash): lets a script write on when memory is full. Redis refuses a script's first
--- write then, if it is one that may take memory, but none behind a write that only frees some.
--- For what frees memory in the end, or is little, bounded and there for a while.
+-- despite_full(hash): lets a script go on writing when memory is full. Redis then refuses a
+-- script's first write if that write may take memory, but none after a write that only frees
+-- memory. For scripts that free memory in the end, or whose writes are small, bounded and
+-- temporary.
 local function despite_full(hash)
   redis.pcall('HDEL', hash, '')
 end

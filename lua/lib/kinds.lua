@@ -1,4 +1,4 @@
--- keep_kind(key, kind): drops a key that somebody made into something else.
+-- keep_kind(key, kind): drops the key if somebody has turned it into another type.
 local function keep_kind(key, kind)
   local found = redis.call('TYPE', key).ok
   if found ~= 'none' and found ~= kind then

@@ -1,13 +1,13 @@
--- The line of requests that wait. A flow is due when the tag of its first ticket is the least of all:
--- self-clocked fair queueing (Golestani 1994), of flows that weigh what their charges are divided by.
--- Tickets that every worker could take are easy, the others picky; these lie apart.
+-- The line of waiting requests. A flow is due when its first ticket has the lowest tag of all:
+-- self-clocked fair queueing (Golestani 1994). A flow's weight is what its charges are divided by.
+-- Tickets that every worker could take are easy, the others picky; the two are kept apart.
 -- charge_of(ticket): what a turn costs its flow; 0 if that cannot be read.
 -- virtual_time(): the tag of the last turn.
--- first_of(flow, easy, picky): the one of them that is first in the flow; one may be nil, or both.
+-- first_of(flow, easy, picky): whichever ticket is first in the flow; either or both may be nil.
 -- heads(flow): its first ticket; its first easy one.
--- set_tags(flow, start): the tags of these; without any ticket the flow is over.
--- take_out(flow, ticket, had_turn): the ticket waits no more; only a turn is charged.
--- drop_if_empty(): once nobody waits, nobody owes anything.
+-- set_tags(flow, start): sets the tags of these two; a flow without tickets is removed.
+-- take_out(flow, ticket, had_turn): removes a ticket that no longer waits; only a turn is charged.
+-- drop_if_empty(): drops the line once nobody waits, as then nobody owes anything.
 -- Wants locals: line, flows, easy_flows, waiting_prefix, picky_prefix; and lib number.
 local function charge_of(ticket)
   return whole(string.match(ticket or '', '^%S+ (%d+) [x-]$'), 1e12) or 0

@@ -1,4 +1,4 @@
--- A worker's load as the text kept in the load hash, and back. nil: there is none to be read.
+-- Converts a worker's load from the text kept in the load hash, and back. nil: it cannot be read.
 local function parse_load(text)
   local tokens, us, head_us, head_since_ms, blocks, requests, decoding, total = string.match(
     text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')

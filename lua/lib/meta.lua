@@ -1,5 +1,5 @@
--- read_meta(meta): its block_size, shards and workers_ms, 0 where that cannot be read; nothing where
--- one of the others cannot.
+-- read_meta(meta): its block_size, shards and workers_ms, which is 0 if it cannot be read; nothing
+-- if one of the others cannot.
 -- Wants lib: number.
 local function read_meta(meta)
   local texts = redis.call('HMGET', meta, 'block_size', 'shards', 'workers_ms')

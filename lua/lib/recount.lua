@@ -1,6 +1,6 @@
--- recount(inc, now): sets the load of `inc` to what its requests add up to, and the queue of its
--- prefills. A request stays while its record can be read and one of its other two traces is whole,
--- the reservation or the expiry; the other one is put back. Bounded by the requests of a worker.
+-- recount(inc, now): rebuilds the load of `inc` and the queue of its prefills from its requests. A
+-- request stays while its record can be read and one of its other two traces, the reservation or
+-- the expiry, is intact; the other one is restored. Bounded by the requests of a worker.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, request.
 local function is_in_flight(inc, request_id, owner, expires)
   if owner == inc and expires then
@@ -11,7 +11,7 @@ local function is_in_flight(inc, request_id, owner, expires)
     return false
   end
   redis.call('HSET', reservations, request_id, inc)
-  -- Routers, who know how long one may last, bring it down.
+  -- Routers, which know how long a reservation may last, lower it.
   redis.call('ZADD', expiry, '+inf', request_id)
   return true
 end

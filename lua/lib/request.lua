@@ -1,5 +1,5 @@
--- A reservation's record, and taking one back. What somebody spoilt counts for nothing: the
--- heartbeat of the worker finds out, and counts its load anew.
+-- A reservation's record, and taking a reservation back. A corrupted record counts for nothing: the
+-- worker's heartbeat finds out, and recounts its load.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and lib load.
 local function parse_request(text)
   local tokens, us, blocks, state, attempt = string.match(text or '',
@@ -32,8 +32,8 @@ local function end_prefill(l, inc, request_id, request, now)
   end
 end
 
--- Forgets a reservation and gives back what it held. False if there is none. Where only its expiry
--- was known, that goes, and the worker's heartbeat drops the rest.
+-- Forgets a reservation and gives back what it held. False if there is none. If only its expiry was
+-- left, that is removed, and the worker's heartbeat drops the rest.
 local function unreserve(request_id, now)
   local inc = redis.call('HGET', reservations, request_id)
   if not inc and not redis.call('ZSCORE', expiry, request_id) then

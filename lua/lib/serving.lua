@@ -1,8 +1,8 @@
--- serving(worker): the incarnation that is routed to as `worker`; nil if there is none, or what
--- stands there is retired or another worker's.
--- predecessor(worker, held): that one, or `held`, if it is of this worker.
--- is_replaced(worker, held, nonce, now): whether another process than that of `nonce`, which acted
--- as `held`, has taken the worker over, and lives.
+-- serving(worker): the incarnation that is routed to as `worker`; nil if there is none, or if the
+-- one recorded there is retired or another worker's.
+-- predecessor(worker, held): the incarnation that is serving, else `held` if it is of this worker.
+-- is_replaced(worker, held, nonce, now): whether a live process other than that of `nonce`, which
+-- acted as `held`, has taken over the worker.
 -- Wants locals: workers, current, leases; and lib writer.
 local function worker_of(inc)
   local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')

@@ -1,7 +1,7 @@
--- Predictions age in slices of time, four of them a lifetime; a letter names the slice that an entry
--- was last used in. slice_reader(predictions, slice_ms, now): the present slice's letter, and a
--- function that says of a letter whether its entries are over. Wherever they lie, they must be
--- pruned within 20 slices, before the letter comes round again.
+-- Predictions age in slices of time, four per lifetime; a letter names the slice that an entry was
+-- last used in. slice_reader(predictions, slice_ms, now): the current slice's letter, and a
+-- function that says whether a letter's entries have expired. Wherever they are, expired entries
+-- must be pruned within 20 slices, before the letter comes round again.
 local function slice_reader(predictions, slice_ms, now)
   local present = math.floor(now / slice_ms)
   local cutoff = tonumber(redis.call('HGET', predictions, 'cutoff') or '') or 0

@@ -1,4 +1,4 @@
--- snapshot(now): {now, live incs, load as field, value, ...}; what a decision is made from.
+-- snapshot(now): {now, live incs, load as field, value, ...}; what decisions are based on.
 -- Wants locals: leases, load.
 local function snapshot(now)
   return {
