@@ -1,8 +1,8 @@
--- absent: which incarnations are over, or were lost with what Redis lost.
+-- absent: which incarnations have ended, or were lost when Redis lost data.
 --
 -- KEYS[1] writers  hash   inc -> nonce
--- ARGV[1...]       int    inc; of at most 4,000
--- Returns  {inc, ...}     those that nobody writes as
+-- ARGV[1...]       int    inc; at most 4,000 of them
+-- Returns  {inc, ...}     those that no process may act as
 -- Cost     O(incarnations). Reads only.
 local writers = KEYS[1]
 

@@ -1,5 +1,5 @@
--- activate: switch a worker over to an incarnation that may publish, in one step: from here on it is
--- routed to, and the one before it is retired.
+-- activate: switch a worker over to an incarnation that may publish, in one step: from here on the
+-- new incarnation is routed to, and the previous one is retired.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc
@@ -13,10 +13,10 @@
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
--- ARGV[4] held          str    inc that the same process acted as, whose requests in flight it takes
---                              along; '': a new process, which knows of none
+-- ARGV[4] held          str    inc that the same process acted as, whose in-flight requests are
+--                              taken over; '': a new process, which knows of none
 -- Returns  1
---          0            the incarnation is lost, or another process has taken the worker over:
+--          0            the incarnation is lost, or another process has taken over the worker:
 --                       register again
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -57,7 +57,7 @@ end
 if redis.call('HGET', current, worker) == inc then
   return 1
 end
--- Where Redis lost everything, the number may be the one held before.
+-- If Redis lost everything, the number may be the same as the one held before.
 local old = predecessor(worker, held ~= inc and held or '')
 redis.call('DEL', requests_prefix .. inc, prefills_prefix .. inc)
 if old and held ~= '' then

@@ -7,9 +7,9 @@
 -- ARGV[2] nonce    str     as registered
 -- ARGV[3] seq      int     one more than the last batch's; the first is 1
 -- ARGV[4] essential str    1: applied even when memory is full, as it adds no entries; else 0
--- ARGV[5...] group str     the first block of a group, 16 hex digits; then, 17 characters each, for
---                          changed blocks of the group, each once: tier now held (d h k) or - for
---                          none, then the sequence hash
+-- ARGV[5...] group str     the first block of a group, 16 hex digits; then 17 characters for each
+--                          changed block of the group, each once: tier that now holds it (d h k) or
+--                          - for none, then the sequence hash
 -- Returns  1               applied, now or before
 --          0               the incarnation is lost, or a batch is missing: resync
 -- Cost     O(changes). Writes. Safe to retry.
@@ -33,7 +33,7 @@ if ARGV[4] == '1' then
   despite_full(applied)
 end
 local bucket_name = bucket_namer(bits)
--- Also with zeros before it, which only somebody else writes: readers take both for the same.
+-- Also matches leading zeros, which only somebody else writes: readers treat both alike.
 local own_entry = '%f[%d]0*' .. inc .. '%a'
 local number = tonumber(inc)
 
@@ -66,7 +66,7 @@ local function change(owners, tier)
   return entry == '' and owners or insert(owners, entry)
 end
 
--- The owners of blocks of one bucket, which somebody may have made into another type of key.
+-- The owners of blocks in one bucket, which somebody may have turned into another type of key.
 local function owners_of(key, hashes)
   local owners = redis.pcall('HMGET', key, unpack(hashes))
   if owners.err then

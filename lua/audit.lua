@@ -1,4 +1,4 @@
--- audit: what an incarnation published that the index does not show.
+-- audit: how much of what an incarnation published the index does not show.
 --
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] applied  hash    inc -> "<seq> <nonce>" of its last batch
@@ -6,7 +6,7 @@
 -- ARGV[1] inc      int
 -- ARGV[2] nonce    str     as registered
 -- ARGV[3] seq      int     of the last batch sent
--- ARGV[4...] group str     as for apply; each tier the one published
+-- ARGV[4...] group str     as for apply, with the tier that was published
 -- Returns  how many of the blocks are missing or in another tier
 --          -1              the incarnation is lost
 -- Cost     O(blocks). Reads only.

@@ -3,13 +3,13 @@
 -- KEYS[1] shard        hash    bucket_bits
 -- KEYS[2] blocks:      hashes  bucket -> sequence hash -> owners
 -- ARGV[1] inc          int
--- ARGV[2] first        int     >= 0, the bucket to begin at, by number; past the last one: 0
--- ARGV[3] within       int    >= 0, where in that bucket, as the answer before said; else 0
--- ARGV[4] max_buckets  int    > 0; the answer ends sooner in one that is too large
--- Returns  {bits, next, within, {bucket, entry, ...}}   bits: bucket_bits; next, within: where to go
---                              on, 0 after the last one; bucket: its number; entry: tier (d h k),
---                              then the field, which is a sequence hash of 16 hex digits unless
---                              somebody spoilt it
+-- ARGV[2] first        int     >= 0, number of the bucket to begin at; past the last one: 0
+-- ARGV[3] within       int     >= 0, where in that bucket, as the previous reply said; else 0
+-- ARGV[4] max_buckets  int     > 0; the reply ends earlier in a bucket that is too large
+-- Returns  {bits, next, within, {bucket, entry, ...}}   bits: bucket_bits; next, within: where to
+--                              continue, 0 after the last bucket; bucket: its number; entry: tier
+--                              (d h k), then the field, which is a sequence hash of 16 hex digits
+--                              unless somebody corrupted it
 --          nil                 the shard is empty
 -- Cost     O(max_buckets * blocks per bucket, at most 1,000 of each). Reads only.
 local shard, blocks_prefix = KEYS[1], KEYS[2]
@@ -26,12 +26,12 @@ local count = 2 ^ bits
 if bucket >= count then
   bucket, within = 0, 0
 end
--- With zeros before it, it counts for readers all the same.
+-- Readers also count entries with leading zeros.
 local own_entry = '%f[%d]0*' .. inc .. '(%a)'
 local claims = {}
 local stop = math.min(bucket + max_buckets, count)
 while bucket < stop do
-  -- Of another type of key there is nothing to be found.
+  -- In a key of another type there is nothing to be found.
   local found = redis.pcall('HSCAN', blocks_prefix .. bucket_at(bits, bucket), within, 'COUNT', 1000)
   local entries = found[2] or {}
   for i = 1, #entries, 2 do

@@ -1,5 +1,5 @@
--- drop_buckets: remove buckets that no reader will look for, as bucket_bits have changed since or
--- somebody renamed them.
+-- drop_buckets: remove buckets that no reader will look for, because bucket_bits have changed since
+-- or somebody renamed the buckets.
 --
 -- KEYS[1] shard        hash    bucket_bits
 -- KEYS[2] predictions  hash    bucket_bits
@@ -15,7 +15,7 @@ local shard, predictions, blocks_prefix, predicted_prefix = KEYS[1], KEYS[2], KE
 local function dropper(bits, prefix)
   local bucket_name = bits and bucket_namer(bits)
   return function(bucket)
-    -- Without bits nobody reads any bucket, but they may come back.
+    -- Without bits nobody reads any bucket, but the bits may come back.
     if not bits or (string.find(bucket, '^%x+$') and bucket == string.lower(bucket)
       and #bucket == math.ceil(bits / 4) and bucket_name(bucket) == bucket) then
       return 0

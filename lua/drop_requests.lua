@@ -1,5 +1,5 @@
--- drop_requests: remove requests and queues of incarnations that there are not, as somebody renamed
--- them or removed what they belonged to.
+-- drop_requests: remove requests and queues of incarnations that do not exist, because somebody
+-- renamed the keys or removed what they belonged to.
 --
 -- KEYS[1] workers      hash   inc -> info
 -- KEYS[2] leases       zset   inc -> expiry, ms
@@ -13,7 +13,7 @@
 local workers, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
 
--- Any trace will do: where only some were lost, the worker's heartbeat puts them back.
+-- Any trace will do: if only some were lost, the worker's heartbeat restores them.
 local function is_known(inc)
   return redis.call('ZSCORE', leases, inc) or redis.call('HEXISTS', writers, inc) == 1
     or redis.call('HEXISTS', load, inc) == 1 or redis.call('HEXISTS', workers, inc) == 1

@@ -1,16 +1,16 @@
 -- expire: forget reservations whose time is up.
 --
--- An expiry later than any router asks for is brought down to that, and one without a reservation to
--- grace_ms; a reservation without a record is dropped. All this is somebody's doing, and is looked
--- for among 8 a step. Where a record is left, its worker's heartbeat makes up for the rest.
+-- An expiry later than any router asks for is lowered to that, and one without a reservation to
+-- grace_ms; a reservation without a record is dropped. All this comes from tampering with Redis;
+-- each step checks 8 for it. If a record is left, its worker's heartbeat restores the rest.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
--- ARGV[1] limit          int    at most so many
--- ARGV[2] ttl_ms         int    > 0, of reservations; where routers differ, the shortest holds
+-- ARGV[1] limit          int    how many at most
+-- ARGV[2] ttl_ms         int    > 0, of reservations; if routers differ, the shortest applies
 -- ARGV[3] grace_ms       int    longer than workers take from one heartbeat to the next
 -- Returns  how many were forgotten
 -- Cost     O(limit * prefills on a worker + log reservations). Writes. Safe to retry.

@@ -1,12 +1,12 @@
--- foresee: how much of a chain each worker will hold, by what was routed to it.
+-- foresee: how much of a chain each worker will hold, judging by what was routed to it.
 --
--- KEYS[1] dead         set     inc whose entries may still lie about
+-- KEYS[1] dead         set     inc whose entries may not be removed yet
 -- KEYS[2] predictions  hash    cutoff, bucket_bits
 -- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
 -- ARGV[1] blocks       str     sequence hashes from the root outward, 16 hex digits each, at the
 --                              positions that predict is given
 -- ARGV[2] slice_ms     int     > 0, a quarter of an entry's lifetime
--- Returns  {inc, n, ...}   of the first n blocks
+-- Returns  {inc, n, ...}   inc will hold the first n blocks
 -- Cost     O(workers that lead * log blocks). Reads only.
 local dead, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local blocks, slice_ms = ARGV[1], tonumber(ARGV[2])

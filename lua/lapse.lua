@@ -1,7 +1,8 @@
 -- lapse: retire incarnations whose lease lapsed some time ago.
 --
--- A lease that ends later than its worker ever asks for is brought down to that. Who has none at all
--- gets one that lapses now. Either is somebody's doing, and is looked for among 4 a step.
+-- A lease that ends later than its worker ever asks for is lowered to that. An incarnation without
+-- a lease gets one that lapses now. Either comes from tampering with Redis, and each step checks 4
+-- for it.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc
@@ -12,10 +13,10 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
--- ARGV[1] grace_ms      int    a lease that lapsed less long ago may still be renewed: nobody is
+-- ARGV[1] grace_ms      int    a lease that lapsed more recently may still be renewed: nobody is
 --                              routed there meanwhile, but its requests and blocks are kept
--- ARGV[2] heard_ms      int    when Redis last answered, by its clock. Nobody could renew since, and
---                              this may have waited in a Redis that hung
+-- ARGV[2] heard_ms      int    when Redis last answered, by its clock. Nobody could renew since,
+--                              and this call may have waited in a Redis that hung
 -- Returns  how many were retired, at most 16
 -- Cost     O(16 * (log workers + requests of a worker)). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -34,7 +35,7 @@ for _, inc in ipairs(lapsed) do
   retire(inc)
 end
 
--- Empty where there is none to be read.
+-- Empty if it cannot be read.
 local function info_of(inc)
   local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
   return readable and type(info) == 'table' and info or {}

@@ -1,8 +1,8 @@
--- lease_renew: extend an incarnation's lease. One that lapsed is revived, unless it was retired
--- since: its worker is there, and has only missed a renewal.
+-- lease_renew: extend an incarnation's lease. A lapsed incarnation is revived, unless it has been
+-- retired since: its worker is alive, and has only missed a renewal.
 --
--- The heartbeat also sets right what is kept of the worker, as anybody may write to Redis. Only who
--- is no writer any more has to register again.
+-- The heartbeat also repairs what Redis keeps of the worker, as anybody may write to Redis. Only an
+-- incarnation that is no longer a writer has to register again.
 --
 -- KEYS[1] meta          hash   block_size, shards, incarnations, workers_ms
 -- KEYS[2] workers       hash   inc -> info
@@ -22,8 +22,8 @@
 -- ARGV[5] info          JSON   WorkerInfo and lease_ttl_ms
 -- ARGV[6] block_size    int    tokens
 -- ARGV[7] shards        int    that `inc` publishes in
--- ARGV[8] staged        0|1    1: `inc` is not switched to yet
--- ARGV[9] thorough      0|1    1: count the load anew even if it can be read
+-- ARGV[8] staged        0|1    1: the worker is not switched over to `inc` yet
+-- ARGV[9] thorough      0|1    1: recount the load even if it can be read
 -- Returns  1
 --          0                   retired, unknown or replaced, or the index has other shards: the
 --                              worker must register again
@@ -56,7 +56,7 @@ keep_kind(prefills_prefix .. inc, 'list')
 keep_kind(metrics, 'stream')
 
 local now = now_ms()
--- Entries get later and later ids; behind one from the far future there is no room for more.
+-- Entry ids only ever increase; after one from the far future there is no room for more.
 local newest = redis.call('XREVRANGE', metrics, '+', '-', 'COUNT', 1)[1]
 if newest and tonumber(string.match(newest[1], '^%d+')) > now + 60000 then
   redis.call('DEL', metrics)

@@ -1,12 +1,12 @@
--- leave: requests wait no more, as they had their turn or gave up.
+-- leave: requests stop waiting, because they had their turn or gave up.
 --
--- KEYS[1] line        hash   tag, of the last turn; replica -> until when its tickets hold, ms
+-- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket
 -- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
 -- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms
 -- KEYS[5] picky:      zsets  flow -> any other ticket -> waits since, ms
--- ARGV[1...] flow     str    then its ticket, and 1 if it had its turn, which is charged, else 0; and
---                            so on
+-- ARGV[1...] flow     str    then its ticket, and 1 if it had its turn, which is charged, else 0;
+--                            and so on
 -- Returns  nothing
 -- Cost     O(tickets * log waiting). Writes. Safe to retry.
 local line, flows, easy_flows, waiting_prefix, picky_prefix =

@@ -3,12 +3,12 @@
 -- KEYS[1] meta    hash   workers_ms, shards
 -- KEYS[2] leases  zset   inc -> expiry, ms, Redis clock
 -- KEYS[3] load    hash   inc -> load
--- KEYS[4] flows   zset   who waits for a turn
+-- KEYS[4] flows   zset   flows that wait for a turn
 -- Returns  {now_ms, {inc, ...}, {inc, load, ...}, workers_ms, shards, waiting}   live leases; loads
---                        of routable incarnations; whatever else was known of workers holds for as
---                        long as workers_ms stays the same; waiting is 1 if anybody does, else 0
---          nil           there is no such namespace, or Redis has just lost it: those who have
---                        registered again are still on their way
+--                        of routable incarnations; anything else known of workers remains valid as
+--                        long as workers_ms is the same; waiting is 1 if any request waits, else 0
+--          nil           there is no such namespace, or Redis has just lost it: workers that have
+--                        registered again are not routable yet
 -- Cost     O(workers). Reads only.
 local meta, leases, load, flows = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 -- @include clock

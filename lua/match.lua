@@ -1,19 +1,19 @@
 -- match: who holds chains of blocks, as runs of equal owners.
 --
 -- Along a chain each live incarnation goes device -> host -> disk -> absent and never back (the
--- agents see to that), so equal owners at two positions mean the same owners between them:
+-- agents ensure that), so equal owners at two positions mean the same owners between them:
 -- bisecting for the changes misses nothing, and a chain may be any selection of a prompt's blocks
 -- in order. Lua hashes an argument byte by byte, 1.2 ns each, used or not: send few hashes.
 --
 -- KEYS[1] shard    hash    bucket_bits
--- KEYS[2] dead     set     inc whose entries may still lie about
+-- KEYS[2] dead     set     inc whose entries may not be removed yet
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
--- ARGV[1...]       str     six a chain: its sequence hashes, 16 hex digits each, the first one's
---                          block the first of its group; how many of them make a group; spaced,
---                          those that belong to the group before them nonetheless; spaced, where to
---                          look first, as owners may change there; the owners of its first and of
---                          its last block, where they are known: '-' nobody, '' not known.
---                          Positions are counted from 1
+-- ARGV[1...]       str     six per chain: its sequence hashes, 16 hex digits each, beginning with
+--                          the first block of a group; how many of them make up a group; positions
+--                          that nonetheless belong to the group before them, space-separated;
+--                          positions to look at first, as owners may change there, space-separated;
+--                          the owners of its first and of its last block, if known: '-' nobody, ''
+--                          not known. Positions are counted from 1
 -- Returns  {{end_1, owners_1, end_2, owners_2, ...}, ...}   for each chain: owners_k hold the
 --                          positions after end_(k-1) up to end_k, counted from 1; nobody holds
 --                          what follows
@@ -22,11 +22,11 @@ local shard, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 -- @include number
 -- @include bucket
 
--- Without it the shard is empty: nobody has published, or Redis lost it.
+-- Without bucket_bits the shard is empty: nobody has published, or Redis lost it.
 local bucket_name = bucket_namer(bits_of(shard) or 1)
 local gone = redis.call('SMEMBERS', dead)
 
--- The sweep takes a dead incarnation's entries in any order; left in, they would make the owners
+-- The sweep removes a dead incarnation's entries in any order; left in, they would make the owners
 -- differ from block to block.
 local is_gone = {}
 for _, inc in ipairs(gone) do
@@ -46,7 +46,7 @@ local function visible(owners)
   return owners
 end
 
--- The chain looked at now, how its blocks are grouped, and where its owners may change.
+-- The current chain, how its blocks are grouped, and where its owners may change.
 local chain, length, group_size, follows, guesses
 
 -- The position of the first block of a group.
@@ -65,7 +65,7 @@ end
 local function owners_at(position)
   local bucket = bucket_name(hash_at(leader_of(position)))
   local owners = redis.pcall('HGET', blocks_prefix .. bucket, hash_at(position))
-  -- Somebody may have made the bucket into another type of key.
+  -- Somebody may have turned the bucket into another type of key.
   return type(owners) == 'string' and visible(owners)
 end
 

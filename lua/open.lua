@@ -1,14 +1,14 @@
 -- open: let an incarnation publish in a shard of the index.
 --
--- KEYS[1] shard        hash   bucket_bits, swept_ms; made here if there is none that can be read
+-- KEYS[1] shard        hash   bucket_bits, swept_ms; created here if there is no readable one
 -- KEYS[2] applied      hash   inc -> "<seq> <nonce>" of its last batch
--- KEYS[3] dead         set    inc whose entries may still lie about
+-- KEYS[3] dead         set    inc whose entries may not be removed yet
 -- ARGV[1] inc          int
 -- ARGV[2] nonce        str    as registered
--- ARGV[3] bucket_bits  int    1-24; counts only where the shard is new
+-- ARGV[3] bucket_bits  int    1-24; counts only if the shard is new
 -- Returns  1
 --          0                  the number is not free here, as another incarnation had it before
---                             Redis lost what it was told: register again
+--                             Redis lost data: register again
 -- Cost     O(1). Writes. Safe to retry.
 local shard, applied, dead = KEYS[1], KEYS[2], KEYS[3]
 local inc, nonce, bucket_bits = ARGV[1], ARGV[2], ARGV[3]
@@ -24,7 +24,7 @@ keep_kind(applied, 'hash')
 keep_kind(dead, 'set')
 local mark = redis.call('HGET', applied, inc)
 if mark then
-  -- The same process may have had the number before: then it has published under it.
+  -- The same process may have had the number before, but then it has published under it.
   return mark == '0 ' .. nonce and 1 or 0
 end
 if redis.call('SISMEMBER', dead, inc) == 1 then

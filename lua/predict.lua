@@ -1,18 +1,18 @@
--- predict: a request went to a worker, which will therefore hold its blocks.
+-- predict: record that a request went to a worker, which will therefore hold its blocks.
 --
--- Of each chain only some blocks are recorded, chosen by their position alone; so an earlier one
--- was used no less lately than a later one, and the slices along a chain never get younger.
+-- Only some blocks of each chain are recorded, chosen by their position alone; so an earlier one
+-- was used at least as recently as a later one, and the slices along a chain never get younger.
 --
--- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; who is not in it is over
+-- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; an incarnation not in it has ended
 -- KEYS[2] predictions  hash    slice letter -> entries; cutoff; bucket_bits; cursor
 -- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
 -- ARGV[1] inc          int     the chosen worker's
 -- ARGV[2] blocks       str     sequence hashes from the root outward, 16 hex digits each
 -- ARGV[3] slice_ms     int     > 0, a quarter of an entry's lifetime
--- ARGV[4] bucket_bits  int     1-24; counts only where nothing was predicted before
--- ARGV[5] max_entries  int     at more of them the oldest slices are given up ...
--- ARGV[6] target       int     ... until so many are left
--- Returns  how many entries were made or refreshed
+-- ARGV[4] bucket_bits  int     1-24; counts only if nothing was predicted before
+-- ARGV[5] max_entries  int     above this many, the oldest slices are given up ...
+-- ARGV[6] target       int     ... until this many are left
+-- Returns  how many entries were created or refreshed
 -- Cost     O(blocks). Writes. Safe to retry.
 local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local inc, blocks, slice_ms, bucket_bits = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
@@ -30,13 +30,13 @@ if not bits_of(predictions) then
 end
 local bucket_name = bucket_namer(bits_of(predictions))
 local present, is_over = slice_reader(predictions, slice_ms, now_ms())
--- The present slice is never given up: one that is full by itself takes no more.
+-- The current slice is never given up: one that is full by itself takes no more entries.
 if (tonumber(redis.call('HGET', predictions, present) or '') or 0) >= max_entries then
   return 0
 end
 local own_entry = '%f[%d]' .. inc .. '(%l)'
 
--- From the leaf inward: what is of the present slice already has nothing older before it.
+-- From the leaf inward: nothing before a block of the current slice is older.
 local moved, count = {}, 0
 for at = #blocks - 15, 1, -16 do
   local hash = string.sub(blocks, at, at + 15)

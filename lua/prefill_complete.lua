@@ -6,7 +6,7 @@
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] request_id     str
--- Returns  1                    the reservation stands, its prefill is over
+-- Returns  1                    the reservation exists, its prefill is complete
 --          0                    there is no such reservation
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]

@@ -1,12 +1,12 @@
--- prune: one bounded step in removing predictions that are over. Steps go round without end.
+-- prune: one bounded step of removing expired predictions. The steps go round in an endless cycle.
 --
--- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; who is not in it is over
+-- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; an incarnation not in it has ended
 -- KEYS[2] predictions  hash    slice letter -> entries; cutoff; bucket_bits; cursor
 -- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
 -- ARGV[1] slice_ms     int     > 0, a quarter of an entry's lifetime
--- ARGV[2] max_buckets  int     looked through in this step
--- Returns  {removed, buckets}   entries removed; buckets that a round goes through, 0 where nothing
---                             was predicted yet
+-- ARGV[2] max_buckets  int     searched in this step
+-- Returns  {removed, buckets}   entries removed; buckets in a full round, 0 if nothing has been
+--                             predicted yet
 -- Cost     O(max_buckets * entries per bucket). Writes. Safe to retry.
 local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -18,7 +18,7 @@ local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include despite_full
 
 despite_full(predictions)
--- Anybody may write to Redis: what makes no sense is dropped, and made anew.
+-- Anybody may write to Redis: what makes no sense is dropped, and created again.
 local present = math.floor(now_ms() / slice_ms)
 keep_kind(predictions, 'hash')
 local fields = redis.call('HGETALL', predictions)

@@ -2,8 +2,8 @@
 --
 -- KEYS[1] sessions  hash   session -> "<inc> <when, ms>"
 -- ARGV[1] ttl_ms    int    > 0; what is older is forgotten
--- ARGV[2...] session str   of at most 4,000
--- Returns  {inc, ...}      one a session, '' where none is known
+-- ARGV[2...] session str   at most 4,000 of them
+-- Returns  {inc, ...}      one per session, '' if none is known
 -- Cost     O(sessions). Reads only.
 local sessions, ttl_ms = KEYS[1], tonumber(ARGV[1])
 -- @include clock

@@ -1,9 +1,9 @@
--- record: append routed requests to the stream of the last ones.
+-- record: append routed requests to the stream of recent ones.
 --
--- KEYS[1] decisions  stream  a routed request each
--- ARGV[1] kept       int     > 0; about so many are kept
--- ARGV[2] width      int     fields of an entry
--- ARGV[3...]         str     so many names, then as many values for each request
+-- KEYS[1] decisions  stream  one entry per routed request
+-- ARGV[1] kept       int     > 0; about this many are kept
+-- ARGV[2] width      int     fields per entry
+-- ARGV[3...]         str     that many names, then as many values for each request
 -- Returns  how many were appended
 -- Cost     O(requests * width). Writes.
 local decisions, kept, width = KEYS[1], ARGV[1], tonumber(ARGV[2])
@@ -24,7 +24,7 @@ for first = 3 + width, #ARGV, width do
     if not (string.find(id.err, 'WRONGTYPE') or string.find(id.err, 'exhausted')) then
       return id
     end
-    -- Somebody made it into something that takes no more.
+    -- Somebody turned the key into something that takes no more entries.
     redis.call('UNLINK', decisions)
     append(entry)
   end

@@ -1,7 +1,7 @@
 -- register: begin an incarnation of a worker. It is staged: not routed to until `activate`, as its
 -- number may turn out not to be free in the index (see open), and nothing is published under it.
 --
--- KEYS[1] meta          hash   made here if there is none that can be read
+-- KEYS[1] meta          hash   created here if there is no readable one
 -- KEYS[2] workers       hash   inc -> info
 -- KEYS[3] current       hash   worker -> inc
 -- KEYS[4] leases        zset   inc -> expiry, ms
@@ -10,16 +10,16 @@
 -- KEYS[7] reservations  hash   request_id -> inc
 -- KEYS[8] expiry        zset   request_id -> expiry, ms
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
--- ARGV[2] nonce         str    tells this process from any other
+-- ARGV[2] nonce         str    distinguishes this process from any other
 -- ARGV[3] ttl_ms        int    > 0
 -- ARGV[4] info          JSON   WorkerInfo and lease_ttl_ms
 -- ARGV[5] block_size    int    tokens
--- ARGV[6] shards        int    1-1,024, of the index; counts only where the namespace is new
--- ARGV[7] held          str    inc that the same process acted as; '': it is a new one
--- Returns  {1, inc, lives, shards}    lives: 1 where the incarnation to be replaced is of the same
+-- ARGV[6] shards        int    1-1,024, of the index; counts only if the namespace is new
+-- ARGV[7] held          str    inc that the same process acted as; '': the process is new
+-- Returns  {1, inc, lives, shards}    lives: 1 if the incarnation to be replaced is of the same
 --                              process and is routed to meanwhile; shards: of the namespace
 --          {0, block_size}     of the namespace, which differs
---          {-1}                another process has taken the worker over, and lives
+--          {-1}                another process has taken over the worker, and is alive
 -- Cost     O(log workers). Writes.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry = KEYS[6], KEYS[7], KEYS[8]
@@ -52,12 +52,12 @@ local lives = held ~= '' and is_alive(predecessor(worker, held), now)
 if not known then
   redis.call('HSET', meta, 'block_size', block_size, 'shards', shards)
 end
--- Numbers beyond are nobody's doing but of one who wrote to Redis by hand.
+-- A larger number can only come from somebody writing to Redis by hand.
 if not whole(redis.call('HGET', meta, 'incarnations'), 1e9) then
   redis.call('HDEL', meta, 'incarnations')
 end
 
--- A Redis that lost something may count from a number that is in use.
+-- A Redis that lost data may count from a number that is in use.
 local function is_known(inc)
   return writer_of(inc) or redis.call('ZSCORE', leases, inc)
     or redis.call('HEXISTS', workers, inc) == 1 or redis.call('HEXISTS', load, inc) == 1

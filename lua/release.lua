@@ -1,4 +1,4 @@
--- release: a request is over; give back what was promised to it.
+-- release: a request has ended; give back what was promised to it.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc
@@ -6,9 +6,9 @@
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] request_id     str
--- ARGV[2] attempt        str    only the reservation that was made as this one; '': whichever
--- ARGV[3] expires_by_ms  int    only one that expires by then: where a release comes late, the id may
---                               have a newer one. -1: whenever
+-- ARGV[2] attempt        str    only the reservation made with this attempt; '': any
+-- ARGV[3] expires_by_ms  int    only one that expires by then: if a release comes late, the id may
+--                               have a newer reservation. -1: any
 -- Returns  1                    released
 --          0                    there is no such reservation (any more)
 -- Cost     O(prefills on the worker). Writes. Safe to retry.

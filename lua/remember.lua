@@ -1,10 +1,10 @@
--- remember: a session went to a worker.
+-- remember: record that a session went to a worker.
 --
 -- KEYS[1] sessions  hash   session -> "<inc> <when, ms>"
 -- ARGV[1] session   str
 -- ARGV[2] inc       int    the worker's
--- ARGV[3] ttl_ms    int    > 0; after that it is forgotten, and all of them if none comes meanwhile
--- ARGV[4] limit     int    > 0; at so many others, the one that is oldest of a few gives way
+-- ARGV[3] ttl_ms    int    > 0; after that it is forgotten, and all are if none comes meanwhile
+-- ARGV[4] limit     int    > 0; with this many others, the oldest of a few gives way
 -- Returns  how many were forgotten
 -- Cost     O(1). Writes. Safe to retry.
 local sessions, session, inc = KEYS[1], ARGV[1], ARGV[2]
@@ -22,7 +22,7 @@ end
 local picked = redis.call('HRANDFIELD', sessions, 8, 'WITHVALUES')
 local oldest, oldest_ms = nil, math.huge
 for i = 1, #picked, 2 do
-  -- What cannot be read is as old as can be; nobody went anywhere later than now.
+  -- What cannot be read counts as oldest; no session went anywhere later than now.
   local at_ms = tonumber(string.match(picked[i + 1], '^%d+ (%d+)$') or 0)
   if at_ms <= now - ttl_ms or at_ms > now then
     forget(picked[i])

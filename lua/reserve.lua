@@ -1,4 +1,4 @@
--- reserve: promise workers' capacity to requests, to each if its worker is as the router saw it.
+-- reserve: promise workers' capacity to requests, each only if its worker is as the router saw it.
 --
 -- KEYS[1] leases         zset   inc -> expiry, ms
 -- KEYS[2] load           hash   inc -> load
@@ -7,20 +7,20 @@
 -- KEYS[5] requests:      hashes inc -> its requests
 -- KEYS[6] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
--- ARGV[2...]             str    eight a request, decided one after another:
---                               inc, the chosen worker's; request_id, a reservation it has already
---                               is given back first; prefill_tokens to compute; prefill_us, the
+-- ARGV[2...]             str    eight per request, decided one after another:
+--                               inc, the chosen worker's; request_id, any reservation it already
+--                               has is given back first; prefill_tokens to compute; prefill_us, the
 --                               predicted time for them; blocks of KV that the request keeps in
---                               use; attempt, without spaces, tells this reservation from others of
---                               the request; max_requests, the worker is full at that many;
---                               seen_total, the reservations ever made on it when the router
---                               looked: one more by now and the choice is off, as is every later
---                               one of this call for the same worker, which counted on it; -1: take
---                               it all the same
--- Returns  {{outcome, ...}}     of each request, in order: 1 made, or why not: "lapsed", "full",
+--                               use; attempt, without spaces, distinguishes this reservation from
+--                               others of the request; max_requests, at which the worker is full;
+--                               seen_total, the reservations ever made on the worker when the
+--                               router looked: if another was made since, this one is refused, and
+--                               so is every later one of this call for the same worker, as it
+--                               counted on this one; -1: reserve regardless
+-- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"
---          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: behind the
---                               last one, fresh loads to decide again from
+--          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: also fresh
+--                               loads, as of after the last request, to decide again from
 -- Cost     O(requests * log reservations); a refusal O(workers). Writes. Safe to retry.
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]

@@ -13,7 +13,7 @@
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
 -- Returns  1
---          0            it was over already
+--          0            it had already ended
 -- Cost     O(log workers + its requests). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]

@@ -1,18 +1,18 @@
--- sweep: one bounded step in removing what dead incarnations left in a shard. Any number of
--- callers may take steps; each goes on where the last ended.
+-- sweep: one bounded step of removing what dead incarnations left in a shard. Any number of
+-- callers may take steps; each continues where the last one ended.
 --
--- An entry may stay only while `applied` names its incarnation, as nobody publishes here without.
--- So a pass also removes what Redis kept by mistake; one runs every scrub_ms, dead or none. And
--- whatever else in these keys is none of what belongs there goes at once.
+-- An entry may stay only while `applied` names its incarnation, as no other may publish here. So a
+-- pass also removes what Redis kept by mistake; one runs every scrub_ms, even if no incarnation has
+-- died. Anything else in these keys that does not belong there is removed at once.
 --
 -- KEYS[1] shard         hash   bucket_bits, swept_ms
 -- KEYS[2] applied       hash   inc -> "<seq> <nonce>"
 -- KEYS[3] dead          set    inc
 -- KEYS[4] sweep         hash   cursor, within, targets of the pass under way
 -- KEYS[5] blocks:       hashes bucket -> sequence hash -> owners
--- ARGV[1] max_buckets   int    looked through in this step; it ends sooner in one that is too large
+-- ARGV[1] max_buckets   int    searched in this step, which ends early in one that is too large
 -- ARGV[2] scrub_ms      int    > 0
--- ARGV[3...] lost       int    inc that may write no more
+-- ARGV[3...] lost       int    inc that may no longer write
 -- Returns  {removed, buckets_left, {inc, ...}}   entries removed; 0 left: no pass is under way;
 --                              the incarnations that may write
 -- Cost     O(max_buckets * blocks per bucket, at most 1,000 of each, + incarnations). Writes. Safe to
@@ -81,8 +81,8 @@ local function of_writers(owners)
 end
 
 local removed = 0
--- Looks through a bucket, or only a part of a large one, `from` where HSCAN says. Where to go on; 0
--- at its end.
+-- Sweeps a bucket, or only part of a large one, from the HSCAN cursor `from` on. Returns where to
+-- continue; 0 at the end.
 local function sweep_bucket(key, from)
   keep_kind(key, 'hash')
   local found = redis.call('HSCAN', key, from, 'COUNT', 1000)
@@ -103,8 +103,8 @@ local function sweep_bucket(key, from)
       end
     end
   end
-  -- A bucket that so many owned for a moment that Redis gave up its compact encoding would never
-  -- have it again.
+  -- If a bucket had so many owners for a moment that Redis gave up its compact encoding, Redis
+  -- would never restore that by itself.
   if from == 0 and behind == 0 and longest > 0 and longest <= 64 and #kept <= 2 * 512
     and redis.call('OBJECT', 'ENCODING', key) == 'hashtable' then
     redis.call('DEL', key)
@@ -132,7 +132,7 @@ else
     redis.call('SREM', dead, inc)
   end
   redis.call('HSET', shard, 'swept_ms', string.format('%d', now))
-  -- Who died during this pass is left to the next one.
+  -- Incarnations that died during this pass are left to the next one.
   left = redis.call('EXISTS', dead) * count
 end
 return {removed, left, writers}

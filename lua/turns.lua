@@ -1,17 +1,17 @@
--- turns: whose turn it is, of all that wait at any replica.
+-- turns: whose turn it is, among all requests that wait at any replica.
 --
--- Tickets that not every worker could take, picky ones, come on top of those that may go, as they may
--- not be able to and shall hold up nobody. After the first so many of them, the others are passed over
--- as if they did not wait.
+-- Picky tickets, which not every worker could take, come on top of those that may go, as they may
+-- be unable to go and must hold up nobody. After the first max_picky of them, the others are passed
+-- over as if they were not waiting.
 --
--- KEYS[1] line        hash   tag, of the last turn; replica -> until when its tickets hold, ms
+-- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket
 -- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
 -- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms
 -- KEYS[5] picky:      zsets  flow -> any other ticket -> waits since, ms
--- ARGV[1] replica     str    who asks
--- ARGV[2] limit       int    > 0; so many may go
--- ARGV[3] max_picky   int    > 0; so many picky ones come on top at most
+-- ARGV[1] replica     str    the one that asks
+-- ARGV[2] limit       int    > 0; how many may go
+-- ARGV[3] max_picky   int    > 0; at most this many picky ones come on top
 -- Returns  {flow, ticket, ...}   those of them that are the replica's, in the order of their turns
 -- Cost     O((limit + max_picky)^2), log waiting for a ticket. Writes. Safe to retry.
 local line, flows, easy_flows, waiting_prefix, picky_prefix =
@@ -24,7 +24,7 @@ local replica, limit, max_picky = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = now_ms()
 local going, num_picky, some_picky = 0, 0, false
 
--- The next ticket of a list, which is read as far as it is needed; nil if there is none.
+-- The next ticket of a list, which is read only as far as needed; nil if there is none.
 local function peek(list)
   if list.at > #list.page and not list.is_whole then
     list.page = redis.call('ZRANGE', list.key, list.read, list.read + limit - 1)
@@ -44,7 +44,7 @@ local function look(queue)
   end
 end
 
--- Flows that were due, in that order; the others are in `index`, and read a page at a time.
+-- Flows that were due, in that order; the others are in `index`, which is read a page at a time.
 local begun, is_begun = {}, {}
 local index, page, at, read, is_whole = flows, {}, 1, 0, false
 
@@ -62,7 +62,7 @@ local function first_due()
     else
       page = redis.call('ZRANGE', index, read, read + limit - 1, 'WITHSCORES')
       at, read, is_whole = 1, read + limit, #page < 2 * limit
-      -- Mostly there are no picky tickets, which one command tells of all these flows.
+      -- Usually there are no picky tickets; one command tells that for all these flows.
       local keys = {}
       for i = 1, #page, 2 do
         keys[#keys + 1] = picky_prefix .. page[i]
@@ -115,7 +115,7 @@ for _ = 1, limit + max_picky + 64 do
       end
     end
   else
-    -- Those who wait say so again before long.
+    -- Replicas with waiting requests say so again before long.
     over[#over + 1] = {index, queue.flow}
     queue.tag = nil
   end
@@ -123,7 +123,7 @@ for _ = 1, limit + max_picky + 64 do
     break
   end
   if num_picky == max_picky and index == flows then
-    -- From now on flows are due by their easy tickets; turns that begun flows had still count.
+    -- From now on flows are due by their easy tickets; the turns that begun flows had still count.
     for _, other in ipairs(begun) do
       look(other)
     end

@@ -1,19 +1,19 @@
 -- wait: requests of a replica wait for their turn, or go on waiting.
 --
--- All that is kept of them ends by itself when no replica has called for some time; where one of
--- several is gone, the tickets of it are void, and `turns` takes them out.
+-- Everything kept of them expires by itself when no replica has called for some time; if one of
+-- several replicas is gone, its tickets are void, and `turns` takes them out.
 --
--- KEYS[1] line        hash   tag, of the last turn; replica -> until when its tickets hold, ms
+-- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket
 -- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
 -- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms
 -- KEYS[5] picky:      zsets  flow -> any other ticket -> waits since, ms
 -- ARGV[1] replica     str    whose requests they are; without spaces
--- ARGV[2] ttl_ms      int    > 0; for so long without another call
--- ARGV[3...] flow     str    how many of its tickets follow, at most 2,000, and for each since_ms, then
---                            "<replica>-<number> <charge> <x where not every worker could take the
---                            request, else ->", the last the same for all of them; and so on
--- Returns  how many did not wait before
+-- ARGV[2] ttl_ms      int    > 0; how long they wait without another call
+-- ARGV[3...] flow     str    then how many of its tickets follow, at most 2,000, and for each one
+--                            since_ms and "<replica>-<number> <charge> <x if not every worker could
+--                            take the request, else ->", the last the same for all; and so on
+-- Returns  how many were not waiting before
 -- Cost     O(tickets * log waiting). Writes. Safe to retry.
 local line, flows, easy_flows, waiting_prefix, picky_prefix =
   KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
