@@ -1,4 +1,4 @@
--- audit: how much of what an incarnation published the index does not show.
+-- audit: count the blocks that an incarnation published but the index does not show.
 --
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] applied  hash    inc -> "<seq> <nonce>" of its last batch

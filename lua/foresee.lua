@@ -1,6 +1,6 @@
 -- foresee: how much of a chain each worker will hold, judging by what was routed to it.
 --
--- KEYS[1] dead         set     inc whose entries may not be removed yet
+-- KEYS[1] dead         set     inc whose entries may still be present
 -- KEYS[2] predictions  hash    cutoff, bucket_bits
 -- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
 -- ARGV[1] blocks       str     sequence hashes from the root outward, 16 hex digits each, at the

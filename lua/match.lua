@@ -6,7 +6,7 @@
 -- in order. Lua hashes an argument byte by byte, 1.2 ns each, used or not: send few hashes.
 --
 -- KEYS[1] shard    hash    bucket_bits
--- KEYS[2] dead     set     inc whose entries may not be removed yet
+-- KEYS[2] dead     set     inc whose entries may still be present
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
 -- ARGV[1...]       str     six per chain: its sequence hashes, 16 hex digits each, beginning with
 --                          the first block of a group; how many of them make up a group; positions

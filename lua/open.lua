@@ -2,7 +2,7 @@
 --
 -- KEYS[1] shard        hash   bucket_bits, swept_ms; created here if there is no readable one
 -- KEYS[2] applied      hash   inc -> "<seq> <nonce>" of its last batch
--- KEYS[3] dead         set    inc whose entries may not be removed yet
+-- KEYS[3] dead         set    inc whose entries may still be present
 -- ARGV[1] inc          int
 -- ARGV[2] nonce        str    as registered
 -- ARGV[3] bucket_bits  int    1-24; counts only if the shard is new

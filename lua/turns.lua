@@ -62,7 +62,7 @@ local function first_due()
     else
       page = redis.call('ZRANGE', index, read, read + limit - 1, 'WITHSCORES')
       at, read, is_whole = 1, read + limit, #page < 2 * limit
-      -- Usually there are no picky tickets; one command tells that for all these flows.
+      -- Usually there are no picky tickets; one command checks that for all these flows.
       local keys = {}
       for i = 1, #page, 2 do
         keys[#keys + 1] = picky_prefix .. page[i]

@@ -296,7 +296,7 @@ class BlockManager:
         table.slots.clear()
 
     def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
-        """Plan loads of the leading blocks of `chain` into free slots of `tier`. How many."""
+        """Plan loads of `chain`'s leading blocks into free slots of `tier`; returns how many."""
         wanted: dict[Tier, list[Slot]] = {}
         room = self.tiers[tier].num_free
         for source, slot in self._find(chain):

@@ -21,7 +21,7 @@ from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
 
 try:
     from cuda.bindings import driver
-except ImportError:  # it comes with those builds of torch that can use a CUDA device
+except ImportError:  # it comes with torch builds that can use a CUDA device
     driver = None
 
 log = logging.getLogger(__name__)
