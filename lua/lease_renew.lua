@@ -1,8 +1,8 @@
 -- lease_renew: extend an incarnation's lease. A lapsed incarnation is revived, unless it has been
 -- retired since: its worker is alive, and has only missed a renewal.
 --
--- The heartbeat also repairs what Redis keeps of the worker, as anybody may write to Redis. Only an
--- incarnation that is no longer a writer has to register again.
+-- The heartbeat also repairs what Redis keeps of the worker, as anybody may write to Redis. Damage
+-- alone does not make a worker register again.
 --
 -- KEYS[1] meta          hash   block_size, shards, incarnations, workers_ms
 -- KEYS[2] workers       hash   inc -> info

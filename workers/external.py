@@ -90,7 +90,7 @@ class _Block:
     blocks: tuple[SequenceHash, ...]
     parent: SequenceHash | None
     tokens: int
-    """XXH3_64 of them."""
+    """XXH3_64 of the block's tokens."""
     lora_name: str | None
     cache_salt: str | None
     references: Counter[tuple[Tier, int | None]] = field(default_factory=Counter)
@@ -179,7 +179,7 @@ class ExternalBlocks:
         name = bytes(block_hash)
         if len(name) <= 8 or name in self._known:
             return name
-        # vLLM sends the last 64 bits of a digest as an int, except for some versions' offloads.
+        # vLLM sends the last 64 bits of a digest as an int, some versions' offloads all of it.
         cut = int.from_bytes(name[-8:], "big")
         return cut if cut in self._known else name
 
@@ -217,8 +217,8 @@ class ExternalBlocks:
         first_parent = last = parent.blocks[-1] if parent else None
         size = len(tokens) // len(hashes)
         digests = [xxh3_64_intdigest(tokens[at : at + size]) for at in range(0, len(tokens), size)]
-        # Without extra keys an event leaves open what a block that is known holds besides tokens:
-        # vLLM's offloads name neither images nor, at the root, the salt.
+        # An event without extra keys does not say what a known block holds besides tokens: vLLM's
+        # offloads name neither images nor, at the root, the salt.
         known = [None if event.extra_keys else self._known.get(name) for name in hashes]
         kin = parent
         if kin is None and known[0] is not None and known[0].is_of(digests[0], None):
@@ -376,14 +376,14 @@ def _tier_of(medium: str | None, locality: str | None) -> Tier | None:
 
 
 def _unnamed_adapter(event: BlockStored) -> str | None:
-    """A name for an adapter of which, as with older vLLM, only the number is told. Nobody asks for
-    it: another worker may number another adapter so."""
+    """A name for an adapter that is known by number only, as older vLLM reports it. No request has
+    this name, because another worker may give the same number to another adapter."""
     return f"lora_id {event.lora_id}" if event.lora_id else None
 
 
 def _salt_in(event: BlockStored) -> str | None:
-    """Of an event without parent: vLLM's events have a salt nowhere but in the extra keys of the
-    first block, behind the adapter's name and images."""
+    """The salt of an event without a parent. vLLM puts it only among the extra keys of the first
+    block, after the adapter's name and the images."""
     keys = list(event.extra_keys[0] or ()) if event.extra_keys else []
     if event.lora_name in keys:
         keys.remove(event.lora_name)
