@@ -40,7 +40,7 @@ class Number(click.FloatRange):
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         number = super().convert(value, param, ctx)
         if math.isnan(number):
-            self.fail(f"{value!r} is no number", param, ctx)
+            self.fail(f"{value!r} is not a number", param, ctx)
         return number
 
 
@@ -69,7 +69,7 @@ def parse_weights(text: str) -> dict[str, float]:
         except ValueError:
             weights[name] = math.nan
         if not name or not 0.001 <= weights[name] <= 1000:
-            raise ValueError("a name and a weight from 0.001 to 1000 are wanted for each")
+            raise ValueError("each entry needs a name and a weight from 0.001 to 1000")
     return weights
 
 
@@ -93,7 +93,7 @@ class _BaseUrl(click.ParamType[str]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str:
         if value and not _is_base_url(value):
-            self.fail(f"{value!r} is no http:// or https:// URL of a host", param, ctx)
+            self.fail(f"{value!r} is not the http:// or https:// base URL of a host", param, ctx)
         return str(value)
 
 
@@ -190,10 +190,11 @@ class CommonSettings:
         "redis://127.0.0.1:6379/0", "Redis that holds the shared state.", env="REDIS_URL"
     )
     namespace: str = setting(
-        "default", "One model, block size and hash settings; all keys carry it."
+        "default",
+        "Namespace for one model, block size and set of hash settings; part of every key.",
     )
     host: str = setting("127.0.0.1", "Address to listen on.")
-    log_level: str = setting("info", "Least severe messages to log.", click.Choice(LOG_LEVELS))
+    log_level: str = setting("info", "Minimum severity to log.", click.Choice(LOG_LEVELS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,43 +203,43 @@ class RouterSettings(CommonSettings):
 
     port: int = setting(8080, "Port to listen on; 0 takes a free one.", PORT)
     policy: str = setting(
-        "latency", "Cost function, where a request names none.", click.Choice(POLICY_NAMES)
+        "latency", "Cost function for requests that name none.", click.Choice(POLICY_NAMES)
     )
     temperature: float = setting(
         0.0,
-        "0: always the lowest cost; above: sample from the softmax of the costs.",
+        "0 always takes the lowest cost; above 0 samples from the softmax of the costs.",
         Number(0, 1000),
     )
-    seed: int | None = setting(None, "Seed of the random choices; none: a random one.", SEED)
+    seed: int | None = setting(None, "Seed for random choices; unset: a random one.", SEED)
     redis_timeout_ms: int = setting(
         250,
-        "Without an answer by then, requests are routed by the last loads seen.",
+        "Milliseconds to wait for Redis; after that, requests are routed by the last loads seen.",
         click.IntRange(1, 600_000),
     )
     read_from: str = setting(
         "master",
-        "Where overlap is looked up; replicas (of Sentinel or a Cluster) take load off the masters "
-        "and lag a little behind.",
+        "Where to look up overlap. Replicas (of Sentinel or a Cluster) take load off the masters "
+        "but lag slightly behind.",
         click.Choice(("master", "replica")),
     )
     kv_events: bool = setting(
         True,
-        "Whether workers publish what they cache. If not, what was routed to them counts, for "
-        "--prediction-ttl-s after its last use.",
+        "Whether workers publish what they cache. If not, blocks routed to a worker count as "
+        "cached there for --prediction-ttl-s after their last use.",
         bool,
     )
     count_in_flight: bool = setting(
         False,
-        "Also with KV events, take what was routed to a worker in the last --prediction-ttl-s for "
-        "cached there.",
+        "Even with KV events, count blocks routed to a worker within the last --prediction-ttl-s "
+        "as cached there.",
         bool,
     )
     prediction_ttl_s: float = setting(
-        120.0, "What was routed to a worker counts as cached for so long.", POSITIVE_SECONDS
+        120.0, "How long blocks routed to a worker count as cached there.", POSITIVE_SECONDS
     )
     prediction_entries: int = setting(
         262_144,
-        "So many blocks are recorded as routed, in each shard; then the oldest fifth is given up.",
+        "Maximum of routed blocks recorded in each shard; past it, the oldest fifth is dropped.",
         POSITIVE,
     )
     decisions_kept: int = setting(
@@ -248,40 +249,45 @@ class RouterSettings(CommonSettings):
     )
     details_per_s: int = setting(
         20,
-        "Of so many a second, and of those that ask to be explained, all candidates are kept too.",
+        "All candidates are kept too for this many decisions a second, and for every request that "
+        "asks to be explained.",
         COUNT,
     )
     reservation_ttl_s: float = setting(
         600.0,
-        "A reservation not released by then is forgotten.",
+        "A reservation not released within this time expires.",
         POSITIVE_SECONDS,
     )
     wait_queue: int = setting(
         0,
-        "So many requests wait at this replica while no worker can take them; 0: they are refused "
+        "Requests that may wait at this replica while no worker can take them; 0: they are refused "
         "(429).",
         click.IntRange(0, 4096),
     )
     wait_above_s: float | None = setting(
         None,
-        "Requests wait, or are refused, while every worker's queue of prefills is predicted to "
-        "last longer; none: while all have --max-requests.",
+        "With --wait-queue, requests wait, or are refused, while every worker's prefill queue is "
+        "predicted to last longer than this; unset: while all workers are at --max-requests.",
         SECONDS,
     )
     wait_timeout_s: float = setting(
-        10.0, "Who has waited for so long is refused (429).", POSITIVE_SECONDS
+        10.0, "A request that has waited this long is refused (429).", POSITIVE_SECONDS
     )
     tenant_weights: str = setting(
-        "", "Shares of turns of the tenants that wait, NAME=WEIGHT,...; others weigh 1.", _Weights()
+        "",
+        "Weights for sharing turns among waiting tenants, NAME=WEIGHT,...; all others weigh 1.",
+        _Weights(),
     )
     session_affinity: float = setting(
         0.0,
-        "0-1: so much of what the worker that a session last went to lacks of a prompt is taken "
-        "to be there all the same; 0: sessions do not count.",
+        "0-1: the worker a session last went to is credited with this fraction of the part of the "
+        "prompt that it does not hold; 0 ignores sessions.",
         Number(0, 1),
     )
     session_ttl_s: float = setting(
-        600.0, "Where a session went is forgotten after so long.", POSITIVE_SECONDS
+        600.0,
+        "How long to remember which worker a session last went to.",
+        POSITIVE_SECONDS,
     )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE
@@ -304,12 +310,12 @@ class WorkerSettings(CommonSettings):
     """One worker: an agent and the engine it hosts."""
 
     port: int = setting(8081, "Port to listen on.", PORT)
-    worker_id: str = setting("", "Name in the fleet; none: the host name.")
+    worker_id: str = setting("", "Name in the fleet; unset: the host name.")
     dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
     address: str = setting(
         "",
-        "Base URL that clients reach it by; none: http://<host>:<port>, with the host name in "
-        "place of 0.0.0.0 or ::.",
+        "Base URL at which clients reach the worker; unset: http://<host>:<port>, with the host "
+        "name in place of 0.0.0.0 or ::.",
         _BaseUrl(),
     )
     # At most what fits into the pool of any worker that is not told how large it is to be.
@@ -318,67 +324,75 @@ class WorkerSettings(CommonSettings):
         "sim", "sim: simulated; torch: computes a Llama model.", click.Choice(("sim", "torch"))
     )
     kv_pool_tokens: int | None = setting(
-        None, "Device KV pool, tokens; none: the profile's, or 1 GiB.", POSITIVE
+        None,
+        "Size of the device KV pool in tokens; unset: the profile's (sim) or 1 GiB (torch).",
+        POSITIVE,
     )
-    host_pool_tokens: int = setting(0, "Host KV pool, tokens.", COUNT)
+    host_pool_tokens: int = setting(0, "Size of the host KV pool in tokens.", COUNT)
     profile: str = setting(
         "70b-4xh100", "Timing of the simulated engine: 70b-4xh100, 70b-4xh200 or 8b-1xh100."
     )
     speedup: float = setting(
-        1.0, "Run the simulated engine so many times faster than the clock.", FACTOR
+        1.0, "Run the simulated engine this many times faster than real time.", FACTOR
     )
     model: str = setting(
         "40m",
-        "Of the torch engine: a folder with a Hugging Face checkpoint of a Llama, or a size that "
-        "gets random weights: tiny, 40m, 125m, llama-3.2-1b or llama-3.1-8b.",
+        "Model of the torch engine: a folder with a Hugging Face Llama checkpoint, or a size that "
+        "gets random weights (tiny, 40m, 125m, llama-3.2-1b or llama-3.1-8b).",
     )
     device: str = setting(
-        "auto", "Of the torch engine: cpu, cuda or cuda:N; auto: a GPU, if there is one."
+        "auto", "Device of the torch engine: cpu, cuda or cuda:N; auto: a GPU if there is one."
     )
     dtype: str = setting(
         "auto",
-        "Of weights and KV of the torch engine; auto: bfloat16 on a GPU, else float32.",
+        "Type of the torch engine's weights and KV; auto: bfloat16 on a GPU, else float32.",
         click.Choice(("auto", "float32", "bfloat16", "float16")),
     )
     threads: int | None = setting(
         None,
-        "Threads that the torch engine computes with on a CPU; none: all cores.",
+        "Threads the torch engine computes with on a CPU; unset: all cores.",
         click.IntRange(1, 1024),
     )
     prefill_chunk: int = setting(
         256,
-        "The torch engine computes so many prompt tokens at a time, and reuses multiples of that.",
+        "Prompt tokens the torch engine computes at a time; prefix reuse is in multiples of it.",
         POSITIVE,
     )
-    max_num_seqs: int = setting(64, "Requests that the torch engine runs at once.", POSITIVE)
-    disk_pool_tokens: int = setting(0, "KV pool of the torch engine on disk, tokens.", COUNT)
+    max_num_seqs: int = setting(
+        64, "Maximum number of requests the torch engine runs at once.", POSITIVE
+    )
+    disk_pool_tokens: int = setting(0, "Size of the torch engine's disk KV pool in tokens.", COUNT)
     disk_folder: str = setting(
-        "", "Where that lies: a folder in which each worker has one of its own."
+        "", "Folder of the disk KV pool; each worker has its own folder in it."
     )
     write_policy: str = setting(
         "back",
-        "The torch engine stores blocks in the next slower tier when they are evicted (back) or as "
-        "soon as they are filled (through).",
+        "When the torch engine stores blocks in the next slower tier: when they are evicted (back) "
+        "or as soon as they are filled (through).",
         click.Choice(("back", "through")),
     )
     store_min_uses: int = setting(
-        1, "The torch engine stores blocks there that so many requests have used.", POSITIVE
+        1,
+        "Requests that must have used a block before the torch engine stores it in a slower tier.",
+        POSITIVE,
     )
     max_requests: int = setting(
-        256, "Requests reserved on it at once; then it is full.", click.IntRange(1, 1_000_000)
+        256,
+        "Requests that may be reserved on the worker at once; then it is full.",
+        click.IntRange(1, 1_000_000),
     )
     lease_ttl_s: float = setting(
-        3.0, "Routed to for so long after its last sign of life.", POSITIVE_SECONDS
+        3.0, "How long the worker is routed to after its last sign of life.", POSITIVE_SECONDS
     )
     index_blocks: int | None = setting(
         None,
-        "Unique blocks the namespace is laid out for; counts when its first worker registers; "
-        "none: 16 times this worker's pool.",
+        "Unique blocks the namespace is laid out for, set by the first worker to register; "
+        "unset: 16 times this worker's pool.",
         POSITIVE,
     )
     index_shards: int = setting(
         1,
-        "Shards of the namespace's index; counts when its first worker registers.",
+        "Shards of the namespace's index, set by the first worker to register.",
         click.IntRange(1, 1024),
     )
 

@@ -127,7 +127,7 @@ def test_weights_are_read_from_names_and_numbers() -> None:
 
 @pytest.mark.parametrize("text", ["a", "a=", "a=heavy", "a=4,a=heavy", "=1", "a=1001"])
 def test_what_is_no_weight_is_refused_with_what_is_wanted(text: str) -> None:
-    with pytest.raises(ValueError, match="a name and a weight from"):
+    with pytest.raises(ValueError, match="needs a name and a weight from"):
         parse_weights(text)
 
 
@@ -185,4 +185,4 @@ def test_the_address_of_a_worker_is_a_url_that_a_path_can_be_added_to(url: str) 
 def test_what_is_no_url_of_a_host_is_no_address(text: str) -> None:
     settings, result = run(WorkerSettings, f"--address={text}")
     assert settings is None
-    assert f"{text!r} is no http:// or https:// URL of a host" in result.output
+    assert f"{text!r} is not the http:// or https:// base URL of a host" in result.output
