@@ -65,14 +65,14 @@ class _LazyGroup(click.Group):
 def main() -> None:
     """kvroute sends each LLM request to the worker where it will start soonest.
 
-    Options that show an environment variable can also be set by it.
+    An option that shows an environment variable can also be set with that variable.
     """
 
 
 @main.command(cls=Command)
 @config.options(RouterSettings)
 def router(**values: Any) -> None:
-    """Run one router replica. Any number may share a Redis, behind a load balancer."""
+    """Run one router replica. Any number of replicas can share a Redis behind a load balancer."""
     from app.api.main import serve_router
     from app.core.serving import listen, run
 
@@ -82,14 +82,14 @@ def router(**values: Any) -> None:
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
     sockets = [listen(settings.host, settings.port), *shared]
     host, port = sockets[0].getsockname()[:2]
-    logging.getLogger("kvroute").info("router listens on %s", config.base_url(host, port))
+    logging.getLogger("kvroute").info("router listening on %s", config.base_url(host, port))
     run(serve_router(settings, *sockets))
 
 
 @main.command(cls=Command)
 @config.options(WorkerSettings)
 def worker(**values: Any) -> None:
-    """Run one worker: an engine, and the agent that publishes its cache and load."""
+    """Run one worker: an engine and the agent that publishes its cache and load."""
     settings = WorkerSettings(**values)
     _log_at(settings.log_level)
     from app.core.serving import run
@@ -110,7 +110,7 @@ def worker(**values: Any) -> None:
     "redis_url",
     envvar="REDIS_URL",
     show_envvar=True,
-    help="A Redis to use; none: an embedded one.",
+    help="Redis to use; unset: an embedded one.",
 )
 @click.option(
     "--balancer-host",
@@ -118,7 +118,7 @@ def worker(**values: Any) -> None:
     envvar="KVROUTE_BALANCER_HOST",
     show_envvar=True,
     show_default=True,
-    help="Address that the balancer listens on.",
+    help="Address the balancer listens on.",
 )
 @click.option(
     "--port",
@@ -127,10 +127,12 @@ def worker(**values: Any) -> None:
     envvar="KVROUTE_BALANCER_PORT",
     show_envvar=True,
     show_default=True,
-    help="Of the balancer; 0: a free one.",
+    help="Port the balancer listens on; 0 takes a free one.",
 )
 @click.option(
-    "--haproxy/--no-haproxy", default=None, help="Balance with HAProxy. Default: if installed."
+    "--haproxy/--no-haproxy",
+    default=None,
+    help="Balance with HAProxy. Default: if it is installed.",
 )
 @config.options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
 @config.options(
@@ -144,10 +146,10 @@ def worker(**values: Any) -> None:
     envvar="KVROUTE_LOG_LEVEL",
     show_envvar=True,
     show_default=True,
-    help="Least severe messages to log.",
+    help="Minimum severity to log.",
 )
 def up(**values: Any) -> None:
-    """Keep a cluster running on this machine, until Ctrl-C."""
+    """Run a cluster on this machine until Ctrl-C."""
     from app.cluster import Cluster
 
     _log_at(values["log_level"])
@@ -195,12 +197,12 @@ def _inherited(number: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"shared_fd {number}: {error.strerror}") from None
     if not listens:
-        raise ConfigError(f"shared_fd {number}: a socket that does not listen")
+        raise ConfigError(f"shared_fd {number}: the socket is not listening")
     return found
 
 
 def _listening(cluster: Any) -> str:
-    balancer = "haproxy" if cluster.balancer else "a socket that the replicas share"
+    balancer = "haproxy" if cluster.balancer else "a socket shared by the replicas"
     lines = [
         f"balancer   {cluster.balancer_url}   ({balancer})",
         *(f"{m.name:<10} {m.url}" for m in [*cluster.routers, *cluster.workers]),
@@ -212,7 +214,7 @@ def _listening(cluster: Any) -> str:
         """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",
         f"  redis-cli -u {cluster.redis_url} HGETALL '{cluster.keyspace['load']}'",
         "",
-        "Ctrl-C stops it.",
+        "Press Ctrl-C to stop.",
     ]
     return "\n".join(lines)
 
@@ -225,7 +227,7 @@ def _until_stopped(cluster: Any) -> None:
             status = member.process.poll()
             if status is not None and member.name not in gone:
                 gone.add(member.name)
-                click.echo(f"{member.name} ended with status {status}", err=True)
+                click.echo(f"{member.name} exited with status {status}", err=True)
         time.sleep(POLL_S)
 
 

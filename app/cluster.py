@@ -205,7 +205,7 @@ class Cluster:
             try:
                 member.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.warning("%s does not stop; killing it", member.name)
+                log.warning("%s did not stop in time; killing it", member.name)
                 member.process.kill()
                 member.process.wait()
 

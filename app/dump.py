@@ -53,7 +53,7 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
         meta: Any = await redis.hgetall(keyspace["meta"])
         workers: Any = await redis.hgetall(keyspace["workers"])
         if not meta:
-            raise ConfigError(f"namespace {keyspace.namespace!r}: there is none")
+            raise ConfigError(f"namespace {keyspace.namespace!r} does not exist")
         shards = int(meta[b"shards"])
         bits = [
             int(await redis.hget(keyspace.of_shard(n)["shard"], "bucket_bits") or 0)
@@ -141,7 +141,9 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
             seqs[inc, shard] += 1
             call = index.apply(keyspace.of_shard(shard), inc, nonce, seqs[inc, shard], batch)
             if not await runner.one(call):
-                raise ConfigError(f"line {stored.line}: incarnation {inc} was replaced meanwhile")
+                raise ConfigError(
+                    f"line {stored.line}: incarnation {inc} was replaced during the restore"
+                )
             restored += len(batch)
     await _all_hold(runner, renewals)
     activations = [
@@ -154,7 +156,7 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
 
 async def _all_hold(runner: ScriptRunner, calls: list[Call[bool]]) -> None:
     if not all(await runner.run(calls)):
-        raise ConfigError("a worker of the dump was registered by somebody else meanwhile")
+        raise ConfigError("another process registered a worker of the dump during the restore")
 
 
 async def reset(redis: Client, keyspace: Keyspace) -> int:
@@ -199,9 +201,9 @@ async def _refuse_live(redis: Client, keyspace: Keyspace, workers: Iterable[Work
     for worker in workers:
         if worker.key in ends_ms:
             raise ConfigError(
-                f"worker {worker.key} lives in namespace {keyspace.namespace!r}, by a lease that "
-                f"ends in {(ends_ms[worker.key] - now_ms) / 1000:.1f} s: "
-                "restore with another --namespace, or stop it first"
+                f"worker {worker.key} is live in namespace {keyspace.namespace!r}, with a lease "
+                f"that ends in {(ends_ms[worker.key] - now_ms) / 1000:.1f} s: "
+                "restore into another --namespace, or stop the worker first"
             )
 
 
@@ -219,7 +221,7 @@ async def _register(
     )
     if made.shards != shards:
         raise ConfigError(
-            f"namespace {keyspace.namespace!r} has {made.shards} shards, the dump {shards}"
+            f"namespace {keyspace.namespace!r} has {made.shards} shards, but the dump has {shards}"
         )
     for shard, bits in enumerate(bucket_bits):
         names = keyspace.of_shard(shard)
@@ -228,7 +230,8 @@ async def _register(
             found = int(await runner.redis.hget(names["shard"], "bucket_bits") or 0)
         if found != bits:
             raise ConfigError(
-                f"shard {shard} of {keyspace.namespace!r} has {found} bucket bits, the dump {bits}"
+                f"shard {shard} of {keyspace.namespace!r} has {found} bucket bits, "
+                f"but the dump has {bits}"
             )
     return made.incarnation
 
@@ -262,7 +265,7 @@ class _Dump:
         if len(self.bucket_bits) != shards or not all(
             type(bits) is int and 1 <= bits <= MAX_BUCKET_BITS for bits in self.bucket_bits
         ):
-            wanted = f"a number, 1 to {MAX_BUCKET_BITS}, for each of {shards} shards"
+            wanted = f"a number from 1 to {MAX_BUCKET_BITS} for each of {shards} shards"
             raise head.wrong("bucket_bits", self.bucket_bits, wanted)
         self.workers: dict[int, WorkerInfo] = {}
 
@@ -277,7 +280,7 @@ class _Dump:
     def _add_worker(self, row: _Row) -> None:
         inc = row.whole("incarnation", 1, MAX_WHOLE)
         if inc in self.workers:
-            raise row.wrong("incarnation", inc, "one that no line above has")
+            raise row.wrong("incarnation", inc, "one that is new to the dump")
         info = row.inner("info")
         text = info.text("worker")
         try:
@@ -285,10 +288,10 @@ class _Dump:
         except ValueError:
             raise info.wrong("worker", text, "<worker_id>:<dp_rank>") from None
         if row.text("worker") != text:
-            raise row.wrong("worker", row.text("worker"), f"{text!r} as in its info")
+            raise row.wrong("worker", row.text("worker"), f"{text!r}, as in its info")
         block_size = info.whole("block_size", 1, MAX_WHOLE)
         if block_size != self._block_size:
-            raise info.wrong("block_size", block_size, f"{self._block_size} as in line 1")
+            raise info.wrong("block_size", block_size, f"{self._block_size}, as on line 1")
         self.workers[inc] = WorkerInfo(
             key=key,
             address=info.text("address"),
@@ -301,11 +304,11 @@ class _Dump:
     def _stored(self, row: _Row) -> _Stored:
         inc = row.whole("incarnation", 1, MAX_WHOLE)
         if inc not in self.workers:
-            raise row.wrong("incarnation", inc, "that of a worker in a line above")
+            raise row.wrong("incarnation", inc, "that of a worker on an earlier line")
         shard = row.whole("shard", 0, len(self.bucket_bits) - 1)
         bucket = row.text("bucket")
         if not _is_bucket(bucket, self.bucket_bits[shard]):
-            wanted = f"the name of a bucket by {self.bucket_bits[shard]} bits"
+            wanted = f"the name of a bucket for {self.bucket_bits[shard]} bucket bits"
             raise row.wrong("bucket", bucket, wanted)
         tier = TIERS.get(row.text("tier"))
         if tier is None:
@@ -331,7 +334,7 @@ class _Row:
     def whole(self, name: str, least: int, most: int) -> int:
         value = self.fields.get(name)
         if type(value) is not int or not least <= value <= most:
-            raise self.wrong(name, value, f"a whole number, {least} to {most}")
+            raise self.wrong(name, value, f"a whole number from {least} to {most}")
         return value
 
     def text(self, name: str) -> str:
@@ -359,9 +362,9 @@ def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise ConfigError(f"line {number} is no JSON: {error}") from None
+            raise ConfigError(f"line {number} is not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ConfigError(f"line {number} is no object: {line[:80]!r}")
+            raise ConfigError(f"line {number} is not an object: {line[:80]!r}")
         yield _Row(number, row)
 
 

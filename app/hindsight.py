@@ -21,15 +21,15 @@ from app.policy.select import choose
 from app.recording import Record
 
 LOCALITY_TEXT = {
-    "kept": "the longest overlap was taken",
-    "none": "nobody held its beginning",
-    "tie": "another was drawn, though no cheaper",
-    "load": "another was cheaper, overlap and load together",
-    "session": "another was cheaper, as the session had gone there before",
-    "full": "the longest overlap was on a worker that was full",
-    "excluded": "the longest overlap was on a worker that the request excludes",
-    "lease": "the longest overlap was on a worker whose lease had run out",
-    "degraded": "Redis was away, and so overlap was not known",
+    "kept": "the worker with the longest overlap was chosen",
+    "none": "no worker held the start of the prompt",
+    "tie": "another worker was drawn, though it was no cheaper",
+    "load": "another worker was cheaper, counting overlap and load",
+    "session": "another worker was cheaper, because the session had gone there before",
+    "full": "the worker with the longest overlap was full",
+    "excluded": "the request excluded the worker with the longest overlap",
+    "lease": "the lease of the worker with the longest overlap had lapsed",
+    "degraded": "Redis was unreachable, so overlap was not known",
 }
 
 
@@ -39,13 +39,13 @@ LOCALITY_TEXT = {
 @as_json
 @on_redis
 async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
-    """Why a request went where it went, as long as the decision is kept."""
+    """Explain why a request went where it went, while the decision is kept."""
     async for record in recording.read(redis, keyspace):
         if record.request_id == request_id:
             break
     else:
         await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
-        raise click.ClickException(f"no decision about {request_id!r} is kept (any more)")
+        raise click.ClickException(f"no decision about {request_id!r} is kept (any longer)")
     rows, terms = _scored(record)
     if as_json:
         plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
@@ -55,16 +55,18 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
         return
     o = record.overlap
     click.echo(
-        f"{request_id}: {record.isl_tokens:,} tokens to {record.worker} by {record.policy}, which "
-        f"held {o.total:,} of {record.full_blocks:,} full blocks ({o.device:,} on its device, "
-        f"{o.host:,} in host memory, {o.disk:,} on disk)"
+        f"{request_id}: {record.isl_tokens:,} tokens to {record.worker} by {record.policy}; the "
+        f"worker held {o.total:,} of {record.full_blocks:,} full blocks ({o.device:,} on its "
+        f"device, {o.host:,} in host memory, {o.disk:,} on disk)"
     )
-    longest = f"; {record.best} held most, {record.best_overlap:,}" if record.best else ""
-    click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided at try {record.tries}")
+    longest = f"; {record.best} held the most, {record.best_overlap:,}" if record.best else ""
+    click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided on try {record.tries}")
     if record.waited_ms:
-        click.echo(f"it waited {record.waited_ms / 1000:.2f} s for a worker that could take it")
+        click.echo(
+            f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it"
+        )
     if not rows:
-        click.echo("what the other workers were like was not kept: see --details-per-s")
+        click.echo("the candidates of this decision were not kept: see --details-per-s")
         return
     shown = [[_short(cell) for cell in row] for row in rows]
     click.echo(text_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
@@ -96,13 +98,17 @@ def _short(cell: Any) -> str:
 
 
 @click.command(cls=Command)
-@click.option("--policy", required=True, type=click.Choice(POLICY_NAMES), help="To score with.")
+@click.option(
+    "--policy", required=True, type=click.Choice(POLICY_NAMES), help="Policy to score with."
+)
 @click.option(
     "--prefill-weight",
     type=config.Number(0, 1000),
-    help="Of `blocks`, in the place of 1.",
+    help="Prefill weight for `blocks`, instead of 1.",
 )
-@click.option("--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions.")
+@click.option(
+    "--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions to score."
+)
 @COMMON
 @as_json
 @on_redis
@@ -114,15 +120,18 @@ async def whatif(
     last: int,
     as_json: bool,
 ) -> None:
-    """Score the last decisions again with another policy, each by itself.
+    """Score the last decisions again with another policy, each on its own.
 
-    Only those of which all candidates are kept: see --details-per-s. What the other choices would
-    have made of the load is not followed up. To draw another worker that both policies put at the
-    same cost is no change, nor is another pair that power_of_two draws in the place of its own.
-    Without a temperature: what one chose that was not the cheapest counts as changed.
+    Only decisions whose candidates are all kept are scored: see --details-per-s. How other choices
+    would have changed the load for later decisions is not simulated. Another worker is no change if
+    both policies give the two workers the same cost, or if power_of_two, scored against itself,
+    draws another pair. No temperature is applied: a choice that was not the cheapest because of one
+    counts as changed.
     """
     if prefill_weight is not None and policy != "blocks":
-        raise click.BadParameter("only blocks has one", param_hint="--prefill-weight")
+        raise click.BadParameter(
+            "only the policy blocks has a prefill weight", param_hint="--prefill-weight"
+        )
     cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
     rng = np.random.default_rng(0)
     found = Comparison()

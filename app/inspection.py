@@ -168,7 +168,7 @@ async def block_size(redis: Client, keyspace: Keyspace) -> int:
     async with deadline(STEP_TIMEOUT_S):
         meta: Any = await redis.hgetall(keyspace["meta"])
     if b"block_size" not in meta:
-        raise ConfigError(f"namespace {keyspace.namespace!r}: there is none")
+        raise ConfigError(f"namespace {keyspace.namespace!r} does not exist")
     return _settled(keyspace, meta, "block_size")
 
 

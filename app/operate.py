@@ -33,9 +33,9 @@ class _Hash(click.ParamType[SequenceHash]):
         try:
             number = int(value, 16)
         except ValueError:
-            self.fail(f"{value!r} is no hexadecimal number", param, ctx)
+            self.fail(f"{value!r} is not a hexadecimal number", param, ctx)
         if number < 0:
-            self.fail(f"{value!r} is below 0", param, ctx)
+            self.fail(f"{value!r} is negative", param, ctx)
         if number >= 2**64:
             self.fail(f"{value!r} has more than 16 hex digits", param, ctx)
         return SequenceHash(number)
@@ -43,7 +43,7 @@ class _Hash(click.ParamType[SequenceHash]):
 
 @click.group()
 def inspect() -> None:
-    """Look into Redis, reading only."""
+    """Inspect the state in Redis without changing it."""
 
 
 @inspect.command(cls=Command)
@@ -51,7 +51,7 @@ def inspect() -> None:
 @as_json
 @on_redis
 async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
-    """Namespaces, workers, blocks by worker and tier, memory, age of metrics."""
+    """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
     names = await inspection.namespaces(redis)
     found = await inspection.summary(redis, keyspace)
     if as_json:
@@ -60,7 +60,7 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     else:
         click.echo(f"namespaces  {', '.join(names) or 'none'}")
     if found is None:
-        raise click.ClickException(f"namespace {keyspace.namespace!r}: there is none")
+        raise click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
     if as_json:
         return
     per_block = found.memory_bytes / found.unique_blocks if found.unique_blocks else 0
@@ -68,9 +68,9 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
         f"namespace   {found.namespace}: blocks of {found.block_size} tokens, "
         f"{found.shards} shard{'s' if found.shards > 1 else ''}\n"
         f"index       {found.unique_blocks:,} unique blocks, laid out for {found.laid_out_blocks:,}"
-        + (" (overfull: look-ups and changes are slow)" if found.overfull else "")
+        + (" (overfull: lookups and changes are slow)" if found.overfull else "")
         + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis"
-        + (f", {per_block:,.0f} bytes a block" if per_block else "")
+        + (f", {per_block:,.0f} bytes per block" if per_block else "")
         + "\n"
     )
     click.echo(_workers_table(found.workers))
@@ -121,7 +121,7 @@ def _state(worker: inspection.Worker) -> str:
 @as_json
 @on_redis
 async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
-    """Who holds a block, by its sequence hash: 16 hex digits."""
+    """Show who holds a block, given its sequence hash (16 hex digits)."""
     await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
     names = {w.incarnation: w for w in (await inspection.everyone(redis, keyspace))}
     rows = [
@@ -133,7 +133,7 @@ async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json:
     if as_json:
         click.echo(json_text([dict(zip(head, row, strict=True)) for row in rows]))
     else:
-        click.echo(text_table(head, rows) if rows else "nobody holds it")
+        click.echo(text_table(head, rows) if rows else "no worker holds it")
 
 
 def _name(names: dict[Incarnation, inspection.Worker], inc: Incarnation) -> str:
@@ -143,7 +143,7 @@ def _name(names: dict[Incarnation, inspection.Worker], inc: Incarnation) -> str:
 
 GPU_TEXT = (
     ("memory_used_bytes", 2**30, "{:,.1f} GiB used"),
-    ("memory_total_bytes", 2**30, "{:,.1f} GiB in all"),
+    ("memory_total_bytes", 2**30, "{:,.1f} GiB in total"),
     ("utilisation", 0.01, "{:.0f} % busy"),
     ("temperature_c", 1, "{:.0f} °C"),
     ("power_w", 1, "{:.0f} W"),
@@ -154,7 +154,7 @@ GPU_TEXT = (
 
 
 RESERVED_TEXT = (
-    "  request  prefill tokens, prefill µs, blocks, p (prefills) or d (decodes), attempt"
+    "  request  prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt"
 )
 """What stands in the lines below it, as Redis has them."""
 
@@ -165,10 +165,10 @@ RESERVED_TEXT = (
 @as_json
 @on_redis
 async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) -> None:
-    """A worker by its id, or <id>:<dp_rank>: lease, load, blocks, GPU, what is reserved on it."""
+    """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
     found = await inspection.worker(redis, keyspace, name)
     if not found:
-        raise click.ClickException(f"worker {name!r}: there is none")
+        raise click.ClickException(f"worker {name!r} does not exist")
     requests = {
         w.incarnation: await inspection.requests_on(redis, keyspace, w.incarnation) for w in found
     }
@@ -198,7 +198,7 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
 @inspect.command(cls=Command)
 @click.argument("file", type=click.File("rb"))
 @click.option(
-    "--text", is_flag=True, help="The file is text, a token a byte; else a JSON list of token ids."
+    "--text", is_flag=True, help="FILE is text, a token per byte; else a JSON list of token ids."
 )
 @click.option("--lora-name", default=None, help="LoRA adapter of the request.")
 @click.option("--cache-namespace", default=None, help="Cache namespace of the request.")
@@ -214,7 +214,7 @@ async def prefix(
     cache_namespace: str | None,
     as_json: bool,
 ) -> None:
-    """Who holds how much of a prompt."""
+    """Show how much of a prompt each worker holds."""
     tokens = list(file.read()) if text else _tokens(file)
     block_size = await inspection.block_size(redis, keyspace)
     _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
@@ -235,18 +235,18 @@ async def prefix(
         )
         return
     click.echo(f"{len(tokens):,} tokens, {len(chain):,} full blocks of {block_size}")
-    click.echo(text_table(head, rows) if rows else "nobody holds its first block")
+    click.echo(text_table(head, rows) if rows else "no worker holds its first block")
 
 
 def _tokens(file: BinaryIO) -> list[int]:
     try:
         tokens = orjson.loads(file.read())
     except orjson.JSONDecodeError as error:
-        raise click.ClickException(f"{file.name} is no JSON: {error}") from None
+        raise click.ClickException(f"{file.name} is not JSON: {error}") from None
     if not isinstance(tokens, list) or not all(
         type(token) is int and 0 <= token < 2**32 for token in tokens
     ):
-        raise click.ClickException(f"{file.name} is no JSON list of token ids, 0 to 2^32 - 1")
+        raise click.ClickException(f"{file.name} is not a JSON list of token ids, 0 to 2^32 - 1")
     return tokens
 
 
@@ -256,13 +256,13 @@ def _tokens(file: BinaryIO) -> list[int]:
     default=100_000,
     show_default=True,
     type=config.POSITIVE,
-    help="Of the index, looked through at most.",
+    help="Maximum number of index buckets to check.",
 )
 @COMMON
 @as_json
 @on_redis
 async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
-    """Look for contradictions; exit status 1 if there are some."""
+    """Check for contradictions; exit with status 1 if there are any."""
     findings, extent = await verification.verify(redis, keyspace, max_buckets)
     if not findings:
         # Raises where there is no such namespace, of which nothing can be wrong.
@@ -270,14 +270,14 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
     if as_json:
         click.echo(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
     else:
-        click.echo(f"looked through all that is reserved and {extent}")
+        click.echo(f"checked all reservations and {extent}")
         click.echo("closure under prefix is not checked: Redis does not know a block's parent")
         for finding in findings:
             click.echo(f"{finding.count:,} times: {finding.what}")
             for example in finding.examples:
                 click.echo(f"    {example}")
         if not findings:
-            click.echo("nothing is wrong")
+            click.echo("no contradictions found")
     if findings:
         click.get_current_context().exit(1)
 
@@ -287,7 +287,7 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
 @COMMON
 @on_redis
 async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
-    """Write who holds which blocks as JSON lines."""
+    """Write which worker holds which blocks, as JSON lines."""
     async for line in dumping.dump(redis, keyspace):
         out.write(line + b"\n")
 
@@ -299,17 +299,18 @@ async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
     default=60.0,
     show_default=True,
     type=config.POSITIVE_SECONDS,
-    help="The workers count as live for so long, or until their agents register.",
+    help="How long the restored workers count as live, unless their agents register first.",
 )
 @COMMON
 @on_redis
 async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float) -> None:
-    """Publish a dump: every worker in it under a new incarnation.
+    """Publish a dump, with every worker in it under a new incarnation.
 
-    Refused where one of the workers lives, as that would end its process. Those of an earlier
-    restore live until their leases end.
+    Refused if any of the workers is live, as restoring it would end its process. Workers from an
+    earlier restore are live until their leases end.
 
-    All of the dump is checked first; what comes through a pipe is kept in a temporary file for it.
+    The whole dump is checked first; for that, a dump that comes through a pipe is kept in a
+    temporary file.
     """
     with _rewindable(source) as file:
         restored = await dumping.restore(redis, keyspace, file, round(lease_ttl_s * 1000))
@@ -329,11 +330,11 @@ def _rewindable(source: BinaryIO) -> Iterator[BinaryIO]:
 
 
 @click.command(cls=Command)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @COMMON
 @on_redis
 async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
-    """Delete all keys of a namespace. Workers that run register again by themselves."""
+    """Delete all keys of a namespace. Running workers register again by themselves."""
     keys = await dumping.count_keys(redis, keyspace)
     if not yes:
         click.confirm(f"Delete {keys:,} keys of namespace {keyspace.namespace!r}?", abort=True)
@@ -345,7 +346,7 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
 @as_json
 @on_redis
 async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
-    """Who waits for a worker, in the order of turns."""
+    """Show who waits for a worker, in the order of turns."""
     await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
     found = await inspection.waiting(redis, keyspace)
     if as_json:
@@ -355,7 +356,9 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
         (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
     ]
     click.echo(
-        text_table(("tenant", "priority", "requests", "oldest"), rows) if rows else "nobody waits"
+        text_table(("tenant", "priority", "requests", "oldest"), rows)
+        if rows
+        else "no requests are waiting"
     )
 
 
@@ -365,13 +368,13 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     default=600.0,
     show_default=True,
     type=config.POSITIVE_SECONDS,
-    help="Back from the latest decision that is kept.",
+    help="How far back to count, from the latest decision kept.",
 )
 @COMMON
 @as_json
 @on_redis
 async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
-    """How often prefixes of prompts were asked for, by the decisions that are kept."""
+    """Show how often prefixes of prompts were requested, according to the decisions kept."""
     await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
     records: list[Record] = []
     async for record in recording.read(redis, keyspace):
@@ -383,6 +386,10 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
         prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
         click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
         return
-    click.echo(f"{len(records):,} decisions; without prefixes that a longer one continues as often")
+    click.echo(
+        f"{len(records):,} decisions; a prefix is left out if a longer one was requested as often"
+    )
     rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
-    click.echo(text_table(("last block", "blocks", "requests"), rows) if rows else "none is kept")
+    click.echo(
+        text_table(("last block", "blocks", "requests"), rows) if rows else "no prefixes are kept"
+    )

@@ -53,7 +53,7 @@ class Extent:
             return f"{self.buckets:,} buckets"
         return (
             f"{self.buckets:,} of {self.existing_buckets:,} buckets; "
-            "the others were not looked at (--max-buckets)"
+            "the rest were not checked (--max-buckets)"
         )
 
 
@@ -90,21 +90,21 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
 def _contradictions(c: Control) -> Iterator[tuple[str, str]]:
     """(what, where) for everything in the control keys that does not agree."""
     for inc in c.leases.keys() ^ c.writers.keys():
-        yield "an incarnation with only one of a lease and a writer", readable(inc)
+        yield "an incarnation with a lease but no writer, or the reverse", readable(inc)
     for inc in c.writers.keys() - c.workers.keys():
-        yield "an incarnation of nobody knows whom", readable(inc)
+        yield "an incarnation of an unknown worker", readable(inc)
     for inc in c.load.keys() - c.writers.keys():
-        yield "the load of an incarnation that is over", readable(inc)
+        yield "the load of an incarnation that has ended", readable(inc)
     for name, inc in c.current.items():
         if inc not in c.writers:
-            yield "a worker that is routed to an incarnation that is over", readable(name)
+            yield "a worker whose current incarnation has ended", readable(name)
     for inc in c.load.keys() & c.writers.keys():
         if _counted(c, inc) != _loaded(c.load[inc]):
             yield "a load that is not the sum of its requests", readable(inc)
     for inc, requests in c.requests.items():
         prefilling = {r for r, text in requests.items() if text.split()[3:4] == [b"p"]}
         if prefilling != set(c.prefills.get(inc, ())):
-            yield "a queue that is not of the requests that prefill", readable(inc)
+            yield "a prefill queue that does not match the requests prefilling", readable(inc)
         for request in requests:
             if c.reservations.get(request) != inc:
                 yield "a request without its reservation", readable(request)
@@ -177,7 +177,7 @@ async def _bad_entries(
     found = []
     for (key, shard), entries in zip(keys.items(), held, strict=True):
         if entries is None:
-            found.append((key, "a bucket that is no hash", ""))
+            found.append((key, "a bucket that is not a hash", ""))
             continue
         for block, owners in entries.items():
             where = f"{readable(block)} {readable(owners)}"
@@ -186,5 +186,5 @@ async def _bad_entries(
             if not is_one or incs != sorted(set(incs)):
                 found.append((key, "owners that cannot be read", where))
             elif set(incs) - known[shard]:
-                found.append((key, "an owner that nobody knows, and no sweep takes out", where))
+                found.append((key, "an unknown owner that no sweep removes", where))
     return found

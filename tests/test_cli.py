@@ -274,7 +274,7 @@ def test_a_shared_socket_that_does_not_listen_is_one_clear_line() -> None:
         number = idle.fileno()
         ended = kvroute("router", "--port=0", f"--shared-fd={number}", inherits=(number,))
     assert ended.returncode == 1
-    assert ended.stderr == f"Error: shared_fd {number}: a socket that does not listen\n"
+    assert ended.stderr == f"Error: shared_fd {number}: the socket is not listening\n"
 
 
 def test_a_worker_that_does_not_fit_its_namespace_is_one_clear_line() -> None:
@@ -353,7 +353,7 @@ def test_up_prints_its_addresses_and_a_signal_ends_all_of_it(
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if line == "Ctrl-C stops it.\n":
+            if line == "Press Ctrl-C to stop.\n":
                 break
         text = "".join(lines)
         urls = dict(re.findall(r"^(balancer|router r0|worker w0|redis) +(\S+)", text, re.MULTILINE))

@@ -101,7 +101,7 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
 )
 def test_a_namespace_that_is_not_there_is_an_error(url: str, command: str, form: list[str]) -> None:
     result = kvroute(url, *command.split(), *form, namespace="typo")
-    assert (result.exit_code, result.stderr) == (1, "Error: namespace 'typo': there is none\n")
+    assert (result.exit_code, result.stderr) == (1, "Error: namespace 'typo' does not exist\n")
     # What there is instead is told where it is asked for.
     assert (NAMESPACE in result.stdout) == (command == "inspect summary")
 
@@ -170,7 +170,7 @@ def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
     ]
     [only] = as_json(url, "inspect", "block", f"0x{CHAIN[20]:x}")
     assert only["worker"] == "w1:0"
-    assert "nobody holds it" in kvroute(url, "inspect", "block", "2a").output
+    assert "no worker holds it" in kvroute(url, "inspect", "block", "2a").output
 
 
 def bucket_of(position: int) -> str:
@@ -181,9 +181,9 @@ def bucket_of(position: int) -> str:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ("xyz", "is no hexadecimal number"),
+        ("xyz", "is not a hexadecimal number"),
         ("1" * 17, "has more than 16 hex digits"),
-        ("-1", "is below 0"),
+        ("-1", "is negative"),
     ],
 )
 def test_what_is_no_hash_is_refused(wrong: str, why: str) -> None:
@@ -201,13 +201,13 @@ def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
     lines = kvroute(url, "inspect", "worker", "w1").output.splitlines()
     assert lines[-2].split("  ")[1:] == [
         "request",
-        "prefill tokens, prefill µs, blocks, p (prefills) or d (decodes), attempt",
+        "prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt",
     ]
     assert lines[-1].startswith("  req-7  100 5000 7 p ")
     text = kvroute(url, "inspect", "worker", "w2:1").output
     assert "w2:1 at http://w2-1:80" in text
     missing = kvroute(url, "inspect", "worker", "w9")
-    assert (missing.exit_code, missing.output) == (1, "Error: worker 'w9': there is none\n")
+    assert (missing.exit_code, missing.output) == (1, "Error: worker 'w9' does not exist\n")
 
 
 def test_a_worker_is_shown_with_what_its_gpu_told(one_redis_server: EmbeddedRedis) -> None:
@@ -236,7 +236,7 @@ def test_a_worker_is_shown_with_what_its_gpu_told(one_redis_server: EmbeddedRedi
     }
     assert gpu_lines == {
         "all": [
-            "  GPU: 56.0 GiB used, 80.0 GiB in all, 37 % busy, 54 °C, 312 W, "
+            "  GPU: 56.0 GiB used, 80.0 GiB in total, 37 % busy, 54 °C, 312 W, "
             "0.0 MB/s sent over PCIe, 87.7 MB/s received"
         ],
         "some": ["  GPU: 54 °C"],
@@ -264,9 +264,9 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
     for wrong in ("[-1]", "[true]", "[4294967296]"):
         tokens.write_text(wrong)
         refused = kvroute(url, "inspect", "prefix", str(tokens))
-        assert refused.stderr.startswith(f"Error: {tokens} is no JSON list of token ids")
+        assert refused.stderr.startswith(f"Error: {tokens} is not a JSON list of token ids")
     refused = kvroute(url, "inspect", "prefix", str(text))
-    assert refused.stderr.startswith(f"Error: {text} is no JSON: ")
+    assert refused.stderr.startswith(f"Error: {text} is not JSON: ")
 
 
 def test_who_is_not_live_holds_nothing_of_a_prompt(url: str, raw: Redis, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_an_index_that_cannot_be_read_is_not_taken_for_an_empty_one(
 def test_nothing_is_wrong_with_a_namespace_that_nobody_touched(url: str) -> None:
     result = kvroute(url, "inspect", "verify")
     assert result.exit_code == 0
-    assert "nothing is wrong" in result.output
+    assert "no contradictions found" in result.output
 
 
 def test_a_key_that_only_looks_like_a_bucket_is_none(url: str, raw: Redis) -> None:
@@ -309,9 +309,9 @@ def test_buckets_that_were_not_looked_at_are_told_of(url: str) -> None:
     verified = as_json(url, "inspect", "verify", "--max-buckets", "1")
     assert verified == {"buckets": 1, "existing_buckets": 2, "findings": []}
     text = kvroute(url, "inspect", "verify", "--max-buckets", "1").output
-    assert "1 of 2 buckets; the others were not looked at (--max-buckets)\n" in text
+    assert "1 of 2 buckets; the rest were not checked (--max-buckets)\n" in text
     text = kvroute(url, "inspect", "verify", "--max-buckets", "2").output
-    assert "looked through all that is reserved and 2 buckets\n" in text
+    assert "checked all reservations and 2 buckets\n" in text
 
 
 Damage = Callable[[Redis], object]
@@ -324,19 +324,22 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(KEYS["load"], "1", "spoilt"), "not the sum of its requests"),
         (lambda r: r.hset(KEYS["requests:1"], "req-7", "spoilt"), "not the sum of its requests"),
         (lambda r: r.hset(KEYS["requests:1"], "req-7", "a b c p x"), "not the sum of its requests"),
-        (lambda r: r.hset(KEYS["writers"], b"\xff", "x"), "an incarnation of nobody knows whom"),
-        (lambda r: r.delete(KEYS["prefills:1"]), "a queue that is not of the requests"),
+        (lambda r: r.hset(KEYS["writers"], b"\xff", "x"), "an incarnation of an unknown worker"),
+        (lambda r: r.delete(KEYS["prefills:1"]), "a prefill queue that does not match"),
         (lambda r: r.delete(KEYS["reservations"]), "a request without its reservation"),
         (lambda r: r.delete(KEYS["expiry"]), "a reservation without expiry"),
         (lambda r: r.delete(KEYS["requests:1"]), "a reservation without its request"),
-        (lambda r: r.hdel(KEYS["workers"], "1"), "an incarnation of nobody knows whom"),
-        (lambda r: r.hset(KEYS["load"], "9", "0 0 0 0 0 0 0 0"), "an incarnation that is over"),
-        (lambda r: r.hset(KEYS["current"], "w1:0", "9"), "routed to an incarnation that is over"),
-        (lambda r: r.zrem(KEYS["leases"], "2"), "only one of a lease and a writer"),
-        (lambda r: r.set(SHARD["blocks:0"], "spoilt"), "a bucket that is no hash"),
+        (lambda r: r.hdel(KEYS["workers"], "1"), "an incarnation of an unknown worker"),
+        (lambda r: r.hset(KEYS["load"], "9", "0 0 0 0 0 0 0 0"), "an incarnation that has ended"),
+        (
+            lambda r: r.hset(KEYS["current"], "w1:0", "9"),
+            "a worker whose current incarnation has ended",
+        ),
+        (lambda r: r.zrem(KEYS["leases"], "2"), "a lease but no writer, or the reverse"),
+        (lambda r: r.set(SHARD["blocks:0"], "spoilt"), "a bucket that is not a hash"),
         (lambda r: r.hset(SHARD["blocks:0"], "00", "2d1d"), "owners that cannot be read"),
         (lambda r: r.hset(SHARD["blocks:0"], "00", "9" * 5000 + "d"), "owners that cannot be read"),
-        (lambda r: r.hset(SHARD["blocks:0"], "00", "77d"), "an owner that nobody knows"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "77d"), "an unknown owner"),
     ],
 )
 def test_what_contradicts_itself_is_found(
@@ -347,7 +350,7 @@ def test_what_contradicts_itself_is_found(
     result = kvroute(url, "inspect", "verify")
     assert result.exit_code == 1
     assert what in result.output
-    assert "nothing is wrong" not in result.output
+    assert "no contradictions found" not in result.output
 
 
 def in_redis(url: str, work: Callable[[ScriptRunner], Awaitable[object]]) -> object:
@@ -430,23 +433,26 @@ def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
     ("lines", "error"),
     [
         ("", "line 1 is {}: not the first line of a dump of version 1"),
-        ("nonsense", "line 1 is no JSON"),
-        ("[1]", "line 1 is no object"),
+        ("nonsense", "line 1 is not JSON"),
+        ("[1]", "line 1 is not an object"),
         ('{"kvroute": 9}', "line 1 is {'kvroute': 9}: not the first line of a dump of version 1"),
         (dumped(HEAD | {"block_size": "4"}), "line 1: block_size is '4', not a whole number"),
-        (dumped(HEAD | {"shards": True}), "line 1: shards is True, not a whole number, 1 to 1024"),
+        (
+            dumped(HEAD | {"shards": True}),
+            "line 1: shards is True, not a whole number from 1 to 1024",
+        ),
         (dumped(HEAD | {"bucket_bits": 5}), "line 1: bucket_bits is 5, not a list"),
         *[
             (
                 dumped(HEAD | {"bucket_bits": bits}),
-                f"line 1: bucket_bits is {bits}, not a number, 1 to 24, for each of 2 shards",
+                f"line 1: bucket_bits is {bits}, not a number from 1 to 24 for each of 2 shards",
             )
             for bits in ([4], [4, 0], [4, 25], [4, "5"])
         ],
         (dumped(HEAD, WORKER | {"worker": 5}), "line 2: worker is 5, not text"),
-        (dumped(HEAD, WORKER | {"worker": "w2:0"}), "line 2: worker is 'w2:0', not 'w1:0' as in"),
+        (dumped(HEAD, WORKER | {"worker": "w2:0"}), "line 2: worker is 'w2:0', not 'w1:0', as in"),
         (dumped(HEAD, WORKER | {"incarnation": "7"}), "line 2: incarnation is '7', not a whole"),
-        (dumped(HEAD, WORKER, WORKER), "line 3: incarnation is 7, not one that no line above has"),
+        (dumped(HEAD, WORKER, WORKER), "line 3: incarnation is 7, not one that is new to the dump"),
         (dumped(HEAD, WORKER | {"info": 5}), "line 2: info is 5, not an object"),
         *[
             (
@@ -456,7 +462,7 @@ def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
             for field, value, wanted in [
                 ("worker", "w1", "<worker_id>:<dp_rank>"),
                 ("address", None, "text"),
-                ("block_size", 16, "4 as in line 1"),
+                ("block_size", 16, "4, as on line 1"),
                 ("kv_total_blocks", 1.5, "a whole number"),
                 ("max_requests", -1, "a whole number"),
                 ("accelerator", [], "text"),
@@ -468,14 +474,14 @@ def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
                 f"line 4: {field} is {value!r}, not {wanted}",
             )
             for field, value, wanted in [
-                ("incarnation", 8, "that of a worker in a line above"),
+                ("incarnation", 8, "that of a worker on an earlier line"),
                 ("incarnation", [7], "a whole number"),
-                ("shard", 9, "a whole number, 0 to 1"),
-                ("shard", None, "a whole number, 0 to 1"),
+                ("shard", 9, "a whole number from 0 to 1"),
+                ("shard", None, "a whole number from 0 to 1"),
                 ("bucket", 5, "text"),
-                ("bucket", "f", "the name of a bucket by 5 bits"),
-                ("bucket", "f4", "the name of a bucket by 5 bits"),
-                ("bucket", "F8", "the name of a bucket by 5 bits"),
+                ("bucket", "f", "the name of a bucket for 5 bucket bits"),
+                ("bucket", "f4", "the name of a bucket for 5 bucket bits"),
+                ("bucket", "F8", "the name of a bucket for 5 bucket bits"),
                 ("tier", "tape", "one of device, host, disk"),
                 ("tier", 1, "text"),
                 ("stored", "abc", "a list"),
@@ -489,7 +495,7 @@ def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
             )
             for block in ("zz", 5, "0x000000000000aa", "00000000000000aaa")
         ],
-        (dumped(HEAD, WORKER, STORED) + '{"stored"', "line 4 is no JSON"),
+        (dumped(HEAD, WORKER, STORED) + '{"stored"', "line 4 is not JSON"),
     ],
 )
 def test_a_damaged_dump_is_refused_with_its_line_before_anything_is_written(
@@ -531,7 +537,7 @@ def test_a_dump_goes_only_into_an_index_laid_out_alike(url: str, raw: Redis) -> 
     raw.hset("kvroute:1:{copy#0}:shard", "bucket_bits", "9")
     result = kvroute(url, "restore", input=lines, namespace="copy")
     assert result.exit_code == 1
-    assert "shard 0 of 'copy' has 9 bucket bits, the dump 4" in result.output
+    assert "shard 0 of 'copy' has 9 bucket bits, but the dump has 4" in result.output
 
 
 def contents(raw: Redis) -> dict[bytes, bytes]:
@@ -550,8 +556,8 @@ def test_a_restore_over_a_live_worker_is_refused_and_changes_nothing(
     result = kvroute(url, "restore", input=lines)
     assert result.exit_code == 1
     assert re.fullmatch(
-        r"Error: worker w2:1 lives in namespace 'test', by a lease that ends in [56]\d\.\d s: "
-        r"restore with another --namespace, or stop it first\n",
+        r"Error: worker w2:1 is live in namespace 'test', with a lease that ends in [56]\d\.\d s: "
+        r"restore into another --namespace, or stop the worker first\n",
         result.output,
     )
     assert contents(raw) == before
@@ -609,7 +615,7 @@ def test_a_second_restore_waits_for_the_leases_of_the_first(url: str, raw: Redis
         return kvroute(url, "restore", input=dumped(HEAD, WORKER, STORED), namespace="copy")
 
     assert restore().exit_code == 0
-    assert "worker w1:0 lives in namespace 'copy'" in restore().output
+    assert "worker w1:0 is live in namespace 'copy'" in restore().output
     raw.zadd(Keyspace("copy")["leases"], {"1": 1})
     assert restore().exit_code == 0
 

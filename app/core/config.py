@@ -239,7 +239,8 @@ class RouterSettings(CommonSettings):
     )
     prediction_entries: int = setting(
         262_144,
-        "Maximum of routed blocks recorded in each shard; past it, the oldest fifth is dropped.",
+        "Maximum number of routed blocks recorded in each shard; past it, the oldest fifth is "
+        "dropped.",
         POSITIVE,
     )
     decisions_kept: int = setting(

@@ -210,8 +210,11 @@ async def decided(
 
 async def test_explain_shows_every_candidate_and_why(decided: str) -> None:
     text = (await kvroute(decided, "explain", "r2")).output
-    assert "r2: 41 tokens to w2:0 by latency, which held 2 of 10 full blocks" in text
-    assert "on a worker that the request excludes; w1:0 held most, 10; decided at try 1" in text
+    assert "r2: 41 tokens to w2:0 by latency; the worker held 2 of 10 full blocks" in text
+    assert (
+        "excluded the worker with the longest overlap; w1:0 held the most, 10; decided on try 1"
+        in text
+    )
     assert [line.split()[:2] for line in text.splitlines()[-2:]] == [
         ["w1:0", "False"],
         ["w2:0", "True"],
@@ -228,7 +231,7 @@ async def test_explain_shows_every_candidate_and_why(decided: str) -> None:
 async def test_explain_knows_only_what_is_kept(decided: str) -> None:
     result = await kvroute(decided, "explain", "r77")
     assert result.exit_code == 1
-    assert "no decision about 'r77' is kept (any more)" in result.output
+    assert "no decision about 'r77' is kept (any longer)" in result.output
 
 
 async def test_whatif_scores_again_with_another_policy(decided: str) -> None:
@@ -248,7 +251,10 @@ async def test_whatif_scores_again_with_another_policy(decided: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--policy", "latency", "--prefill-weight", "2"), "only blocks has one"),
+        (
+            ("--policy", "latency", "--prefill-weight", "2"),
+            "only the policy blocks has a prefill weight",
+        ),
         (("--policy", "fastest"), "'fastest' is not one of"),
     ],
 )

@@ -59,7 +59,7 @@ async def test_an_answer_says_how_long_it_waited(
             return str((await asyncio.to_thread(invoke, main, ["explain", "r1", *where])).output)
 
         invoke = CliRunner().invoke
-        assert await eventually(explained, lambda text: "it waited 0." in text)
+        assert await eventually(explained, lambda text: "the request waited 0." in text)
         metrics = (await client.get("/metrics")).text
     assert "kvroute_waiting_requests 0.0" in metrics
     assert "kvroute_waited_seconds_count 1.0" in metrics
@@ -134,7 +134,7 @@ async def test_an_operator_sees_who_waits_in_the_order_of_turns(
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert "nobody waits" in await kvroute()
+    assert "no requests are waiting" in await kvroute()
     async with replica(one_redis_server.url, **WAITS) as client:
         asked: list[dict[str, Any]] = [{"priority": "low"}, {"tenant": "a"}, {"tenant": "a"}]
         asked.append({"tenant": "a", "exclude": ["w2"]})

@@ -294,8 +294,8 @@ async def test_an_operator_looks_at_everything_moves_it_and_clears_it(
         assert "w1" in await kvroute("operator", "inspect", "block", f"{CHAINS[0][0]:016x}")
         assert "w1" in await kvroute("operator", "inspect", "worker", "w1")
         assert "w1" in await kvroute("operator", "inspect", "prefix", str(text))
-        assert "nobody waits" in await kvroute("operator", "inspect", "waiting")
-        assert "nothing is wrong" in await kvroute("operator", "inspect", "verify")
+        assert "no requests are waiting" in await kvroute("operator", "inspect", "waiting")
+        assert "no contradictions found" in await kvroute("operator", "inspect", "verify")
         await kvroute("operator", "dump", "--out", file)
     await kvroute("operator", "reset", "--yes")
     assert guarded.admin.dbsize() == 0
