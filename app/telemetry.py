@@ -16,24 +16,24 @@ WORKER_LOAD = {
     "blocks": "KV blocks reserved on a worker.",
     "prefill_tokens": "Prompt tokens reserved on a worker and still to be computed.",
     "queue_seconds": "Predicted length of a worker's queue of prefills.",
-    "kv_active_blocks": "KV blocks in use, as a worker reports.",
-    "requests_waiting": "Requests that wait in a worker, as it reports.",
+    "kv_active_blocks": "KV blocks in use on a worker, as it reports.",
+    "requests_waiting": "Requests waiting in a worker, as it reports.",
     "cache_usage": "Share of a worker's KV blocks in use, as it reports; 0-1.",
-    "stale": "1 where what a worker reports is older than a second, else 0.",
+    "stale": "1 if a worker's latest report is older than a second, else 0.",
 }
 WORKER_GPU = {
     "memory_used_bytes": ("memory_used_bytes", "Memory in use on a worker's GPU."),
     "memory_total_bytes": ("memory_total_bytes", "Memory of a worker's GPU."),
-    "utilisation": ("utilisation", "Share of time in which a worker's GPU ran anything; 0-1."),
+    "utilisation": ("utilisation", "Share of time during which a worker's GPU ran anything; 0-1."),
     "temperature_c": ("temperature_celsius", "Temperature of a worker's GPU."),
-    "power_w": ("power_watts", "Power that a worker's GPU draws."),
+    "power_w": ("power_watts", "Power draw of a worker's GPU."),
     "pcie_sent_bytes_per_s": (
         "pcie_sent_bytes_per_second",
-        "What a worker's GPU sends over PCIe.",
+        "Rate at which a worker's GPU sends over PCIe.",
     ),
     "pcie_received_bytes_per_s": (
         "pcie_received_bytes_per_second",
-        "What a worker's GPU receives over PCIe.",
+        "Rate at which a worker's GPU receives over PCIe.",
     ),
 }
 """By the names of GpuReadings. Of what a GPU does not tell, or not lately, there is no sample."""
@@ -48,8 +48,8 @@ class Telemetry:
         self.decisions = Counter(
             "kvroute_decisions",
             "Decisions by policy and outcome: routed, no_workers, too_large (for every worker), "
-            "all_busy, overloaded, gone (the "
-            "caller, from waiting), or failed (given up, or a fault).",
+            "all_busy, overloaded, gone (the caller hung up while waiting), or failed (abandoned, "
+            "or an internal error).",
             ["policy", "outcome"],
             registry=r,
         )
@@ -58,19 +58,19 @@ class Telemetry:
         )
         self.blind = Counter(
             "kvroute_blind_decisions",
-            "Look-ups without overlap, as the prompt's shard of the index was not to be reached.",
+            "Lookups without overlap, because the prompt's shard of the index was unreachable.",
             registry=r,
         )
         self.decision_seconds = Histogram(
             "kvroute_decision_seconds",
-            "From a request's hashes to its worker, reservation included; of one that had to wait, "
-            "until then.",
+            "Time from a request's hashes to its worker, including the reservation; for a request "
+            "that had to wait, time until it began to wait.",
             buckets=_SECONDS,
             registry=r,
         )
         self.redis_seconds = Histogram(
             "kvroute_redis_round_trip_seconds",
-            "Redis round trips of decisions, by step.",
+            "Time of Redis round trips for decisions, by step.",
             ["step"],
             buckets=_SECONDS,
             registry=r,
@@ -83,14 +83,14 @@ class Telemetry:
         )
         self.locality = Counter(
             "kvroute_locality",
-            "Routed requests by whether the worker with the longest overlap was chosen, and why "
-            "not: kept, none, tie, load, session, full, excluded, lease, degraded.",
+            "Routed requests by whether the worker with the longest overlap was chosen and, if "
+            "not, why: kept, none, tie, load, session, full, excluded, lease, degraded.",
             ["reason"],
             registry=r,
         )
         self.worker_blocks = Counter(
             "kvroute_worker_routed_blocks",
-            "Per worker: blocks of the prompts routed to it (isl), and those that it held "
+            "Blocks of the prompts routed to a worker (isl), and those of them that it held "
             "(overlap).",
             ["worker", "what"],
             registry=r,
@@ -115,43 +115,47 @@ class Telemetry:
             registry=r,
         )
         self.retries = Counter(
-            "kvroute_decision_retries", "Decisions made again after a refusal.", registry=r
+            "kvroute_decision_retries",
+            "Decisions made again after a refused reservation.",
+            registry=r,
         )
         self.waiting = Gauge(
             "kvroute_waiting_requests",
-            "Requests that wait at this replica for a worker.",
+            "Requests waiting at this replica for a worker.",
             registry=r,
         )
         self.waited_seconds = Histogram(
             "kvroute_waited_seconds",
-            "How long requests waited for a worker, whatever became of them.",
+            "How long requests waited for a worker, whatever the outcome.",
             buckets=_WAITED_SECONDS,
             registry=r,
         )
         self.waits = Counter(
             "kvroute_waits",
-            "Requests that had to wait, by tenant (those with a weight, all others together), "
-            "priority, and outcome: routed, timed_out, crowded_out (too many waited), gone (the "
-            "caller), stopped (the replica), failed.",
+            "Requests that had to wait, by tenant (tenants without a weight together), priority, "
+            "and outcome: routed, timed_out, crowded_out (too many were waiting), gone (the caller "
+            "hung up), stopped (the replica is stopping), failed.",
             ["tenant", "priority", "outcome"],
             registry=r,
         )
         self.metrics_age = Gauge(
             "kvroute_metrics_stream_lag_seconds",
-            "Age of the newest entry of the metrics stream.",
+            "Age of the newest entry in the metrics stream.",
             registry=r,
         )
         self.index_fill = Gauge(
             "kvroute_index_fill",
-            "Blocks in the index by those that it was laid out for, from a sample. Past 4 it is "
-            "overfull, and slow.",
+            "Blocks in the index over the number it was laid out for, from a sample. Above 4, the "
+            "index is overfull and slow.",
             registry=r,
         )
         self.load_mean = Gauge(
             "kvroute_load_avg", "Mean used fraction of the workers' KV blocks.", registry=r
         )
         self.load_std = Gauge(
-            "kvroute_load_std", "Sample standard deviation of the same.", registry=r
+            "kvroute_load_std",
+            "Sample standard deviation of the used fraction of the workers' KV blocks.",
+            registry=r,
         )
         # A child is looked up for longer than it counts, and a decision counts in many of them.
         self.decisions_of = cache(self.decisions.labels)

@@ -108,16 +108,20 @@ async def chain_of(
     tokens: as `parse` gives them. Raises InvalidRequest, and what `_block_size` does.
     """
     if (body.token_ids is None) == (body.local_hashes is None):
-        raise InvalidRequest("token_ids", "give either token_ids or local_hashes and num_tokens")
+        raise InvalidRequest("token_ids", "give either token_ids, or local_hashes and num_tokens")
     if body.token_ids is not None:
         if body.num_tokens is not None:
-            raise InvalidRequest("num_tokens", "belongs to local_hashes; token_ids are counted")
+            raise InvalidRequest(
+                "num_tokens", "is only allowed with local_hashes; token_ids are counted"
+            )
         given = body.token_ids if tokens is None else tokens
         return await chain_of_tokens(router, settings, body, given, body.mm_hashes)
     if body.mm_hashes is not None:
-        raise InvalidRequest("mm_hashes", "belongs to token_ids; local_hashes hold it already")
+        raise InvalidRequest(
+            "mm_hashes", "is only allowed with token_ids; local_hashes already cover it"
+        )
     if body.num_tokens is None:
-        raise InvalidRequest("num_tokens", "is needed with local_hashes")
+        raise InvalidRequest("num_tokens", "is required with local_hashes")
     assert body.local_hashes is not None
     chain = await chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
     return chain, body.num_tokens
@@ -138,8 +142,8 @@ async def chain_of_tokens(
     if mm_hashes is not None and len(mm_hashes) != num_tokens // block_size:
         raise InvalidRequest(
             "mm_hashes",
-            f"{len(mm_hashes)} lists; {num_tokens} tokens are {num_tokens // block_size} full "
-            f"blocks of {block_size}",
+            f"got {len(mm_hashes)} lists, but {num_tokens} tokens are {num_tokens // block_size} "
+            f"full blocks of {block_size}",
         )
     seed = seed_for(options.lora_name, options.cache_namespace)
     local = compute_local_hashes(tokens, block_size, seed=seed, mm_hashes=mm_hashes)
@@ -164,5 +168,5 @@ async def chain_of_hashes(
 def _check_length(field: str, num_tokens: int, settings: RouterSettings) -> None:
     if not 1 <= num_tokens <= settings.max_prompt_tokens:
         raise InvalidRequest(
-            field, f"{num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
+            field, f"got {num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
         )

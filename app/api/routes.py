@@ -49,7 +49,7 @@ def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any
             "schema": {
                 "type": "string",
                 "format": "binary",
-                "description": "token ids, little-endian u32; the other fields in the query",
+                "description": "token ids as little-endian u32; the other fields go in the query",
             }
         }
         extra["parameters"] = [
@@ -66,7 +66,7 @@ def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any
     openapi_extra=_request_body(schemas.FindBestWorker),
 )
 async def find_best_worker(request: Request) -> Response:
-    """Where a prompt would go now. A look only: nothing is reserved."""
+    """Say where a prompt would be routed now, without reserving anything."""
     router, settings = _parts(request)
     raw = await read_body(request, settings.max_body_bytes)
     body, _ = prompts.parse(schemas.FindBestWorker, raw)
@@ -99,7 +99,7 @@ async def find_best_worker(request: Request) -> Response:
     openapi_extra=_request_body(schemas.RouteBody, raw=True),
 )
 async def route(request: Request) -> Response:
-    """Choose a worker for a prompt and reserve its capacity."""
+    """Choose a worker for a prompt and reserve capacity on it."""
     router, settings = _parts(request)
     raw = await read_body(request, settings.max_body_bytes)
     if (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS):
@@ -109,7 +109,7 @@ async def route(request: Request) -> Response:
         body, tokens = prompts.parse(schemas.RouteBody, raw)
         if request.scope["query_string"]:
             query = shown(request.url.query)
-            raise InvalidRequest("query", f"with JSON, options stand in the body, got {query}")
+            raise InvalidRequest("query", f"with JSON, options belong in the body, got {query}")
         options = body
         chain, isl_tokens = await prompts.chain_of(router, settings, body, tokens)
     decision = await router.route(
@@ -137,21 +137,21 @@ async def route(request: Request) -> Response:
 
 @routes.post("/v1/requests/{request_id:path}/prefill_complete", responses=_errors(422, 503))
 async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
-    """The request's first token is out. Idempotent."""
+    """Report that a request's first token is out. Idempotent."""
     found = await _parts(request)[0].prefill_complete(request_id)
     return schemas.RequestState(request_id=request_id, found=found)
 
 
 @routes.delete("/v1/requests/{request_id:path}", responses=_errors(422, 503))
 async def release(request: Request, request_id: str) -> schemas.RequestState:
-    """The request is over: give back what was reserved for it. Idempotent."""
+    """Report that a request has ended, and release its reservation. Idempotent."""
     found = await _parts(request)[0].release(request_id)
     return schemas.RequestState(request_id=request_id, found=found)
 
 
 @routes.get("/v1/workers", responses=_errors(503))
 async def workers(request: Request) -> schemas.Workers:
-    """The workers that live now, and the load on each."""
+    """List the live workers and the load on each."""
     router, _ = _parts(request)
     try:
         view = await router.refresh()
@@ -164,7 +164,7 @@ async def workers(request: Request) -> schemas.Workers:
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health")
 async def health() -> dict[str, str]:
-    """The process answers."""
+    """Confirm that the process answers."""
     return {"status": "ok"}
 
 
@@ -174,7 +174,7 @@ async def health() -> dict[str, str]:
     responses={503: {"model": schemas.Readiness}},
 )
 async def readiness(request: Request) -> Response:
-    """Can requests be routed? If not, 503; either way, what is missing."""
+    """Say whether requests can be routed (503 if not), and what is missing."""
     router, _ = _parts(request)
     missing = []
     view: View | None = None
@@ -194,7 +194,7 @@ async def readiness(request: Request) -> Response:
 
 @routes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Metrics in Prometheus text format."""
     router, _ = _parts(request)
     telemetry, fleet = router.telemetry, router.fleet
     telemetry.clear_workers()

@@ -27,7 +27,7 @@ def _u64(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("not an integer or 16 hex digits")
     if not -(U64 >> 1) <= value < U64:
-        raise ValueError("does not fit into 64 bits")
+        raise ValueError("does not fit in 64 bits")
     return value % U64
 
 
@@ -52,19 +52,19 @@ class _Body(BaseModel):
 
 
 class FindBestWorker(_Body):
-    """A look only: nothing is reserved."""
+    """A lookup that reserves nothing."""
 
     local_hashes: Array[HashValue] = Field(description="one per full block, in prompt order")
     num_tokens: int = Field(ge=1, description="length of the prompt")
 
 
 class RouteOptions(_Body):
-    """Everything of a route request but its prompt. With raw tokens these stand in the query."""
+    """Everything in a route request except its prompt. With raw tokens, these go in the query."""
 
     request_id: RequestId | None = Field(
         default=None,
-        description="routing it again moves its reservation; else the header x-request-id, else "
-        "made up",
+        description="routing the same id again moves its reservation; default: the header "
+        "x-request-id, or else a generated id",
     )
     lora_name: str | None = None
     cache_namespace: str | None = None
@@ -72,12 +72,12 @@ class RouteOptions(_Body):
     exclude: Array[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
     session_id: RequestId | None = Field(
         default=None,
-        description="with --session-affinity, requests of a session rather go where the last one "
-        "went; else the header x-session-id",
+        description="with --session-affinity, a session's requests tend to go where the last one "
+        "went; default: the header x-session-id",
     )
     tenant: TenantId | None = Field(
         default=None,
-        description="where requests wait, turns are shared between tenants; else the header "
+        description="where requests wait, turns are shared between tenants; default: the header "
         "x-tenant-id",
     )
     priority: Priority = "normal"
@@ -93,13 +93,13 @@ class RouteBody(RouteOptions):
     num_tokens: int | None = Field(default=None, ge=1)
     mm_hashes: Array[Array[HashValue]] | None = Field(
         default=None,
-        description="with token_ids: for each full block the hashes of the images or other items "
+        description="with token_ids: for each full block, the hashes of the images or other items "
         "that touch it",
     )
 
 
 class TierOverlapModel(BaseModel):
-    """Leading blocks the worker holds, by the tier they would be read from."""
+    """Leading blocks that the worker holds, by the tier they would be read from."""
 
     device: int
     host: int
@@ -117,7 +117,7 @@ class BestWorker(BaseModel):
 
 
 class CandidateModel(BaseModel):
-    """A worker as the decision saw it. cost is null where the policy rules it out."""
+    """A worker as the decision saw it. cost is null if the policy rules the worker out."""
 
     worker_id: str
     dp_rank: int
@@ -133,7 +133,7 @@ class CandidateModel(BaseModel):
 
 
 class BestOverlap(BaseModel):
-    """The longest overlap that anybody had. worker: `<worker_id>:<dp_rank>`; "" for nobody."""
+    """The longest overlap of any worker. worker: `<worker_id>:<dp_rank>`; "" if none had any."""
 
     worker: str
     blocks: int
@@ -150,25 +150,28 @@ class Routed(BaseModel):
     policy: str
     degraded: bool = Field(description="decided without Redis, by the last loads seen")
     reserved: bool
-    waited_ms: int | None = Field(default=None, description="if it had to, for a worker")
+    waited_ms: int | None = Field(
+        default=None, description="how long the request waited for a worker, if it had to"
+    )
     tied: bool | None = Field(
-        default=None, description="with explain: several shared the lowest cost, one was drawn"
+        default=None,
+        description="with explain: several workers shared the lowest cost, and one was drawn",
     )
     tries: int | None = Field(
-        default=None, description="with explain: more than one, if another replica was first"
+        default=None, description="with explain: more than 1 if another replica reserved first"
     )
     locality: str | None = Field(
         default=None,
-        description="with explain: kept, where the worker with the longest overlap was chosen; "
-        "none, where nobody had any; else why it was not: tie, load, session, full, excluded, "
-        "lease, degraded",
+        description="with explain: kept, if the worker with the longest overlap was chosen; none, "
+        "if no worker had any; otherwise, why that worker was not chosen: tie, load, session, "
+        "full, excluded, lease, degraded",
     )
     best_overlap: BestOverlap | None = None
     candidates: list[CandidateModel] | None = None
 
 
 class RequestState(BaseModel):
-    """found is false for a request that holds no reservation (any more)."""
+    """found is false for a request that holds no reservation (any longer)."""
 
     request_id: str
     found: bool
@@ -193,14 +196,14 @@ class WorkerModel(BaseModel):
     gpu_cache_usage: float
     gpu_prefix_cache_hit_rate: float
     kv_idle_before_evict_s: float = Field(
-        description="for which the blocks evicted lately had not been used; 0: none was"
+        description="how long recently evicted blocks had gone unused; 0: none was evicted"
     )
-    gpu: GpuReadings | None = Field(description="null where nothing was read")
-    stale: bool = Field(description="what is measured is older than a second")
+    gpu: GpuReadings | None = Field(description="null if nothing was read")
+    stale: bool = Field(description="the measurements are older than a second")
 
 
 class Workers(BaseModel):
-    """load_avg, load_std: used fraction of KV blocks over the workers that are not stale."""
+    """load_avg, load_std: used fraction of KV blocks, over the workers that are not stale."""
 
     workers: list[WorkerModel]
     load_avg: float
@@ -208,7 +211,7 @@ class Workers(BaseModel):
 
 
 class Readiness(BaseModel):
-    """missing: what is, each as `<what>: <why>`; without Redis a router may still be ready."""
+    """missing: each entry is `<what>: <why>`. Without Redis, a router may still be ready."""
 
     ready: bool
     missing: list[str]

@@ -43,8 +43,8 @@ async def assert_refused(
 
 
 BAD_BODIES: dict[str, tuple[Any, str, str]] = {
-    "neither": ({}, "token_ids", "either token_ids or local_hashes"),
-    "both": (TOKENS | HASHES, "token_ids", "either token_ids or local_hashes"),
+    "neither": ({}, "token_ids", "either token_ids, or local_hashes"),
+    "both": (TOKENS | HASHES, "token_ids", "either token_ids, or local_hashes"),
     "empty tokens": ({"token_ids": []}, "token_ids", "0 tokens"),
     "negative token": ({"token_ids": [1, 2, -1]}, "token_ids.2", "got -1"),
     "token too large": ({"token_ids": [1, 2**32]}, "token_ids.1", "got 4294967296"),
@@ -62,11 +62,11 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
         "got False",
     ),
     "tokens no list": ({"token_ids": "1 2"}, "token_ids", "got '1 2'"),
-    "no num_tokens": ({"local_hashes": LOCAL}, "num_tokens", "needed with local_hashes"),
+    "no num_tokens": ({"local_hashes": LOCAL}, "num_tokens", "required with local_hashes"),
     "num_tokens beside tokens": (
         TOKENS | {"num_tokens": 9},
         "num_tokens",
-        "belongs to local_hashes",
+        "only allowed with local_hashes",
     ),
     "num_tokens 0": (HASHES | {"num_tokens": 0}, "num_tokens", "got 0"),
     "num_tokens too large": (HASHES | {"num_tokens": 10**30}, "num_tokens", f"{10**30}"),
@@ -102,7 +102,7 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     ),
     "items of too few blocks": (TOKENS | {"mm_hashes": []}, "mm_hashes", "0 lists"),
     "items no lists": (TOKENS | {"mm_hashes": [1]}, "mm_hashes.0", "got 1"),
-    "items and hashes": (HASHES | {"mm_hashes": [[]]}, "mm_hashes", "belongs to token_ids"),
+    "items and hashes": (HASHES | {"mm_hashes": [[]]}, "mm_hashes", "only allowed with token_ids"),
     "a JSON array": ([1, 2], "body", "got [1, 2]"),
     "unknown field": (TOKENS | {"polcy": "logit"}, "polcy", "got 'logit'"),
     "unknown policy": (TOKENS | {"policy": "fastest"}, "policy", "got 'fastest'"),
@@ -190,7 +190,7 @@ async def test_a_long_value_is_cut_in_the_message(
 async def test_a_long_hash_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/route", json=HASHES | {"local_hashes": [10**4000]})
     message = response.json()["error"]["message"]
-    assert message.endswith(f"does not fit into 64 bits, got 1{'0' * 76}...")
+    assert message.endswith(f"does not fit in 64 bits, got 1{'0' * 76}...")
     assert len(message) < 200
 
 
@@ -221,7 +221,7 @@ class TestLimits:
         self, small: httpx.AsyncClient, one: FakeWorkers
     ) -> None:
         raw, tokens, hashes = await self.routed_in_every_form(small, num_tokens=9)
-        message = "9 tokens; 1 to 8 are allowed"
+        message = "got 9 tokens; 1 to 8 are allowed"
         await assert_refused(raw, one, "token_ids", message)
         await assert_refused(tokens, one, "token_ids", message)
         await assert_refused(hashes, one, "num_tokens", message)
