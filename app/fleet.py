@@ -238,7 +238,9 @@ class Fleet:
         Raises RedisUnavailable, and RedisRecovering while the last view is the better one.
         """
         if self.recovers and self._missed & snapshot.lapsed:
-            raise RedisRecovering(f"{len(snapshot.lapsed)} leases ran out while Redis was away")
+            raise RedisRecovering(
+                f"{len(snapshot.lapsed)} leases lapsed while Redis was unreachable"
+            )
         self._missed = frozenset()
         self._redis_ahead_ms = snapshot.now_ms - time.monotonic() * 1000
         if snapshot.workers_ms not in (None, self._workers_ms):
@@ -268,7 +270,7 @@ class Fleet:
             try:
                 info = leases.decode_info(text)
             except (ValueError, KeyError, TypeError) as error:
-                log.warning("worker of incarnation %d ignored: %r", inc, error)
+                log.warning("ignoring the worker of incarnation %d: %r", inc, error)
                 continue
             if self._infos.get(inc, info) != info:
                 # The number is another worker's now, as Redis lost what it was told.
@@ -344,7 +346,7 @@ class Fleet:
             self._measured[incarnation] = Measured(*metrics.decode(text), at_ms)
             self._known = None
         except (KeyError, ValueError) as error:
-            log.warning("metrics entry of %s ignored: %s", text.get("worker"), error)
+            log.warning("ignoring a metrics entry of %s: %s", text.get("worker"), error)
 
 
 def _id_ms(entry_id: bytes) -> int:

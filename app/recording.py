@@ -208,7 +208,7 @@ class Recorder:
                         )
                     )
                 except RedisUnavailable as error:
-                    log.debug("decisions are not recorded: %s", error)
+                    log.debug("decisions not recorded: %s", error)
             await asyncio.sleep(WRITE_PAUSE_S)
 
 

@@ -84,7 +84,7 @@ class Routed:
             try:
                 await self._runner.run(calls)
             except RedisUnavailable as error:
-                log.debug("%d predictions and sessions are lost: %s", len(calls), error)
+                log.debug("%d predictions and sessions lost: %s", len(calls), error)
 
     def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
         return self._keyspace.of_shard(index.shard_of(chain[0], shards) if chain else 0)

@@ -104,7 +104,7 @@ class Router:
         pending = Pending(request, self._new_attempt(), answer)
         try:
             if not self._submit(pending):
-                raise RouterOverloaded(f"{MAX_QUEUED} requests wait for a decision")
+                raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
             decision = await answer
             outcome = "routed"
         except RoutingError as error:
@@ -217,7 +217,7 @@ class Router:
                 self._decide_degraded(undecided, error)
                 return
         for pending in waiting:
-            busy = f"every choice of {MAX_TRIES} was full by then"
+            busy = f"no worker could be reserved in {MAX_TRIES} tries"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
     def _note_decision(self, plan: Plan) -> None:
@@ -371,7 +371,7 @@ class Router:
         view = self.fleet.last_view
         for pending in batch:
             if view is None:
-                _fail(pending, NoWorkers(f"no worker was ever seen: {reason}"))
+                _fail(pending, NoWorkers(f"no worker has been seen yet: {reason}"))
                 continue
             pending.overlaps = {}
             try:

@@ -194,7 +194,7 @@ class Waiting:
             watch = self._tasks.create_task(self._watch(waiter, hung_up))
             answer.add_done_callback(lambda _: watch.cancel())
         if crowded_out is not None:
-            busy = f"{len(self._room)} requests wait for a worker already"
+            busy = f"{len(self._room)} requests are already waiting for a worker"
             self._end(crowded_out, "crowded_out", AllWorkersBusy(busy, self._retry_after_s))
         if self._stopped:
             self._turn_away_as_stopped(waiter)
@@ -213,7 +213,7 @@ class Waiting:
             self._turn_away_as_stopped(waiter)
 
     def _turn_away_as_stopped(self, waiter: Waiter) -> None:
-        self._end(waiter, "stopped", AllWorkersBusy("this router replica stops", 0.0))
+        self._end(waiter, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -225,7 +225,7 @@ class Waiting:
                     try:
                         await self._step()
                     except (RedisUnavailable, NamespaceMissing) as error:
-                        log.debug("nobody knows whose turn it is: %s", error)
+                        log.debug("cannot tell whose turn it is: %s", error)
                         self._without_redis()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(POLL_S):
@@ -280,7 +280,7 @@ class Waiting:
         oldest_s = time.perf_counter() - self._timeout_s
         for waiter in self._room:
             if waiter.since_s <= oldest_s and not waiter.deciding:
-                late = f"no worker had room for {self._timeout_s:g} s"
+                late = f"no worker had room within {self._timeout_s:g} s"
                 self._end(waiter, "timed_out", AllWorkersBusy(late, self._retry_after_s))
 
     async def _watch(self, waiter: Waiter, hung_up: Callable[[], Awaitable[object]]) -> None:

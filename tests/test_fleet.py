@@ -107,7 +107,7 @@ async def test_one_whose_entry_is_spoilt_is_not_routed_to(
     await space.redis.hset(space.keys["workers"], "1", "spoilt")
     view = await fleet_of(space).view(await space.loads())
     assert view.incarnations == [TWO]
-    assert "worker of incarnation 1 ignored" in caplog.text
+    assert "ignoring the worker of incarnation 1" in caplog.text
 
 
 async def test_who_is_gone_is_forgotten(space: Namespace) -> None:
@@ -154,10 +154,10 @@ async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
     fleet.note(RedisUnavailable("away"))
     assert fleet.recovers
     await space.redis.zadd(space.keys["leases"], {"1": 1, "2": 1})
-    with pytest.raises(RedisRecovering, match="2 leases ran out while Redis was away"):
+    with pytest.raises(RedisRecovering, match="2 leases lapsed while Redis was unreachable"):
         await fleet.view(await space.loads())
     assert await space.renew(ONE)
-    with pytest.raises(RedisRecovering, match="1 leases ran out"):
+    with pytest.raises(RedisRecovering, match="1 leases lapsed"):
         await fleet.view(await space.loads())
     assert fleet.last_view is not None
     assert fleet.last_view.incarnations == [ONE, TWO]
@@ -307,7 +307,7 @@ async def test_an_entry_that_makes_no_sense_is_passed_over(
         await learned(fleet, TWO, waiting=3)
     assert fleet.measured(ONE).metrics == ForwardPassMetrics()
     for worker in ("a:0", "b:0", "c:0", "d:0", "e:0"):
-        assert f"metrics entry of {worker} ignored" in caplog.text
+        assert f"ignoring a metrics entry of {worker}" in caplog.text
 
 
 async def test_a_stream_that_begins_later_is_followed_too(space: Namespace) -> None:

@@ -69,7 +69,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise OSError(f"every port of {LOOPBACK} from {PORTS[0]} to {PORTS[-1]} is in use")
+    raise OSError(f"every port from {PORTS[0]} to {PORTS[-1]} on {LOOPBACK} is in use")
 
 
 @contextmanager
@@ -205,7 +205,7 @@ class EmbeddedRedis:
                 )
             if time.monotonic() > deadline:
                 raise RedisUnavailable(
-                    f"redis-server on port {self.port} did not answer in {START_DEADLINE_S:g} s"
+                    f"redis-server on port {self.port} did not answer within {START_DEADLINE_S:g} s"
                 )
             time.sleep(POLL_S)
 

@@ -93,7 +93,7 @@ class NotEnoughBlocks(KvrouteError):
     """A request needs more slots of a tier than are free; it was given none."""
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"not enough blocks, {needed} needed, {free} free")
+        super().__init__(f"not enough blocks: {needed} needed, {free} free")
         self.needed = needed
         self.free = free
 

@@ -82,7 +82,7 @@ def register(
         if reply[0] == 0:
             raise NamespaceMismatch(
                 f"worker {info.key} has block_size {info.block_size}, "
-                f"namespace {keyspace.namespace} has {int(reply[1])}"
+                f"but namespace {keyspace.namespace} has {int(reply[1])}"
             )
         if reply[0] == -1:
             raise WorkerReplaced(f"another process has registered as worker {info.key}")

@@ -92,12 +92,12 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
 def _client(target: _Target, options: dict[str, Any], patience_s: float) -> Client:
     if target.topology == "cluster":
         if target.path not in ("", "0"):
-            raise ValueError("a cluster has no databases")
+            raise ValueError("a Cluster has no numbered databases")
         return ClusterClient(target.hosts, options, patience_s)
     if target.topology == "sentinel":
         service, _, db = target.path.partition("/")
         if not service:
-            raise ValueError("the service is missing: redis+sentinel://host,host/service")
+            raise ValueError("the service name is missing: redis+sentinel://host,host/service")
         return _sentinel_client(target.hosts, service, options | _db(db), patience_s)
     if "path" in options:
         del options["socket_keepalive"]
@@ -149,8 +149,8 @@ def _address(url: str, host: str, topology: str) -> Address:
     if not found or not 0 < port < 65536:
         # What looks like a host may be a part of a password that is not quoted.
         raise ConfigError(
-            f"REDIS_URL {url.partition('://')[0]}://...: hosts are written name or name:port, "
-            "with commas between them; / ? # @ in a password are written %2F %3F %23 %40"
+            f"REDIS_URL {url.partition('://')[0]}://...: write hosts as name or name:port, "
+            "separated by commas; write / ? # @ in a password as %2F %3F %23 %40"
         )
     return found["name"] or found["ipv6"], port
 
@@ -209,11 +209,11 @@ async def check_server(redis: Client, timeout_s: float) -> None:
             try:
                 memory = await master.info("memory")
             except NoPermissionError as error:
-                log.warning("maxmemory-policy is not checked: %s", error)
+                log.warning("maxmemory-policy was not checked: %s", error)
                 continue
             policy = str(memory.get("maxmemory_policy", ""))
             if policy.startswith("allkeys-"):
                 raise ConfigError(
-                    f"Redis has maxmemory-policy {policy}: once full, it would drop keys that "
-                    "routers must agree on, and nobody would notice; set it to noeviction"
+                    f"Redis has maxmemory-policy {policy}: once full, it would silently drop keys "
+                    "that routers must agree on; set it to noeviction"
                 )

@@ -126,4 +126,4 @@ async def serve(
     if not server.started:
         raise ConfigError("the application did not start")
     if server.failed:
-        raise KvrouteError("the application failed, as logged above")
+        raise KvrouteError("the application failed; see the log above")

@@ -183,7 +183,7 @@ class Sentinels(Sentinel):
         state = masters.get(service_name)
         if state is None or not self.check_master_state(state, service_name):
             raise MasterNotFoundError(
-                f"the sentinels know no master of {service_name!r} that is up"
+                f"the sentinels know of no master of {service_name!r} that is up"
             )
         return state["config-epoch"], (state["ip"], state["port"])
 

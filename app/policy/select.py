@@ -62,7 +62,9 @@ def choose(
     if workers.size == 0 or (
         max_queue_s < math.inf and candidates.prefill_s[workers].min() > max_queue_s
     ):
-        past = "" if math.isinf(max_queue_s) else f" or have {max_queue_s:g} s of prefills to do"
+        past = (
+            "" if math.isinf(max_queue_s) else f" or have over {max_queue_s:g} s of prefills queued"
+        )
         raise AllWorkersBusy(
             f"all {num_eligible} eligible workers are full{past}",
             retry_after_s=float(candidates.prefill_s[eligible].min()),
@@ -89,8 +91,8 @@ def _large_enough(
     found = eligible & ((pool >= size.isl_blocks) | (pool <= 0.0))
     if not found.any():
         raise PromptTooLarge(
-            f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; none of "
-            f"the workers that it may go to has more than {int(pool[eligible].max()):,}"
+            f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; no eligible "
+            f"worker has more than {int(pool[eligible].max()):,}"
         )
     return found
 

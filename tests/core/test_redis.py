@@ -148,14 +148,20 @@ async def test_a_sentinel_and_its_master_speak_tls_and_have_passwords_of_their_o
         ("nonsense", "'nonsense': must begin with one of redis://, rediss://, unix://, "),
         ("http://host", "'http://host': must begin with one of "),
         ("unix+cluster:///path", "must begin with one of "),
-        ("redis+sentinel://host:26379", "'redis+sentinel://host:26379': the service is missing"),
+        (
+            "redis+sentinel://host:26379",
+            "'redis+sentinel://host:26379': the service name is missing",
+        ),
         ("redis+sentinel://a,b/service/x", "database 'x' is not a number"),
-        ("redis+cluster://a,b:7001/2", "'redis+cluster://a,b:7001/2': a cluster has no databases"),
+        (
+            "redis+cluster://a,b:7001/2",
+            "'redis+cluster://a,b:7001/2': a Cluster has no numbered databases",
+        ),
         ("redis://a,b/0", "redis:// takes one host"),
         ("redis://host/zero", "'redis://host/zero': database 'zero' is not a number"),
-        ("redis://host:0/0", "redis://...: hosts are written name or name:port"),
-        ("redis://host:65536/0", "redis://...: hosts are written name or name:port"),
-        ("redis+cluster://a,,b", r"redis+cluster://...: hosts are written name or name:port"),
+        ("redis://host:0/0", "redis://...: write hosts as name or name:port"),
+        ("redis://host:65536/0", "redis://...: write hosts as name or name:port"),
+        ("redis+cluster://a,,b", r"redis+cluster://...: write hosts as name or name:port"),
         ("redis://host?socket_keepalive_options=x&nonsense=1", "argument 'nonsense'"),
         ("redis+cluster://host?nonsense=1", "argument 'nonsense'"),
         ("redis+sentinel://host/service?nonsense=1", "argument 'nonsense'"),
@@ -238,7 +244,7 @@ async def test_a_redis_that_will_not_say_what_it_drops_is_let_pass(
     await redis.acl_setuser(USER, enabled=True, commands=["-info"])
     async with connect(f"redis://{IN_URL}{LOOPBACK}:{guarded.port}/0") as client:
         await check_server(client, timeout_s=5)
-    assert "maxmemory-policy is not checked" in caplog.text
+    assert "maxmemory-policy was not checked" in caplog.text
 
 
 async def test_a_redis_that_is_not_there_cannot_be_checked() -> None:

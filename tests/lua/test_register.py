@@ -53,7 +53,7 @@ async def test_a_registered_worker_is_live_and_empty(space: Namespace) -> None:
 async def test_another_block_size_than_the_namespace_s_is_refused(space: Namespace) -> None:
     await space.worker("a", block_size=4)
     with pytest.raises(
-        NamespaceMismatch, match="worker b:0 has block_size 16, namespace test has 4"
+        NamespaceMismatch, match="worker b:0 has block_size 16, but namespace test has 4"
     ):
         await space.register("b", block_size=16)
     assert await space.get("current", "b:0") is None

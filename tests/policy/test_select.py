@@ -89,7 +89,7 @@ def test_only_full_workers_among_the_eligible_is_an_error(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_a_queue_that_is_short_enough_all_are_busy(policy: str) -> None:
     seen = candidates(3, active_requests=[8, 0, 0], prefill_s=[0.5, 2.5, 3.5])
-    with pytest.raises(AllWorkersBusy, match=r"all 3 eligible workers are full or have 2 s"):
+    with pytest.raises(AllWorkersBusy, match=r"all 3 eligible workers are full or have over 2 s"):
         choose_one(policy, seen, max_queue_s=2.0)
     # The second is open, so that either may be chosen.
     assert choose_one(policy, seen, max_queue_s=2.5).index in (1, 2)
