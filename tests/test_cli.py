@@ -224,7 +224,7 @@ def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
     [
         (
             ["worker", "--port=0", "--profile=abacus"],
-            "Error: profile 'abacus': there is 70b-4xh100, 70b-4xh200, 8b-1xh100",
+            "Error: profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got 'abacus'",
         ),
         (
             ["worker", "--port=0", "--worker-id=a/b"],
@@ -246,15 +246,15 @@ def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
         ),
         (
             ["worker", "--port=0", "--kv-pool-tokens=15"],
-            "Error: kv_pool_tokens: needs a block of 16 at least, got 15",
+            "Error: kv_pool_tokens: needs at least one block of 16, got 15",
         ),
         (
             ["worker", "--port=0", "--host-pool-tokens=15"],
-            "Error: host_pool_tokens: needs a block of 16 at least, got 15",
+            "Error: host_pool_tokens: needs at least one block of 16, got 15",
         ),
         (
             ["worker", "--port=0", "--engine=torch", "--disk-pool-tokens=15"],
-            "Error: disk_pool_tokens: needs a block of 16 at least, got 15",
+            "Error: disk_pool_tokens: needs at least one block of 16, got 15",
         ),
         (
             ["router", "--port=0", "--log-level=warning", "--namespace=a{b"],
@@ -293,7 +293,7 @@ def test_a_worker_that_does_not_fit_its_namespace_is_one_clear_line() -> None:
             first.kill()
             first.wait()
     assert second.returncode == 1
-    assert second.stderr == ("Error: worker w1:0 has block_size 32, namespace default has 16\n")
+    assert second.stderr == ("Error: worker w1:0 has block_size 32, but namespace default has 16\n")
 
 
 def test_a_cluster_that_cannot_start_ends_with_status_1() -> None:
@@ -301,7 +301,7 @@ def test_a_cluster_that_cannot_start_ends_with_status_1() -> None:
     ended = kvroute(*UP, "--port=0", "--no-haproxy", "--profile=abacus")
     assert ended.returncode == 1
     assert ended.stderr.splitlines() == [
-        "Error: profile 'abacus': there is 70b-4xh100, 70b-4xh200, 8b-1xh100",
+        "Error: profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got 'abacus'",
         "Error: worker w0 exited with status 1",
     ]
 

@@ -183,7 +183,7 @@ class Agent:
                 self._ownership.forget(shards)
                 return registration
             log.warning(
-                "%s: %d is another's number; registering again",
+                "%s: incarnation number %d is taken; registering again",
                 self.info.key,
                 registration.incarnation,
             )
@@ -341,7 +341,7 @@ class Agent:
                 if not all(task.result() for task in sent):
                     raise IncarnationLost(f"incarnation {new}: a batch was refused")
             if not await self._insist(self._activate(new, self.incarnation)):
-                raise IncarnationLost(f"staged incarnation {new} is lost")
+                raise IncarnationLost(f"staged incarnation {new} was lost")
         except IncarnationLost:
             self._staged = None
             raise
@@ -407,9 +407,13 @@ class Agent:
             ]
         )
         if missing:
-            raise IncarnationLost(f"incarnation {incarnation}: missing in shard {shard}: {missing}")
+            raise IncarnationLost(
+                f"incarnation {incarnation}: blocks missing in shard {shard}: {missing}"
+            )
         if found is None or not self._ownership.shows(shard, found):
-            raise IncarnationLost(f"incarnation {incarnation}: shard {shard} is wrong of it")
+            raise IncarnationLost(
+                f"incarnation {incarnation}: shard {shard} does not match what was published"
+            )
         self._search_from[shard] = found.following
 
     async def _publish_metrics(self) -> None:
@@ -436,7 +440,7 @@ class Agent:
 def _is_passing(error: Exception) -> bool:
     """For stamina, which asks before each retry: log what it waits for."""
     if isinstance(error, RedisUnavailable):
-        log.warning("%s; trying again", error)
+        log.warning("%s; retrying", error)
     return isinstance(error, RedisUnavailable)
 
 

@@ -203,7 +203,7 @@ class BlockCache:
         freed = self.manager.reclaim(eviction)
         if not confirmed:
             self.unconfirmed += freed
-            log.warning("%d slots are freed that Redis may still show the blocks of", freed)
+            log.warning("freed %d slots whose blocks Redis may still show", freed)
         self._go_on()
 
     async def _ended(self, move: Move) -> None:

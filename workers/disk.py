@@ -95,7 +95,10 @@ class SlotFile:
     ) -> None:
         """Raises ConfigError if another process has the files open, OSError if they fail."""
         if block_bytes < 1 or num_slots < 1:
-            raise ConfigError(f"disk tier: {num_slots} slots of {block_bytes} bytes")
+            raise ConfigError(
+                "disk tier: needs at least one slot and one byte, "
+                f"got {num_slots} slots of {block_bytes} bytes"
+            )
         self.block_bytes = block_bytes
         self.num_slots = num_slots
         self._slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -175,7 +178,7 @@ class SlotFile:
             records["generation"] == np.array(generations, np.uint64)
         )
         lost = {
-            n: BlockLost(f"disk slot {slots[n]} does not hold generation {generations[n]} any more")
+            n: BlockLost(f"disk slot {slots[n]} no longer holds generation {generations[n]}")
             for n in np.flatnonzero(~right).tolist()
         }
         there = np.flatnonzero(right)
@@ -209,14 +212,16 @@ class SlotFile:
         try:
             fcntl.flock(self._blocks, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"disk tier {folder}: another process uses it") from None
+            raise ConfigError(f"disk tier {folder}: in use by another process") from None
 
     def _open_index(self, folder: Path, header: bytes) -> int:
         path = folder / "index"
         found = path.read_bytes() if path.exists() else b""
         fits, rebooted = _compare(found[: len(header)], header)
         if found and not fits:
-            log.warning("disk tier %s: was of another model or size; begun anew", folder)
+            log.warning(
+                "disk tier %s: the files are of another model or size; starting empty", folder
+            )
             path.unlink()
             os.ftruncate(self._blocks, 0)
         size = self.num_slots * self._slot_bytes
@@ -229,7 +234,7 @@ class SlotFile:
         _replace(path, header.ljust(PAGE_BYTES, b"\0") + self._records.tobytes())
         num_held = np.count_nonzero(self._records["state"])
         if num_held:
-            log.info("disk tier %s: %d blocks are there", folder, num_held)
+            log.info("disk tier %s: found %d blocks", folder, num_held)
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def _take_records(self, packed: bytes) -> None:
@@ -249,14 +254,14 @@ class SlotFile:
             if self._spoilt(slot, int(self._records["checksum"][slot]), buffer) is not None
         ]
         self._records[lost] = np.zeros(1, _RECORD)
-        log.info("disk tier %s: all blocks were read, %d of them are lost", folder, len(lost))
+        log.info("disk tier %s: all blocks were read, %d of them were lost", folder, len(lost))
 
     def _checked(self, slots: Sequence[int], rows: Sequence[memoryview]) -> Slots:
         wrong = next((row.nbytes for row in rows if row.nbytes != self.block_bytes), None)
         if wrong is not None:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {wrong}")
         ids = np.array(slots, dtype=np.int64)
-        assert (np.diff(ids) > 0).all(), "slots are to be in order"
+        assert (np.diff(ids) > 0).all(), "slots must be in order"
         return ids
 
     def _runs(self, slots: Slots) -> list[slice]:
@@ -328,7 +333,7 @@ class SlotFile:
             except OSError as error:
                 return str(error)
             if done < len(part):
-                return f"{at + done} of {self.block_bytes} bytes are there"
+                return f"only {at + done} of {self.block_bytes} bytes are there"
             found.update(part)
         return None if found.intdigest() == checksum else "the checksum is wrong"
 

@@ -261,18 +261,18 @@ class ExternalBlocks:
         if event.block_size < 1 or event.block_size % self._block_size:
             raise InvalidRequest(
                 "block_size",
-                f"{event.block_size} is no multiple of the index's {self._block_size}",
+                f"{event.block_size} is not a multiple of the index's {self._block_size}",
             )
         if len(event.token_ids) != len(event.block_hashes) * event.block_size:
             raise InvalidRequest(
                 "token_ids",
-                f"{len(event.token_ids)} are not {len(event.block_hashes)} blocks of "
+                f"{len(event.token_ids)} tokens are not {len(event.block_hashes)} blocks of "
                 f"{event.block_size}",
             )
         if event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes):
             raise InvalidRequest(
                 "extra_keys",
-                f"{len(event.extra_keys)} do not fit {len(event.block_hashes)} blocks",
+                f"{len(event.extra_keys)} entries for {len(event.block_hashes)} blocks",
             )
         try:
             tokens = [t if isinstance(t, int) else t[0] for t in event.token_ids]
@@ -371,7 +371,7 @@ def _tier_of(medium: str | None, locality: str | None) -> Tier | None:
     if medium is None:
         return Tier.DEVICE
     if medium.lower() not in _TIERS:
-        raise InvalidRequest("medium", f"{medium!r} is none of {', '.join(_TIERS)}")
+        raise InvalidRequest("medium", f"{medium!r} is not one of {', '.join(_TIERS)}")
     return _TIERS[medium.lower()]
 
 

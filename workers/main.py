@@ -40,7 +40,7 @@ async def serve(settings: WorkerSettings) -> None:
         tokens = getattr(settings, name)
         if tokens and tokens < settings.block_size:
             raise ConfigError(
-                f"{name}: needs a block of {settings.block_size} at least, got {tokens}"
+                f"{name}: needs at least one block of {settings.block_size}, got {tokens}"
             )
     hosted = await asyncio.to_thread(host, settings)
     # Listen before the worker is registered, so that whoever is routed here can connect.

@@ -151,8 +151,8 @@ class Copier:
             for rates in (self.rates.packed, self.rates.scattered)
         )
         log.info(
-            "copies from %s to %s, %d bytes of a block at once: %s (%.1f GB/s) into slots in a "
-            "row, %s (%.1f GB/s) into scattered ones",
+            "copies from %s to %s, %d bytes of a block at once: %s (%.1f GB/s) into contiguous "
+            "slots, %s (%.1f GB/s) into scattered ones",
             _place(source),
             _place(target),
             source.shape.layer_words * WORD_BYTES * (num_layers or source.shape.num_layers),
@@ -223,7 +223,7 @@ def movers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
     try:
         move_batched(source, target, first, first)
     except RuntimeError as error:
-        log.info("copies are not given to the driver in batches: %s", error)
+        log.info("not giving copies to the driver in batches: %s", error)
         return tuple(name for name in WITH_DEVICE if name != "batched")
     return WITH_DEVICE
 

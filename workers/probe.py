@@ -74,7 +74,7 @@ class GpuProbe:
         readings, at = self._latest
         silent = readings != NO_READINGS and time.monotonic() - at > MAX_AGE_S
         if silent and not self._silent:
-            log.warning("%s: its driver has not answered for %g s", self._name, MAX_AGE_S)
+            log.warning("%s: the driver has not answered for %g s", self._name, MAX_AGE_S)
         self._silent = silent
         return NO_READINGS if silent else readings
 
@@ -107,7 +107,7 @@ class GpuProbe:
             while not self._stopping.is_set():
                 self._latest = (_read(nvml, device), time.monotonic())
                 if not self._present:
-                    log.info("%s is read once a second", self._name)
+                    log.info("reading %s once a second", self._name)
                 self._present = True
                 self._looked.set()
                 self._stopping.wait(READ_INTERVAL_S)
@@ -118,7 +118,7 @@ class GpuProbe:
     def _note_absent(self, error: Exception) -> None:
         self._latest = (NO_READINGS, 0.0)
         if self._present:
-            log.warning("%s cannot be read any more: %s", self._name, error)
+            log.warning("%s can no longer be read: %s", self._name, error)
         elif not self._looked.is_set():
             log.debug("no GPU: %s", error)
         self._present = False

@@ -127,7 +127,7 @@ async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer 
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidRequest("prompt", "is text, and this worker has no tokenizer")
+            raise InvalidRequest("prompt", "is text, but this worker has no tokenizer")
         # Encoding a megabyte takes a second.
         prompt = await asyncio.to_thread(tokenizer.encode, prompt)
     return _check(fields, _prompt_bytes(prompt))

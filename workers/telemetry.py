@@ -18,33 +18,33 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self._engine.metrics()
         requests = GaugeMetricFamily(
-            "kvroute_engine_requests", "Requests that run, and that wait.", labels=["state"]
+            "kvroute_engine_requests", "Requests running and waiting.", labels=["state"]
         )
         requests.add_metric(["running"], now.request_active_slots)
         requests.add_metric(["waiting"], now.num_requests_waiting)
         yield requests
         blocks = GaugeMetricFamily(
-            "kvroute_engine_kv_blocks", "Device KV blocks: in use, and all.", labels=["what"]
+            "kvroute_engine_kv_blocks", "Device KV blocks: in use and in total.", labels=["what"]
         )
         blocks.add_metric(["used"], now.kv_active_blocks)
         blocks.add_metric(["total"], now.kv_total_blocks)
         yield blocks
         yield GaugeMetricFamily(
             "kvroute_engine_prefix_cache_hit_rate",
-            "Prompt tokens that were cached, of those of the last 1,000 requests; 0-1.",
+            "Share of the prompt tokens of the last 1,000 requests that was cached; 0-1.",
             now.gpu_prefix_cache_hit_rate,
         )
         yield GaugeMetricFamily(
             "kvroute_engine_kv_idle_before_evict_seconds",
-            "For which the KV blocks that were evicted lately had not been used; 0: none was.",
+            "How long recently evicted KV blocks had gone unused; 0: none was evicted.",
             now.kv_idle_before_evict_s,
         )
         events = CounterMetricFamily(
             "kvroute_engine_kv_block_events",
             "Blocks, by what became of them: evicted, loaded, stored, stores_dropped (too much was "
-            "being stored, or nothing was free below), failed (their copy), recomputed (instead of "
-            "loaded), unconfirmed (given away though Redis had not heard of it); and fallbacks, "
-            "requests that computed what they were to load.",
+            "being stored, or nothing was free below), failed (the copy failed), recomputed "
+            "(instead of loaded), unconfirmed (slot freed before Redis confirmed the eviction); "
+            "and fallbacks: requests that computed what they were to load.",
             labels=["event"],
         )
         for event, number in self._engine.block_events().items():

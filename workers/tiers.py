@@ -55,7 +55,7 @@ class KVShape:
         for name in (f.name for f in fields(self) if f.name not in ("dtype", "tp_rank")):
             _check_count(name, getattr(self, name))
         if not isinstance(self.dtype, torch.dtype) or not _holds_kv(self.dtype):
-            raise ConfigError(f"dtype: needs a type of numbers, got {self.dtype!r}")
+            raise ConfigError(f"dtype: needs a numeric type, got {self.dtype!r}")
         if self.num_kv_heads % self.tp_size:
             raise ConfigError(
                 f"tp_size: {self.tp_size} ranks cannot share {self.num_kv_heads} KV heads evenly"

@@ -44,7 +44,7 @@ class CopyStream(ABC):
     def prepare(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Set which blocks go where. Raises ValueError, also if the last ones were not awaited."""
         if any(self._triggered):
-            raise ValueError("the blocks prepared before were triggered and not waited for")
+            raise ValueError("the blocks prepared before were triggered but not waited for")
         source, target = self._copier.source, self._copier.target
         self._source_ids, self._target_ids = checked_map(
             source_ids, source.num_blocks, target_ids, target.num_blocks
@@ -292,7 +292,7 @@ class Transfers:
         failed = self._disk.write(slots, on_disk, rows)
         for n, error in islice(failed.items(), 1):
             log.warning(
-                "block %016x is not stored in disk slot %d: %s (%d of %d blocks are not)",
+                "block %016x was not stored in disk slot %d: %s (%d of %d blocks were not)",
                 on_disk[n].block,
                 slots[n],
                 error,
@@ -307,7 +307,7 @@ class Transfers:
         assert self._disk is not None
         lost = self._disk.read(slots, [what.generation for what in on_disk], rows)
         for error in islice(lost.values(), 1):
-            log.warning("%s (%d of %d blocks are lost)", error, len(lost), len(slots))
+            log.warning("%s (%d of %d blocks were lost)", error, len(lost), len(slots))
         return lost
 
 

@@ -164,7 +164,9 @@ async def test_an_agent_that_never_started_has_nothing_to_stop(redis: Redis) -> 
 
 async def test_another_block_size_than_the_namespaces_is_refused(redis: Redis) -> None:
     await new_agent(redis, worker_id="w0", block_size=16).start()
-    with pytest.raises(NamespaceMismatch, match="w1:0 has block_size 32, namespace agents has 16"):
+    with pytest.raises(
+        NamespaceMismatch, match="w1:0 has block_size 32, but namespace agents has 16"
+    ):
         await new_agent(redis, worker_id="w1", block_size=32).start()
 
 
@@ -415,7 +417,7 @@ async def test_an_agent_waits_for_a_redis_that_is_not_there_yet_and_says_so(
         await starting
         assert await Observer(redis).live() == {1: "w0:0"}
     assert f":{own_redis_server.port}" in caplog.text
-    assert "trying again" in caplog.text
+    assert "retrying" in caplog.text
 
 
 async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRedis) -> None:

@@ -106,7 +106,7 @@ def test_blocks_of_a_request_that_runs_are_shared() -> None:
 def test_a_request_gets_all_that_it_needs_or_nothing() -> None:
     manager = manager_of(8)
     computed(manager, "ABCD")
-    with pytest.raises(NotEnoughBlocks, match="not enough blocks, 5 needed, 4 free") as refused:
+    with pytest.raises(NotEnoughBlocks, match="not enough blocks: 5 needed, 4 free") as refused:
         manager.prepare(chain("ABX"), 7)
     assert (refused.value.needed, refused.value.free) == (5, 4)
     manager.check()

@@ -108,7 +108,7 @@ def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path
     with opened(tmp_path) as file:
         write(file, 0, 1, A, None, content(A))
         write(file, 0, 2, B, None, content(B))
-        with pytest.raises(BlockLost, match="slot 0 does not hold generation 1 any more"):
+        with pytest.raises(BlockLost, match="slot 0 no longer holds generation 1"):
             read(file, 0, 1)
         assert read(file, 0, 2) == content(B)
     with opened(tmp_path) as file:
@@ -116,7 +116,7 @@ def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path
 
 
 def test_one_process_at_a_time_has_the_files(tmp_path: Path) -> None:
-    with opened(tmp_path), pytest.raises(ConfigError, match="another process uses it"):
+    with opened(tmp_path), pytest.raises(ConfigError, match="in use by another process"):
         SlotFile(tmp_path, block_bytes=BLOCK_BYTES, num_slots=NUM_SLOTS)
     with opened(tmp_path):
         pass
@@ -167,7 +167,7 @@ def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: 
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
         os.truncate(tmp_path / "blocks", 3 * SLOT_BYTES + 5_000)
-        with pytest.raises(BlockLost, match="5000 of 10000 bytes are there"):
+        with pytest.raises(BlockLost, match="only 5000 of 10000 bytes are there"):
             read(file, 3, 1)
     with opened(tmp_path) as file:
         assert listed(file) == {2: A}
@@ -218,7 +218,7 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
     reboot(monkeypatch)
     with opened(tmp_path) as file:
         assert listed(file) == {0: A, 2: C}
-        assert "all blocks were read, 1 of them are lost" in caplog.text
+        assert "all blocks were read, 1 of them were lost" in caplog.text
     caplog.clear()
     with opened(tmp_path) as file:
         assert listed(file) == {0: A, 2: C}
@@ -322,10 +322,10 @@ def test_bad_blocks_of_a_batch_are_named_and_cost_no_others(
         os.truncate(tmp_path / "blocks", 6 * SLOT_BYTES + 5_000)
         into, lost = read_roots(file, [1, 2, 3, 4, 5, 6, 7])
         assert lost == {
-            1: "disk slot 2 does not hold generation 1 any more",
+            1: "disk slot 2 no longer holds generation 1",
             3: "disk slot 4, block 0000000000000004: the checksum is wrong",
-            5: "disk slot 6, block 0000000000000006: 5000 of 10000 bytes are there",
-            6: "disk slot 7 does not hold generation 1 any more",
+            5: "disk slot 6, block 0000000000000006: only 5000 of 10000 bytes are there",
+            6: "disk slot 7 no longer holds generation 1",
         }
         assert [into[n] for n in (0, 2, 4)] == [content(slot) for slot in (1, 3, 5)]
         assert listed(file) == {slot: slot for slot in (1, 2, 3, 5)}

@@ -413,16 +413,19 @@ def test_more_than_may_wait_blinds_at_once(holder: Holder, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (stored([11], size=SIZE + 2), "block_size: 6 is no multiple of the index's 4"),
-        (BlockStored([11], None, TOKENS, 0), "block_size: 0 is no multiple"),
-        (BlockStored([11, 12], None, TOKENS[:5], SIZE), "token_ids: 5 are not 2 blocks of 4"),
+        (stored([11], size=SIZE + 2), "block_size: 6 is not a multiple of the index's 4"),
+        (BlockStored([11], None, TOKENS, 0), "block_size: 0 is not a multiple"),
+        (
+            BlockStored([11, 12], None, TOKENS[:5], SIZE),
+            "token_ids: 5 tokens are not 2 blocks of 4",
+        ),
         (BlockStored([11], None, [1, 2, 3, -1], SIZE), "token_ids: not all are integers"),
         (BlockStored([11], None, [(1, 2), (), (3, 4), (4, 5)], SIZE), "token_ids: neither tokens"),
         (BlockStored([11], None, [1, 2, 3, 4.0], SIZE), "token_ids: neither tokens"),
         (BlockStored([11], None, [1, 2, 3, None], SIZE), "token_ids: neither tokens"),
-        (replace(stored([11]), extra_keys=[]), "extra_keys: 0 do not fit 1 blocks"),
-        (replace(stored([11]), medium="tape"), "medium: 'tape' is none of gpu, "),
-        (BlockRemoved([1], "tape"), "medium: 'tape' is none of gpu, "),
+        (replace(stored([11]), extra_keys=[]), "extra_keys: 0 entries for 1 blocks"),
+        (replace(stored([11]), medium="tape"), "medium: 'tape' is not one of gpu, "),
+        (BlockRemoved([1], "tape"), "medium: 'tape' is not one of gpu, "),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_changes_nothing(

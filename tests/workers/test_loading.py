@@ -39,7 +39,7 @@ SETTINGS = WorkerSettings(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": "nowhere"}, "model: 'nowhere' is no folder"),
+        ({"model": "nowhere"}, "model: 'nowhere' is neither a folder"),
         ({"model": "/"}, r"/config\.json: cannot be read"),
         ({"device": "tpu"}, "device: 'tpu'"),
         ({"device": "meta"}, "device: .*'meta'"),
@@ -92,7 +92,7 @@ def test_workers_share_a_folder_for_disks_but_no_disk(tmp_path: Path) -> None:
     assert first.num_blocks == dict.fromkeys(Tier, 64)
     host(replace(settings, dp_rank=1)).close()
     host(replace(settings, worker_id="w1")).close()
-    with pytest.raises(ConfigError, match="another process uses it"):
+    with pytest.raises(ConfigError, match="in use by another process"):
         host(settings)
     first.close()
     host(settings).close()

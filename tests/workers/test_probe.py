@@ -181,11 +181,11 @@ async def test_a_gpu_that_is_lost_is_not_read_until_it_is_back_and_each_is_logge
         await until(one, READ)
     lost, *_ = (r.message for r in caplog.records if r.levelno == logging.WARNING)
     assert [r.message for r in caplog.records] == [
-        "NVIDIA H100 80GB HBM3 is read once a second",
+        "reading NVIDIA H100 80GB HBM3 once a second",
         lost,
-        "NVIDIA H100 80GB HBM3 is read once a second",
+        "reading NVIDIA H100 80GB HBM3 once a second",
     ]
-    assert lost.startswith("NVIDIA H100 80GB HBM3 cannot be read any more: ")
+    assert lost.startswith("NVIDIA H100 80GB HBM3 can no longer be read: ")
 
 
 async def test_a_gpu_that_is_unplugged_is_found_again_under_its_new_handle(
@@ -214,7 +214,7 @@ async def test_a_driver_that_hangs_makes_readings_void_and_is_asked_once(
     one.start()
     library.answering.clear()
     await until(one, NO_READINGS)
-    assert "NVIDIA H100 80GB HBM3: its driver has not answered for 0.05 s" in caplog.messages
+    assert "NVIDIA H100 80GB HBM3: the driver has not answered for 0.05 s" in caplog.messages
     caplog.clear()
     assert [one.latest(), one.latest()] == [NO_READINGS, NO_READINGS]
     assert caplog.messages == []

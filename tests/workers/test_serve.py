@@ -215,7 +215,7 @@ async def test_an_id_in_use_is_refused() -> None:
     runner = runner_of()
     runner.generate(request_of("r", ABC, 1))
 
-    with pytest.raises(InvalidRequest, match="'r' is in use"):
+    with pytest.raises(InvalidRequest, match="'r' is already in use"):
         runner.generate(request_of("r", ABC, 1))
 
 
@@ -227,7 +227,7 @@ async def test_stopping_ends_requests_under_way_and_refuses_new_ones() -> None:
         runner.stop()
         gate.open(1)
 
-        with pytest.raises(EngineStoppedError, match="request r after 0 tokens"):
+        with pytest.raises(EngineStoppedError, match="the engine stopped request r after 0 tokens"):
             await outputs_of(generation)
     with pytest.raises(EngineStoppedError, match="stopping"):
         runner.generate(request_of("new", ABC, 9))
@@ -569,7 +569,7 @@ async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
     assert response.status_code == 422
     assert response.json()["error"] == {
         "code": "prompt_too_large",
-        "message": "needs 10 prompt + 55 output tokens, the KV pool holds 64",
+        "message": "needs 10 prompt + 55 output tokens, but the KV pool holds 64",
         "field": "prompt",
     }
 
@@ -588,7 +588,7 @@ async def test_a_full_queue_asks_the_client_to_come_back() -> None:
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["code"] == "queue_full"
-    assert "1 requests are waiting" in response.json()["error"]["message"]
+    assert "1 requests are already waiting" in response.json()["error"]["message"]
 
 
 def is_busy(runner: EngineRunner, waiting: int) -> bool:
@@ -653,7 +653,7 @@ async def test_an_engine_that_stops_meanwhile_is_told_by_the_status(
     assert response.status_code == 503
     assert response.json()["error"] == {
         "code": "stopping",
-        "message": "request r after 0 tokens",
+        "message": "the engine stopped request r after 0 tokens",
         "field": None,
     }
     assert caplog.messages == []
@@ -676,7 +676,11 @@ async def test_an_engine_that_stops_in_mid_stream_is_told_by_its_last_chunk(
 
     *_, last = body.removesuffix("\n\n").split("\n\n")
     assert json.loads(last.removeprefix("data: ")) == {
-        "error": {"code": "stopping", "message": "request r after 1 tokens", "field": None}
+        "error": {
+            "code": "stopping",
+            "message": "the engine stopped request r after 1 tokens",
+            "field": None,
+        }
     }
     assert caplog.messages == []
 

@@ -456,7 +456,7 @@ def test_an_id_in_use_is_refused_until_its_request_has_finished() -> None:
     engine = engine_of()
     engine.submit(request_of("r", ABC))
 
-    with pytest.raises(ValueError, match="'r' is in use"):
+    with pytest.raises(ValueError, match="'r' is already in use"):
         engine.submit(request_of("r", ABC))
 
     drain(engine)

@@ -90,9 +90,9 @@ def test_layers_that_are_no_whole_number_of_words_are_rounded_up() -> None:
         ("tp_size", 16, "tp_size: 16 ranks cannot share 8 KV heads evenly"),
         ("tp_rank", 1, "tp_rank: needs one of 1 ranks, got 1"),
         ("tp_rank", "0", "tp_rank: needs one of 1 ranks, got '0'"),
-        ("dtype", "float16", "dtype: needs a type of numbers, got 'float16'"),
-        ("dtype", torch.bool, "dtype: needs a type of numbers, got torch.bool"),
-        ("dtype", torch.complex64, "dtype: needs a type of numbers, got torch.complex64"),
+        ("dtype", "float16", "dtype: needs a numeric type, got 'float16'"),
+        ("dtype", torch.bool, "dtype: needs a numeric type, got torch.bool"),
+        ("dtype", torch.complex64, "dtype: needs a numeric type, got torch.complex64"),
     ],
 )
 def test_a_shape_that_makes_no_sense_is_refused(field: str, value: Any, message: str) -> None:

@@ -463,7 +463,7 @@ async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match=f"{vocabulary} is not a token id"):
             served.submit("r", [1, vocabulary], 1)
         generation = served.submit("r", [1], 100)
-        with pytest.raises(InvalidRequest, match="'r' is in use"):
+        with pytest.raises(InvalidRequest, match="'r' is already in use"):
             served.submit("r", [2], 1)
         generation.cancel()
         await output_of(served.submit("r", [2], 1))
@@ -485,7 +485,7 @@ async def test_no_more_requests_run_at_once_than_may(tmp_path: Path) -> None:
 async def test_more_requests_than_may_wait_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path, {DEVICE: 8}) as served:
         waiting = [served.submit(f"r{n}", [1], 30) for n in range(64)]
-        with pytest.raises(QueueFullError, match="64 requests are waiting"):
+        with pytest.raises(QueueFullError, match="64 requests are already waiting"):
             served.submit("late", [1], 1)
         for generation in waiting:
             generation.cancel()

@@ -254,7 +254,7 @@ def test_a_stream_refuses_what_it_cannot_copy() -> None:
         with pytest.raises(ValueError, match="layer 0 was not triggered"):
             stream.wait_layer(0)
         stream.trigger_layer(0)
-        with pytest.raises(ValueError, match="were triggered and not waited for"):
+        with pytest.raises(ValueError, match="were triggered but not waited for"):
             stream.prepare([0], [2])
         stream.wait()
         stream.prepare([0], [2])
@@ -460,7 +460,7 @@ def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
     tiers.evict(DEVICE)
     with no_room_beyond(4 * WIDE.block_bytes + 100):
         tiers.evict(HOST)
-    assert "is not stored in disk slot 4: [Errno 27] File too large" in caplog.text
+    assert "was not stored in disk slot 4: [Errno 27] File too large" in caplog.text
     stored = [block for block in BLOCKS if tiers.manager.tiers[DISK].find(block)]
     assert len(stored) == 4
     assert tiers.manager.counts.failed == 2

@@ -143,7 +143,9 @@ class Generation:
             await self._changed.wait()
             self._changed.clear()
             if self._stopped:
-                raise EngineStoppedError(f"request {self.request_id} after {taken} tokens")
+                raise EngineStoppedError(
+                    f"the engine stopped request {self.request_id} after {taken} tokens"
+                )
             token_ids = self._tokens(taken, self._emitted)
             taken = self._emitted
             self._wake_at = taken + self._stream_interval

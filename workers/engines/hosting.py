@@ -42,7 +42,7 @@ def host(settings: WorkerSettings) -> Hosted:
 
 def _simulated(settings: WorkerSettings) -> Hosted:
     if settings.profile not in PROFILES:
-        raise ConfigError(f"profile {settings.profile!r}: there is {', '.join(PROFILES)}")
+        raise ConfigError(f"profile: needs one of {', '.join(PROFILES)}, got {settings.profile!r}")
     engine = SimEngine(
         PROFILES[settings.profile],
         block_size=settings.block_size,

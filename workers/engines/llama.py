@@ -353,7 +353,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
-        raise ConfigError(f"{index}: has no weight_map of names")
+        raise ConfigError(f"{index}: has no weight_map of file names")
     return [folder / name for name in sorted(set(shards.values()))]
 
 
@@ -366,13 +366,13 @@ def _is_ignored(name: str, config: LlamaConfig) -> bool:
 def _fill(missing: dict[str, Tensor], name: str, tensor: Tensor, path: Path) -> None:
     weight = missing.pop(name, None)
     if weight is None:
-        raise ConfigError(f"{path}: {name} is not in the model, or came before")
+        raise ConfigError(f"{path}: {name} is not in the model, or appears twice")
     if tensor.shape != weight.shape:
         raise ConfigError(
             f"{path}: {name} is {tuple(tensor.shape)}, but the model has {tuple(weight.shape)}"
         )
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"{path}: {name} is {tensor.dtype}; quantised weights are not computed")
+        raise ConfigError(f"{path}: {name} is {tensor.dtype}; quantised weights are not supported")
     weight.copy_(tensor)
 
 

@@ -136,7 +136,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     for name, value in _SUPPORTED.items():
         got = _get(config, name, value)
         if got != value:
-            raise ConfigError(f"{name}: only {value!r} is computed here, got {got!r}")
+            raise ConfigError(f"{name}: only {value!r} is supported, got {got!r}")
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -150,7 +150,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ConfigError(f"rope_type: only default and llama3 are computed here, got {kind!r}")
+        raise ConfigError(f"rope_type: only default and llama3 are supported, got {kind!r}")
     try:
         return theta, RopeScaling(**{name: rope[name] for name in RopeScaling.__slots__})
     except KeyError as error:

@@ -44,8 +44,8 @@ def load(settings: WorkerSettings) -> Hosted:
         )
     if bool(settings.disk_pool_tokens) != bool(settings.disk_folder):
         raise ConfigError(
-            f"disk_folder and disk_pool_tokens go together, got {settings.disk_folder!r} and "
-            f"{settings.disk_pool_tokens}"
+            f"disk_folder and disk_pool_tokens must be set together, got {settings.disk_folder!r} "
+            f"and {settings.disk_pool_tokens}"
         )
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -78,7 +78,7 @@ def _model(
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError(
-            f"model: {name!r} is no folder, and of sizes there are {', '.join(SIZES)}"
+            f"model: {name!r} is neither a folder nor one of the sizes {', '.join(SIZES)}"
         )
     model = Llama.load(LlamaConfig.from_checkpoint(folder), folder, dtype=dtype, device=device)
     has_text = (folder / "tokenizer.json").exists()

@@ -113,9 +113,9 @@ class EngineRunner:
         if self._stopped:
             raise EngineStoppedError("the worker is stopping")
         if self.engine.num_waiting >= self._max_waiting:
-            raise QueueFullError(f"{self.engine.num_waiting} requests are waiting")
+            raise QueueFullError(f"{self.engine.num_waiting} requests are already waiting")
         if request.request_id in self._generations:
-            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
+            raise InvalidRequest("request_id", f"{request.request_id!r} is already in use")
         self.engine.submit(request)
         generation = Generation(
             request.request_id, request.output_tokens, stream_interval, self._cancel

@@ -182,9 +182,9 @@ class TorchEngine:
         if self._stopping.is_set():
             raise EngineStoppedError("the worker is stopping")
         if len(self._waiting) >= self._max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting")
+            raise QueueFullError(f"{len(self._waiting)} requests are already waiting")
         if request.request_id in self._sequences:
-            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
+            raise InvalidRequest("request_id", f"{request.request_id!r} is already in use")
         sequence = self._sequence_of(request)
         sequence.generation = Generation(
             request.request_id,
@@ -251,11 +251,15 @@ class TorchEngine:
         needed = f"needs {len(ids)} prompt + {request.max_tokens} output tokens"
         num_tokens = len(ids) + request.max_tokens
         if num_tokens > config.max_position_embeddings:
-            raise PromptTooLargeError(f"{needed}, the model takes {config.max_position_embeddings}")
+            raise PromptTooLargeError(
+                f"{needed}, but the model takes {config.max_position_embeddings}"
+            )
         num_blocks = -(-num_tokens // self.block_size)
         num_slots = self._manager.tiers[Tier.DEVICE].num_slots
         if num_blocks > num_slots:
-            raise PromptTooLargeError(f"{needed}, the KV pool holds {num_slots * self.block_size}")
+            raise PromptTooLargeError(
+                f"{needed}, but the KV pool holds {num_slots * self.block_size}"
+            )
         return _Sequence(
             request,
             ids.tolist(),
