@@ -175,7 +175,7 @@ def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict
 @click.command()
 @click.option("--rounds", default=20, show_default=True, type=POSITIVE)
 @click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(rounds: int, policy: str, out: Path | None) -> None:
     """Place bursts with 1, 2, 4, 8 and 16 replicas."""
     placed = measure(REPLICAS, rounds, policy)

@@ -412,9 +412,11 @@ def _curve(found: dict[str, Any]) -> Table:
 
 
 @click.command()
-@click.option("--requests", default=4000, show_default=True, type=POSITIVE, help="A round.")
+@click.option(
+    "--requests", default=4000, show_default=True, type=POSITIVE, help="Requests per round."
+)
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(requests: int, rounds: int, out: Path | None) -> None:
     """Measure the decisions of one replica, then of several."""
     with EmbeddedRedis() as redis:

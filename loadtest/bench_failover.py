@@ -143,11 +143,11 @@ def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
 
 
 @click.command()
-@click.option("--cluster", is_flag=True, help="A Cluster instead of sentinels.")
+@click.option("--cluster", is_flag=True, help="Use a Cluster instead of sentinels.")
 @click.option("--runs", default=5, show_default=True, type=POSITIVE)
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(cluster: bool, runs: int, out: Path | None) -> None:
-    """Kill the master under load, and time what becomes of decisions."""
+    """Kill the master under load, and time what happens to decisions."""
     logging.disable(logging.WARNING)
     binary = redis_binary()
     if binary is None:

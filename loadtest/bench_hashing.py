@@ -39,7 +39,7 @@ def _seconds(run: Callable[[], object]) -> float:
 @click.command()
 @click.option("--rounds", default=2000, show_default=True, type=POSITIVE)
 def main(rounds: int) -> None:
-    """Time hashing of a prompt against plain calls of the hash function."""
+    """Time hashing a prompt against plain calls to the hash function."""
     tokens = np.arange(NUM_BLOCKS * BLOCK_SIZE, dtype="<u4")
     forms: dict[str, Tokens] = {
         "raw u32": tokens.tobytes(),

@@ -429,21 +429,29 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 @click.command()
-@click.option("--redis", "url", help="Redis to measure; none: one of its own.")
+@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
 @click.option(
     "--blocks", default=1_000_000, show_default=True, type=POSITIVE, help="Unique blocks."
 )
 @click.option(
-    "--index-blocks", type=POSITIVE, help="What the index is laid out for; none: --blocks."
+    "--index-blocks", type=POSITIVE, help="Blocks the index is laid out for; unset: --blocks."
 )
 @click.option("--workers", default=64, show_default=True, type=click.IntRange(MIN_WORKERS, MOST))
 @click.option(
-    "--queries", default=100, show_default=True, type=POSITIVE, help="Per kind, length and round."
+    "--queries",
+    default=100,
+    show_default=True,
+    type=POSITIVE,
+    help="Queries per kind, length and round.",
 )
 @click.option(
-    "--repeats", default=15, show_default=True, type=POSITIVE, help="Rounds; the median counts."
+    "--repeats",
+    default=15,
+    show_default=True,
+    type=POSITIVE,
+    help="Rounds, of which the median is taken.",
 )
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(
     url: str | None,
     blocks: int,

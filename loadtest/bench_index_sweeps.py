@@ -280,8 +280,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 @click.command()
-@click.option("--redis", "url", help="Redis to measure; none: one of its own.")
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(url: str | None, out: Path | None) -> None:
     """Sweep the index and two plain ones over depth, width, match and share."""
     with ExitStack() as stack:

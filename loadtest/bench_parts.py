@@ -120,9 +120,11 @@ def show(found: dict[str, dict[str, float]], console: Console) -> None:
 
 
 @click.command()
-@click.option("--requests", default=20_000, show_default=True, type=POSITIVE, help="Of a shape.")
+@click.option(
+    "--requests", default=20_000, show_default=True, type=POSITIVE, help="Requests per shape."
+)
 def main(requests: int) -> None:
-    """Sample a replica that decides, and a bare endpoint."""
+    """Sample a replica making decisions, and a bare endpoint."""
     with EmbeddedRedis() as redis:
         assert redis.pid is not None
         for pid in (0, redis.pid):

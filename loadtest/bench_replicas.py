@@ -248,9 +248,9 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     default=4.0,
     show_default=True,
     type=FACTOR,
-    help="So many times faster than life; halve it where the CPU is more than half in use.",
+    help="Run this many times faster than real time; halve it if the CPU is over half in use.",
 )
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(
     counts: tuple[int, ...],
     rounds: int,

@@ -178,13 +178,19 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 @click.command()
-@click.option("--queries", default=2000, show_default=True, type=POSITIVE, help="Of each kind.")
 @click.option(
-    "--changes", default=500, show_default=True, type=POSITIVE, help="Stored to see replicas lag."
+    "--queries", default=2000, show_default=True, type=POSITIVE, help="Queries of each kind."
 )
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option(
+    "--changes",
+    default=500,
+    show_default=True,
+    type=POSITIVE,
+    help="Changes stored to measure the lag.",
+)
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(queries: int, changes: int, out: Path | None) -> None:
-    """Measure shards and replicas on a Redis Cluster of this machine."""
+    """Measure shards and replicas on a Redis Cluster on this machine."""
     binary = redis_binary()
     if binary is None:
         raise click.ClickException("no redis-server found")

@@ -213,14 +213,14 @@ def _of_whole_heads(_: click.Context, __: click.Parameter, kib: tuple[int, ...])
     default=BLOCK_KIB,
     show_default=True,
     callback=_of_whole_heads,
-    help="Multiples of 8: a head of all layers.",
+    help="Block sizes in KiB, multiples of 8: one head of all layers.",
 )
-@click.option("--mib", default=128, show_default=True, type=POSITIVE, help="Copied at once.")
+@click.option("--mib", default=128, show_default=True, type=POSITIVE, help="MiB copied at once.")
 @click.option("--rounds", default=15, show_default=True, type=POSITIVE)
 @click.option(
-    "--folder", default=".", type=click.Path(path_type=Path), help="Where the disk tier is put."
+    "--folder", default=".", type=click.Path(path_type=Path), help="Folder for the disk tier."
 )
-@click.option("--json", "out", type=report.FILE, help="Write the figures there.")
+@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
 def main(block_kib: tuple[int, ...], mib: int, rounds: int, folder: Path, out: Path | None) -> None:
     """Measure how fast KV blocks move between tiers."""
     result = run(block_kib, mib, rounds, folder)

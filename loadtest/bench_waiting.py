@@ -154,9 +154,9 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
     default=10.0,
     show_default=True,
     type=AT_LEAST_1_S,
-    help="For each number of replicas.",
+    help="Duration for each number of replicas.",
 )
-@click.option("--json", "json_path", type=report.FILE, help="Write results there.")
+@click.option("--json", "json_path", type=report.FILE, help="File to write the results to.")
 def main(replicas: Sequence[int], seconds: float, json_path: Path | None) -> None:
     """Measure how turns are shared, and print a table."""
     found = measure(replicas, seconds)

@@ -38,7 +38,7 @@ NUM_REQUESTS = 1800
     default=("round_robin", "latency"),
     show_default=True,
     type=click.Choice(POLICY_NAMES),
-    help="One after another, each on a fresh cluster. The ratio is between the first and the last.",
+    help="Policies to play, each on a fresh cluster. The ratio is between the first and the last.",
 )
 @click.option(
     "--load",

@@ -204,17 +204,19 @@ def speedup(times: dict[str, list[float]], name: str) -> float:
     "--model",
     default="40m",
     show_default=True,
-    help=f"As of `kvroute worker`, with a vocabulary of {VOCABULARY:,} tokens at least.",
+    help=f"As for `kvroute worker`, with a vocabulary of at least {VOCABULARY:,} tokens.",
 )
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE, help="Prompts of each kind.")
 @click.option("--conversations", default=24, show_default=True, type=POSITIVE)
-@click.option("--turns", default=5, show_default=True, type=POSITIVE, help="Of each conversation.")
+@click.option(
+    "--turns", default=5, show_default=True, type=POSITIVE, help="Turns of each conversation."
+)
 @click.option(
     "--every-s",
     default=3.0,
     show_default=True,
     type=POSITIVE_SECONDS,
-    help="A conversation begins so often, and thinks for so long between turns.",
+    help="Seconds between the starts of conversations, and of thinking between turns.",
 )
 @click.option(
     "--out",

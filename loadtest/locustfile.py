@@ -70,7 +70,9 @@ totals = Totals()
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--policy", default="", help="Routing policy; default: the routers' own")
-    parser.add_argument("--output-tokens", type=int, default=100, help="Mean length of an answer")
+    parser.add_argument(
+        "--output-tokens", type=int, default=100, help="Mean length of an answer in tokens"
+    )
 
 
 @events.quit.add_listener  # type: ignore[untyped-decorator]

@@ -207,14 +207,14 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     "trace_file",
     type=click.Path(path_type=Path, dir_okay=False),
     default=DEMO_TRACE,
-    help="JSON lines of the Mooncake or the agentic-session format. Default: 13 minutes of real "
-    "chat traffic (2,400 requests), which come with kvroute.",
+    help="JSON lines in the Mooncake or the agentic-session format. Default: 13 minutes of real "
+    "chat traffic (2,400 requests) that come with kvroute.",
 )
 @click.option(
     "--url",
     default="http://127.0.0.1:8080",
     show_default=True,
-    help="The cluster: its load balancer, or a single router.",
+    help="URL of the cluster: its load balancer, or a single router.",
 )
 @click.option(
     "--policy",
@@ -228,15 +228,15 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     type=FACTOR,
     default=1.0,
     show_default=True,
-    help="Play the trace this many times faster than recorded, for simulated workers that run as "
-    "much faster. Reported seconds are multiplied back.",
+    help="Play the trace this many times faster than recorded, for simulated workers that run "
+    "faster by the same factor. Reported seconds are scaled back.",
 )
 @click.option(
     "--load",
     type=FACTOR,
     default=1.0,
     show_default=True,
-    help="Arrival rate, as a multiple of the recorded one; answers take as long as ever.",
+    help="Arrival rate, as a multiple of the recorded one; answers take just as long.",
 )
 @click.option(
     "--start",
@@ -257,28 +257,28 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     type=Number(0, 1, max_open=True),
     default=0.25,
     show_default=True,
-    help="Leave this share of the requests, the first ones, out of the figures: caches start "
-    "empty.",
+    help="Leave this share of the requests, the first ones, out of the figures, since caches "
+    "start empty.",
 )
 @click.option(
     "--seed",
     type=SEED,
     default=0,
     show_default=True,
-    help="Of the prompts' tokens. The second policy is played with seed+1, and so on, so that it "
-    "finds nothing of the one before in the workers' caches.",
+    help="Seed of the prompts' tokens. The second policy is played with seed+1, and so on, so that "
+    "it finds nothing from the one before in the workers' caches.",
 )
 @click.option(
     "--json",
     "json_file",
     type=report.FILE,
-    help="Write the figures here.",
+    help="File to write the figures to.",
 )
 @click.option(
     "--png",
     "png_file",
     type=report.FILE,
-    help="Write a picture of them here.",
+    help="File to draw the figures to.",
 )
 def replay(
     trace_file: Path,
@@ -297,7 +297,7 @@ def replay(
     """Play recorded traffic against a running cluster and compare routing policies.
 
     Every request is routed, sent to its worker, streamed to its end and released, at the time
-    the trace says. The report tells how much of the prompts workers found in their caches, how
+    given in the trace. The report says how much of the prompts workers found in their caches, how
     long callers waited for the first token, and how evenly workers were used.
     """
     if len(set(policies)) < len(policies):

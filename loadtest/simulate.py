@@ -297,7 +297,7 @@ class _PolicyName(click.ParamType[str]):
     "trace_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     default=DEMO_TRACE,
-    help="JSON lines, as for kvroute replay. Default: the demo's.",
+    help="JSON lines, as for kvroute replay. Default: the demo's trace.",
 )
 @click.option("--requests", type=POSITIVE, help="Play at most this many.")
 @click.option(
@@ -330,9 +330,11 @@ class _PolicyName(click.ParamType[str]):
     default=("70b-4xh100",),
     show_default=True,
     type=click.Choice(list(PROFILES)),
-    help="Several: workers of unequal speed, in turn.",
+    help="If several are given, workers of unequal speed take them in turn.",
 )
-@click.option("--host-tokens", default=0, show_default=True, type=COUNT, help="A worker's.")
+@click.option(
+    "--host-tokens", default=0, show_default=True, type=COUNT, help="Host tokens per worker."
+)
 @click.option("--block-size", default=256, show_default=True, type=POSITIVE)
 @click.option("--replicas", default=1, show_default=True, type=PROCESSES)
 @click.option(
@@ -340,17 +342,17 @@ class _PolicyName(click.ParamType[str]):
     default="exact",
     show_default=True,
     type=click.Choice([str(sharing) for sharing in Sharing]),
-    help="What replicas know of each other's reservations.",
+    help="What replicas know about each other's reservations.",
 )
 @click.option(
-    "--sync-ms", default=5.0, show_default=True, type=MILLISECONDS, help="How late `late` is."
+    "--sync-ms", default=5.0, show_default=True, type=MILLISECONDS, help="Delay of `late` sharing."
 )
 @click.option(
     "--trip-ms",
     default=0.5,
     show_default=True,
     type=MILLISECONDS,
-    help="From look-up to reservation.",
+    help="Time from lookup to reservation.",
 )
 @click.option("--event-delay-ms", default=0.0, show_default=True, type=MILLISECONDS)
 @click.option(
@@ -358,25 +360,25 @@ class _PolicyName(click.ParamType[str]):
     default=100.0,
     show_default=True,
     type=Number(1, 1000 * LONGEST_S),
-    help="Interval.",
+    help="Interval between metrics.",
 )
 @click.option(
     "--misjudged-prefill",
     default=1.0,
     show_default=True,
     type=FACTOR,
-    help="Time of prefills and loads as routers believe it, over what was learned.",
+    help="Prefill and load times as routers believe them, over what was learned.",
 )
 @click.option(
-    "--misjudged-decode", default=1.0, show_default=True, type=FACTOR, help="The same of decodes."
+    "--misjudged-decode", default=1.0, show_default=True, type=FACTOR, help="The same for decodes."
 )
 @click.option(
-    "--count-in-flight", is_flag=True, help="Blocks count as cached from the reservation on."
+    "--count-in-flight", is_flag=True, help="Count blocks as cached from the reservation on."
 )
 @click.option("--seeds", default=1, show_default=True, type=POSITIVE)
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=PROCESSES)
-@click.option("--json", "json_file", type=report.FILE, help="Write figures there.")
-@click.option("--png", "png_file", type=report.FILE, help="Draw figures there.")
+@click.option("--json", "json_file", type=report.FILE, help="File to write the figures to.")
+@click.option("--png", "png_file", type=report.FILE, help="File to draw the figures to.")
 def main(
     trace_file: Path,
     requests: int | None,
@@ -389,7 +391,7 @@ def main(
     png_file: Path | None,
     **options: Any,
 ) -> None:
-    """Compare policies on a trace, in virtual time: a table for each load."""
+    """Compare policies on a trace in virtual time, with a table for each load."""
     console = Console()
     try:
         trace = read_trace(trace_file).cut(0.0, None, requests)
