@@ -393,7 +393,7 @@ async def first_answer(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: f
             for task, error in zip(done, errors, strict=True):
                 if error is None:
                     return task.result()
-        raise error or ConnectionError("there is nobody to ask")
+        raise error or ConnectionError("there is no node to ask")
     finally:
         for task in pending:
             task.cancel()
@@ -423,7 +423,7 @@ async def answers(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float)
                 if task.exception() is None:
                     found.append(task.result())
         if not found:
-            raise error or ConnectionError("there is nobody to ask")
+            raise error or ConnectionError("there is no node to ask")
         return found
     finally:
         for task in pending:
