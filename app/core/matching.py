@@ -1,9 +1,9 @@
 """Overlap of prompts with every worker's published blocks: exact, in at most two round trips.
 
-Redis pays for each hash it is handed, used or not, so a long chain is sent as every k-th hash
-first, then only the stretches in which the owners change. Because an incarnation's published
-blocks are closed under prefix and its tier never gets faster along a chain, equal owners at two
-positions mean the same owners between them, and that loses nothing.
+Redis pays for every hash it is sent, used or not. A long chain is therefore sent as every k-th hash
+first, then as only the stretches in which the owners change. This loses nothing: an incarnation's
+published blocks are closed under prefix and its tier never gets faster along a chain, so equal
+owners at two positions mean the same owners everywhere between them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from app.core.scripts import Call, ScriptRunner, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 
 WHOLE_CHAIN = 512
-"""Chains up to this length are sent whole: the hashes cost Redis less than a round trip more."""
+"""Chains up to this length are sent whole: the hashes cost Redis less than another round trip."""
 CHAINS_PER_CALL = 16
-"""Together, chains cost Redis and us a quarter less; so many of them, half a millisecond."""
+"""Together, chains cost Redis and us a quarter less; this many take half a millisecond."""
 
 MAX_BOUNDARIES = 16_384
-"""Some 3 MB."""
+"""About 3 MB."""
 
 NOTHING = TierOverlap()
 NOBODY = b"-"
 UNKNOWN = b""
 NONE = b""
 _OWNER = re.compile(rb"(?<!\d)(\d{1,18})([dhk])")
-"""More digits are no number of an incarnation, and int() refuses thousands."""
+"""No incarnation's number has more digits, and int() refuses thousands of them."""
 
 Overlaps = dict[Incarnation, TierOverlap]
 
@@ -60,21 +60,23 @@ class Gap(NamedTuple):
 
 
 class Boundaries:
-    """Where owners changed along the prompts that were looked up last: where to look first.
+    """Where owners changed along the prompts looked up last: where to look first.
 
-    What many prompts begin with, a system prompt, ends at the same block in all of them, and so
-    does what most workers hold of them. To look there costs less than to bisect for it, and one
-    round trip less for a long prompt. It is a guess: a wrong one costs Redis a look or two, and
-    without any, in a replica that has just started, answers are the same.
+    A prefix that many prompts share, such as a system prompt, ends at the same block in all of
+    them, and so does what most workers hold of them. Looking there costs less than bisecting, and
+    saves a round trip for a long prompt. A boundary is only a guess: a wrong one costs Redis an
+    extra lookup or two, and without any, as in a replica that has just started, the answers are the
+    same.
 
-    One is kept for each doubling of the length, under the block whose prefix that is.
+    One boundary is kept for each doubling of the length, keyed by the last block of the prefix of
+    that length.
     """
 
     def __init__(self) -> None:
         self._found: OrderedDict[SequenceHash, int] = OrderedDict()
 
     def learn(self, chain: Sequence[SequenceHash], runs: Sequence[Run]) -> None:
-        """runs: of the owners of `chain`, in its order."""
+        """Remember where the owners change. runs: those of `chain`, in its order."""
         for run, following in zip_longest(runs, runs[1:]):
             if run.end < len(chain) and (not following or following.owners != run.owners):
                 block = chain[(1 << run.end.bit_length() - 1) - 1]
@@ -84,7 +86,7 @@ class Boundaries:
             self._found.popitem(last=False)
 
     def recall(self, chain: Sequence[SequenceHash]) -> list[int]:
-        """Positions in `chain`, in ascending order, whose owners may differ from those before."""
+        """Positions in `chain`, ascending, whose owners may differ from those just before."""
         guesses, size = [], 1
         while size < len(chain):
             guess = self._found.get(chain[size - 1])
@@ -104,12 +106,13 @@ async def match(
 ) -> tuple[list[Overlaps | None], list[Any]]:
     """Leading blocks of each chain that each incarnation holds, and the answers of `along`.
 
-    chains: sequence hashes of the full blocks of one prompt each, in prompt order.
-    shards: of the namespace's index.
-    along: calls to send along with the first round trip; RedisUnavailable answers one that failed.
-    boundaries: what was learnt from other chains, and learns from these.
-    Incarnations without overlap are absent; those that are not live may be present. None answers a
-    chain whose shard is not to be reached.
+    chains: for each prompt, the sequence hashes of its full blocks, in prompt order.
+    shards: how many the namespace's index has.
+    along: calls to send with the first round trip; the answer of one that failed is a
+    RedisUnavailable.
+    boundaries: what was learnt from other chains; it also learns from these.
+    Incarnations without overlap are absent; incarnations that are not live may be present. The
+    result for a chain whose shard cannot be reached is None.
     """
     guesses = [boundaries.recall(chain) if boundaries else [] for chain in chains]
     samples = [_sample(len(chain), guess) for chain, guess in zip(chains, guesses, strict=True)]
@@ -150,7 +153,7 @@ async def match(
 def _grouped(
     chains: Sequence[Sequence[SequenceHash]], shards: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Shards, and the places of chains that one call looks up there."""
+    """Shards, each with the indices of the chains that one call looks up there."""
     by_shard: dict[int, list[int]] = {}
     for i, chain in enumerate(chains):
         by_shard.setdefault(shard_of(chain[0], shards) if chain else 0, []).append(i)
@@ -162,12 +165,12 @@ def _grouped(
 def _coarse(
     chain: Sequence[SequenceHash], samples: Sequence[int], guesses: Sequence[int]
 ) -> tuple[bytes | int, ...]:
-    """The arguments by which lua/match.lua looks a chain's samples up."""
+    """The arguments with which lua/match.lua looks up a chain's samples."""
     if isinstance(samples, range):
         group_size, following = GROUP_BLOCKS, []
     else:
         group_size, following = 1, [n for n, i in enumerate(samples, 1) if i % GROUP_BLOCKS]
-    # Behind the change first: where owners are the same there as before, that side is settled.
+    # Just after the change first: if the owners there are still the same, that side is settled.
     first = [bisect_left(samples, i) + 1 for guess in guesses for i in (guess, guess - 1)]
     return _text(chain, samples), group_size, _spaced(following), _spaced(first), UNKNOWN, UNKNOWN
 
@@ -177,10 +180,10 @@ def _spaced(numbers: Sequence[int]) -> bytes:
 
 
 def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
-    """Positions to look at first: all, or the first ones of some groups, and the last.
+    """Positions to look at first: all, or the first ones of some groups, the last, and the guesses.
 
-    And the two between which it is guessed that owners change. Before each that is not the first of
-    its group comes that one, wherever it is another.
+    Each guess adds the two positions between which the owners may change. A position that is not
+    the first of its group is preceded by that first one.
     """
     if length <= WHOLE_CHAIN:
         return range(length)
@@ -193,7 +196,7 @@ def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
     if isinstance(positions, range):
-        # A slice costs a tenth of what picking one by one does.
+        # A slice costs a tenth of picking hashes one by one.
         return hex_text(chain[positions.start : positions.stop])
     return hex_text([chain[i] for i in positions])
 
@@ -209,9 +212,9 @@ def _fill(
 
 
 def _stretch(gap: Gap) -> range:
-    """The gap with both ends, from the first block of a group on.
+    """The gap with both its ends, extended back to the first block of its group.
 
-    Others may hold what comes before the gap: what is found there is left out.
+    Other workers may hold the blocks before the gap, so what is found there is left out.
     """
     return range(gap.before - gap.before % GROUP_BLOCKS, gap.after + 1)
 
@@ -226,7 +229,7 @@ def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
 
 
 def _gaps(runs: list[Run], samples: Sequence[int]) -> list[Gap]:
-    """The stretches of more than one step between samples in which the owners change."""
+    """Pairs of neighbouring samples, more than one position apart, whose owners differ."""
     if not runs or isinstance(samples, range):
         return []
     following = [(run.start, run.owners) for run in runs[1:]]
@@ -248,12 +251,15 @@ def _between(gap: Gap, runs: list[Run]) -> list[Run]:
 
 
 def _overlaps(runs: list[Run]) -> Overlaps:
-    """Workers that hold the same go through this together: of many, most share the beginning."""
+    """What each incarnation holds, from the runs of its chain.
+
+    Workers that hold the same are processed together: of many, most share the beginning.
+    """
     found: Overlaps = {}
     alive: list[tuple[frozenset[Incarnation], TierOverlap]] = []
     reached = 0
     for start, end, owners in runs:
-        # A gap ends the overlap: one who is absent from a run holds nothing behind it.
+        # A gap ends the overlap: an incarnation absent from a run holds nothing after it.
         if start != reached:
             break
         by_tier = _by_tier(owners)
@@ -282,7 +288,7 @@ def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
 
 @lru_cache(maxsize=4096)
 def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
-    # Of an incarnation that a spoilt field names twice, the first mention counts.
+    # If a corrupted field names an incarnation twice, the first mention counts.
     tiers = dict(reversed(parse_owners(owners)))
     found = {tier: frozenset(inc for inc, its in tiers.items() if its is tier) for tier in Tier}
     return {tier: incs for tier, incs in found.items() if incs}
