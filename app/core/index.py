@@ -1,4 +1,4 @@
-"""Block ownership in Redis: apply an incarnation's changes, sweep what the dead left."""
+"""Block ownership in Redis: apply an incarnation's changes, sweep up after dead ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from app.core.scripts import Call, call
 from app.core.types import Incarnation, SequenceHash, Tier
 
 BLOCKS_PER_BUCKET = 8
-"""On average: half a group. More would make a bucket slower to look through, most of all when there
-are many times the blocks that were planned for; fewer save nothing, as a group lies together."""
+"""On average: half a group. More would make a bucket slower to search, above all when there are
+many times the blocks that were planned for. Fewer would save nothing, as a group stays together."""
 GROUP_BLOCKS = 16
-"""So many successive blocks of a chain, from its root, are a group and lie in one bucket: they are
-stored and looked up together, and a bucket that is not in the processor's caches costs more than
-what is done with it."""
+"""This many successive blocks of a chain, from its root, form a group and share one bucket. They
+are stored and looked up together, and fetching a bucket that is not in the processor's caches costs
+more than what is done with it."""
 
 TIER_LETTER = {Tier.DEVICE: "d", Tier.HOST: "h", Tier.DISK: "k"}
 _LETTER_OR_DASH = {tier: TIER_LETTER[tier] if tier is not None else "-" for tier in (None, *Tier)}
@@ -30,7 +30,7 @@ TIER_OF_LETTER = {letter.encode(): tier for tier, letter in TIER_LETTER.items()}
 
 
 class Change(NamedTuple):
-    """A block and the tier that it is published in from now on; None: in none.
+    """A block and the tier it is published in from now on; None: no tier.
 
     leader: the first block of its group.
     """
@@ -51,24 +51,24 @@ class SweepStep:
 
 
 def bucket_bits_for(capacity_blocks: int, per_bucket: int = BLOCKS_PER_BUCKET) -> int:
-    """The number of buckets, as a power of two, for an index of so many unique blocks."""
+    """log2 of the number of buckets for an index of `capacity_blocks` unique blocks."""
     bits = round(math.log2(max(1, capacity_blocks) / per_bucket))
     return min(24, max(1, bits))
 
 
 def bucket_name(number: int, bits: int) -> str:
-    """Of the bucket with this number, of 2^bits, as lua/lib/bucket.lua names it."""
+    """The name of bucket `number` of 2^bits, as lua/lib/bucket.lua spells it."""
     digits = -(-bits // 4)
     return f"{number << (4 * digits - bits):0{digits}x}"
 
 
 def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
-    """The blocks of a whole chain from position `start` on, all in `tier`."""
+    """Changes that put the blocks of a whole chain, from position `start` on, in `tier`."""
     return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]
 
 
 def hex_text(blocks: Sequence[SequenceHash]) -> bytes:
-    """16 hex digits for each block, as scripts want them."""
+    """16 hex digits for each block, as scripts expect them."""
     return pack(f">{len(blocks)}Q", *blocks).hex().encode()
 
 
@@ -80,9 +80,9 @@ def shard_of(root: SequenceHash, shards: int) -> int:
 def open_shard(
     shard: Keyspace, incarnation: Incarnation, nonce: str, bucket_bits: int
 ) -> Call[bool]:
-    """Let an incarnation publish in a shard. False: its number is not free there; register again.
+    """Let an incarnation publish in a shard. False: its number is taken there; register again.
 
-    bucket_bits counts only where the shard is new.
+    bucket_bits: used only if the shard is new.
     """
     return call("open", shard, incarnation, nonce, bucket_bits, parse=bool)
 
@@ -98,16 +98,16 @@ def apply(
 ) -> Call[bool]:
     """Publish one batch. False: this incarnation is lost, or a batch is missing; resync.
 
-    seq: 1 for an incarnation's first batch, then one more each time; the same batch may be sent
-    again with the same seq.
-    essential: it adds no entries, and is published even if Redis is full.
+    seq: 1 for an incarnation's first batch, then one more each time; a batch may be resent with the
+    same seq.
+    essential: the batch adds no entries, and is published even if Redis is full.
     """
     groups = _groups(changes)
     return call("apply", shard, incarnation, nonce, seq, int(essential), *groups, parse=bool)
 
 
 Place = tuple[int, int]
-"""A bucket, and where in it: 0, or for the rest of a large one what the answer before said."""
+"""A bucket, and where in it: 0, or, for the rest of a large one, what the last answer gave."""
 FIRST_PLACE: Place = (0, 0)
 
 
@@ -115,8 +115,8 @@ FIRST_PLACE: Place = (0, 0)
 class Claims:
     """What the index shows of an incarnation in some buckets.
 
-    following: where to go on. entries: the number of each one's bucket, its tier, and its field,
-    which is a sequence hash unless somebody spoilt it.
+    following: where to continue. entries: for each, the number of its bucket, its tier, and its
+    field, which is a sequence hash unless somebody corrupted it.
     """
 
     bucket_bits: int
@@ -127,7 +127,7 @@ class Claims:
 def claims(
     shard: Keyspace, incarnation: Incarnation, first: Place, max_buckets: int
 ) -> Call[Claims | None]:
-    """Every entry of an incarnation in the buckets from `first` on; None: no shard there."""
+    """Every entry of an incarnation in the buckets from `first` on; None: the shard is empty."""
 
     def parse(reply: list[Any] | None) -> Claims | None:
         if reply is None:
@@ -150,19 +150,19 @@ def _hash_of(field: bytes) -> SequenceHash | None:
 
 
 def drop_buckets(shard: Keyspace, names: Iterable[str]) -> Call[int]:
-    """Remove those of the buckets found, `<family>:<bucket>`, that no reader will look for."""
+    """Remove those buckets, named `<family>:<bucket>` as found, that no reader will look for."""
     return call("drop_buckets", shard, *names, parse=int)
 
 
 def audit(
     shard: Keyspace, incarnation: Incarnation, nonce: str, seq: int, entries: Iterable[Change]
 ) -> Call[int]:
-    """How many of `entries` the index does not show, after batch `seq`; -1: lost altogether."""
+    """How many of `entries` the index does not show after batch `seq`; -1: the worker is lost."""
     return call("audit", shard, incarnation, nonce, seq, *_groups(entries), parse=int)
 
 
 def _groups(changes: Iterable[Change]) -> list[str]:
-    """One text for each stretch of changes in the same group."""
+    """One string for each stretch of changes in the same group."""
     return [
         f"{leader:016x}"
         + "".join([f"{_LETTER_OR_DASH[tier]}{block:016x}" for block, tier, _ in members])
@@ -173,9 +173,10 @@ def _groups(changes: Iterable[Change]) -> list[str]:
 def sweep(
     shard: Keyspace, lost: Iterable[Incarnation], *, max_buckets: int, scrub_ms: int
 ) -> Call[SweepStep]:
-    """One bounded step in removing the entries of incarnations that may not publish.
+    """One bounded step of removing the entries of incarnations that may not publish.
 
-    lost: they may not, from now on. A pass begins where one of those is new, and every scrub_ms.
+    lost: incarnations that may not publish from now on. A new one among them starts a pass; so does
+    every scrub_ms.
     """
 
     def parse(reply: list[Any]) -> SweepStep:
