@@ -21,8 +21,8 @@ MAX_ASKED = 4000
 class Registration:
     """An incarnation that is not routed to until `activate`.
 
-    predecessor_lives: another one of the same process is, so publish everything first.
-    shards: of the namespace's index.
+    predecessor_lives: another incarnation of the same process is, so publish everything first.
+    shards: how many the namespace's index has.
     """
 
     incarnation: Incarnation
@@ -72,10 +72,10 @@ def register(
 ) -> Call[Registration]:
     """Begin an incarnation, which replaces the worker's last one when it is activated.
 
-    nonce: tells this process from any other. shards counts only in a new namespace. held: the
-    incarnation that the process acted as until now; None: it is a new one.
-    The reply's parser raises NamespaceMismatch if the namespace has another block size, and, with
-    `held`, WorkerReplaced if another process has taken `info.key` over and lives.
+    nonce: distinguishes this process from any other. shards: used only if the namespace is new.
+    held: the incarnation that the process has acted as until now; None: the process is new.
+    The reply's parser raises NamespaceMismatch if the namespace has another block size and, with
+    `held`, WorkerReplaced if another process has taken over `info.key` and is live.
     """
 
     def parse(reply: list[Any]) -> Registration:
@@ -110,10 +110,10 @@ def activate(
     *,
     held: Incarnation | None = None,
 ) -> Call[bool]:
-    """Route to `inc` from now on, and to the worker's last incarnation no more.
+    """Route to `inc` from now on, and no longer to the worker's last incarnation.
 
-    held: as for `register`; requests in flight are then taken along. False: `inc` is lost, or
-    another process has taken `key` over; register again.
+    held: as for `register`; if given, requests in flight move along. False: `inc` is lost, or
+    another process has taken over `key`; register again.
     """
     return call("activate", keyspace, str(key), inc, nonce, held or "", parse=bool)
 
@@ -129,10 +129,10 @@ def renew(
     staged: bool = False,
     thorough: bool = True,
 ) -> Call[bool]:
-    """Extend a lease, or revive a lapsed one, and set right what Redis keeps of the worker.
+    """Extend a lease, or revive a lapsed one, and repair what Redis keeps about the worker.
 
-    shards: that it publishes in. thorough: count its load anew as well. False: it is
-    retired or replaced, or the index has other shards; register again.
+    shards: how many `inc` publishes in. thorough: recount its load as well. False: `inc` is retired
+    or replaced, or the index has another number of shards; register again.
     """
     return call(
         "lease_renew",
@@ -151,25 +151,26 @@ def renew(
 
 
 def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> Call[bool]:
-    """End an incarnation now. False: it was over already."""
+    """End an incarnation now. False: it had ended already."""
     return call("retire", keyspace, str(key), inc, nonce, parse=bool)
 
 
 def lapse(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
     """Retire incarnations whose lease lapsed `grace_ms` before Redis was last heard from.
 
-    heard_ms: by its own clock, as a Snapshot tells it. Returns how many were, a few at most.
+    heard_ms: when that was, by the Redis clock, as in a Snapshot. Returns how many were retired, a
+    few at most.
     """
     return call("lapse", keyspace, grace_ms, heard_ms, parse=int)
 
 
 def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:
-    """Remove the requests of those of `incarnations`, as found, that there are not."""
+    """Remove the requests of those of `incarnations`, named as found, that do not exist."""
     return call("drop_requests", keyspace, *incarnations, parse=int)
 
 
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
-    """Those of `incarnations`, MAX_ASKED at most, that are over."""
+    """Those of `incarnations`, at most MAX_ASKED, that have ended."""
     return call(
         "absent", keyspace, *incarnations, parse=lambda reply: [Incarnation(int(i)) for i in reply]
     )

@@ -20,7 +20,7 @@ _LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 8))
 class Load:
     """Reservations on one incarnation. A router adds its own decisions to its copy.
 
-    head_*: of the request that is prefilling now, the oldest one still without a first token.
+    head_*: of the request prefilling now, which is the oldest one without a first token.
     """
 
     prefill_tokens: int = 0
@@ -61,7 +61,7 @@ class Reservation:
     blocks: int
     """KV blocks in use while the request runs."""
     attempt: str = "-"
-    """Tells this reservation from others of the same request. Without spaces."""
+    """Distinguishes this reservation from others of the same request. Without spaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Wish:
     incarnation: Incarnation
     reservation: Reservation
     max_requests: int
-    """The worker is full at that many."""
+    """At this many the worker is full."""
     seen_total: int | None
-    """`Load.total` as it was seen; None: take the worker as it is now."""
+    """`Load.total` when it was read; None: take the worker as it is now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +83,26 @@ class Snapshot:
     now_ms: int
     loads: dict[Incarnation, Load]
     workers_ms: int | None = None
-    """When an incarnation was last registered or set right; None: not asked."""
+    """When an incarnation was last registered or repaired; None: not asked."""
     shards: int | None = None
-    """Of the namespace's index; None: not asked."""
+    """How many the namespace's index has; None: not asked."""
     somebody_waits: bool = False
-    """For a turn, at whichever replica; False: not asked, too."""
+    """Whether any request waits for a turn, at any replica; also False if not asked."""
     lapsed: frozenset[Incarnation] = frozenset()
-    """Incarnations that would be routable, had their leases not run out."""
+    """Incarnations that would be routable if their leases had not run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """reason: `lapsed`, `full` or `changed`. fresh: loads to decide again from, which all that were
-    reserved in the same call are in."""
+    """reason: `lapsed`, `full` or `changed`. fresh: loads to decide again from; they include
+    everything that the same call reserved."""
 
     reason: str
     fresh: Snapshot
 
 
 def loads(keyspace: Keyspace) -> Call[Snapshot]:
-    """The reply's parser raises NamespaceMissing where Redis has no such namespace."""
+    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace."""
 
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
@@ -115,7 +115,7 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
 def reserve(
     keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int
 ) -> Call[list[Refused | None]]:
-    """Promise capacity, one wish after another, unless its worker has changed; None: it is done."""
+    """Promise capacity to each wish in turn, unless its worker has changed; None: promised."""
 
     def parse(reply: list[Any]) -> list[Refused | None]:
         outcomes, *loads_now = reply
@@ -141,27 +141,27 @@ def reserve(
 
 
 def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
-    """The first token is out. False: there is no such reservation. Idempotent."""
+    """Record that the first token is out. False: there is no such reservation. Idempotent."""
     return call("prefill_complete", keyspace, request_id, parse=bool)
 
 
 def release(
     keyspace: Keyspace, request_id: str, attempt: str = "", expires_by_ms: int | None = None
 ) -> Call[bool]:
-    """The request is over. False: there is no such reservation (any more). Idempotent.
+    """End a request's reservation. False: there is no such reservation (any more). Idempotent.
 
-    attempt: only if the reservation is that one's; none: in any case. expires_by_ms: only if it
-    expires by then, by the Redis clock; None: whenever.
+    attempt: only if the reservation is that attempt's; "": any. expires_by_ms: only if it expires
+    by then, by the Redis clock; None: whenever it expires.
     """
     by_ms = -1 if expires_by_ms is None else expires_by_ms
     return call("release", keyspace, request_id, attempt, by_ms, parse=bool)
 
 
 def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int, grace_ms: int) -> Call[int]:
-    """Forget at most `limit` reservations whose time is up; how many were.
+    """Forget at most `limit` reservations whose time is up; returns how many.
 
-    ttl_ms: of a reservation; none is kept for longer. grace_ms: the same for what is left of one
-    that somebody removed by hand; workers see to theirs before.
+    ttl_ms: no reservation is kept for longer. grace_ms: the same for what is left of one that
+    somebody removed by hand; workers repair theirs sooner.
     """
     return call("expire", keyspace, limit, ttl_ms, grace_ms, parse=int)
 
@@ -173,7 +173,7 @@ def _snapshot(
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
     load_of = {}
     for inc in live:
-        # One that somebody spoilt is not routed to, until its worker has noticed.
+        # An incarnation whose load is corrupted is not routed to until its worker has noticed.
         numbers = _numbers(by_inc.pop(inc, b""))
         if numbers and inc.isdigit():
             load_of[Incarnation(int(inc))] = Load(*numbers)
@@ -183,6 +183,6 @@ def _snapshot(
 
 @lru_cache(maxsize=4096)
 def _numbers(load: bytes) -> tuple[int, ...] | None:
-    """Between two decisions the load of few workers changes."""
+    """Cached, because the loads of only a few workers change between two decisions."""
     found = _LOAD.fullmatch(load)
     return tuple(map(int, found.groups())) if found else None
