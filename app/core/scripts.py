@@ -1,6 +1,6 @@
-"""Loads lua/ and runs its scripts: one Call a script run, any number of Calls a round trip.
+"""Loads lua/ and runs its scripts: one Call per script run, any number of Calls per round trip.
 
-A script's header is its contract; the names behind `KEYS[n]` in it are what Keyspace spells.
+A script's header is its contract; Keyspace spells out the names after `KEYS[n]` in it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _keys(name: str, keyspace: Keyspace) -> tuple[str, ...]:
 class ScriptRunner:
     """Runs Calls on Redis, each batch within `timeout_s`.
 
-    on_replicas: scripts that replicas run where there are any; each must be one that only reads.
+    on_replicas: scripts that run on replicas where there are any; each must be read-only.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ScriptRunner:
     async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """The parsed replies, in the order of `calls`; one round trip, two after a Redis restart.
 
-        In a Cluster the calls to each node are one round trip, and the nodes work side by side.
-        Raises RedisUnavailable if Redis cannot be reached or does not answer in time: then some of
-        the calls may have taken effect.
+        In a Cluster the calls to each node are one round trip, and the nodes work in parallel.
+        Raises RedisUnavailable if Redis cannot be reached or does not answer in time; some of the
+        calls may then have taken effect.
         """
         replies = await self.run_each(calls)
         for reply in replies:
@@ -99,9 +99,9 @@ class ScriptRunner:
         return replies
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Like `run`, with a RedisUnavailable in the place of each call that has no answer.
+        """Like `run`, but with a RedisUnavailable in place of each missing answer.
 
-        Those of one node do not wait for another: each has the whole `timeout_s`.
+        Calls to one node do not wait for another node: each node has the whole `timeout_s`.
         """
         replies = await self._replies(calls)
         return [_parsed(c, reply) for c, reply in zip(calls, replies, strict=True)]
@@ -112,7 +112,7 @@ class ScriptRunner:
         return result
 
     async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """What Redis replied to each call, errors among them as values."""
+        """Redis's reply to each call, with errors as values."""
         started = asyncio.get_running_loop().time()
         if self.redis.stale:
             try:
@@ -148,7 +148,7 @@ class ScriptRunner:
             return [error] * len(calls)
 
     async def _ask(self, node: Node, calls: Sequence[Call[Any]], redirects: int) -> list[Any]:
-        """The replies of `node`, or of whoever it names instead."""
+        """The replies of `node`, or of the nodes that calls are redirected to."""
         try:
             replies = await self._evaluate(node, calls)
         except (RedisError, OSError) as error:
@@ -175,8 +175,8 @@ class ScriptRunner:
         replies = await self._send(node, calls)
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if missing:
-            # Runs of scripts are single and ordered, so what Redis did run stands; only the
-            # runs that it had no script for are sent again.
+            # Scripts run one by one and in order, so what Redis did run stands; only the runs that
+            # it had no script for are sent again.
             await self._load(node, {calls[i].script for i in missing})
             again = await self._send(node, [calls[i] for i in missing])
             for i, reply in zip(missing, again, strict=True):
@@ -202,12 +202,12 @@ def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:
 
 
 def _parsed(c: Call[Any], reply: Any) -> Any:
-    """What the reply means; of Redis's errors (LOADING, READONLY, a script that failed), which one
-    it was."""
+    """What the reply means; for an error of Redis (LOADING, READONLY, a script that failed), a
+    RedisUnavailable that says which."""
     if not isinstance(reply, Exception):
         return c.parse(reply)
     if not isinstance(reply, RedisUnavailable):
-        # Before Redis 7, a script's error has the refusal only in its text.
+        # Before Redis 7, a script's error names the refusal only in its text.
         is_full = isinstance(reply, OutOfMemoryError) or "-OOM command" in str(reply)
         return (RedisFull if is_full else RedisUnavailable)(f"{c.script.name}: {reply}")
     return reply

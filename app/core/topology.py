@@ -1,7 +1,7 @@
-"""Clients of one server, of a service watched by Sentinel, and of a Cluster, used alike.
+"""Clients of one server, of a service watched by Sentinel, and of a Cluster, all used alike.
 
-redis-py's RedisCluster is not used: its pipelines lose all answers when one node fails, and send
-commands again that may have run; a cancelled look-up of its slots cuts every connection in use.
+redis-py's RedisCluster is not used. Its pipelines lose all answers when one node fails, and resend
+commands that may have run. Cancelling its slot lookup cuts every connection in use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEYLESS = frozenset({"INFO", "PING", "TIME"})
 
 
 class Node(NamedTuple):
-    """Where to send a command. asking: it was sent there by an ASK. replica: only reads."""
+    """Where to send a command. asking: an ASK redirected it there. replica: for reads only."""
 
     client: Redis
     asking: bool = False
@@ -48,22 +48,22 @@ class Node(NamedTuple):
 
 
 class NotSent(RedisError):
-    """No connection was to be had, so that what was to be sent surely did not run."""
+    """No connection could be obtained, so the commands certainly did not run."""
 
 
 def did_not_run(reply: Any) -> bool:
-    """Whether this is an error that says that the command had no effect, and may elsewhere."""
-    # Before Redis 7, a script's error has READONLY, the refusal of a replica, only in its text.
+    """Whether this is an error saying that the command had no effect, but may elsewhere."""
+    # Before Redis 7, a script's error names READONLY, a replica's refusal, only in its text.
     return isinstance(reply, NotSent | AskError | ClusterDownError | ReadOnlyError) or (
         isinstance(reply, ResponseError) and "-READONLY" in str(reply)
     )
 
 
 async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
-    """The replies to one pipeline as they came, one a command, errors among them as values.
+    """The raw replies to one pipeline, one per command, with errors as values.
 
-    Raises RedisError or OSError if the connection fails after sending: then some of the commands
-    may have run.
+    Raises RedisError or OSError if the connection fails after sending; some of the commands may
+    then have run.
     """
     commands = list(commands)
     pool: Any = node.client.connection_pool
@@ -71,7 +71,7 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
         connection = await pool.get_connection()
     except (RedisError, OSError) as error:
         return [NotSent(f"{type(error).__name__}: {error}")] * len(commands)
-    # Not by redis-py's pipeline, which takes twice the CPU in all, nor packed by it, four times.
+    # redis-py's pipeline would take twice the CPU overall, and its packing four times.
     sent = [part for c in commands for part in (("ASKING",), c)] if node.asking else commands
     packed = b"".join([pack_command((*c[0].split(), *c[1:])) for c in sent])
     replies: list[Any] = []
@@ -83,7 +83,7 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
             except ResponseError as error:
                 replies.append(error)
     except BaseException:
-        # What is still to come would be taken for the replies to other commands.
+        # Replies still to come would be taken for those to other commands.
         await connection.disconnect(nowait=True)
         raise
     finally:
@@ -92,23 +92,23 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
 
 
 class Client(Redis):
-    """One server. The others differ in where a key lies, and in what an error teaches."""
+    """One server. Subclasses differ in where a key is, and in what they learn from an error."""
 
     stale = False
-    """Whether it must `refresh` before it is asked for nodes."""
+    """Whether `refresh` must be called before nodes are asked for."""
 
     async def refresh(self) -> None:
-        """Learn where keys lie. Raises RedisError, OSError."""
+        """Learn where keys are. Raises RedisError, OSError."""
 
     def doubt(self) -> None:
-        """Somebody did not answer: the next `refresh` is due."""
+        """Record that a node did not answer, so that a `refresh` is due."""
 
     def node_of(self, key: str, *, replica: bool = False) -> Node:
-        """Where `key` lies. replica: for reading only, and possibly behind its master."""
+        """Where `key` is. replica: for reads only, and possibly behind its master."""
         return Node(self)
 
     async def redirect(self, node: Node, errors: Mapping[str, Exception]) -> dict[str, Node]:
-        """Where to send again what `did_not_run` on `node`, by key; nowhere for keys left out.
+        """Where to resend what `did_not_run` on `node`, by key; keys left out go nowhere.
 
         errors: what `node` replied, by a key of the command.
         """
@@ -116,21 +116,21 @@ class Client(Redis):
             return dict.fromkeys(errors, Node(self))
         refused = [key for key, error in errors.items() if not isinstance(error, NotSent)]
         if refused:
-            # A master no more. A new connection may find its successor, by Sentinel or by name.
+            # No longer a master. A new connection may find its successor, by Sentinel or by name.
             await node.client.connection_pool.disconnect(inuse_connections=False)
         return dict.fromkeys(refused, node)
 
     async def masters(self) -> list[Redis]:
-        """A client of each server that takes writes. Raises RedisError, OSError."""
+        """A client for each server that takes writes. Raises RedisError, OSError."""
         return [self]
 
     async def follow(self) -> None:
-        """Learns what no error tells, until cancelled; returns where there is no such thing."""
+        """Learn what no error reveals, until cancelled; returns if there is nothing of the kind."""
 
 
 class Pool(BlockingConnectionPool):
-    """Waits for a free connection. One that is free now it hands out without a lock and a timer,
-    which took three times as long as all else that it does."""
+    """Waits for a free connection. If one is free already, it is handed out without a lock or a
+    timer, which took three times as long as everything else here."""
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         if not self.can_get_connection():
@@ -145,13 +145,13 @@ class Pool(BlockingConnectionPool):
 
 
 class SentinelPool(SentinelConnectionPool, Pool):
-    """A Pool; each new connection goes to whom the sentinels name."""
+    """A Pool whose new connections go to the server that the sentinels name."""
 
     def __init__(self, service: str, sentinels: Sentinels, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
 
     async def ensure_connection(self, connection: Any) -> None:
-        """Connects anew what was in use while the sentinels named another master."""
+        """Reconnect a connection that was in use while the sentinels named another master."""
         if self.is_master and (connection.host, connection.port) != self.master_address:
             await connection.disconnect()
         await super().ensure_connection(connection)
@@ -160,7 +160,7 @@ class SentinelPool(SentinelConnectionPool, Pool):
 class Sentinels(Sentinel):
     """Asks all sentinels, and believes the one that knows of the latest failover.
 
-    patience_s: how long those that are slow are waited for once there is an answer.
+    patience_s: how long slow sentinels are waited for once there is an answer.
     """
 
     def __init__(self, *args: Any, patience_s: float, **kwargs: Any) -> None:
@@ -168,7 +168,7 @@ class Sentinels(Sentinel):
         self._patience_s = patience_s
 
     async def discover_master(self, service_name: str) -> Address:
-        # They tell one another every 2 s only.
+        # Sentinels inform one another only every 2 s.
         asks = [partial(self._master, sentinel, service_name) for sentinel in self.sentinels]
         found = await answers(asks, self._patience_s)
         return max(found)[1]
@@ -178,7 +178,7 @@ class Sentinels(Sentinel):
         return await first_answer(asks, self._patience_s)
 
     async def _master(self, sentinel: Redis, service_name: str) -> tuple[int, Address]:
-        """The master, behind the number of the failover that made it one."""
+        """The number of the failover that made the master, and its address."""
         masters: Any = await sentinel.sentinel_masters()
         state = masters.get(service_name)
         if state is None or not self.check_master_state(state, service_name):
@@ -193,7 +193,7 @@ class Sentinels(Sentinel):
 
 
 class SentinelClient(Client):
-    """The master of a service that Sentinel watches, found anew for each new connection."""
+    """The master of a service watched by Sentinel, looked up again for each new connection."""
 
     def __init__(self, sentinels: Sentinels, service: str, **options: Any) -> None:
         super().__init__(connection_pool=SentinelPool(service, sentinels, **options))
@@ -206,10 +206,11 @@ class SentinelClient(Client):
         return Node(self._replicas, replica=True) if replica else Node(self)
 
     async def follow(self) -> None:
-        """Leaves a master as soon as the sentinels name another.
+        """Leave a master as soon as the sentinels name another.
 
-        It may still answer: handed over, or back after a pause, it takes itself for the master for
-        8 s more, until a sentinel makes it a replica and all that it took is lost.
+        The old one may still answer: after a handover, or back from a pause, it considers itself
+        the master for 8 s more, until a sentinel makes it a replica and all writes it took are
+        lost.
         """
         pool: Any = self.connection_pool
         while True:
@@ -225,12 +226,13 @@ class SentinelClient(Client):
 
 
 class ClusterClient(Client):
-    """All nodes of a Redis Cluster, each with connections of its own.
+    """All nodes of a Redis Cluster, each with its own connections.
 
-    Commands with one key go where it lies, if it is their first argument or the first stream of
-    an XREAD; INFO, PING and TIME to any node. Pipelines are sent by `exchange` to one node.
-    seeds: nodes to ask first which there are. options: of the connections to each.
-    patience_s: how long one node is waited for alone when asked for the slots.
+    A command with one key goes where the key is, provided that it is the first argument or the
+    first stream of an XREAD. INFO, PING and TIME go to any node. Pipelines are sent by `exchange`
+    to one node.
+    seeds: nodes to ask first for the list of nodes. options: of the connections to each.
+    patience_s: when asking for the slots, how long one node is waited for before another is.
     """
 
     def __init__(
@@ -241,12 +243,12 @@ class ClusterClient(Client):
         self._patience_s = patience_s
         self._clients: dict[tuple[Address, bool], Redis] = {}
         self._slots: dict[int, list[Address]] = {}
-        """The master of each slot, then its replicas."""
+        """For each slot, its master and then its replicas."""
         self.stale = True
         super().__init__(connection_pool=self._client(self._seeds[0]).connection_pool)
 
     async def refresh(self) -> None:
-        # Whoever comes meanwhile uses what is known, so that only one asks.
+        # Callers meanwhile use what is known, so that only one asks.
         self.stale = False
         try:
             known = {*self._seeds, *self._addresses()}
@@ -264,7 +266,7 @@ class ClusterClient(Client):
     def node_of(self, key: str, *, replica: bool = False) -> Node:
         holders = self._slots.get(key_slot(key.encode()))
         if not holders:
-            # Any node will say more.
+            # Any node will say where the key is.
             return Node(self._client(random.choice([*self._addresses()] or self._seeds)))
         if replica and len(holders) > 1:
             address = random.choice(holders[1:])
@@ -311,7 +313,7 @@ class ClusterClient(Client):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         self.stale = True
-        # Whoever still asks meanwhile may make more of them.
+        # Callers that are still active may create more clients meanwhile.
         while self._clients:
             _, client = self._clients.popitem()
             await client.aclose()
@@ -319,7 +321,7 @@ class ClusterClient(Client):
     def _redirected(self, node: Node, key: str, error: Exception) -> Node:
         if node.replica or not isinstance(error, AskError):
             return self.node_of(key)
-        # A node that knows no name of the other one means its own.
+        # A node that has no host name for the other one means its own host.
         host = error.host or node.client.connection_pool.connection_kwargs["host"]
         address = (host, error.port)
         if not isinstance(error, MovedError):
@@ -356,14 +358,14 @@ class ClusterClient(Client):
 
 
 async def _connect_read_only(connection: AbstractConnection) -> None:
-    """What a replica in a Cluster is told before it answers instead of naming its master."""
+    """Connect to a Cluster replica so that it answers reads instead of naming its master."""
     await connection.on_connect()
     await connection.send_command("READONLY")
     await connection.read_response()
 
 
 def _key_of(args: Sequence[Any]) -> str:
-    """The key of a command; any for one without."""
+    """The key of a command; "" for one without."""
     if args[0] in KEYLESS:
         return ""
     position = args.index(b"STREAMS") + 1 if args[0] == "XREAD" else 1
@@ -372,10 +374,10 @@ def _key_of(args: Sequence[Any]) -> str:
 
 
 async def first_answer(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float) -> T:
-    """What the first of `asks` returns; each begins when the one before failed or took long.
+    """The result of the first of `asks` to succeed; each starts when the last failed or is slow.
 
-    patience_s: how long one is waited for before the next begins too. Raises what the last one
-    raised if all fail.
+    patience_s: how long one is waited for before the next starts as well. If all fail, raises what
+    the last one raised.
     """
     waiting = list(reversed(asks))
     pending: set[asyncio.Future[T]] = set()
@@ -401,9 +403,9 @@ async def first_answer(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: f
 
 
 async def answers(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float) -> list[T]:
-    """What those of `asks` return that do so within `patience_s`, or else the first one to do so.
+    """The results of all `asks` that succeed within `patience_s`, or else of the first to succeed.
 
-    All begin at once. Raises what the last one raised if all fail.
+    All start at once. If all fail, raises what the last one raised.
     """
     tasks = [asyncio.ensure_future(ask()) for ask in asks]
     found: list[T] = []
