@@ -1,4 +1,4 @@
-"""What Redis knows of the prompts of a batch and of the workers, asked at once."""
+"""What Redis knows about a batch's prompts and about the workers, asked for together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from app.telemetry import Telemetry
 
 
 class LookUp:
-    """Finds what a decision is made from, in two round trips at most."""
+    """Finds what a decision is made from, in at most two round trips."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class LookUp:
         self._boundaries = matching.Boundaries()
 
     async def workers(self) -> View:
-        """As they are now. Raises RedisUnavailable, NamespaceMissing."""
+        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
         with self._telemetry.seconds_of("look_up").time():
             snapshot = await self._runner.one(self._loads)
         return await self._fleet.view(snapshot)
 
     async def batch(self, batch: list[Pending]) -> View:
-        """The workers; sets `overlaps` and `session_at` of each.
+        """The workers as they are now; sets `overlaps` and `session_at` of each request.
 
         Raises RedisUnavailable, NamespaceMissing.
         """
@@ -69,7 +69,7 @@ class LookUp:
             if isinstance(snapshot, RedisUnavailable):
                 raise snapshot
             view = await self._fleet.view(snapshot)
-            # Otherwise the namespace was made anew, and the blocks lie elsewhere.
+            # Otherwise the namespace was recreated, and the blocks are elsewhere.
             if snapshot.shards == shards:
                 break
         self._telemetry.blind.inc(overlaps.count(None))
@@ -84,7 +84,7 @@ class LookUp:
 
 
 def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Overlaps:
-    """`overlaps`, longer on the device where more blocks are foreseen than are published."""
+    """`overlaps`, longer on the device where more blocks are foreseen than published."""
     merged = dict(overlaps)
     for inc, blocks in foreseen.items():
         known = overlaps.get(inc, NO_OVERLAP)

@@ -1,4 +1,4 @@
-"""One try at a decision: the worker, and what to reserve there. Nothing here does I/O."""
+"""One try at a decision: the worker, and what to reserve on it. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from app.policy.select import Choice, choose
 from app.recording import Record, Seen, sampled
 
 MAX_PREFILL_S = 86_400.0
-"""More is no measurement, and many of them would not fit into Redis's whole numbers."""
+"""Anything longer is no measurement, and a sum of many would not fit into Redis's integers."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Plan:
     affinity: Affinity | None
 
     def record(self, details: Pace) -> Record:
-        """What is kept of the decision; of some, at that pace, all that it was made from."""
+        """The record kept of the decision; some, at that pace, with all that it was made from."""
         decision, request = self.decision, self.pending.request
         seen: Seen | None = None
         if request.explain or details.lets_through():
@@ -68,7 +68,7 @@ class Plan:
 
 
 class Planner:
-    """Applies the policies. Keeps the random numbers and the turns of round_robin."""
+    """Applies the policies. Keeps the random number generator and the turn of round_robin."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._temperature = settings.temperature
@@ -78,7 +78,7 @@ class Planner:
         self._turn = 0
 
     def plan(self, pending: Pending, view: View, *, degraded: bool = False) -> Plan:
-        """Where `pending` goes. degraded: by the load alone, however full the workers look.
+        """Where `pending` goes. degraded: decided by load alone, however full the workers look.
 
         Raises NoWorkers, PromptTooLarge, AllWorkersBusy.
         """
@@ -89,7 +89,7 @@ class Planner:
         size = RequestSize(request.isl_tokens, view.infos[0].block_size)
         candidates = view.candidates(pending.overlaps)
         if degraded:
-            # Nobody tells of requests that end meanwhile: all would look full before long.
+            # No one reports requests that end meanwhile: all workers would soon look full.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
         affinity = self._affinity(pending, view)
         eligible = _eligible(view, request)
@@ -142,7 +142,7 @@ class Planner:
         )
 
     def _affinity(self, pending: Pending, view: View) -> Affinity | None:
-        """For its session, if that went to a worker that still lives."""
+        """The affinity of its session, if that last went to a worker that is still live."""
         if pending.session_at is None:
             return None
         position = view.position(pending.session_at)
@@ -162,7 +162,7 @@ def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
 def _reservation(
     decision: Decision, size: RequestSize, choice: Choice, candidates: Candidates
 ) -> Reservation:
-    """What the decision takes of its worker."""
+    """What the decision reserves on its worker."""
     prefill_s = choice.costs.terms.get("prefill_s")
     if prefill_s is None:
         prefill_s = predicted_prefill_s(candidates, size)

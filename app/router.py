@@ -37,19 +37,19 @@ log = logging.getLogger(__name__)
 MAX_BATCH = 64
 MAX_QUEUED = 1024
 MAX_TRIES = 32
-"""The last one takes the worker as it is. A try is lost only to another replica that reserves, so
-about so many can race before one reserves on loads known to be out of date. Of a burst of 32 the
-owner gets 16 through one replica; through 16 that look at the same moment it gets those with 32
-tries, with 16 tries 18 in one burst of four, with 4 tries 6."""
+"""The last try takes the worker as it is. A try is lost only to another replica that reserves, so
+about this many can race before one reserves on loads known to be out of date. Of a burst of 32, the
+owner gets 16 through one replica. Through 16 replicas that look at the same moment, it gets 16 with
+32 tries; with 16 tries, 18 in one burst of four; with 4 tries, 6."""
 COMPLAINTS_PER_S = 1
-"""That Redis is away. Metrics count each decision without it."""
+"""Log messages that Redis is unreachable. Metrics count every decision made without it."""
 
 
 class Router:
-    """Decides the requests that wait together, one after another, while `run` runs.
+    """Decides the requests that are pending together, one after another, while `run` runs.
 
-    They share their round trips to Redis, and each sees what the ones before it reserve: so the
-    reservation that Redis refuses as `changed` was always overtaken by another replica.
+    They share their round trips to Redis, and each sees what those before it reserve. So if Redis
+    refuses a reservation as `changed`, it was always another replica that overtook it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Router:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             if self._waiting is not None:
                 tasks.create_task(self._waiting.run())
@@ -96,7 +96,7 @@ class Router:
         """Choose a worker and reserve it.
 
         Raises NoWorkers, PromptTooLarge, AllWorkersBusy, CallerGone, and RouterOverloaded if
-        MAX_QUEUED requests are to be decided.
+        MAX_QUEUED requests are already waiting for a decision.
         """
         started = time.perf_counter()
         outcome = "failed"
@@ -118,7 +118,7 @@ class Router:
         return decision
 
     async def stop(self) -> None:
-        """Lets nobody wait any longer: the replica is about to end."""
+        """Let no request wait any longer: the replica is about to stop."""
         if self._waiting is not None:
             self._waiting.stop()
 
@@ -134,20 +134,20 @@ class Router:
         return known
 
     def abandon(self, decision: Decision) -> None:
-        """Release what was reserved for a caller that is gone, soon."""
+        """Release, soon, what was reserved for a caller that is gone."""
         self._maintenance.release_soon(decision.request_id, decision.attempt)
 
     async def release(self, request_id: str) -> bool:
         """False if there is no such reservation (any more).
 
-        Raises RedisUnavailable; it is then made up for once Redis is back, if this router lives.
+        Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
         """
         now_ms = self.fleet.redis_now_ms
         try:
             known = await self._runner.one(reservations.release(self._keyspace, request_id))
         except RedisUnavailable:
             if now_ms is not None:
-                # Not of what the same id may have been promised by then.
+                # But not what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
             raise
         self.telemetry.reservations_of("released" if known else "unknown").inc()
@@ -163,7 +163,7 @@ class Router:
         return f"{self._nonce}-{self._attempts}"
 
     def _submit(self, pending: Pending) -> bool:
-        """Have it decided; False: too many are to be."""
+        """Queue a request for its decision; False: the queue is full."""
         try:
             self._queue.put_nowait(pending)
         except asyncio.QueueFull:
@@ -175,7 +175,7 @@ class Router:
             batch = [await self._queue.get()]
             while len(batch) < MAX_BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
-            # Who asked may have gone: then nothing must be reserved for them.
+            # A caller may have gone: nothing must be reserved for it then.
             batch = [pending for pending in batch if not pending.answer.done()]
             try:
                 await self._decide(batch)
@@ -190,7 +190,7 @@ class Router:
             view = await self._look_up.batch(batch)
         except (RedisUnavailable, NamespaceMissing) as error:
             self.fleet.note(error)
-            # Who came meanwhile shall not wait for a deadline each.
+            # Requests that came meanwhile must not each wait for a deadline.
             while not self._queue.empty():
                 batch.append(self._queue.get_nowait())
             self._decide_degraded(batch, error)
@@ -211,7 +211,7 @@ class Router:
             except RedisUnavailable as error:
                 self.fleet.note(error)
                 undecided = [p for p in waiting if not p.answer.done()]
-                # Redis may still run what it has been sent.
+                # Redis may still run what it was sent.
                 for p in undecided:
                     self._maintenance.release_soon(p.request.request_id, p.attempt)
                 self._decide_degraded(undecided, error)
@@ -231,9 +231,10 @@ class Router:
     def _plan_all(
         self, waiting: list[Pending], view: View
     ) -> tuple[list[Plan], list[tuple[Pending, AllWorkersBusy]]]:
-        """Decide one after another; answer those who get no worker or want no reservation.
+        """Decide one after another; answer those that get no worker or want no reservation.
 
-        But not those for whom all are busy and who may hold a reservation themselves.
+        Those for which all workers are busy, and which may hold a reservation themselves, are
+        returned instead.
         """
         plans, refused = [], []
         for pending in waiting:
@@ -259,17 +260,21 @@ class Router:
     async def _release_their_own(
         self, refused: list[tuple[Pending, AllWorkersBusy]], view: View
     ) -> None:
-        """Who routes an id again gives up what it holds, and may be refused because of just that:
-        then it is decided anew."""
+        """Release what refused requests hold, and decide again those that held something.
+
+        A request id that is routed again gives up its reservation, which may be the very reason why
+        it was refused.
+        """
         held = await self._release_all([pending for pending, _ in refused])
         for (pending, error), its_own in zip(refused, held, strict=True):
             if not (its_own and self._submit(pending)):
                 self._turn_away(pending, view, error)
 
     async def _those_who_need_not_wait(self, batch: list[Pending], view: View) -> list[Pending]:
-        """All but those who came while others wait, at whichever replica: they wait as well.
+        """The requests to decide now: those that came while others wait, at any replica, wait too.
 
-        Without what they hold, if they are routed again: the others may wait for just that.
+        If they are being routed again, they first give up what they hold: the others may be waiting
+        for just that.
         """
         if self._waiting is None or not (view.somebody_waits or self._waiting.somebody):
             return batch
@@ -283,7 +288,7 @@ class Router:
         return going
 
     async def _release_all(self, some: list[Pending]) -> list[bool]:
-        """What they hold, from having been routed before; whether each held anything."""
+        """Release what requests hold from being routed before; whether each held anything."""
         if not some:
             return []
         try:
@@ -294,7 +299,7 @@ class Router:
             return [False] * len(some)
 
     def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
-        """Nobody can take it now: let it wait, if that is of use, else fail."""
+        """No worker can take it now: let it wait, if that is of use, else fail it."""
         if (
             self._waiting is None
             or not pending.request.reserve
@@ -314,7 +319,7 @@ class Router:
         pending.waiter = self._waiting.enter(
             request.tenant,
             request.priority,
-            # What is cached somewhere costs the fleet little; a block at least is to be computed.
+            # What is cached somewhere costs the fleet little; at least one block must be computed.
             tokens=max(request.isl_tokens - longest * block_size, block_size),
             picky=bool(request.exclude) or not view.all_hold(-(-request.isl_tokens // block_size)),
             now_ms=view.now_ms,
@@ -342,7 +347,7 @@ class Router:
     def _settle(
         self, plans: list[Plan], replies: list[Refused | None]
     ) -> tuple[list[Pending], Snapshot | None]:
-        """Answer what was reserved; who is left, and the fresh loads if anybody was refused."""
+        """Answer what was reserved; returns the rest, and fresh loads if any was refused."""
         left: list[Pending] = []
         fresh: Snapshot | None = None
         for plan, refused in zip(plans, replies, strict=True):
@@ -355,17 +360,17 @@ class Router:
         return left, fresh
 
     def _take(self, plan: Plan) -> None:
-        """Answer with what is reserved."""
+        """Answer with the worker that is reserved."""
         self.telemetry.reservations_of("made").inc()
         self._routed.add(plan.pending.request, plan.incarnation, self.fleet.shards or 1)
         self._note_decision(plan)
         if plan.pending.answer.done():
-            # Who waited has hung up meanwhile.
+            # The caller has hung up meanwhile.
             self.abandon(plan.decision)
         _answer(plan.pending, plan.decision)
 
     def _decide_degraded(self, batch: list[Pending], reason: Exception) -> None:
-        """Spread by the loads last seen, counting on what is decided meanwhile."""
+        """Spread requests by the loads last seen, plus what has been decided since."""
         if self._complaints.lets_through():
             log.warning("deciding without Redis: %s", reason)
         view = self.fleet.last_view
