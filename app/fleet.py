@@ -1,6 +1,6 @@
-"""What a router knows of the workers, and the view of them that decisions are made from.
+"""What a router knows about the workers, and the view of them that decisions are made from.
 
-Nothing here outlives a Redis answer but what is fixed for an incarnation (its WorkerInfo), what
+Nothing here outlives a Redis answer except what is fixed for an incarnation (its WorkerInfo), what
 follows the metrics stream, and the last view, which routing falls back on without Redis.
 """
 
@@ -39,15 +39,16 @@ log = logging.getLogger(__name__)
 
 STALE_AFTER_MS = 10 * round(METRICS_INTERVAL_S * 1000)
 MAX_AHEAD_S = 60.0
-"""Of the Redis clock, an entry of the metrics stream."""
+"""How far an entry of the metrics stream may be ahead of the Redis clock."""
 RECOVERY_S = 5.0
-"""After Redis was away. Agents renew a third of a lease after it is back, a second as a rule."""
+"""How long recovery may take after Redis was unreachable. Agents renew a third of a lease after it
+is back, usually 1 s."""
 NO_OVERLAP = TierOverlap()
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a worker last published, and when by the Redis clock."""
+    """What a worker last published, and when, by the Redis clock."""
 
     metrics: ForwardPassMetrics
     speed: Speed
@@ -59,7 +60,7 @@ class Measured:
 
 
 class Known:
-    """What is known of some incarnations beside their load; the same for many views."""
+    """What is known about some incarnations apart from their load; many views share it."""
 
     def __init__(self, known: list[tuple[Incarnation, WorkerInfo, Measured]]) -> None:
         self.incarnations = [inc for inc, _, _ in known]
@@ -86,19 +87,20 @@ class View:
             (0.0, 0.0, 0.0, *self._load_fields(load, info))
             for info, load in zip(self.infos, self.loads, strict=True)
         ]
-        # Overlaps and load differ between decisions, the rest does not.
+        # Overlaps and load differ between decisions; the rest does not.
         self._changing, self._fixed = _rows(columns, 9), known.rows
         self._position = known.position
 
     @property
     def shortest_queue_s(self) -> float:
-        """Predicted prefill still to do where there is least of it; 0 without workers."""
+        """Predicted prefill still to do on the worker with the least; 0 without workers."""
         return min((load.queue_s(self.now_ms) for load in self.loads), default=0.0)
 
     def openings(self, max_queue_s: float) -> int:
-        """How many requests the workers take at once, if none does whose queue is longer.
+        """How many requests workers with a queue of at most `max_queue_s` take at once.
 
-        Where that is a limit a request may be the last that its worker takes: it counts as one.
+        If that is finite, any request may be the last that its worker takes, so each worker counts
+        as one opening.
         """
         free = [
             info.max_requests - load.requests
@@ -108,7 +110,7 @@ class View:
         return sum(free) if math.isinf(max_queue_s) else len(free)
 
     def all_hold(self, num_blocks: int) -> bool:
-        """Whether no worker tells of fewer KV blocks than these."""
+        """Whether no worker reports fewer KV blocks than this in total."""
         totals = [
             measured.metrics.kv_total_blocks or info.kv_total_blocks
             for info, measured in zip(self.infos, self.measured, strict=True)
@@ -127,7 +129,7 @@ class View:
         return Candidates(device, host, disk, *load, *self._fixed)
 
     def position(self, inc: Incarnation) -> int | None:
-        """Place of an incarnation; None: it is not routed to."""
+        """The index of an incarnation in this view; None: it is not routed to."""
         return self._position.get(inc)
 
     def add(self, position: int, reservation: Reservation) -> None:
@@ -186,17 +188,17 @@ class Fleet:
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._measured: dict[Incarnation, Measured] = {}
         self._newest_ms: int | None = None
-        """Of the metrics stream, the last entry that was read."""
+        """The time of the last entry read from the metrics stream."""
         self._known: Known | None = None
-        """Of the last view, until anything else is learnt."""
+        """That of the last view, until anything new is learnt."""
         self._workers_ms: int | None = None
-        """How old is what is known of the incarnations: see Snapshot."""
+        """`Snapshot.workers_ms` as of what is known about the incarnations."""
         self.shards: int | None = None
-        """Of the namespace's index; None: not seen yet."""
+        """How many the namespace's index has; None: not seen yet."""
         self._redis_ahead_ms: float | None = None
-        """The Redis clock less our monotonic one."""
+        """The Redis clock minus our monotonic one."""
         self._missed: frozenset[Incarnation] = frozenset()
-        """Who was live when Redis went away."""
+        """The incarnations that were live when Redis became unreachable."""
         self._recovers_until = 0.0
 
     @property
@@ -207,12 +209,12 @@ class Fleet:
 
     @property
     def recovers(self) -> bool:
-        """Has Redis been away so lately that a lease may have run out though its owner lives?"""
+        """Whether Redis was unreachable so recently that a live worker's lease may have run out."""
         return time.monotonic() < self._recovers_until
 
     @property
     def redis_now_ms(self) -> int | None:
-        """The Redis clock, by what it was when Redis last answered; None before."""
+        """The Redis clock, by what it was when Redis last answered; None before it ever did."""
         ahead_ms = self._redis_ahead_ms
         return None if ahead_ms is None else round(time.monotonic() * 1000 + ahead_ms)
 
@@ -225,7 +227,7 @@ class Fleet:
         return max(0.0, (now_ms - self._newest_ms) / 1000)
 
     def note(self, error: KvrouteError) -> None:
-        """A question to Redis failed with this."""
+        """Record that a query to Redis failed with `error`."""
         if not isinstance(error, RedisUnavailable) or isinstance(error, RedisRecovering):
             return
         self._recovers_until = time.monotonic() + RECOVERY_S
@@ -233,7 +235,7 @@ class Fleet:
             self._missed = frozenset(self.last_view.incarnations)
 
     async def view(self, snapshot: Snapshot) -> View:
-        """`snapshot` with what is known of its incarnations. Asks Redis only about new ones.
+        """`snapshot` with what is known about its incarnations. Asks Redis only about new ones.
 
         Raises RedisUnavailable, and RedisRecovering while the last view is the better one.
         """
@@ -273,13 +275,13 @@ class Fleet:
                 log.warning("ignoring the worker of incarnation %d: %r", inc, error)
                 continue
             if self._infos.get(inc, info) != info:
-                # The number is another worker's now, as Redis lost what it was told.
+                # The number is another worker's now, because Redis lost data.
                 self._measured.pop(inc, None)
             self._infos[inc] = info
             self._known = None
 
     def forget_except(self, live: Iterable[Incarnation]) -> None:
-        """Drop what is known of incarnations that are gone."""
+        """Drop what is known about incarnations that are not among `live`."""
         keep = set(live)
         self._infos = {inc: info for inc, info in self._infos.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
@@ -307,13 +309,13 @@ class Fleet:
             try:
                 position = await self._poll(position)
             except RedisUnavailable as error:
-                # A restarted server may count its ids from an earlier clock: begin again.
+                # A restarted server may count its ids from an earlier clock: start over.
                 position = None
                 log.debug("metrics not read: %s", error)
             await asyncio.sleep(METRICS_INTERVAL_S)
 
     async def _poll(self, position: bytes | None) -> bytes | None:
-        """Take the entries after `position`, or the last ones there are; the new position."""
+        """Take the entries after `position`, or the last ones there are; returns the new one."""
         key = self._keyspace["metrics"]
         reply: Any
         async with deadline(self._timeout_s):
@@ -333,7 +335,7 @@ class Fleet:
         self._newest_ms = _id_ms(position)
         now_ms = self.redis_now_ms
         if now_ms is not None and self._newest_ms - now_ms > MAX_AHEAD_S * 1000:
-            # Somebody's entry: what follows it may be measured from now, and so come before it.
+            # Somebody wrote it by hand: later entries may be dated from now, and so come before it.
             return None
         return position
 
