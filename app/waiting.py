@@ -1,7 +1,7 @@
 """Requests that wait at a router while no worker can take them.
 
-Who waits stands in one line in Redis, which all replicas share: whose turn it is does not depend on
-where a request came in. A replica keeps its own waiters, and asks while it has any.
+They stand in one line in Redis, which all replicas share: whose turn it is does not depend on where
+a request came in. A replica keeps its own waiters, and polls Redis while it has any.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from app.telemetry import Telemetry
 log = logging.getLogger(__name__)
 
 SHARES = dict(zip(PRIORITIES, (16.0, 1.0, 1 / 16), strict=True))
-"""What a tenant's weight is multiplied by, by priority. None is strict, so nothing starves."""
+"""Factor on a tenant's weight, by priority. No priority is strict, so nothing starves."""
 POLL_S = 0.02
 RENEW_S = 0.25
 TICKET_TTL_MS = 1000
-"""After so long without a word from a replica its tickets are void."""
+"""After this long without a call from a replica, its tickets are void."""
 MAX_TURNS = 16
-"""At once; those who were not among them are a round trip later."""
+"""Given at once; the others follow a round trip later."""
 OTHERS = "other"
-"""What metrics call tenants whose weight nobody set: callers choose names, and labels are kept."""
+"""Metrics' name for tenants with no weight set: callers choose names, and labels are kept."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits.
+    """A waiting request.
 
-    weight: of its flow. tenant, priority: as metrics call them. decide: asks for the request's
-    decision once more; False: that is not possible now. since_s: of time.perf_counter.
+    weight: of its flow. tenant, priority: as labelled in metrics. decide: asks for the request's
+    decision once more; False: that is not possible now. since_s: by time.perf_counter.
     """
 
     ticket: Ticket
@@ -54,9 +54,9 @@ class Waiter:
     decide: Callable[[], bool]
     since_s: float
     announced: bool = False
-    """In the line that all replicas share."""
+    """Whether it is in the line that all replicas share."""
     deciding: bool = False
-    """It is its turn, and a worker is being looked for."""
+    """Whether its turn has come and a worker is being looked for."""
     outcome: str = ""
     """What it counts as in the metrics; "" while it waits."""
 
@@ -64,8 +64,8 @@ class Waiter:
 class Room:
     """The waiters of one replica, never more than `capacity`.
 
-    When it is full, the flow that has most of them for its weight loses its latest; so one that
-    floods a replica takes no place from others.
+    When it is full, the flow with the most waiters for its weight loses its latest one, so a flow
+    that floods a replica takes no places from others.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -82,11 +82,11 @@ class Room:
             yield from list(waiters.values())
 
     def get(self, flow: str, name: str) -> Waiter | None:
-        """By its ticket."""
+        """The waiter with this ticket, if it is here."""
         return self._flows.get(flow, {}).get(name)
 
     def enter(self, waiter: Waiter) -> Waiter | None:
-        """Takes it in. Returns who had to go for it, which may be itself."""
+        """Add a waiter. Returns the one that had to make room for it, which may be itself."""
         own = self._flows.setdefault(waiter.ticket.flow, {})
         own[waiter.ticket.name] = waiter
         self._size += 1
@@ -98,7 +98,7 @@ class Room:
         return gone
 
     def remove(self, waiter: Waiter) -> None:
-        """Harmless for one that is not there."""
+        """Remove a waiter; harmless if it is not here."""
         flow, name = waiter.ticket.flow, waiter.ticket.name
         if self._flows.get(flow, {}).pop(name, None) is None:
             return
@@ -112,9 +112,9 @@ def _crowding(waiters: dict[str, Waiter]) -> float:
 
 
 class Waiting:
-    """Lets requests wait, while `run` runs, and has them decided when it is their turn.
+    """Lets requests wait, while `run` runs, and has them decided when their turn comes.
 
-    hung_up, where a caller gives it, returns once the caller is gone.
+    hung_up, if given, returns once the caller is gone.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Waiting:
         self._number = 0
         self._loads = reservations.loads(keyspace)
         self._left: list[tuple[str, str, bool]] = []
-        """Tickets that the line is still to be told of: see `turns.leave`."""
+        """Tickets still to be taken out of the line: see `turns.leave`."""
         self._wake = asyncio.Event()
         self._renew_at_s = 0.0
         self._retry_after_s = 0.0
@@ -146,7 +146,7 @@ class Waiting:
 
     @property
     def somebody(self) -> bool:
-        """Does anybody wait at this replica?"""
+        """Whether any request waits at this replica."""
         return len(self._room) > 0
 
     def enter(
@@ -161,9 +161,9 @@ class Waiting:
         decide: Callable[[], bool],
         hung_up: Callable[[], Awaitable[object]] | None,
     ) -> Waiter:
-        """Lets a request wait. It ends when `answer` is done, by whomever.
+        """Let a request wait until `answer` is done, whoever sets it.
 
-        tokens: what its turn is worth. picky: not every worker could take it. now_ms: of the Redis
+        tokens: what its turn is worth. picky: not every worker could take it. now_ms: by the Redis
         clock.
         """
         weight = self._weights.get(tenant, 1.0) * SHARES[priority]
@@ -202,12 +202,12 @@ class Waiting:
         return waiter
 
     def look_again(self) -> None:
-        """Something ended, and a worker may take requests now; without this it is seen later."""
+        """Check at once whether a worker has room, as something ended; else it is seen later."""
         if self.somebody:
             self._wake.set()
 
     def stop(self) -> None:
-        """Turns everybody away, from now on."""
+        """Turn away all waiters, from now on."""
         self._stopped = True
         for waiter in self._room:
             self._turn_away_as_stopped(waiter)
@@ -216,7 +216,7 @@ class Waiting:
         self._end(waiter, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 await self._wake.wait()
@@ -233,7 +233,7 @@ class Waiting:
                 self._wake.clear()
 
     async def _step(self) -> None:
-        """Bring the line up to date, and have decided whose turn it is."""
+        """Bring the line up to date, and have those requests decided whose turn it is."""
         self._refuse_late()
         now_s = time.perf_counter()
         renews = now_s >= self._renew_at_s
@@ -262,18 +262,18 @@ class Waiting:
         ):
             waiter = self._room.get(flow, name)
             if waiter is None:
-                # It left meanwhile, which the line is told next, or somebody put it there.
+                # It left meanwhile, or somebody put it there: the line is told in the next step.
                 self._left.append((flow, name, False))
             elif not waiter.deciding:
                 waiter.deciding = waiter.decide()
 
     def _without_redis(self) -> None:
-        """Have everybody decided as all others are then; who still has to wait stays in line."""
+        """Have all waiters decided as others are then; those that must still wait stay in line."""
         for waiter in self._room:
             if not waiter.deciding:
                 waiter.deciding = waiter.decide()
         if not self._room:
-            # Nobody renews them: they become void by themselves.
+            # Nobody renews these tickets, so they become void by themselves.
             self._left.clear()
 
     def _refuse_late(self) -> None:
@@ -299,7 +299,7 @@ class Waiting:
         outcome = waiter.outcome or ended
         self._room.remove(waiter)
         self._left.append((waiter.ticket.flow, waiter.ticket.name, had_turn))
-        # Whoever is next may be waiting for this.
+        # The next in line may be waiting for this.
         self._wake.set()
         self._telemetry.waiting.set(len(self._room))
         self._telemetry.waits.labels(waiter.tenant, waiter.priority, outcome).inc()
