@@ -1,6 +1,6 @@
-"""Session affinity: a worker that a session went to before is a little cheaper to it.
+"""Session affinity: a worker that a session went to before is a little cheaper for it.
 
-What workers publish of their caches is exact, so most of what a session has somewhere is priced
+What workers publish about their caches is exact, so most of what a session has cached is priced
 already. The rest is what routers cannot see: blocks still being computed, tiers that an engine does
 not report, caches of other kinds.
 """
@@ -17,10 +17,10 @@ from app.policy.cost import Candidates, CostFunction, Costs, RequestSize, predic
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """position: the worker that a session last went to, by its place in the candidates.
+    """position: the worker that a session last went to, by its index in the candidates.
 
-    fraction: 0-1; so much of what the worker lacks of the prompt is taken to be there all the same.
-    max_queue_s: with a longer queue of prefills it is no cheaper than it was.
+    fraction: 0-1; the share of what the worker lacks of the prompt that is assumed to be there all
+    the same. max_queue_s: with a longer queue of prefills, the worker gets no discount.
     """
 
     position: int
@@ -29,11 +29,11 @@ class Affinity:
 
 
 def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
-    """`cost` with a term `affinity`, which is never above 0: what the policy itself would save.
+    """`cost` with a term `affinity`, never above 0: what the credit saves by the policy's account.
 
-    So it is in the policy's own terms, nothing where a policy does not look at the cache, and never
-    more than `fraction` of the prefill. A worker whose queue is longer than the shortest by as much
-    time as the prefill would save gets nothing, whatever the policy makes of queues.
+    The discount is thus in the policy's own terms, zero where a policy ignores the cache, and never
+    more than `fraction` of the prefill. A worker gets none if its queue is longer than the shortest
+    by more time than the prefill would save, however the policy treats queues.
     """
 
     def discounted_cost(candidates: Candidates, size: RequestSize) -> Costs:
@@ -49,7 +49,7 @@ def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
 
 
 def _credited(candidates: Candidates, size: RequestSize, affinity: Affinity) -> Candidates:
-    """As if the worker held more of the prompt."""
+    """The candidates as if the worker held more of the prompt."""
     at = affinity.position
     held = sum(
         overlap[at]

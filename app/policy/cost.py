@@ -21,7 +21,7 @@ BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
 REUSE_WITHIN_S = 300.0
-"""What was not used for so long is taken to be asked for again one time in two."""
+"""A block unused for this long is assumed to be asked for again one time in two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +33,31 @@ class RequestSize:
 
     @property
     def isl_blocks(self) -> int:
-        """Blocks that the prompt occupies; a last, partly filled one counts whole."""
+        """Blocks that the prompt occupies; a partly filled last one counts whole."""
         return -(-self.isl_tokens // self.block_size)
 
 
 @dataclass(slots=True, eq=False)
 class Candidates:
-    """What one decision sees of each live worker; every field is (workers,), at least one of them.
+    """What one decision sees of each live worker; every field is (workers,), workers >= 1.
 
-    The rows of a (fields, workers) matrix in this order become one with `Candidates(*matrix)`. Not
-    frozen, as none is changed and to make one that is takes three times as long.
+    `Candidates(*matrix)` makes one of a (fields, workers) matrix whose rows are in this order. Not
+    frozen: none is ever changed, and making a frozen one takes three times as long.
     """
 
     overlap_device: Floats
     """Leading blocks of the prompt that the worker would read from its device. Full blocks, so
     the three overlaps together never exceed the prompt."""
     overlap_host: Floats
-    """Blocks that follow those and that it would load from host memory."""
+    """The blocks after those that it would load from host memory."""
     overlap_disk: Floats
-    """Blocks that follow those and that it would load from disk."""
+    """The blocks after those that it would load from disk."""
     prefill_tokens: Floats
-    """Uncached prompt tokens reserved whose prefill is not complete."""
+    """Reserved uncached prompt tokens whose prefill is not complete."""
     prefill_s: Floats
     """Predicted prefill seconds in flight, drained to now."""
     active_blocks: Floats
-    """KV blocks of the prompts in flight; one that several share counts for each."""
+    """KV blocks of the prompts in flight; a block that several share counts once for each."""
     active_requests: Floats
     decoding_requests: Floats
     """Those of active_requests that are past their first token."""
@@ -66,7 +66,7 @@ class Candidates:
     kv_active_blocks: Floats
     """This and the next six: as the worker last reported."""
     kv_total_blocks: Floats
-    """0 while unknown; so is request_total_slots."""
+    """0 while unknown, as is request_total_slots."""
     num_requests_waiting: Floats
     gpu_cache_usage: Floats
     """0-1."""
@@ -75,7 +75,7 @@ class Candidates:
     kv_idle_before_evict_s: Floats
     """Seconds for which the blocks that it evicted lately had not been used; 0: none was."""
     prefill_s_per_token: Floats
-    """This and the rest: `app.core.metrics.Speed`."""
+    """This and the rest: see `app.core.metrics.Speed`."""
     prefill_s_per_token2: Floats
     decode_s_per_kv_token: Floats
     decode_s_per_seq: Floats
@@ -88,7 +88,7 @@ class Candidates:
 class Costs:
     """cost: (workers,), lower is better. terms: (workers,) each; their sum is the cost.
 
-    Some of these arrays are the candidates' own: copy them before changing either.
+    Some of these arrays are the candidates' own: copy before changing them.
     """
 
     cost: Floats
@@ -101,19 +101,21 @@ CostFunction = Callable[[Candidates, RequestSize], Costs]
 def latency(candidates: Candidates, size: RequestSize) -> Costs:
     """Predicted seconds that the request costs itself and the others on each worker.
 
-    queue_s         prefill already in flight, which this one waits for: 2 s of it whole, Q s beyond
-                    that as 2 (1 + ln(Q / 2)), as caches are worth more the longer queues are
-    memory_wait_s   what waiting for free KV blocks takes beyond that
+    queue_s         prefill already in flight, which this request waits for: up to 2 s in full, a
+                    longer queue of Q s as 2 (1 + ln(Q / 2)), as caches are worth more the longer
+                    queues are
+    memory_wait_s   the wait for free KV blocks beyond that
     prefill_s       prefill of this prompt
-    blocking_s      the same again, and 30 % more for each request that waits for its first token,
-                    as a delay to those that will queue behind it: where many wait, more will come
+    blocking_s      the same again, and 30 % more for each request that waits for its first token:
+                    the delay to those that will queue behind it, as more will come where many wait
     decode_s        70 % of the decode steps shared with the requests in flight, over a mean output
     interference_s  5 % of prefill_s for each request in flight
-    eviction_s      prefill_s once more, as as much will have to be computed again, times the chance
-                    that what makes room for this prompt is asked for again: 300 / (300 + idle),
-                    where idle is how many seconds the worker's blocks are not used before they go
+    eviction_s      prefill_s once more, because that much will have to be recomputed, times the
+                    chance that what is evicted for this prompt is asked for again:
+                    300 / (300 + idle), where idle is how many seconds the worker's blocks go unused
+                    before eviction
 
-    The weights did best over conversation and agentic traces in simulation: docs/decisions.md.
+    These weights did best over conversation and agentic traces in simulation: docs/decisions.md.
     """
     prefill = predicted_prefill_s(candidates, size)
     decode = candidates.mean_output_tokens * (
@@ -135,7 +137,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
 
 
 def _sum(terms: Mapping[str, Floats]) -> Floats:
-    """Of at least two."""
+    """The sum of at least two terms."""
     first, second, *others = terms.values()
     total = first + second
     for term in others:
@@ -144,7 +146,7 @@ def _sum(terms: Mapping[str, Floats]) -> Floats:
 
 
 def _felt_s(queue_s: Floats) -> Floats:
-    """A queue of prefills as it counts against what the cache would save."""
+    """A queue of prefills, as it counts against what the cache would save."""
     if queue_s[queue_s.argmax()] <= QUEUE_WHOLE_S:
         return queue_s
     beyond = np.maximum(queue_s / QUEUE_WHOLE_S, 1.0)
@@ -153,14 +155,14 @@ def _felt_s(queue_s: Floats) -> Floats:
 
 
 def _asked_again(idle_s: Floats) -> Floats:
-    """The chance that a block that is evicted is asked for again; 0 where none is evicted."""
+    """The chance that an evicted block is asked for again; 0 where none is evicted."""
     return np.where(idle_s > 0.0, REUSE_WITHIN_S / (REUSE_WITHIN_S + idle_s), 0.0)
 
 
 def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:
     """Seconds each worker would take to load the cached part of the prompt and compute the rest.
 
-    Engines always compute the last token, so a prompt that is cached whole still costs one.
+    Engines always compute the last token, so even a fully cached prompt costs one.
     """
     host, disk = candidates.overlap_host, candidates.overlap_disk
     cached = (candidates.overlap_device + host + disk) * size.block_size
@@ -179,18 +181,18 @@ def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:
 def _memory_wait_s(
     candidates: Candidates, size: RequestSize, residence_s: Floats, queue_s: Floats
 ) -> Floats:
-    """Seconds beyond `queue_s` until finishing requests have freed the blocks that it lacks.
+    """Seconds beyond `queue_s` until finishing requests have freed the blocks that are missing.
 
     residence_s: how long a request in flight stays; in that time all active blocks come free.
-    Device overlap is taken to be in use already, so only the other blocks of the prompt are new.
+    Device overlap is assumed to be in use already, so only the prompt's other blocks are new.
     """
     new_blocks = size.isl_blocks - candidates.overlap_device
     missing = candidates.active_blocks + new_blocks - candidates.kv_total_blocks
     if missing[missing.argmax()] <= 0.0:
-        # As a rule: it saves a third of all that the policy computes.
+        # The usual case. Returning here saves a third of all that the policy computes.
         return np.zeros(missing.size)
     missing = np.maximum(missing, 0.0) * (candidates.kv_total_blocks > 0)
-    # Nothing in flight frees nothing: residence_s is then 0, and so is the wait.
+    # With nothing in flight, nothing is freed: residence_s is then 0, and so is the wait.
     wait: Floats = missing * residence_s / np.maximum(candidates.active_blocks, 1.0)
     return np.maximum(wait - queue_s, 0.0)
 
@@ -199,9 +201,9 @@ def balance(candidates: Candidates, size: RequestSize) -> Costs:
     """alpha * load deviation + (1 - alpha) * new tokens / isl + 0.1 * slots in use / slots.
 
     After `select_worker` in NVIDIA Dynamo 0.1, lib/llm/src/kv_router/scheduler.rs. A load is the
-    fraction of KV blocks in use, its deviation is from the mean over all workers; alpha is 0.7
+    fraction of KV blocks in use; its deviation is from the mean over all workers. alpha is 0.7
     where the loads' sample standard deviation exceeds a tenth of their mean, else 0.3. (The
-    original takes that mean of block counts; fractions make the units agree.) Only device
+    original takes that mean over block counts; fractions make the units agree.) Only device
     overlap saves new tokens. A worker that reports all slots or blocks in use is ruled out; one
     that reports no total counts as empty.
     """
@@ -209,7 +211,7 @@ def balance(candidates: Candidates, size: RequestSize) -> Costs:
     slots = _fraction(candidates.request_active_slots, candidates.request_total_slots)
     mean = load.mean()
     deviation = load - mean
-    # Squared and multiplied out, so that one worker alone compares 0 > 0.
+    # Squared and multiplied out, so that a single worker compares 0 > 0.
     imbalanced = deviation @ deviation > (0.1 * mean) ** 2 * (load.size - 1)
     alpha = 0.7 if imbalanced else 0.3
     new_tokens = size.isl_tokens - candidates.overlap_device * size.block_size
@@ -247,9 +249,9 @@ def blocks(candidates: Candidates, size: RequestSize, *, prefill_weight: float =
     """Blocks still to prefill, less a credit for cached ones, plus blocks in flight.
 
     After `DefaultWorkerSelector` in NVIDIA Dynamo, lib/kv-router/src/scheduling, with its
-    default credits; prefill_weight is its prefill_load_scale. It counts the distinct blocks of
-    the active requests together with this one's. Here those of each are added, as which of them
-    are the same is not known: at most too high by what they share.
+    default credits; prefill_weight is its prefill_load_scale. Dynamo counts the distinct
+    blocks of the active requests together with this one's. Here the blocks of each request are
+    added up, because which of them are the same is not known: too high by at most what they share.
     """
     credit = (
         candidates.overlap_device

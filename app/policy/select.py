@@ -20,9 +20,9 @@ class Choice:
     index: int
     """The chosen worker's place in the candidates."""
     costs: Costs
-    """Of every candidate, including those that could not be chosen."""
+    """Costs of every candidate, including those that could not be chosen."""
     tied: bool
-    """Several of those that could be chosen shared the lowest cost."""
+    """Whether several of those that could be chosen shared the lowest cost."""
 
 
 def choose(
@@ -39,16 +39,16 @@ def choose(
 ) -> Choice:
     """The worker that `policy`, a key of POLICIES, prefers among the eligible.
 
-    eligible: (workers,); which of them the caller allows. Full ones are dropped here, and those
-    with fewer blocks than the prompt.
-    turn: for round_robin, which is even if it grows by one with each decision.
+    eligible: (workers,); which of them the caller allows. Full ones, and those with fewer blocks
+    than the prompt, are dropped here.
+    turn: for round_robin, which spreads evenly if this grows by one with each decision.
     temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
     of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
-    cost: in the place of the policy's own.
-    max_queue_s: one of those with room at least must have no longer queue of prefills; which of
-    them is then chosen is up to the policy.
-    Raises NoWorkers if none is eligible, PromptTooLarge if none of those has as many blocks,
-    AllWorkersBusy if all that have are full or no queue is short enough.
+    cost: used instead of the policy's own.
+    max_queue_s: at least one worker with room must have a queue of prefills no longer than this;
+    which worker with room is then chosen is up to the policy.
+    Raises NoWorkers if none is eligible, PromptTooLarge if no eligible one has enough blocks,
+    AllWorkersBusy if all that have enough are full or no queue is short enough.
     """
     num_eligible = np.count_nonzero(eligible)
     if num_eligible == 0:
@@ -87,7 +87,7 @@ def choose(
 def _large_enough(
     pool: Floats, size: RequestSize, eligible: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Which of the eligible have, as far as they tell, as many blocks as the prompt."""
+    """Which of the eligible have, as far as they report, enough blocks for the prompt."""
     found = eligible & ((pool >= size.isl_blocks) | (pool <= 0.0))
     if not found.any():
         raise PromptTooLarge(
@@ -98,7 +98,7 @@ def _large_enough(
 
 
 def _two_of(workers: NDArray[np.intp], rng: Generator) -> NDArray[np.intp]:
-    """Two different ones, every pair equally likely; fewer if there are fewer."""
+    """Two different workers, every pair equally likely; fewer if there are fewer."""
     if workers.size <= 2:
         return workers
     first = rng.integers(workers.size)
@@ -107,9 +107,9 @@ def _two_of(workers: NDArray[np.intp], rng: Generator) -> NDArray[np.intp]:
 
 
 def _sample(cost: Floats, temperature: float, rng: Generator) -> int:
-    """A place in `cost`, drawn from the softmax of the negated, min-max normalised cost."""
+    """An index into `cost`, drawn from the softmax of the negated, min-max normalised cost."""
     above_lowest = cost - cost.min()
-    # All equal is all zeros, which any divisor leaves alone.
+    # If all costs are equal, these are all zeros, which any divisor leaves alone.
     weights = np.exp(above_lowest / ((above_lowest.max() or 1.0) * -temperature))
     cumulative = weights.cumsum()
     # random() is below 1, but the product may round up to the total.
