@@ -1,4 +1,4 @@
-"""What an engine tells of its KV cache, in our own hashes. Produced by engines, eaten by agents."""
+"""What an engine reports about its KV cache, in our own hashes: from engines, for agents."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from app.core.types import SequenceHash, Tier
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`blocks` (a chain, in prompt order) now lie in `tier`; the first one's parent is `parent`.
+    """`blocks` (a chain, in prompt order) are now in `tier`; the first one's parent is `parent`.
 
-    parent is None where the chain starts at the root. A block may lie in several tiers at once.
+    parent is None if the chain starts at the root. A block may be in several tiers at once.
     Storing a block again is harmless.
     """
 
@@ -22,7 +22,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """`blocks`, in any order, no longer lie in `tier`. Unknown blocks are ignored."""
+    """`blocks`, in any order, are no longer in `tier`. Unknown blocks are ignored."""
 
     blocks: tuple[SequenceHash, ...]
     tier: Tier = Tier.DEVICE

@@ -42,7 +42,8 @@ def seed_for(lora_name: str | None = None, cache_namespace: str | None = None) -
 def token_bytes(tokens: Tokens) -> bytes:
     """`tokens` as little-endian u32.
 
-    Raises InvalidRequest if one is not an integer in [0, 2^32), or raw bytes are not whole u32.
+    Raises InvalidRequest if one is not an integer in [0, 2^32), or raw bytes are not a whole
+    number of u32.
     """
     if isinstance(tokens, bytes):
         if len(tokens) % 4:
@@ -76,7 +77,7 @@ def compute_local_hashes(
 ) -> list[LocalHash]:
     """One hash per full block, in prompt order.
 
-    eagle: a block's window is `block_size + 1` tokens, the stride stays `block_size`.
+    eagle: a block's window is `block_size + 1` tokens; the stride stays `block_size`.
     mm_hashes: for each full block, the u64 content hashes of the multimodal items that touch it.
     Raises InvalidRequest for bad tokens (see `token_bytes`).
     """
@@ -90,9 +91,9 @@ def compute_local_hashes(
         if mm_hashes:
             blocks = [b + _items(mm) for b, mm in zip(blocks, mm_hashes, strict=True)]
     else:
-        # No struct.unpack: it keeps the compiled formats of the last hundred lengths.
+        # Not struct.unpack, which caches the compiled formats of the last hundred lengths.
         blocks = np.frombuffer(raw, f"V{stride}", count).tolist() if count else []
-    # cast, not LocalHash(): NewType is a call a block, and hashing one takes no longer than that.
+    # cast, not LocalHash(): NewType costs a call per block, as long as hashing one takes.
     return cast(list[LocalHash], [xxh3_64_intdigest(block, seed) for block in blocks])
 
 
@@ -101,7 +102,7 @@ def _items(mm: Iterable[int]) -> bytes:
 
 
 def next_sequence_hash(parent: SequenceHash | None, local: LocalHash) -> SequenceHash:
-    """Sequence hash of the block `local` behind `parent` (None: the first block)."""
+    """Sequence hash of the block `local` after `parent` (None: the first block)."""
     if parent is None:
         return SequenceHash(local)
     return SequenceHash(xxh3_64_intdigest(_pair(parent, local), BASE_SEED))

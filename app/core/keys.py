@@ -1,13 +1,13 @@
 """Every Redis key: its name, type, members, writer and lifetime. Nothing else spells a key.
 
-A namespace is one model, block size and hash settings. Its keys share a hash tag, but for those of
-the index: these lie in shards, each with a tag of its own. A script touches the keys of one tag, so
+A namespace is one model, block size and hash settings. Its keys share a hash tag, except those of
+the index, which are in shards, each with its own tag. A script touches the keys of only one tag, so
 a namespace may be spread over a Redis Cluster. The names are a public contract; the `1` in them is
 its version. Fields and values are text. `<inc>` is the number of an incarnation.
 
     kvroute:1:{<namespace>}:...
-    meta                hash    block_size, shards, incarnations (last number given), workers_ms
-                                (when one was last registered or set right); by register,
+    meta                hash    block_size, shards, incarnations (last number issued), workers_ms
+                                (when one was last registered or repaired); by register,
                                 lease_renew; for good
     workers             hash    <inc> -> JSON of WorkerInfo, and lease_ttl_ms; by register,
                                 lease_renew; until retired
@@ -24,45 +24,46 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     reservations        hash    request_id -> <inc>; by reserve; until released or expired
     expiry              zset    request_id scored by expiry, ms, Redis clock; as reservations
     requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state attempt",
-                                state one of p(refilling) d(ecoding), attempt a word that tells
-                                reservations of the same request apart; as reservations
+                                state one of p(refilling) d(ecoding), attempt a word that
+                                distinguishes reservations of the same request; as reservations
     prefills:<inc>      list    request_ids still prefilling, oldest first; as reservations
     line                hash    tag, virtual time of the last turn of a request that waited;
-                                <replica> -> until when its tickets hold, ms, Redis clock; by wait,
-                                leave; until nobody waits, or no replica has called for a second
+                                <replica> -> until when its tickets are valid, ms, Redis clock; by
+                                wait, leave; until nobody waits, or no replica has called for a
+                                second
     flows               zset    <flow> scored by the tag of its first ticket; a flow is the
-                                "<priority>:<tenant>" of requests that wait; as line
+                                "<priority>:<tenant>" of waiting requests; as line
     easy_flows          zset    <flow> scored by the tag of its first ticket that every worker
                                 could take; as line
-    waiting:<flow>      zset    "<replica>-<number> <charge> -" scored by since when the request
-                                waits, ms, Redis clock; as line
+    waiting:<flow>      zset    "<replica>-<number> <charge> -" scored by when the request began to
+                                wait, ms, Redis clock; as line
     picky:<flow>        zset    "<replica>-<number> <charge> x", of requests that not every worker
-                                could take, as they exclude some, or some are too small; as waiting
-    sessions            hash    <session> -> "<inc> <when it went there last, ms, Redis clock>"; by
+                                could take, as they exclude some or some are too small; as waiting
+    sessions            hash    <session> -> "<inc> <when it last went there, ms, Redis clock>"; by
                                 remember; until --session-ttl-s later, or there are too many
     metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics, Speed
-                                and, after "gpu_", of GpuReadings as far as they were read; by
+                                and, prefixed "gpu_", of GpuReadings as far as read; by
                                 agents every METRICS_INTERVAL_S; trimmed to about METRICS_MAXLEN
                                 entries
-    decisions           stream  a routed request each: see app/recording.py; by routers; trimmed
+    decisions           stream  one routed request each: see app/recording.py; by routers; trimmed
 
     kvroute:1:{<namespace>#<shard>}:...
     shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass
     applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by open, apply; until
-                                swept. Who is not in it cannot publish.
+                                swept. An incarnation that is not in it cannot publish.
     dead                set     <inc> whose entries are not swept yet; by sweep
     sweep               hash    cursor (next bucket), within (where in it, if it is large), targets
                                 (<inc>, space-separated); by sweep; for one pass
     blocks:<bucket>     hash    sequence hash, 16 hex digits -> owners, "<inc><tier>..." by
                                 ascending inc, tier one of d(evice) h(ost) k (disk); 16
-                                successive blocks of a chain are a group and lie in one bucket:
-                                the top bucket_bits of the first one's hash, in the hex digits
-                                that hold them, the rest of the last digit 0; by apply, sweep;
-                                until removed
+                                successive blocks of a chain form a group and share one bucket,
+                                named by the top bucket_bits of the first one's hash, in the hex
+                                digits that hold them, the rest of the last digit 0; by apply,
+                                sweep; until removed
     predictions         hash    slice letter -> entries of it; cutoff, the oldest slice that counts;
                                 bucket_bits; cursor of prune; by predict, prune; for good
-    predicted:<bucket>  hash    sequence hash -> "<inc><slice letter>...", of some blocks that were
-                                routed; by predict; until pruned
+    predicted:<bucket>  hash    sequence hash -> "<inc><slice letter>...", of some routed blocks;
+                                by predict; until pruned
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Keyspace:
 
     @property
     def pattern(self) -> str:
-        """What SCAN finds all keys of the namespace by, and some of others."""
+        """A pattern by which SCAN finds all keys of the namespace, and some of others."""
         return f"kvroute:1:{{{self.namespace}[#}}]*"
 
     def parse(self, key: bytes) -> tuple[int | None, str] | None:

@@ -14,8 +14,8 @@ SequenceHash = NewType("SequenceHash", int)
 """u64 over the whole prefix up to and including one block."""
 
 Incarnation = NewType("Incarnation", int)
-"""Number of one life of a worker key, from registration to lease loss. Given again only after Redis
-lost its data or its last writes."""
+"""Number of one life of a worker key, from registration to lease loss. Reused only after Redis lost
+its data or its last writes."""
 
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -32,7 +32,7 @@ class WorkerKey(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> WorkerKey:
-        """Raises ValueError for anything but `<worker_id>:<dp_rank>`."""
+        """The key in `text`. Raises ValueError for anything but `<worker_id>:<dp_rank>`."""
         worker_id, _, rank = text.rpartition(":")
         if not WORKER_ID.fullmatch(worker_id) or not re.fullmatch(r"[0-9]{1,5}", rank):
             raise ValueError(f"not a worker key: {text!r}")
@@ -40,7 +40,7 @@ class WorkerKey(NamedTuple):
 
 
 class Tier(IntEnum):
-    """Where a block lies; a larger value is slower to use."""
+    """Where a block is held; a larger value is slower to use."""
 
     DEVICE = 0
     HOST = 1
@@ -62,7 +62,7 @@ class TierOverlap:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself when it registers; fixed for one incarnation."""
+    """What a worker reports about itself when it registers; fixed for one incarnation."""
 
     key: WorkerKey
     address: str
@@ -71,5 +71,5 @@ class WorkerInfo:
     """Tokens per block."""
     kv_total_blocks: int
     max_requests: int
-    """Requests that may be reserved on it at once; beyond that it is full."""
+    """Requests that may be reserved on it at once; then it is full."""
     accelerator: str = "cpu"
