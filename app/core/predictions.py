@@ -1,12 +1,12 @@
 """Blocks that a worker will hold, because a request with them was routed there.
 
-For engines that do not say what they cache, this is all that is known of them; for others it
+For engines that do not report what they cache, this is all that is known about them. For others it
 counts what requests in flight will have cached by the time the next one gets its turn. The record
-lies in Redis beside the index, so that all replicas score alike.
+is kept in Redis alongside the index, so that all replicas score alike.
 
-Of a chain only the blocks at POSITIONS are recorded: every one of the first eight, then eight for
-each doubling of the length. So a chain of 8,192 blocks costs 88 entries and not 8,192, and what is
-foreseen is short of the truth by a ninth at most.
+Only the blocks of a chain at POSITIONS are recorded: each of the first eight, then eight for each
+doubling of the length. A chain of 8,192 blocks thus costs 88 entries instead of 8,192, and what is
+foreseen falls short of the truth by at most a ninth.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from app.core.types import Incarnation, SequenceHash
 
 SLICES_PER_LIFETIME = 4
 ENTRIES_PER_BUCKET = 32
-"""Each lies apart, so fewer would cost more memory for keys, and more a slower look."""
+"""Entries are placed one by one, so fewer would cost more memory for keys, and more would slow down
+lookups."""
 TARGET_FRACTION = 0.8
-"""Of the entries allowed, so many are kept when there are too many."""
+"""The fraction of the entries allowed that is kept when there are too many."""
 ROUND_SLICES = 10
-"""A round of `prune` is to take no more: steps may be late, and what is not looked at for 20 slices
-comes back to life (lua/lib/slices.lua)."""
+"""A round of `prune` must take no more: steps may be late, and entries not looked at for 20 slices
+come back to life (lua/lib/slices.lua)."""
 
 DOUBLINGS = 24
 POSITIONS = [
@@ -39,14 +40,14 @@ POSITIONS = [
 
 
 def positions(length: int) -> Sequence[int]:
-    """Those that a chain of so many blocks reaches, counted from 1."""
+    """Those of POSITIONS, counted from 1, that a chain of `length` blocks reaches."""
     return POSITIONS[: bisect_right(POSITIONS, length)]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionSettings:
-    """lifetime_s: of a prediction after its last use. max_entries: in each shard; past it the
-    oldest are given up."""
+    """lifetime_s: of a prediction after its last use. max_entries: in each shard; beyond
+    that, the oldest are given up."""
 
     lifetime_s: float
     max_entries: int
@@ -56,13 +57,13 @@ class PredictionSettings:
         return max(1, round(self.lifetime_s * 1000 / SLICES_PER_LIFETIME))
 
     def prune_pause_s(self, buckets: int, max_buckets: int) -> float:
-        """Between steps of `prune`, `max_buckets` of `buckets` each, at most."""
+        """The longest pause between steps of `prune`, each of `max_buckets` out of `buckets`."""
         return ROUND_SLICES * self.slice_ms / 1000 * max_buckets / max(1, buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class PruneStep:
-    """removed: entries. buckets: that a round goes through; 0: nothing was predicted yet."""
+    """removed: entries. buckets: how many a round goes through; 0: nothing was predicted yet."""
 
     removed: int
     buckets: int
@@ -74,7 +75,7 @@ def predict(
     chain: Sequence[SequenceHash],
     settings: PredictionSettings,
 ) -> Call[int]:
-    """Record that a request with `chain` goes to `incarnation`; how many entries it took."""
+    """Record that `incarnation` gets a request with `chain`; returns how many entries it took."""
     return call(
         "predict",
         shard,
@@ -91,7 +92,7 @@ def predict(
 def foresee(
     shard: Keyspace, chain: Sequence[SequenceHash], settings: PredictionSettings
 ) -> Call[dict[Incarnation, int]]:
-    """Leading blocks of `chain` that each incarnation will hold, by what was predicted."""
+    """Leading blocks of `chain` that each incarnation is predicted to hold."""
     reached = positions(len(chain))
 
     def parse(reply: list[Any]) -> dict[Incarnation, int]:
@@ -104,7 +105,7 @@ def foresee(
 
 
 def prune(shard: Keyspace, settings: PredictionSettings, max_buckets: int) -> Call[PruneStep]:
-    """One bounded step in removing what is over."""
+    """One bounded step of removing predictions that have expired."""
     return call(
         "prune", shard, settings.slice_ms, max_buckets, parse=lambda reply: PruneStep(*reply)
     )

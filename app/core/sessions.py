@@ -10,15 +10,15 @@ from app.core.scripts import Call, call
 from app.core.types import Incarnation
 
 SESSIONS_KEPT = 65_536
-"""Some 7 MB of Redis."""
+"""About 7 MB in Redis."""
 
 
 def recall(
     keyspace: Keyspace, sessions: Sequence[str], ttl_ms: int
 ) -> Call[list[Incarnation | None]]:
-    """Where each of `sessions` went in the last `ttl_ms`; None: nowhere. At least one of them.
+    """Where each of `sessions`, at least one, went in the last `ttl_ms`; None: nowhere.
 
-    The incarnation may be over: another life of the worker has nothing of the session.
+    The incarnation may have ended; the worker's next one holds nothing of the session.
     """
 
     def parse(reply: list[Any]) -> list[Incarnation | None]:
@@ -34,5 +34,5 @@ def remember(
     ttl_ms: int,
     limit: int = SESSIONS_KEPT,
 ) -> Call[int]:
-    """`session` went there; how many others were forgotten."""
+    """Record that `session` went to `incarnation`; returns how many others were forgotten."""
     return call("remember", keyspace, session, incarnation, ttl_ms, limit, parse=int)

@@ -11,19 +11,19 @@ from app.core.keys import Keyspace
 from app.core.scripts import Call, call
 
 CHARGE_UNIT = 16
-"""Charges are whole numbers; so many of them are a token of a flow that weighs 1."""
+"""Charges are whole numbers; this many make a token of a flow with weight 1."""
 MAX_CHARGE = 10**12
 MAX_TICKETS = 2000
 MAX_PICKY = 64
-"""Of requests that not every worker could take, no more have a turn at once."""
+"""At most this many requests that not every worker could take have a turn at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """A request's place in line.
 
-    flow: within one, who waits longest is first; between them, charges decide. name: unique.
-    since_ms: of the Redis clock.
+    flow: within a flow, the longest wait is first; between flows, charges decide. name: unique.
+    since_ms: by the Redis clock.
     """
 
     flow: str
@@ -34,20 +34,20 @@ class Ticket:
 def ticket(
     flow: str, replica: str, number: int, *, tokens: int, weight: float, picky: bool, since_ms: int
 ) -> Ticket:
-    """The `number`-th of a replica, for a turn worth `tokens` in a flow of that weight.
+    """A replica's `number`-th ticket, for a turn worth `tokens` in a flow of that weight.
 
     picky: not every worker could take the request.
     """
     charge = min(max(1, round(CHARGE_UNIT * tokens / weight)), MAX_CHARGE)
-    # Of the same millisecond, Redis has them in the order of their names.
+    # Redis orders tickets of the same millisecond by their names.
     name = f"{replica}-{number:09} {charge} {'x' if picky else '-'}"
     return Ticket(flow, name, since_ms)
 
 
 def wait(keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], ttl_ms: int) -> Call[int]:
-    """Wait, or go on waiting, for another `ttl_ms`; how many did not wait before.
+    """Wait, or go on waiting, for another `ttl_ms`; returns how many did not wait before.
 
-    Redis takes half a microsecond a ticket.
+    Redis takes half a microsecond per ticket.
     """
 
     def place(one: Ticket) -> tuple[str, str]:
@@ -68,7 +68,7 @@ def turns(
 ) -> Call[list[tuple[str, str]]]:
     """Flow and name of the replica's tickets among the first `limit` of all, in their order.
 
-    Picky ones come on top, as they shall hold up nobody: the first `max_picky` at most.
+    Picky ones, at most the first `max_picky`, come on top so that they hold up nobody.
     """
 
     def parse(reply: list[Any]) -> list[tuple[str, str]]:
@@ -79,6 +79,6 @@ def turns(
 
 
 def leave(keyspace: Keyspace, left: Iterable[tuple[str, str, bool]]) -> Call[None]:
-    """Wait no more: flow and name of tickets, and whether each had its turn."""
+    """Stop waiting. left: flow and name of each ticket, and whether it had its turn."""
     fields = [field for flow, name, had_turn in left for field in (flow, name, int(had_turn))]
     return call("leave", keyspace, *fields, parse=lambda _: None)
