@@ -5,13 +5,13 @@ KvrouteError
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
-│   ├── RedisFull         Redis has no memory left for what was to be written; nothing of it was
-│   └── RedisRecovering   leases ran out while Redis was away; their owners are about to renew them
+│   ├── RedisFull         Redis has no memory left for a write; none of it was written
+│   └── RedisRecovering   leases ran out while Redis was unreachable; they are about to be renewed
 ├── NamespaceMissing      Redis answers but holds no such namespace (yet, or any more)
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
 ├── WorkerReplaced        another process registered as the same worker; this one must end
-├── BlockLost             a block is not, or not any more, what a slot was to hold
+├── BlockLost             a slot does not hold, or no longer holds, the block that it should
 ├── NotEnoughBlocks       a request needs more slots of a tier than are free
 └── RoutingError          no decision is possible
     ├── NoWorkers         none is alive, or all are excluded
@@ -24,7 +24,7 @@ KvrouteError
 from __future__ import annotations
 
 MAX_SHOWN = 80
-"""Characters of what callers sent that a message repeats: they may send megabytes."""
+"""A message repeats at most this many characters of a caller's input, which may be megabytes."""
 
 
 def cut(text: str) -> str:
@@ -62,11 +62,11 @@ class RedisUnavailable(KvrouteError):
 
 
 class RedisFull(RedisUnavailable):
-    """Redis has no memory left for what was to be written, and wrote nothing of it."""
+    """Redis has no memory left for a write, and wrote none of it."""
 
 
 class RedisRecovering(RedisUnavailable):
-    """Redis answers again, but leases ran out meanwhile that their owners are about to renew."""
+    """Redis answers again, but leases ran out meanwhile; their owners are about to renew them."""
 
 
 class NamespaceMissing(KvrouteError):
@@ -86,7 +86,7 @@ class WorkerReplaced(KvrouteError):
 
 
 class BlockLost(KvrouteError):
-    """A block cannot be read, is not what was written, or its slot holds another by now."""
+    """A block cannot be read, is not what was written, or its slot now holds another."""
 
 
 class NotEnoughBlocks(KvrouteError):
@@ -117,9 +117,9 @@ class PromptTooLarge(RoutingError):
 
 
 class AllWorkersBusy(RoutingError):
-    """No eligible worker takes another request now, or did while this one waited.
+    """No eligible worker can take another request now, or could while this one waited.
 
-    retry_after_s: predicted, until the one that is busy for the shortest time has prefilled all.
+    retry_after_s: predicted time until the worker with the shortest queue has prefilled all of it.
     """
 
     outcome = "all_busy"
@@ -136,6 +136,6 @@ class CallerGone(RoutingError):
 
 
 class RouterOverloaded(RoutingError):
-    """As many requests wait for a decision as may wait."""
+    """As many requests as may wait for a decision are already waiting."""
 
     outcome = "overloaded"

@@ -1,7 +1,7 @@
 """Keys that no script would ever look for: members of families that belong to nothing.
 
-Nothing that kvroute does leaves any. They come from what others do to its Redis: a key renamed, a
-number in `shard` or `meta` changed.
+kvroute itself never leaves any. They come from what others do to its Redis, such as renaming a key
+or changing a number in `shard` or `meta`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 
 SCAN_KEYS = 256
-"""Looked at in a step, a tenth of a millisecond of Redis's time."""
+"""How many keys a step looks at, in a tenth of a millisecond of Redis's time."""
 
 
 class Strays:
-    """Goes through all keys of a namespace, some in a step, and begins again at the end."""
+    """Goes through all keys of a namespace, a few per step, and starts over at the end."""
 
     def __init__(self, runner: ScriptRunner, keyspace: Keyspace, timeout_s: float) -> None:
         self._runner = runner
         self._keyspace = keyspace
         self._timeout_s = timeout_s
         self._turn = 0
-        """Counts the masters gone through; most have but one."""
+        """Counts the masters gone through; most deployments have only one."""
         self._cursor = 0
 
     async def drop_some(self, shards: int) -> None:
-        """One step. Removed are buckets that a shard's bucket_bits do not lead to, requests of
-        incarnations that there are not, and all of shards from `shards` on.
+        """Take one step, removing what belongs to nothing.
 
-        Raises RedisUnavailable; then some may have been removed.
+        That is buckets that a shard's bucket_bits do not lead to, requests of incarnations that do
+        not exist, and everything in shards from `shards` on.
+        Raises RedisUnavailable; some keys may then have been removed.
         """
         async with deadline(self._timeout_s):
             masters = await self._runner.redis.masters()
@@ -49,7 +50,7 @@ class Strays:
             await self._drop(master, past)
 
     def _sort(self, keys: list[bytes], shards: int) -> tuple[list[bytes], list[Call[int]]]:
-        """Keys to drop, and calls that look closer at the others."""
+        """Keys to drop, and calls that examine the others more closely."""
         past: list[bytes] = []
         incarnations: set[str] = set()
         buckets: dict[int, list[str]] = {}
