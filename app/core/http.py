@@ -13,7 +13,7 @@ from app.core.errors import BodyTooLarge
 
 
 def header(request: Request, name: bytes) -> str | None:
-    """What request.headers has, without making an object of them all."""
+    """The header `name`, without making an object of all headers as request.headers does."""
     for key, value in request.scope["headers"]:
         if key == name:
             return str(value, "latin-1")
@@ -21,7 +21,7 @@ def header(request: Request, name: bytes) -> str | None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises BodyTooLarge as soon as it is known to be, ClientDisconnect."""
+    """The body. Raises BodyTooLarge, as soon as that is known, and ClientDisconnect."""
     announced = header(request, b"content-length") or ""
     size = int(announced) if announced.isdecimal() else 0
     chunks: list[bytes] = []
@@ -58,7 +58,7 @@ def error_body(code: str, message: str, field: str | None = None) -> dict[str, o
 
 
 async def http_error(_: Request, error: Exception) -> Response:
-    """Answers what the framework raises by itself: no such path, no such method."""
+    """Answers errors that the framework itself raises: no such path, no such method."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     return json_response(error_body(code, error.detail), error.status_code, error.headers)

@@ -1,4 +1,4 @@
-"""What a worker measures of itself, and its text form in the metrics stream."""
+"""What a worker measures about itself, and its text form in the metrics stream."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class ForwardPassMetrics:
     gpu_cache_usage_perc: float = 0.0
     gpu_prefix_cache_hit_rate: float = 0.0
     kv_idle_before_evict_s: float = 0.0
-    """Seconds for which the blocks that were evicted lately had not been used; 0: none was."""
+    """Seconds for which recently evicted blocks had gone unused; 0: none was evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """How fast a worker is, in wall-clock seconds, as learned from its own steps.
 
-    The defaults are near a 70B model on four H100s. Off by 40 % they cost a few percent of TTFT.
+    The defaults are near a 70B model on four H100s. Being off by 40 % costs a few percent of TTFT.
     """
 
     prefill_s_per_token: float = 8.5e-5
@@ -50,12 +50,12 @@ DEFAULT_SPEED = Speed()
 
 @dataclass(frozen=True, slots=True)
 class GpuReadings:
-    """What a worker's GPU says of itself. None: it does not say that, or does not answer."""
+    """What a worker's GPU reports about itself. None: it does not report it, or does not answer."""
 
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     utilisation: float | None = None
-    """Fraction of the last moments, 0-1, in which anything ran."""
+    """0-1: the fraction of the last moments in which anything ran."""
     temperature_c: float | None = None
     power_w: float | None = None
     pcie_sent_bytes_per_s: int | None = None
@@ -63,15 +63,16 @@ class GpuReadings:
     pcie_received_bytes_per_s: int | None = None
 
     def known(self) -> dict[str, float]:
-        """By name, what there is."""
+        """The readings that there are, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 NO_READINGS = GpuReadings()
 LARGEST = 1e15
-"""No unit of any field is so small. What is computed from such numbers stays finite."""
+"""No field's unit is so small that a value could be larger. What is computed from such values stays
+finite."""
 GPU_PREFIX = "gpu_"
-"""Of the readings' names in the stream."""
+"""Prefix of the readings' names in the stream."""
 
 
 def encode(

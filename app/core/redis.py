@@ -32,8 +32,8 @@ SCHEMES = (
 DEFAULT_PORT = {"sentinel": 26379}
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
 PATIENCE = 0.1
-"""How long one node or sentinel is waited for before the next is asked as well, as a part of the
-time that there is."""
+"""How long one node or sentinel is waited for before the next is asked as well, as a fraction of
+the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Target:
     """What a URL says.
 
     topology: "", "sentinel" or "cluster". path: what follows the hosts, without slashes around it.
-    options: what redis-py's connections are told.
+    options: for redis-py's connections.
     """
 
     topology: str
@@ -57,33 +57,33 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
         redis+sentinel://[user:password@]host[:26379],.../service[/db], rediss+sentinel://
         redis+cluster://[user:password@]host[:6379],..., rediss+cluster://
 
-    Behind a `?` may follow options of redis-py's connections (ssl_ca_certs, ssl_certfile, ...), and
+    Options may follow a `?`: those of redis-py's connections (ssl_ca_certs, ssl_certfile, ...), and
     sentinel_username and sentinel_password, without which the sentinels are asked anonymously.
 
-    max_connections: to each server; when all are used, callers wait for one.
-    timeout_s bounds connecting and waiting for a free connection; a caller's own deadline bounds
-    the rest. Once over, a command is not sent again behind the caller's back.
-    Raises ConfigError for a URL that is none; it does not show the password.
+    max_connections: to each server; when all are in use, callers wait for one.
+    timeout_s: bounds connecting and waiting for a free connection; a caller's own deadline bounds
+    the rest. After that deadline, no command is resent behind the caller's back.
+    Raises ConfigError for an invalid URL, without showing the password.
     """
     target = _parse(url)
     options = {
         "max_connections": max_connections,
         "timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
-        # The client's own deadline is asyncio.wait_for, which may swallow a cancellation on
-        # Python 3.11; it would have one of 5 s by default.
+        # redis-py's own deadline, 5 s by default, uses asyncio.wait_for, which may swallow a
+        # cancellation on Python 3.11.
         "socket_timeout": None,
         "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-        # Else each connection begins with CLIENT SETINFO, which users would have to be allowed.
+        # Otherwise each connection begins with CLIENT SETINFO, which ACLs would have to allow.
         "driver_info": None,
         **target.options,
     }
     try:
         client = _client(target, options, timeout_s * PATIENCE)
         pool: Any = client.connection_pool
-        pool.make_connection()  # refuses options that it does not know
+        pool.make_connection()  # refuses unknown options
     except (TypeError, ValueError, RedisError) as error:
         raise ConfigError(f"REDIS_URL {_shown(url)!r}: {error}") from None
     return client
@@ -147,7 +147,7 @@ def _address(url: str, host: str, topology: str) -> Address:
     found = HOST.fullmatch(host)
     port = int(found["port"] or DEFAULT_PORT.get(topology, 6379)) if found else 0
     if not found or not 0 < port < 65536:
-        # What looks like a host may be a part of a password that is not quoted.
+        # What looks like a host may be part of an unquoted password.
         raise ConfigError(
             f"REDIS_URL {url.partition('://')[0]}://...: write hosts as name or name:port, "
             "separated by commas; write / ? # @ in a password as %2F %3F %23 %40"
@@ -170,12 +170,12 @@ def _shown(url: str) -> str:
 
 
 class deadline:  # noqa: N801 - used like asyncio.timeout
-    """Bounds the Redis commands inside. Raises RedisUnavailable for whatever becomes of them.
+    """Bounds the Redis commands inside. Raises RedisUnavailable if they fail or are late.
 
     since: loop time from which `timeout_s` counts; None: from now.
     """
 
-    # Not by contextlib: its generators would take an eighth of a script call's CPU.
+    # Not made by contextlib, whose generators take an eighth of a script call's CPU.
     def __init__(self, timeout_s: float, *, since: float | None = None) -> None:
         begin = asyncio.get_running_loop().time() if since is None else since
         self._timeout_s = timeout_s
@@ -202,7 +202,7 @@ class deadline:  # noqa: N801 - used like asyncio.timeout
 async def check_server(redis: Client, timeout_s: float) -> None:
     """Make sure that no master drops keys when its memory is full.
 
-    Raises ConfigError where one would, RedisUnavailable. A Redis that will not say is let pass.
+    Raises ConfigError if one would, RedisUnavailable. A Redis that will not say is accepted.
     """
     async with deadline(timeout_s):
         for master in await redis.masters():

@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 GC_THRESHOLD = 20_000
 SHUTDOWN_S = 2
-"""So long may open responses go on after the signal to stop."""
+"""How long open responses may go on after the signal to stop."""
 ENDING_S = 1
-"""So much longer, once they are told to end."""
+"""How much longer, once they are told to end."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -33,7 +33,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; clients may connect at once, and are answered once it is served.
 
-    Raises ConfigError where the address cannot be taken.
+    Raises ConfigError if the address cannot be taken.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -45,7 +45,8 @@ def listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Stops when the application's lifespan fails; uvicorn alone would serve on without it.
 
-    on_stop: awaited before open responses are waited for. on_late: called after SHUTDOWN_S of that.
+    on_stop: awaited before open responses are waited for. on_late: called after SHUTDOWN_S of
+    waiting for them.
     """
 
     def __init__(
@@ -84,18 +85,18 @@ async def serve(
     on_stop: Callable[[], Awaitable[None]] = _nothing,
     on_late: Callable[[], object] = lambda: None,
 ) -> None:
-    """Until SIGINT, SIGTERM or cancellation; returns when the responses under way have ended.
+    """Serve until SIGINT, SIGTERM or cancellation; return when the open responses have ended.
 
-    on_stop: awaited first, while requests are still accepted: to take oneself out of rotation.
-    on_late: called when responses are still open after SHUTDOWN_S, to have them end by themselves;
+    on_stop: awaited first, while requests are still accepted, to leave the rotation.
+    on_late: called if responses are still open after SHUTDOWN_S, so that they end by themselves;
     ENDING_S later they are cut off.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
-    # What is loaded by now stays. Left out of collections, it does not hold up requests and news of
-    # blocks while it is looked through in vain.
+    # What is loaded by now stays. Excluded from collections, it does not hold up requests and block
+    # events while the collector scans it in vain.
     gc.freeze()
     # Next to nothing here is in cycles. With prompts of thousands of numbers in flight, each young
-    # collection looks through all of those.
+    # collection scans all of those.
     gc.set_threshold(GC_THRESHOLD)
     server = _Server(
         uvicorn.Config(
@@ -111,7 +112,7 @@ async def serve(
         on_late,
     )
     # uvicorn raises the signal again when it is done, which would end the process before its
-    # owner has cleaned up; these handlers take it.
+    # owner has cleaned up; these handlers absorb it.
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: None)
@@ -119,7 +120,7 @@ async def serve(
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
-        # Cancelled itself, uvicorn would log that as a crash of the application.
+        # If it were cancelled itself, uvicorn would log a crash of the application.
         server.should_exit = True
         await serving
         raise
