@@ -17,8 +17,9 @@ from app.waiting import Waiter
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
-    session: "" for none. tenant, priority, hung_up: for one that has to wait; see Waiting.
-    Like all that every decision makes it is not frozen, which would take three times as long.
+    session: "" for none. tenant, priority, hung_up: used if it has to wait; see Waiting.
+    Like everything that each decision creates, it is not frozen: that would take three times as
+    long.
     """
 
     request_id: str
@@ -66,16 +67,16 @@ class Decision:
     degraded: bool
     reserved: bool
     attempt: str
-    """Tells the reservation from others of the same request."""
+    """Distinguishes the reservation from others of the same request."""
     locality: str
-    """One of LOCALITIES: was the worker chosen that holds most, and if not, why."""
+    """One of LOCALITIES: whether the worker that holds most was chosen, and if not, why."""
     best: str
-    """The worker that holds most of the prompt, and how many blocks; "" where nobody holds any."""
+    """The worker that holds most of the prompt, and how many blocks; "" if none holds any."""
     best_overlap: int
     waited_ms: int
-    """For a worker that could take it."""
+    """How long the request waited for a worker that could take it."""
     candidates: list[Candidate]
-    """Filled where the request asked to explain."""
+    """Filled if the request asked for an explanation."""
 
 
 @dataclass(slots=True)

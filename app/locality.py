@@ -1,4 +1,4 @@
-"""Was the worker chosen that holds most of the prompt, and if not, why?"""
+"""Was the worker that holds most of the prompt chosen, and if not, why?"""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ LOCALITIES = (
     "lease",
     "degraded",
 )
-"""Whether the worker with the longest overlap was chosen: kept; or nobody held anything (none); or
-another one was, as that was drawn though no cheaper (tie), its load outweighed its overlap, the
-session had gone to the other one, it was full, the request excluded it, its lease had run out, or
-Redis was away."""
+"""Whether the worker with the longest overlap was chosen (kept) or no worker held anything (none).
+Else why another was chosen: it was drawn though no cheaper (tie); the longest overlap was
+outweighed by its worker's load (load); the session had gone to the other worker (session); the
+worker with the longest overlap was full (full), excluded by the request (excluded) or past its
+lease (lease); or Redis was unreachable (degraded)."""
 
 
 def locality_of(
@@ -38,9 +39,9 @@ def locality_of(
     overlap: int,
     affinity: Affinity | None,
 ) -> tuple[str, str, int]:
-    """What became of the longest overlap, one of LOCALITIES but `degraded`; whose; how many blocks.
+    """What became of the longest overlap (no `degraded` here); whose it was; how many blocks.
 
-    overlap: of the worker that was chosen.
+    The first is one of LOCALITIES. overlap: of the chosen worker.
     """
     best, best_overlap = choice.index, overlap
     lapsed: Incarnation | None = None
@@ -60,7 +61,7 @@ def locality_of(
     if candidates.active_requests[best] >= candidates.max_requests[best]:
         return "full", name, best_overlap
     cost = choice.costs.cost
-    # Cheaper even: with a temperature, or where a policy compares but two of them.
+    # It may even be cheaper: with a temperature, or if a policy compares only two workers.
     if cost[best] <= cost[choice.index]:
         return "tie", name, best_overlap
     if affinity is not None and affinity.position == choice.index:

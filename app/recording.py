@@ -1,6 +1,6 @@
-"""What was decided and why: a trimmed stream in Redis, for looking back and for scoring again.
+"""What was decided and why: a trimmed stream in Redis, for looking back and for rescoring.
 
-Written behind the decisions, never before their answers; what Redis does not take in time is lost.
+Written after decisions, never before their answers. What Redis does not accept in time is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAGE_TIMEOUT_S = 5.0
 WRITE_PAUSE_S = 0.05
 MAX_UNWRITTEN = 1024
 MAX_WRITTEN = 64
-"""In one call, which takes Redis a millisecond."""
+"""How many go in one call, which takes Redis a millisecond."""
 FIELDS = tuple(field.name for field in fields(Candidates))
 ENTRY = (
     *("request_id", "at_ms", "worker", "policy", "locality", "isl_tokens", "full_blocks"),
@@ -48,7 +48,7 @@ ENTRY = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """All that one choice was made from. eligible: as the request allows, (workers,)."""
+    """All that one choice was made from. eligible: which the request allows, (workers,)."""
 
     workers: list[str]
     block_size: int
@@ -57,7 +57,7 @@ class Seen:
     affinity: Affinity | None = None
 
     def priced(self, cost: CostFunction) -> CostFunction:
-        """`cost`, with what the request's session was worth."""
+        """`cost`, plus what the request's session was worth."""
         return cost if self.affinity is None else discounted(cost, self.affinity)
 
 
@@ -65,9 +65,9 @@ class Seen:
 class Record:
     """One decision.
 
-    at_ms: of the Redis clock, when loads were looked up. best: the worker with the longest overlap,
-    "" if nobody had any. blocks: of the prompt, those at `predictions.positions` of `full_blocks`.
-    seen: of a few decisions only.
+    at_ms: when loads were looked up, by the Redis clock. best: the worker with the longest overlap,
+    "" if none had any. blocks: those of the prompt at `predictions.positions` of `full_blocks`.
+    seen: for a few decisions only.
     """
 
     request_id: str
@@ -93,12 +93,12 @@ class Record:
 
 
 def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
-    """The blocks of a chain that are recorded: the same of all chains that share them."""
+    """The blocks of a chain that are recorded: the same for all chains that share them."""
     return [chain[at - 1] for at in positions(len(chain))]
 
 
 def encode(record: Record) -> tuple[Any, ...]:
-    """Values of a stream entry, text, in the order of ENTRY."""
+    """Values of a stream entry, as text, in the order of ENTRY."""
     overlap = record.overlap
     return (
         record.request_id,
@@ -132,7 +132,7 @@ def _packed(seen: Seen) -> bytes:
 
 
 def decode(entry: dict[bytes, bytes]) -> Record:
-    """Raises ValueError or KeyError for an entry that is none."""
+    """The record in a stream entry. Raises ValueError or KeyError for an invalid one."""
     text = {name.decode(): value.decode() for name, value in entry.items()}
     best, _, best_overlap = text["best"].rpartition(" ")
     blocks = text["blocks"]
@@ -176,18 +176,18 @@ class Recorder:
         self._keyspace = keyspace
         self._kept = settings.decisions_kept
         self._details = Pace(settings.details_per_s)
-        # Past the limit the oldest are not recorded.
+        # Beyond the limit, the oldest are not recorded.
         self._unwritten: deque[Callable[[Pace], Record]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_some = asyncio.Event()
 
     def add(self, make: Callable[[Pace], Record]) -> None:
-        """make: called later, with the pace at which records may have their `seen`."""
+        """Have a decision recorded. make: called later, with the pace for adding `seen`."""
         if self._kept:
             self._unwritten.append(make)
             self._has_some.set()
 
     async def run(self) -> None:
-        """Until cancelled. What has come in some time is written in one round trip."""
+        """Run until cancelled. What has come in for some time is written in one round trip."""
         while True:
             await self._has_some.wait()
             self._has_some.clear()
@@ -213,9 +213,9 @@ class Recorder:
 
 
 async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:
-    """All records that are kept, the latest first. Raises RedisUnavailable.
+    """All records that are kept, latest first. Raises RedisUnavailable.
 
-    Entries that somebody spoilt are left out.
+    Corrupted entries are left out.
     """
     newest = "+"
     while True:
@@ -234,7 +234,7 @@ async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A prefix of prompts. block: its last one. requests: that had all of it in the window."""
+    """A prefix of prompts. block: its last. requests: how many in the window had all of it."""
 
     block: SequenceHash
     num_blocks: int
@@ -244,8 +244,8 @@ class Usage:
 def usages(records: Iterable[Record]) -> Iterator[Usage]:
     """How often prefixes were asked for, the most frequent first, among equals the longest.
 
-    Only those that no longer recorded one with as many requests continues: the system prompt, and
-    not each of its blocks.
+    A prefix is left out if a longer recorded one with as many requests continues it. So the system
+    prompt is listed, but not each of its blocks.
     """
     counts: dict[SequenceHash, int] = {}
     place: dict[SequenceHash, int] = {}

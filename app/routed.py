@@ -1,7 +1,7 @@
 """Where requests were routed, as all replicas know it: blocks to come, and sessions.
 
-Written behind the decisions, never before their answers; what Redis does not take is lost, which
-costs a little overlap.
+Written after decisions, never before their answers. What Redis does not accept is lost, which costs
+a little overlap.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from app.decision import RouteRequest
 log = logging.getLogger(__name__)
 
 MAX_UNWRITTEN = 1024
-"""Past it the oldest are lost."""
+"""Beyond this many, the oldest are lost."""
 
 
 class Routed:
-    """Nothing is asked or written where the settings count on neither."""
+    """Reads and writes predictions and sessions; nothing if the settings use neither."""
 
     def __init__(self, runner: ScriptRunner, keyspace: Keyspace, settings: RouterSettings) -> None:
         self.predictions = (
@@ -42,7 +42,7 @@ class Routed:
         self._has_unwritten = asyncio.Event()
 
     def recall(self, asked: list[str]) -> list[Call[list[Incarnation | None]]]:
-        """At most one call, which tells where each of the sessions last went; "" is none."""
+        """At most one call, which returns where each session last went; "" stands for none."""
         if not self._session_affinity or not any(asked):
             return []
         return [sessions.recall(self._keyspace, asked, self._session_ttl_ms)]
@@ -50,7 +50,7 @@ class Routed:
     def foresee(
         self, chains: list[list[SequenceHash]], shards: int
     ) -> list[Call[dict[Incarnation, int]]]:
-        """None, or a call for each chain: leading blocks that workers will hold."""
+        """No calls, or one for each chain: the leading blocks that workers will hold."""
         if self.predictions is None:
             return []
         return [
@@ -59,7 +59,7 @@ class Routed:
         ]
 
     def add(self, request: RouteRequest, incarnation: Incarnation, shards: int) -> None:
-        """The request has been routed there."""
+        """Record that the request was routed to `incarnation`."""
         if self.predictions is not None and request.chain:
             shard = self._shard_of(request.chain, shards)
             self._unwritten.append(
@@ -75,7 +75,7 @@ class Routed:
             self._has_unwritten.set()
 
     async def run(self) -> None:
-        """Write what was added, until cancelled; what waits together in one round trip."""
+        """Write what was added, until cancelled; all that is pending goes in one round trip."""
         while True:
             await self._has_unwritten.wait()
             self._has_unwritten.clear()
