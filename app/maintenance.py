@@ -1,6 +1,6 @@
-"""What routers do beside decisions: expire, retire, release, sweep and prune.
+"""What routers do besides decisions: expire, retire, release, sweep and prune.
 
-Every replica does a little of it, so that it does not matter which of them live.
+Every replica does a little of it, so it does not matter which of them are alive.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ log = logging.getLogger(__name__)
 
 MAINTENANCE_INTERVAL_S = 0.25
 RETIRE_GRACE_MS = 5000
-"""A worker that Redis did not hear for so long beyond its lease is gone for good: its requests and
-blocks are forgotten. Until then it is only not routed to."""
+"""A worker that Redis has not heard from for this long after its lease is gone for good: its
+requests and blocks are forgotten. Until then it is just not routed to."""
 SWEEP_BUCKETS = 32
 """A step of the sweep then takes Redis about a millisecond."""
 SWEEP_PAUSE_S = 0.005
 FILL_INTERVAL_S = 10.0
 PRUNE_BUCKETS = 64
-"""All of 8,192 are then looked through every 32 s, and sooner where that is too long for the
+"""All of 8,192 buckets are then searched every 32 s, or more often if that is too slow for the
 lifetime of predictions."""
 SCRUB_INTERVAL_MS = 300_000
-"""What nobody's death explains is looked for so often: about 8 µs of Redis's time per bucket."""
+"""How often to look for entries that no death explains: about 8 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
 MAX_RELEASES = 4096
 
 
 class Maintenance:
-    """Expires reservations, retires lapsed leases, sweeps what the dead left, drops what belongs to
-    nobody, while `run` runs.
+    """Expires reservations, retires lapsed leases, sweeps up after the dead and drops what belongs
+    to nobody, while `run` runs.
 
     predicted: how predictions are kept; None: none are.
     """
@@ -68,11 +68,11 @@ class Maintenance:
         self._loads = reservations.loads(keyspace)
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._timeout_s = settings.redis_timeout_ms / 1000
-        # Past the limit the oldest are left to expire.
+        # Beyond the limit, the oldest are left to expire.
         self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
 
     async def run(self) -> None:
-        """Until cancelled; what is to be released then still is."""
+        """Run until cancelled; pending releases are still made then."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._maintain_workers())
@@ -89,7 +89,7 @@ class Maintenance:
     def release_soon(
         self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
     ) -> None:
-        """What nobody else will end, though Redis may hold it; see `reservations.release`."""
+        """Release soon what Redis may hold and nobody else will end; see `reservations.release`."""
         self._releases.append(
             reservations.release(self._keyspace, request_id, attempt, expires_by_ms)
         )
@@ -101,7 +101,7 @@ class Maintenance:
         heard_ms = 0
         while True:
             calls: list[Call[Any]] = [expire, self._loads]
-            # Nobody could renew in a Redis that was away.
+            # Nobody could renew a lease while Redis was unreachable.
             if not self._fleet.recovers:
                 calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             releases = list(islice(self._releases, EXPIRE_LIMIT))
@@ -132,7 +132,7 @@ class Maintenance:
             await asyncio.sleep(FILL_INTERVAL_S)
 
     async def _prune(self, settings: PredictionSettings) -> None:
-        """Go through all predictions in steps and without end, for those that are over."""
+        """Go through all predictions in steps, endlessly, and remove those that have expired."""
         while True:
             pause = MAINTENANCE_INTERVAL_S
             try:
@@ -151,8 +151,9 @@ class Maintenance:
     async def _maintain_index(self) -> None:
         """Sweep all shards in steps.
 
-        Which incarnations are over is asked after a shard has named those that may write to it:
-        they registered before, so one that is then unknown is gone for good.
+        A shard first names the incarnations that may write to it; only then is the namespace asked
+        which of them have ended. They had registered before, so one that is unknown by then is gone
+        for good.
         """
         lost: list[Incarnation] = []
         while True:
@@ -182,7 +183,7 @@ class Maintenance:
             await asyncio.sleep(pause)
 
     async def _maintain_keys(self) -> None:
-        """Go through all keys of the namespace, a few at a time and without end, for members of
+        """Go through all keys of the namespace, a few at a time and endlessly, to drop members of
         families that belong to nothing: no script would ever look for them."""
         strays = Strays(self._runner, self._keyspace, self._timeout_s)
         while True:

@@ -1,4 +1,4 @@
-"""A limit to how often something is done or said."""
+"""A limit on how often something is done or logged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Pace:
-    """Lets through so many a second, evenly."""
+    """Lets through up to `per_s` events a second, evenly spaced."""
 
     def __init__(self, per_s: int) -> None:
         self._pause_s = 1 / per_s if per_s else math.inf

@@ -1,4 +1,4 @@
-"""What a router counts of itself, for Prometheus."""
+"""What a router counts about itself, for Prometheus."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORKER_GPU = {
         "Rate at which a worker's GPU receives over PCIe.",
     ),
 }
-"""By the names of GpuReadings. Of what a GPU does not tell, or not lately, there is no sample."""
+"""By the names of GpuReadings. What a GPU does not report, or not lately, has no sample."""
 
 
 class Telemetry:
@@ -157,7 +157,7 @@ class Telemetry:
             "Sample standard deviation of the used fraction of the workers' KV blocks.",
             registry=r,
         )
-        # A child is looked up for longer than it counts, and a decision counts in many of them.
+        # Looking up a child takes longer than counting in it, and a decision counts in many.
         self.decisions_of = cache(self.decisions.labels)
         self.locality_of = cache(self.locality.labels)
         self.overlap_of = cache(self.overlap_blocks.labels)
@@ -176,12 +176,12 @@ class Telemetry:
         }
 
     def clear_workers(self) -> None:
-        """Forget what was shown of workers, but for what was counted of them."""
+        """Forget what the gauges show of workers, but not what was counted for them."""
         for gauge in (*self.worker_load.values(), *self.worker_gpu.values()):
             gauge.clear()
 
     def count_blocks(self, worker: str, isl: int, overlap: int) -> None:
-        """A prompt of so many blocks was routed to a worker that held so many of them."""
+        """Count a prompt of `isl` blocks, routed to a worker that held `overlap` of them."""
         known = self._counted.get(worker)
         if known is None:
             blocks = self.worker_blocks
@@ -191,7 +191,7 @@ class Telemetry:
         known[1].inc(overlap)
 
     def keep_workers(self, names: Collection[str]) -> None:
-        """Forget what was counted of others."""
+        """Forget what was counted for all other workers."""
         for gone in self._counted.keys() - set(names):
             for what in ("isl", "overlap"):
                 self.worker_blocks.remove(gone, what)
