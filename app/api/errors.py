@@ -1,4 +1,4 @@
-"""Exceptions -> HTTP status, in the one shape of schemas.ErrorBody."""
+"""Exceptions -> HTTP responses, all in the shape of schemas.ErrorBody."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MAX_RETRY_AFTER_S = 60
 
 
 def install(app: FastAPI) -> None:
-    """Make `app` answer every error in the one shape."""
+    """Make `app` answer every error in that shape."""
     app.add_exception_handler(KvrouteError, _kvroute_error)
     app.add_exception_handler(ValidationError, _validation_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -54,7 +54,7 @@ def install(app: FastAPI) -> None:
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """What `install` has an application answer."""
+    """The answer that `install` makes an application give."""
     if isinstance(error, KvrouteError):
         return await _kvroute_error(request, error)
     if isinstance(error, ValidationError):
@@ -73,7 +73,7 @@ async def _kvroute_error(_: Request, error: Exception) -> Response:
 
 
 def _retry_after_s(seconds: float) -> int:
-    """Whole seconds, as the header has them."""
+    """Whole seconds, as the header requires."""
     return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))
 
 
@@ -87,7 +87,7 @@ async def _validation_error(_: Request, error: Exception) -> Response:
 
 
 async def _fault(_: Request, error: Exception) -> Response:
-    """Whatever nobody foresaw; the server logs it."""
+    """Answers any unforeseen error; the server logs it."""
     return json_response(
         error_body("internal", f"{type(error).__name__}; see the router's log"), 500
     )

@@ -43,7 +43,7 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
 
 
 def create_app(settings: RouterSettings) -> FastAPI:
-    """A router replica. It starts, and says in /readiness what is missing, even without Redis.
+    """A router replica. It starts even without Redis, and says in /readiness what is missing.
 
     Raises ConfigError for a bad Redis URL or namespace.
     """
