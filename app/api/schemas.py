@@ -15,7 +15,7 @@ T = TypeVar("T")
 U64 = 1 << 64
 
 Array = Annotated[list[T], Field(fail_fast=True)]
-"""An error is told of its first bad item alone: to make one of each of a million takes seconds."""
+"""Only the first bad item is reported: making an error for each of a million takes seconds."""
 
 
 def _u64(value: Any) -> int:
