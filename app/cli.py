@@ -27,7 +27,7 @@ def _log_at(level: str) -> None:
 
 
 class _LazyGroup(click.Group):
-    """Finds commands that lie elsewhere when asked; lists those whose extra is installed."""
+    """Finds commands of other modules on demand; lists those whose extra is installed."""
 
     lazy: ClassVar = {
         "replay": "loadtest.replay",
@@ -78,7 +78,7 @@ def router(**values: Any) -> None:
 
     settings = RouterSettings(**values)
     _log_at(settings.log_level)
-    # First, while the number cannot be that of a socket of our own.
+    # First, while the number cannot yet be that of a socket of our own.
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
     sockets = [listen(settings.host, settings.port), *shared]
     host, port = sockets[0].getsockname()[:2]
@@ -155,7 +155,7 @@ def up(**values: Any) -> None:
     _log_at(values["log_level"])
     if values["redis_url"]:
         asyncio.run(_reach(values["redis_url"]))
-    # SIGINT too: a shell that starts it in the background has it ignored.
+    # SIGINT too: a shell that starts this in the background has it ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with (
@@ -190,7 +190,7 @@ async def _reach(redis_url: str) -> None:
 
 
 def _inherited(number: int) -> socket.socket:
-    """The listening socket with that file descriptor. Raises ConfigError if it is none."""
+    """The listening socket with that file descriptor. Raises ConfigError if there is none."""
     try:
         found = socket.socket(fileno=number)
         listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -220,7 +220,7 @@ def _listening(cluster: Any) -> str:
 
 
 def _until_stopped(cluster: Any) -> None:
-    """Until SIGINT or SIGTERM; says so when a process of the cluster ends before."""
+    """Wait for SIGINT or SIGTERM; report any process of the cluster that ends before."""
     gone: set[str] = set()
     while True:
         for member in cluster.members:

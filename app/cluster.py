@@ -35,7 +35,7 @@ START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.05
 REACHED_BY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - only where the user asks for it
-"""Address that listens everywhere -> one that it takes connections on."""
+"""Address that listens everywhere -> an address to connect to it by."""
 
 
 class ClusterError(KvrouteError):
@@ -52,12 +52,12 @@ class Member:
 
 
 class Cluster:
-    """Started as a whole when entered, gone as a whole when left.
+    """A cluster, started as a whole on entry and stopped as a whole on exit.
 
     router, worker: what all replicas and workers share; ports and names are filled in here.
-    redis_url: a Redis that is there; None starts an embedded one.
+    redis_url: an existing Redis; None starts an embedded one.
     host, port: where the balancer listens; port 0 takes a free one.
-    haproxy: None uses it where it is installed; else the replicas share one listening socket.
+    haproxy: None uses it if it is installed; without it, the replicas share one listening socket.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Cluster:
         return member
 
     def start_router(self, index: int) -> Member:
-        """Start replica `r<index>`; does not wait for it. HAProxy knows only those of the start."""
+        """Start replica `r<index>`; does not wait for it. HAProxy knows only the initial ones."""
         settings = replace(
             self._router,
             port=free_port(),
@@ -136,7 +136,7 @@ class Cluster:
         return member
 
     def _start(self) -> None:
-        # First, so that a port in use is told at once and in our own words.
+        # First, so that a port in use is reported at once and in our own words.
         front_socket = self._exit.enter_context(listen(*self._front))
         if self._haproxy:
             front_socket.close()
@@ -197,7 +197,7 @@ class Cluster:
         return Member(name, url, process)
 
     def _stop_all(self) -> None:
-        """Ask all to stop, wait, and kill who does not."""
+        """Ask all processes to stop, wait, and kill those that do not."""
         for member in self.members:
             member.process.terminate()
         deadline = time.monotonic() + STOP_DEADLINE_S
@@ -211,12 +211,12 @@ class Cluster:
 
 
 def _flags(settings: CommonSettings) -> list[str]:
-    """Without Redis's URL, as it may hold a password and anybody here sees command lines."""
+    """Flags without the Redis URL: it may hold a password, and anybody here sees command lines."""
     return flags(settings, without=("redis_url",))
 
 
 def _wait_for(member: Member, url: str, deadline: float) -> None:
-    """Until `url` answers 200. Raises ClusterError, with the last answer, if it does not."""
+    """Wait until `url` answers 200. Raises ClusterError, with the last answer, if it does not."""
     last = "no answer"
     while time.monotonic() < deadline:
         status = member.process.poll()

@@ -1,4 +1,4 @@
-"""What the commands for operators share: a client of Redis to run on, and how answers look."""
+"""What the operator commands share: a Redis client to run on, and the format of answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _plain(value: Any) -> Any:
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns as wide as their widest cell; all but the first to the right."""
+    """Columns as wide as their widest cell; all but the first right-aligned."""
     cells = [list(head), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(

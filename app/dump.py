@@ -1,8 +1,8 @@
-"""The ownership of a namespace as JSON lines, and back; and a namespace deleted.
+"""Dumps the ownership of a namespace as JSON lines, restores it, and deletes a namespace.
 
-The first line says what the namespace is; each of the others is one event: blocks that a worker
-stored, in one tier, of one bucket. Redis does not know a block's parent, so a dump goes back only
-into an index with as many shards and buckets.
+The first line describes the namespace; each of the others is one event: blocks that a worker
+stored, in one tier, of one bucket. Redis does not know a block's parent, so a dump can be restored
+only into an index with as many shards and buckets.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ TIERS = {tier.name.lower(): tier for tier in Tier}
 MAX_SHARDS = 1024
 MAX_BUCKET_BITS = 24
 MAX_WHOLE = 10**9
-"""Scripts take numbers beyond for spoilt."""
+"""Scripts take larger numbers to be corrupted."""
 _HASH = re.compile(r"[0-9a-f]{16}")
 _HEX = re.compile(r"[0-9a-f]+")
 
 
 async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
-    """Lines, without their ends. Raises ConfigError for a missing namespace, RedisUnavailable.
+    """Lines, without line ends. Raises ConfigError for a missing namespace, RedisUnavailable.
 
-    What lies in Redis under names that no reader of the index looks for is left out.
+    What is in Redis under names that no reader of the index looks for is left out.
     """
     async with deadline(STEP_TIMEOUT_S):
         meta: Any = await redis.hgetall(keyspace["meta"])
@@ -96,13 +96,13 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
 
 
 async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_ms: int) -> int:
-    """How many entries were published, each worker's as a new incarnation of it.
+    """Publish a dump, each worker under a new incarnation; returns how many entries.
 
-    file: is read twice, as all of it is checked before anything is written.
-    The incarnations live for `lease_ttl_ms` from the end on; an agent of the worker takes over when
-    it registers.
-    Raises ConfigError for lines that are no dump, or a namespace that they do not fit, or in which
-    one of the workers lives.
+    file: read twice, as all of it is checked before anything is written.
+    The incarnations live for `lease_ttl_ms` after the end; a worker's agent takes over when it
+    registers.
+    Raises ConfigError for lines that are not a dump, or for a namespace that they do not fit or in
+    which one of the workers is live.
     """
     start = file.tell()
     dumped = _Dump(file)
@@ -133,7 +133,7 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
     file.seek(start)
     for stored in _Dump(file).stored():
         if clock() - renewed_s > lease_ttl_ms / 3000:
-            # Leases run while this goes on.
+            # Leases keep running meanwhile.
             renewed_s = clock()
             await _all_hold(runner, renewals)
         inc, shard = writers[stored.incarnation], stored.shard
@@ -160,11 +160,11 @@ async def _all_hold(runner: ScriptRunner, calls: list[Call[bool]]) -> None:
 
 
 async def reset(redis: Client, keyspace: Keyspace) -> int:
-    """Delete all keys of the namespace, and of no other; how many. Raises RedisUnavailable."""
+    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable."""
     deleted = 0
     async for node, keys in scan(redis, keyspace.pattern + "*"):
         own = [key for key in keys if keyspace.parse(key)]
-        # One command a key: those of a Cluster lie in many slots.
+        # One command per key: in a Cluster they are in many slots.
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
             for key in own:
                 pipe.unlink(key)
@@ -173,7 +173,7 @@ async def reset(redis: Client, keyspace: Keyspace) -> int:
 
 
 async def count_keys(redis: Client, keyspace: Keyspace) -> int:
-    """Raises RedisUnavailable."""
+    """How many keys the namespace has. Raises RedisUnavailable."""
     return sum(
         [
             len([key for key in keys if keyspace.parse(key)])
@@ -183,7 +183,7 @@ async def count_keys(redis: Client, keyspace: Keyspace) -> int:
 
 
 async def _refuse_live(redis: Client, keyspace: Keyspace, workers: Iterable[WorkerInfo]) -> None:
-    # To register a worker anew is to replace its agent, which would end the process.
+    # Registering a worker again replaces its agent, which would end the process.
     ends_ms: dict[WorkerKey, float] = {}
     async with deadline(STEP_TIMEOUT_S):
         seconds, micros = await redis.node_of(keyspace["leases"]).client.time()
@@ -196,7 +196,7 @@ async def _refuse_live(redis: Client, keyspace: Keyspace, workers: Iterable[Work
         try:
             ends_ms[leases.decode_info(infos[inc]).key] = end_ms
         except (KeyError, TypeError, ValueError):
-            # Of nobody knows whom.
+            # Nobody knows whose it is.
             continue
     for worker in workers:
         if worker.key in ends_ms:
@@ -237,7 +237,7 @@ async def _register(
 
 
 class _Stored(NamedTuple):
-    """What one line says that an incarnation, by its number in the dump, had stored."""
+    """What one line says an incarnation, by its number in the dump, had stored."""
 
     line: int
     incarnation: int
@@ -246,9 +246,9 @@ class _Stored(NamedTuple):
 
 
 class _Dump:
-    """A dump as it is read, line by line. ConfigError names the line, field and value at fault.
+    """A dump, read line by line. ConfigError names the line, field and value at fault.
 
-    workers: by incarnation, as far as `stored` has come.
+    workers: by incarnation, as far as `stored` has read.
     """
 
     def __init__(self, lines: Iterable[bytes]) -> None:
@@ -270,7 +270,7 @@ class _Dump:
         self.workers: dict[int, WorkerInfo] = {}
 
     def stored(self) -> Iterator[_Stored]:
-        """In the order of the lines; once."""
+        """What is stored, in the order of the lines. Can be called only once."""
         for row in self._rows:
             if "info" in row.fields:
                 self._add_worker(row)
@@ -325,7 +325,7 @@ class _Dump:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The object in a line, or one within it, whose fields `within` goes before in errors."""
+    """The object in a line, or one within it, whose fields errors prefix with `within`."""
 
     number: int
     fields: dict[str, Any]
@@ -369,7 +369,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
 
 
 def _readable(workers: dict[bytes, bytes]) -> Iterator[tuple[Incarnation, Any]]:
-    """The entries of the namespace's `workers` that say what they should."""
+    """The valid entries of the namespace's `workers`."""
     for number, text in workers.items():
         with suppress(KeyError, TypeError, ValueError):
             leases.decode_info(text)
@@ -377,7 +377,7 @@ def _readable(workers: dict[bytes, bytes]) -> Iterator[tuple[Incarnation, Any]]:
 
 
 def _bucket_of(keyspace: Keyspace, key: bytes, bits: list[int]) -> tuple[int, str] | None:
-    """Shard and name of the bucket that a key is of, if it is of one."""
+    """Shard and name of the bucket that a key is, if it is one."""
     shard, name = keyspace.parse(key) or (None, "")
     family, _, bucket = name.partition(":")
     if shard is None or shard >= len(bits) or family != "blocks":
@@ -386,7 +386,7 @@ def _bucket_of(keyspace: Keyspace, key: bytes, bits: list[int]) -> tuple[int, st
 
 
 def _is_bucket(name: str, bits: int) -> bool:
-    """Whether one of 2^bits buckets is called that."""
+    """Whether one of 2^bits buckets has this name."""
     is_hex = len(name) == -(-bits // 4) and _HEX.fullmatch(name) is not None
     return is_hex and int(name, 16) % (1 << (-bits % 4)) == 0
 

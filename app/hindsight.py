@@ -1,4 +1,4 @@
-"""Looking back: why a request went where it went, and where another policy had sent it."""
+"""Looking back: why a request went where it went, and where another policy would have sent it."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ class Comparison:
         would_be = choice.index
         alike = all(costs.cost[was] == costs.cost[would_be] for costs in (recorded, choice.costs))
         if alike or policy == record.policy == "power_of_two":
-            # Neither policy tells them apart, or which two were compared is not recorded: that
-            # another was drawn this time is chance.
+            # Neither policy tells the two apart, or which pair was compared is not recorded: it is
+            # chance that another was drawn this time.
             would_be = was
         c = seen.candidates
         overlap = c.overlap_device + c.overlap_host + c.overlap_disk

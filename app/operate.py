@@ -156,7 +156,7 @@ GPU_TEXT = (
 RESERVED_TEXT = (
     "  request  prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt"
 )
-"""What stands in the lines below it, as Redis has them."""
+"""What is in the lines below it, which are as Redis has them."""
 
 
 @inspect.command(cls=Command)
@@ -265,7 +265,7 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
     """Check for contradictions; exit with status 1 if there are any."""
     findings, extent = await verification.verify(redis, keyspace, max_buckets)
     if not findings:
-        # Raises where there is no such namespace, of which nothing can be wrong.
+        # Raises if there is no such namespace: then nothing can be wrong with it.
         await inspection.block_size(redis, keyspace)
     if as_json:
         click.echo(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
@@ -319,7 +319,7 @@ async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl
 
 @contextmanager
 def _rewindable(source: BinaryIO) -> Iterator[BinaryIO]:
-    """`source`, or a copy of it where it is a pipe."""
+    """`source`, or a copy of it if it is a pipe."""
     if source.seekable():
         yield source
         return

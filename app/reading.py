@@ -1,4 +1,4 @@
-"""The keys of a namespace, read beside a running cluster: in bounded steps, and nothing else."""
+"""Reads the keys of a namespace alongside a running cluster: read-only, in bounded steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The keys of a namespace that are not the index, all of one moment."""
+    """The keys of a namespace outside the index, all from one moment."""
 
     now_ms: int
     meta: dict[bytes, bytes]
@@ -37,7 +37,7 @@ class Control:
 
 
 async def read_control(redis: Client, keyspace: Keyspace) -> Control:
-    """In one transaction, once it is known of which incarnations."""
+    """Reads the keys in one transaction, once the incarnations are known."""
     node = redis.node_of(keyspace["meta"]).client
     async with deadline(STEP_TIMEOUT_S):
         incs: Any = await node.hkeys(keyspace["writers"])
@@ -69,12 +69,12 @@ async def read_control(redis: Client, keyspace: Keyspace) -> Control:
 
 
 def readable(raw: bytes) -> str:
-    """Of what should be text, and may be anything."""
+    """The text of what should be text but may be anything."""
     return raw.decode(errors="replace")
 
 
 def parsed_load(text: bytes | None) -> Load | None:
-    """None where there is none, or one that cannot be read."""
+    """The load in `text`; None if there is none, or it cannot be read."""
     try:
         return Load(*map(int, text.split())) if text else None
     except (TypeError, ValueError):
@@ -84,7 +84,7 @@ def parsed_load(text: bytes | None) -> Load | None:
 async def buckets(
     redis: Client, keyspace: Keyspace
 ) -> AsyncIterator[tuple[Redis, dict[bytes, int]]]:
-    """All buckets of the index with their shards, some at a time, and the server they lie on."""
+    """All buckets of the index with their shards, a few at a time, and the server they are on."""
     async for node, keys in scan(redis, keyspace.pattern + ":blocks:*"):
         # A key that ends in a tenant's name may match as well.
         parsed = {key: keyspace.parse(key) or (None, "") for key in keys}
@@ -99,9 +99,9 @@ async def buckets(
 
 
 async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes] | None]:
-    """What is in each of some hashes; None for what is none. Raises RedisUnavailable.
+    """What is in each hash; None for a key that is not a hash. Raises RedisUnavailable.
 
-    In parts: while Redis reads a bucket of a hundred thousand blocks it answers nobody else.
+    Read in parts: while Redis reads a bucket of a hundred thousand blocks, it answers nobody else.
     """
     async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
         for key in keys:
@@ -124,7 +124,7 @@ async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes
 
 
 async def scan(redis: Client, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
-    """All keys that match, some at a time, each with the server it lies on."""
+    """All keys that match, a few at a time, with the server they are on."""
     async with deadline(STEP_TIMEOUT_S):
         masters = await redis.masters()
     for master in masters:

@@ -34,7 +34,7 @@ EXAMPLES = 5
 
 @dataclass(slots=True)
 class Finding:
-    """What is wrong, how often, and some of the places."""
+    """What is wrong, how often, and examples of where."""
 
     what: str
     count: int = 0
@@ -60,11 +60,11 @@ class Extent:
 async def verify(
     redis: Client, keyspace: Keyspace, max_buckets: int
 ) -> tuple[list[Finding], Extent]:
-    """What contradicts itself in a live namespace, and in how much of the index was looked for it.
+    """The contradictions in a live namespace, and how much of the index was searched for them.
 
-    State moves while it is read: what looks wrong is looked at LOOKS times, and counts only if it
-    was wrong each time. That blocks are closed under prefix cannot be told: Redis does not know a
-    block's parent. Raises RedisUnavailable.
+    State changes while it is read: what looks wrong is looked at LOOKS times, and counts only if it
+    was wrong each time. Whether blocks are closed under prefix cannot be checked: Redis does not
+    know a block's parent. Raises RedisUnavailable.
     """
     findings: dict[str, Finding] = {}
     suspects = dict.fromkeys(_contradictions(await read_control(redis, keyspace)))
@@ -88,7 +88,7 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
 
 
 def _contradictions(c: Control) -> Iterator[tuple[str, str]]:
-    """(what, where) for everything in the control keys that does not agree."""
+    """(what, where) for every contradiction in the control keys."""
     for inc in c.leases.keys() ^ c.writers.keys():
         yield "an incarnation with a lease but no writer, or the reverse", readable(inc)
     for inc in c.writers.keys() - c.workers.keys():
@@ -116,8 +116,8 @@ def _contradictions(c: Control) -> Iterator[tuple[str, str]]:
 
 
 def _counted(c: Control, inc: bytes) -> tuple[int, ...]:
-    """prefill_tokens, prefill_us, blocks, requests, decoding by the requests; () if one cannot be
-    read."""
+    """prefill_tokens, prefill_us, blocks, requests, decoding, summed over the requests; () if one
+    cannot be read."""
     tokens = us = blocks = decoding = 0
     records = c.requests.get(inc, {}).values()
     for record in map(REQUEST.fullmatch, records):
@@ -161,9 +161,9 @@ async def _verify_index(
 async def _bad_entries(
     redis: Client, keyspace: Keyspace, node: Redis, keys: dict[bytes, int]
 ) -> list[tuple[bytes, str, str]]:
-    """(key, what, where) of entries that nobody would write, or whose owner is over.
+    """(key, what, where) of entries that nobody would write, or whose owner has ended.
 
-    Those of `dead`, or of incarnations a sweep is still to be told of, are no fault.
+    Entries of incarnations in `dead`, or that a sweep has yet to be told of, are not at fault.
     keys: each with its shard.
     """
     held = await contents(node, list(keys))
