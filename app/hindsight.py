@@ -44,7 +44,7 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
         if record.request_id == request_id:
             break
     else:
-        await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
+        await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"no decision about {request_id!r} is kept (any longer)")
     rows, terms = _scored(record)
     if as_json:
@@ -142,7 +142,7 @@ async def whatif(
         if found.decisions == last:
             break
     if not found.decisions:
-        await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
+        await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
     if as_json:
         click.echo(json_text(found.means()))

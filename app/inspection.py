@@ -1,4 +1,4 @@
-"""What is in Redis, for people: read only, in bounded steps, beside a running cluster."""
+"""What is in Redis, for people: read-only, in bounded steps, alongside a running cluster."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerI
 from app.reading import STEP_TIMEOUT_S, Control, buckets, contents, parsed_load, read_control, scan
 
 FULL_FACTOR = 4
-"""Past so many times the blocks that it was laid out for, an index is called overfull."""
+"""Beyond this many times the blocks that it was laid out for, an index is called overfull."""
 SETTLED = re.compile(rb"[1-9]\d{0,5}")
 BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
-"""What lua/lib/bucket.lua reads as such: anybody may have written there."""
+"""What lua/lib/bucket.lua reads as bucket bits: anybody may have written there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One incarnation. lease_ms: left of its lease; None: it has none. metrics_age_s: of its newest
-    entry in the metrics stream, and gpu: what that says of its GPU."""
+    """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
+    its newest entry in the metrics stream. gpu: what that entry says about its GPU."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -45,8 +45,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """unique_blocks: that exist. laid_out_blocks: what the buckets were settled for, where
-    that can be read. memory_bytes: used by the servers, whatever else they hold included."""
+    """unique_blocks: how many exist. laid_out_blocks: how many the buckets were laid out for, where
+    that can be read. memory_bytes: used by the servers, including whatever else they hold."""
 
     namespace: str
     block_size: int
@@ -83,7 +83,7 @@ async def namespaces(redis: Client) -> list[str]:
 
 
 async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
-    """None: there is no such namespace. Reads the whole index. Raises RedisUnavailable."""
+    """A namespace's state; None: there is none. Reads the whole index. Raises RedisUnavailable."""
     control = await read_control(redis, keyspace)
     if b"block_size" not in control.meta or b"shards" not in control.meta:
         return None
@@ -110,9 +110,9 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
 async def owners_of(
     redis: Client, keyspace: Keyspace, block: SequenceHash
 ) -> list[tuple[str, list[tuple[Incarnation, Tier]]]]:
-    """The keys in which `block` stands, with its owners there; dead ones included.
+    """The keys that contain `block`, with its owners there, including dead ones.
 
-    The bucket follows from the first block of the group, which a hash does not tell: all are asked.
+    The bucket depends on the first block of the group, which a hash does not reveal: all are asked.
     Raises RedisUnavailable.
     """
     name = f"{block:016x}"
@@ -131,9 +131,9 @@ async def owners_of(
 async def fill(
     redis: Client, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
 ) -> float:
-    """Blocks in the index by those it was laid out for, from a sample of every shard's buckets.
+    """Blocks in the index per block it was laid out for, from a sample of every shard's buckets.
 
-    Shards of which it cannot be read for how many do not count. Raises RedisUnavailable.
+    Shards whose layout cannot be read do not count. Raises RedisUnavailable.
     """
     blocks = laid_out = 0
     for shard in map(keyspace.of_shard, range(shards)):
@@ -152,7 +152,7 @@ async def fill(
 
 
 async def _bucket_bits(redis: Client, shard: Keyspace) -> int | None:
-    """None: there are none, or none that make sense."""
+    """A shard's bucket bits; None: there are none, or none that make sense."""
     found: Any = await redis.hget(shard["shard"], "bucket_bits")
     bits = BUCKET_BITS.fullmatch(found or b"")
     return int(bits[1]) if bits else None
@@ -164,7 +164,7 @@ async def everyone(redis: Client, keyspace: Keyspace) -> list[Worker]:
 
 
 async def block_size(redis: Client, keyspace: Keyspace) -> int:
-    """Tokens. Raises ConfigError for a missing namespace, RedisUnavailable."""
+    """Tokens per block. Raises ConfigError for a missing namespace, RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
         meta: Any = await redis.hgetall(keyspace["meta"])
     if b"block_size" not in meta:
@@ -173,7 +173,7 @@ async def block_size(redis: Client, keyspace: Keyspace) -> int:
 
 
 def _settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
-    """Of a namespace. Raises ConfigError, as anybody may have written there."""
+    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there."""
     text = meta.get(field.encode(), b"")
     if not SETTLED.fullmatch(text):
         raise ConfigError(f"{keyspace['meta']}: {field} is {text.decode(errors='replace')!r}")
@@ -194,14 +194,14 @@ async def worker(redis: Client, keyspace: Keyspace, name: str) -> list[Worker]:
 async def requests_on(
     redis: Client, keyspace: Keyspace, incarnation: Incarnation
 ) -> dict[str, str]:
-    """Request id → its record, of all that is reserved on it. Raises RedisUnavailable."""
+    """Request id → record, of all that is reserved on the incarnation. Raises RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
         found: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
     return {name.decode(): text.decode() for name, text in found.items()}
 
 
 async def waiting(redis: Client, keyspace: Keyspace) -> list[Flow]:
-    """Flows in the order in which the first of each has its turn. Raises RedisUnavailable."""
+    """Flows in the order in which their first requests get a turn. Raises RedisUnavailable."""
     node = redis.node_of(keyspace["flows"]).client
     async with deadline(STEP_TIMEOUT_S):
         seconds, micros = await node.time()
@@ -225,9 +225,9 @@ async def waiting(redis: Client, keyspace: Keyspace) -> list[Flow]:
 async def prefix(
     redis: Client, keyspace: Keyspace, chain: list[SequenceHash]
 ) -> dict[str, TierOverlap]:
-    """Worker key → leading blocks of `chain` that it holds, of live workers.
+    """Worker key → leading blocks of `chain` that it holds, for live workers.
 
-    Raises RedisUnavailable, also where only the index cannot be read.
+    Raises RedisUnavailable, even if only the index cannot be read.
     """
     control = await read_control(redis, keyspace)
     shards = _settled(keyspace, control.meta, "shards")

@@ -122,7 +122,7 @@ def _state(worker: inspection.Worker) -> str:
 @on_redis
 async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
     """Show who holds a block, given its sequence hash (16 hex digits)."""
-    await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
+    await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
     names = {w.incarnation: w for w in (await inspection.everyone(redis, keyspace))}
     rows = [
         (_name(names, inc), inc, tier.name.lower(), key)
@@ -347,7 +347,7 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
 @on_redis
 async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     """Show who waits for a worker, in the order of turns."""
-    await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
+    await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
     found = await inspection.waiting(redis, keyspace)
     if as_json:
         click.echo(json_text([asdict(flow) for flow in found]))
@@ -375,7 +375,7 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
 @on_redis
 async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
     """Show how often prefixes of prompts were requested, according to the decisions kept."""
-    await inspection.block_size(redis, keyspace)  # raises where there is no such namespace
+    await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
     records: list[Record] = []
     async for record in recording.read(redis, keyspace):
         if records and record.at_ms < records[0].at_ms - window_s * 1000:
