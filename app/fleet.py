@@ -178,7 +178,7 @@ _UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0
 
 
 class Fleet:
-    """Learns who the incarnations are, and follows what they measure."""
+    """Learns which incarnations there are, and follows what they measure."""
 
     def __init__(self, redis: Redis, keyspace: Keyspace, timeout_s: float) -> None:
         self.last_view: View | None = None
@@ -289,7 +289,7 @@ class Fleet:
     def load_statistics(self, now_ms: int) -> tuple[float, float]:
         """Mean and sample standard deviation of the used fraction of KV blocks.
 
-        Over the workers of the last view that are not stale; 0 where there are too few.
+        Over the workers of the last view that are not stale; 0 if there are too few.
         """
         view = self.last_view
         loads = [

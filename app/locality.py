@@ -39,9 +39,9 @@ def locality_of(
     overlap: int,
     affinity: Affinity | None,
 ) -> tuple[str, str, int]:
-    """What became of the longest overlap (no `degraded` here); whose it was; how many blocks.
+    """What became of the longest overlap, which worker had it, and how many blocks it is.
 
-    The first is one of LOCALITIES. overlap: of the chosen worker.
+    The first is one of LOCALITIES except `degraded`. overlap: that of the chosen worker.
     """
     best, best_overlap = choice.index, overlap
     lapsed: Incarnation | None = None

@@ -1,4 +1,4 @@
-"""Incarnations of workers: register, renew, switch over, retire; and who is live."""
+"""Incarnations of workers: register, renew, switch over, retire; and which are live."""
 
 from __future__ import annotations
 
