@@ -1,8 +1,8 @@
 """Dumps the ownership of a namespace as JSON lines, restores it, and deletes a namespace.
 
-The first line describes the namespace; each of the others is one event: blocks that a worker
-stored, in one tier, of one bucket. Redis does not know a block's parent, so a dump can be restored
-only into an index with as many shards and buckets.
+The first line describes the namespace, and one line each its workers. Every other line is one
+event: blocks that a worker stored, in one tier, of one bucket. Redis does not know a block's
+parent, so a dump can be restored only into an index with as many shards and buckets.
 """
 
 from __future__ import annotations

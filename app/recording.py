@@ -187,7 +187,7 @@ class Recorder:
             self._has_some.set()
 
     async def run(self) -> None:
-        """Run until cancelled. What has come in for some time is written in one round trip."""
+        """Run until cancelled. What has come in since the last write is written together."""
         while True:
             await self._has_some.wait()
             self._has_some.clear()

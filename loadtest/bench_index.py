@@ -407,7 +407,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in result["visible_ms"].items())
     console.print(f"  {shown} ms from an event to its blocks, at {VISIBLE_PER_S:,} blocks/s")
     us, cpu_us, calls = (result[name] for name in LookUpCost._fields)
-    table = Table(title="A look-up: µs of Redis")
+    table = Table(title="A lookup: µs of Redis")
     for name in ("blocks", *KINDS, "HKEYS per block"):
         table.add_column(name, justify="right")
     for length in map(str, LENGTHS):
@@ -418,7 +418,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{peer:.0f}, {peer / us['mixed'][length]:.0f}x" if peer else "",
         )
     console.print(table)
-    table = Table(title="A look-up: µs of the router's CPU, in so many calls of Redis")
+    table = Table(title="A lookup: µs of the router's CPU, and its Redis calls")
     for name in ("blocks", *KINDS):
         table.add_column(name, justify="right")
     for length in map(str, LENGTHS):

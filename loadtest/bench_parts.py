@@ -50,7 +50,7 @@ PARTS = {
     "hashes": (
         *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
     ),
-    "look-up: commands, replies, view of the workers": ("app.lookup:LookUp.batch",),
+    "lookup: commands, replies, view of the workers": ("app.lookup:LookUp.batch",),
     "prices and choice": ("app.planner:Planner.plan",),
     "reservation: command and reply": ("app.router:Router._reserve",),
     "stream of decisions": ("app.recording:Recorder.run",),

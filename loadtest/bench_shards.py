@@ -174,7 +174,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for name, behind in result["behind_ms"].items():
         shown = ", ".join(f"{q} {ms:.1f} ms" for q, ms in behind.items())
-        console.print(f"From applied to found by a look-up, alone, read from {name}: {shown}")
+        console.print(f"From applied to found by a lookup, alone, read from {name}: {shown}")
 
 
 @click.command()

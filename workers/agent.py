@@ -406,6 +406,8 @@ class Agent:
                 index.claims(keyspace, incarnation, first, AUDIT_BUCKETS),
             ]
         )
+        if missing < 0:
+            raise IncarnationLost(f"incarnation {incarnation}: lost to shard {shard}")
         if missing:
             raise IncarnationLost(
                 f"incarnation {incarnation}: blocks missing in shard {shard}: {missing}"

@@ -158,7 +158,9 @@ class Routed(BaseModel):
         description="with explain: several workers shared the lowest cost, and one was drawn",
     )
     tries: int | None = Field(
-        default=None, description="with explain: more than 1 if another replica reserved first"
+        default=None,
+        description="with explain: more than 1 if the decision was repeated, usually because "
+        "another replica had reserved first",
     )
     locality: str | None = Field(
         default=None,

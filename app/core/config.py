@@ -207,7 +207,7 @@ class RouterSettings(CommonSettings):
     )
     temperature: float = setting(
         0.0,
-        "0 always takes the lowest cost; above 0 samples from the softmax of the costs.",
+        "0 always takes the lowest cost; above 0 samples, the cheaper the likelier (softmax).",
         Number(0, 1000),
     )
     seed: int | None = setting(None, "Seed for random choices; unset: a random one.", SEED)
@@ -302,7 +302,8 @@ class RouterSettings(CommonSettings):
 
     @property
     def max_queue_s(self) -> float:
-        """The longest queue of a worker that takes requests, if they may wait for it to shorten."""
+        """The longest queue of a worker that takes requests, seconds; infinite unless requests may
+        wait for it to shorten and --wait-above-s is set."""
         return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s
 
 

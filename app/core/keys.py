@@ -21,7 +21,7 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 requests decoding total", integers; by activate, lease_renew and
                                 the reservation scripts; until retired. An incarnation without it
                                 is not routed to.
-    reservations        hash    request_id -> <inc>; by reserve; until released or expired
+    reservations        hash    request_id -> <inc>; by reserve, activate; until released or expired
     expiry              zset    request_id scored by expiry, ms, Redis clock; as reservations
     requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state attempt",
                                 state one of p(refilling) d(ecoding), attempt a word that
@@ -29,8 +29,8 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     prefills:<inc>      list    request_ids still prefilling, oldest first; as reservations
     line                hash    tag, virtual time of the last turn of a request that waited;
                                 <replica> -> until when its tickets are valid, ms, Redis clock; by
-                                wait, leave; until nobody waits, or no replica has called for a
-                                second
+                                wait, turns, leave; until nobody waits, or no replica has called
+                                for a second
     flows               zset    <flow> scored by the tag of its first ticket; a flow is the
                                 "<priority>:<tenant>" of waiting requests; as line
     easy_flows          zset    <flow> scored by the tag of its first ticket that every worker

@@ -32,8 +32,8 @@ SCHEMES = (
 DEFAULT_PORT = {"sentinel": 26379}
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
 PATIENCE = 0.1
-"""How long one node or sentinel is waited for before the next is asked as well, as a fraction of
-the timeout."""
+"""How long to wait for one node or sentinel before making do with others, as a fraction of the
+timeout."""
 
 
 @dataclass(frozen=True, slots=True)

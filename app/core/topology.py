@@ -160,7 +160,8 @@ class SentinelPool(SentinelConnectionPool, Pool):
 class Sentinels(Sentinel):
     """Asks all sentinels, and believes the one that knows of the latest failover.
 
-    patience_s: how long slow sentinels are waited for once there is an answer.
+    patience_s: for the master, how long all sentinels are waited for before the answers that there
+    are will do; for replicas, how long one sentinel is before the next is asked as well.
     """
 
     def __init__(self, *args: Any, patience_s: float, **kwargs: Any) -> None:

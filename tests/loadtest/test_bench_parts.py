@@ -16,7 +16,7 @@ def test_the_time_of_a_decision_is_told_by_part(own_redis_server: EmbeddedRedis)
     for parts in routed:
         # What takes longest shows however few ticks there are.
         assert parts["prices and choice"] > 0
-        assert parts["look-up: commands, replies, view of the workers"] > 0
+        assert parts["lookup: commands, replies, view of the workers"] > 0
     console = Console(record=True, width=200)
     show(found, console)
     assert "in all" in console.export_text()
