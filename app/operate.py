@@ -138,7 +138,7 @@ async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json:
 
 def _name(names: dict[Incarnation, inspection.Worker], inc: Incarnation) -> str:
     one = names.get(inc)
-    return str(one.info.key) if one and one.info else "over"
+    return str(one.info.key) if one and one.info else "gone"
 
 
 GPU_TEXT = (
