@@ -107,12 +107,23 @@ class ExternalBlocks:
     """What one engine holds, by its own hashes.
 
     block_size: tokens per block of the index. The engine's block size must be a multiple of it.
-    now: monotonic seconds.
+    now: monotonic seconds. joined_late: the engine held blocks before the first event. A block that
+    waits in vain for its parent is then taken to follow one of those, and left out until it is
+    stored again.
     """
 
-    def __init__(self, block_size: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        joined_late: bool = False,
+    ) -> None:
+        self.num_left_out = 0
+        """How many of the engine's blocks were left out: for a metric."""
         self._block_size = block_size
         self._now = now
+        self._joined_late = joined_late
         self._known: dict[BlockHash, _Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
         self._copies: Counter[tuple[SequenceHash, Tier]] = Counter()
@@ -130,7 +141,11 @@ class ExternalBlocks:
     def is_blind(self) -> bool:
         """Whether events were missed: some have waited over MAX_WAIT_S for a block that has not
         come, or more than MAX_WAITING would have to wait. Only a new incarnation is correct again,
-        with a new ExternalBlocks and what the engine replays or announces from then on."""
+        with a new ExternalBlocks and what the engine replays or announces from then on.
+
+        Never, if it joined late: nothing that could be done would bring those blocks back."""
+        if self._joined_late:
+            return False
         oldest = next(iter(self._waits_since.values()), self._now())
         return self._overrun or self._now() - oldest > MAX_WAIT_S
 
@@ -344,13 +359,27 @@ class ExternalBlocks:
                     yield Removed(gone, tier)
 
     def _wait(self, wanted: BlockHash, event: BlockStored | BlockRemoved) -> None:
-        self._num_waiting += len(event.block_hashes)
-        if self._num_waiting > MAX_WAITING:
+        num_blocks = len(event.block_hashes)
+        if self._joined_late:
+            self._make_room(num_blocks)
+        if self._num_waiting + num_blocks > MAX_WAITING:
             self._overrun = True
+            self.num_left_out += num_blocks
             return
+        self._num_waiting += num_blocks
         self._waiting.setdefault(wanted, []).append(event)
         self._waits_since.setdefault(wanted, self._now())
         self._awaits.update(dict.fromkeys(event.block_hashes, wanted))
+
+    def _make_room(self, num_blocks: int) -> None:
+        """Leave out what has waited too long, and the oldest of what is too much."""
+        while self._waits_since:
+            wanted, since = next(iter(self._waits_since.items()))
+            if self._now() - since <= MAX_WAIT_S and self._num_waiting + num_blocks <= MAX_WAITING:
+                break
+            for event in self._released([wanted]):
+                if isinstance(event, BlockStored):
+                    self.num_left_out += len(event.block_hashes)
 
     def _released(self, names: Iterable[BlockHash]) -> Iterator[EngineEvent]:
         """What waited for these blocks, in order of arrival."""

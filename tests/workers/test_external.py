@@ -410,6 +410,32 @@ def test_more_than_may_wait_blinds_at_once(holder: Holder, monkeypatch: pytest.M
     assert holder.external.is_blind
 
 
+def test_who_joined_late_leaves_out_what_continues_blocks_from_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(external, "MAX_WAITING", 3)
+    clock = Clock()
+    late = ExternalBlocks(SIZE, clock, joined_late=True)
+    assert late.take(stored([12], start=1, parent=11)) == []
+    clock.now = external.MAX_WAIT_S + 0.1
+    assert not late.is_blind
+    # The next one that waits takes the place of what has waited too long.
+    assert late.take(stored([22, 23], start=1, parent=21)) == []
+    assert late.num_left_out == 1
+    # What comes in time is understood.
+    device = Tier.DEVICE
+    assert late.take(stored([21])) == [
+        Stored((CHAIN[0],), None, device),
+        Stored((CHAIN[1], CHAIN[2]), CHAIN[0], device),
+    ]
+    # Where more than may wait is to wait, the oldest goes.
+    late.take(stored([32, 33], start=1, parent=31))
+    late.take(stored([42, 43], start=1, parent=41))
+    assert (late.num_left_out, late.is_blind) == (3, False)
+    assert late.take(stored([31])) == [Stored((CHAIN[0],), None, device)]
+    assert late.take(stored([32], start=1, parent=31)) == [Stored((CHAIN[1],), CHAIN[0], device)]
+
+
 @pytest.mark.parametrize(
     ("event", "message"),
     [
