@@ -21,7 +21,7 @@ from app.core.hashing import U64, compute_local_hashes, next_sequence_hash, seed
 from app.core.types import SequenceHash, Tier
 
 BlockHash = int | bytes
-"""Opaque; an int may be signed or unsigned, and is taken modulo 2^64."""
+"""Opaque; taken modulo 2^64: an int may be signed or unsigned, bytes are a big-endian number."""
 
 MAX_WAIT_S = 5.0
 MAX_WAITING = 4096
@@ -188,16 +188,6 @@ class ExternalBlocks:
             return self._store_announced(event, tier), ()
         return self._store(event, tier)
 
-    def _key(self, block_hash: BlockHash) -> BlockHash:
-        if isinstance(block_hash, int):
-            return block_hash & U64
-        name = bytes(block_hash)
-        if len(name) <= 8 or name in self._known:
-            return name
-        # vLLM sends the last 64 bits of a digest as an int, some versions' offloads all of it.
-        cut = int.from_bytes(name[-8:], "big")
-        return cut if cut in self._known else name
-
     def _clear(self) -> None:
         self._known.clear()
         self._unreferenced.clear()
@@ -220,11 +210,11 @@ class ExternalBlocks:
         self, event: BlockStored, tier: Tier
     ) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
         """Also returns the blocks that are known from now on."""
-        hashes = [self._key(h) for h in event.block_hashes]
+        hashes = [_key(h) for h in event.block_hashes]
         tokens = self._checked_tokens(event)
         parent: _Block | None = None
         if event.parent_block_hash is not None:
-            wanted = self._key(event.parent_block_hash)
+            wanted = _key(event.parent_block_hash)
             parent = self._known.get(wanted)
             if parent is None:
                 self._wait(wanted, replace(event, block_hashes=hashes))
@@ -297,7 +287,7 @@ class ExternalBlocks:
 
     def _store_announced(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
         changes: list[CacheEvent] = []
-        for name in map(self._key, event.block_hashes):
+        for name in map(_key, event.block_hashes):
             known = self._known.get(name)
             if known is None:
                 self._wait(name, replace(event, block_hashes=[name]))
@@ -308,7 +298,7 @@ class ExternalBlocks:
 
     def _remove(self, event: BlockRemoved, tier: Tier) -> list[CacheEvent]:
         gone: list[SequenceHash] = []
-        for name in map(self._key, event.block_hashes):
+        for name in map(_key, event.block_hashes):
             known = self._known.get(name)
             if known is not None:
                 gone += self._unrefer(name, known, tier, event.group_idx)
@@ -391,6 +381,11 @@ class ExternalBlocks:
                     if self._awaits.get(waited) == name:
                         del self._awaits[waited]
                 yield event
+
+
+def _key(block_hash: BlockHash) -> int:
+    # vLLM sends the last 64 bits of a digest as an int, some versions' offloads all of it.
+    return (block_hash if isinstance(block_hash, int) else int.from_bytes(block_hash, "big")) & U64
 
 
 def _tier_of(medium: str | None, locality: str | None) -> Tier | None:

@@ -180,6 +180,16 @@ def test_an_offload_may_name_in_full_a_block_that_was_stored_by_an_int(holder: H
     assert not holder.external.is_blind
 
 
+def test_what_an_int_names_may_have_come_before_by_its_whole_digest(holder: Holder) -> None:
+    digests: list[BlockHash] = [bytes([n]) * 24 + n.to_bytes(8, "big") for n in (1, 2)]
+    holder.take(announced(digests[:1]))
+    holder.take(replace(stored(digests[1:], start=1, parent=digests[0]), medium="CPU"))
+    holder.take(BlockRemoved([2], "CPU"), stored([1]), BlockRemoved([1]))
+    assert holder.overlap() == TierOverlap(host=1)
+    holder.clock.now = 2 * external.MAX_WAIT_S
+    assert not holder.external.is_blind
+
+
 def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder: Holder) -> None:
     holder.take(stored([11]), BlockRemoved([11]), announced([11], "DISK"))
     assert holder.overlap() == TierOverlap(disk=1)
