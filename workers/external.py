@@ -281,7 +281,7 @@ class ExternalBlocks:
             )
         try:
             tokens = [t if isinstance(t, int) else t[0] for t in event.token_ids]
-        except (IndexError, TypeError) as error:
+        except (LookupError, TypeError) as error:
             raise InvalidRequest("token_ids", f"neither tokens nor pairs: {error}") from None
         return token_bytes(tokens)
 

@@ -459,6 +459,7 @@ def test_who_joined_late_leaves_out_what_continues_blocks_from_before(
         (BlockStored([11], None, [(1, 2), (), (3, 4), (4, 5)], SIZE), "token_ids: neither tokens"),
         (BlockStored([11], None, [1, 2, 3, 4.0], SIZE), "token_ids: neither tokens"),
         (BlockStored([11], None, [1, 2, 3, None], SIZE), "token_ids: neither tokens"),
+        (BlockStored([11], None, [1, 2, 3, {}], SIZE), "token_ids: neither tokens"),
         (replace(stored([11]), extra_keys=[]), "extra_keys: 0 entries for 1 blocks"),
         (replace(stored([11]), medium="tape"), "medium: 'tape' is not one of gpu, "),
         (BlockRemoved([1], "tape"), "medium: 'tape' is not one of gpu, "),
