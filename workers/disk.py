@@ -17,7 +17,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -282,7 +282,12 @@ class SlotFile:
             return list(chain.from_iterable(map(act, share)))
 
         begun = [self._threads.submit(of_share, share) for share in others]
-        return [*of_share(first), *chain.from_iterable(other.result() for other in begun)]
+        try:
+            found = of_share(first)
+        finally:
+            # Once this ends, however it does, the slots and the memory may go to other blocks.
+            wait(begun)
+        return [*found, *chain.from_iterable(other.result() for other in begun)]
 
     def _with_pads(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
         return [part for row in rows for part in (row, self._pad)] if self._pad else rows

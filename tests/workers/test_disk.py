@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from threading import Barrier, current_thread
+from threading import Barrier, Event, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -305,6 +305,31 @@ def test_threads_share_a_batch_that_is_worth_it(
         assert write_roots(file, [1, 2, 3]) == {}
         assert len(threads) == num_threads
         assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
+
+
+def test_whatever_stops_one_share_of_a_batch_the_others_are_done_when_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is told may give the slots and the memory to other blocks."""
+    monkeypatch.setattr(disk, "THREADS", 3)
+    monkeypatch.setattr(disk, "SHARE_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
+    told, num_late, pwritev = Event(), 0, os.pwritev
+
+    def one_fails(*args: Any) -> int:
+        nonlocal num_late
+        if current_thread() is main_thread():
+            raise MemoryError
+        told.wait(0.2)
+        num_late += told.is_set()
+        return pwritev(*args)
+
+    monkeypatch.setattr(os, "pwritev", one_fails)
+    with opened(tmp_path) as file:
+        with pytest.raises(MemoryError):
+            write_roots(file, [1, 2, 3])
+        told.set()
+    assert not num_late
 
 
 @pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
