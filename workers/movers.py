@@ -32,6 +32,8 @@ CUDA the copy has only been started when it returns."""
 
 STAGED_BYTES = 32 << 20
 """How much is gathered at once on the way between scattered slots."""
+UNINTERRUPTED_BYTES = 1 << 20
+"""How much `move_bytes` copies at once: no other thread of Python runs meanwhile."""
 TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
 """At start-up, each mover copies TRIAL_BYTES, but no fewer and no more blocks than this."""
@@ -51,8 +53,14 @@ def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids)
     """The same in host memory, without the overhead of a torch operation per run."""
     into, taken = _bytes(target), _bytes(source)
     pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
+    step = UNINTERRUPTED_BYTES
     for t, s, n in zip(*(numbers.tolist() for numbers in pieces), strict=True):
-        into[t : t + n] = taken[s : s + n]
+        if n <= step:
+            into[t : t + n] = taken[s : s + n]
+            continue
+        for at in range(0, n, step):
+            size = min(step, n - at)
+            into[t + at : t + at + size] = taken[s + at : s + at + size]
 
 
 def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:

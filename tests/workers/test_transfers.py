@@ -144,6 +144,35 @@ def test_what_is_more_than_is_gathered_at_once_is_copied_in_parts(
         assert torch.equal(target.words, expected)
 
 
+class Noted:
+    """Memory that notes how much is written to it at once."""
+
+    def __init__(self, memory: memoryview, sizes: list[int]) -> None:
+        self.memory = memory
+        self.sizes = sizes
+
+    def __getitem__(self, part: slice) -> memoryview:
+        return self.memory[part]
+
+    def __setitem__(self, part: slice, data: memoryview) -> None:
+        self.sizes.append(len(data))
+        self.memory[part] = data
+
+
+def test_a_long_run_is_copied_in_parts_between_which_other_threads_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    bytes_of = movers._bytes
+    monkeypatch.setattr(movers, "_bytes", lambda words: Noted(bytes_of(words), sizes))
+    monkeypatch.setattr(movers, "UNINTERRUPTED_BYTES", 100_000)
+    source, target = pool_of(WIDE, 1).words, pool_of(WIDE, 2).words
+    MOVERS["bytes"](source, target, *map(np.array, MAPS["all"]))
+    assert torch.equal(target, source)
+    assert max(sizes) == 100_000
+    assert sum(sizes) == NUM_BLOCKS * WIDE.block_bytes
+
+
 def test_the_driver_is_told_of_runs_and_its_refusal_leaves_batches_out(
     driver: DriverOfHostMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
