@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from app.core.embedded import LOOPBACK, EmbeddedRedis, free_port
 from app.core.errors import ConfigError, RedisUnavailable
-from app.core.redis import check_server, connect
+from app.core.redis import check_server, connect, deadline
 from loadtest.topologies import SERVICE
 from tests.redis_servers import newest_kind, require_binary, require_redis
 
@@ -251,3 +253,51 @@ async def test_a_redis_that_is_not_there_cannot_be_checked() -> None:
     async with connect(f"redis://{LOOPBACK}:{free_port()}/0") as redis:
         with pytest.raises(RedisUnavailable, match="ConnectionError"):
             await check_server(redis, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ResponseError("no"), "ResponseError: no"),
+        (ConnectionResetError("cut"), "ConnectionResetError: cut"),
+        (TimeoutError("of a socket"), "TimeoutError: of a socket"),
+    ],
+)
+async def test_a_deadline_tells_what_failed_inside(error: Exception, told: str) -> None:
+    with pytest.raises(RedisUnavailable, match=f"^{told}$"):
+        async with deadline(60):
+            raise error
+
+
+async def test_a_deadline_leaves_other_errors_alone() -> None:
+    with pytest.raises(ValueError, match="not Redis's"):
+        async with deadline(60):
+            raise ValueError("not Redis's")
+
+
+async def test_of_two_deadlines_the_earlier_one_ends_what_is_inside() -> None:
+    with pytest.raises(RedisUnavailable, match=r"^no answer within 20 ms$"):
+        async with deadline(60), deadline(0.02):
+            await asyncio.sleep(60)
+    with pytest.raises(RedisUnavailable, match=r"^no answer within 20 ms$"):
+        async with deadline(0.02), deadline(60):
+            await asyncio.sleep(60)
+
+
+async def test_a_deadline_that_has_passed_ends_what_waits() -> None:
+    began = asyncio.get_running_loop().time() - 2
+    with pytest.raises(RedisUnavailable, match=r"^no answer within 1000 ms$"):
+        async with deadline(1, since=began):
+            await asyncio.sleep(60)
+
+
+async def test_what_is_cancelled_before_its_deadline_is_cancelled() -> None:
+    async def wait() -> None:
+        async with deadline(60):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
