@@ -681,4 +681,3 @@ def test_blocks_on_the_device_go_to_disk_and_come_back(tmp_path: Path) -> None:
         assert copies.copy_blocks(DEVICE, DISK, [5, 1, 2], [0, 7, 3], on_disk) == 3
         assert copies.copy_blocks(DISK, DEVICE, [0, 7, 3], [8, 9, 10], on_disk) == 3
         assert torch.equal(device.words[[8, 9, 10]], device.words[[5, 1, 2]])
-        copies.close()
