@@ -345,6 +345,12 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             loaded(tmp_path)
 
 
+def test_attention_that_is_prepared_for_each_length_anew_is_not_used() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    Llama(TINY, dtype=torch.bfloat16, device="cpu")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_kv_of_a_model_fits_its_pool() -> None:
     model = Llama.random(TINY, seed=1, dtype=torch.bfloat16, device="cpu")
     shape = model.kv_shape(16)

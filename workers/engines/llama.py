@@ -66,7 +66,13 @@ class Llama:
     def __init__(
         self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Weights are whatever the memory held; `random` and `load` fill them."""
+        """Weights are whatever the memory held; `random` and `load` fill them.
+
+        Turns off cuDNN's attention for the whole process.
+        """
+        # On Hopper it is torch's first choice for attention, and takes tenths of a second to prepare
+        # for each length of the context that it has not seen yet, which most steps bring.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = c = config
         self.dtype = dtype
         self.device = torch.device(device)
