@@ -101,7 +101,7 @@ def test_logits_are_those_of_transformers_at_every_position(
     tokens = [prompt(length, 96, seed=length) for length in (70, 23, 41, 9)]
     blocks = slots(*map(len, tokens))
     expected = [logits_of(model, of_one).to(device) for of_one in tokens]
-    prefills = [[1, 31, 9], [5], [3, 4, 8], [2]]
+    prefills = [[1, 31, 9], [5, 1], [3, 4, 8], [2]]
     for of_one, chunks, block_ids, logits in zip(tokens, prefills, blocks, expected, strict=True):
         ends = [sum(chunks[: n + 1]) - 1 for n in range(len(chunks))]
         torch.testing.assert_close(

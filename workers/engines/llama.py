@@ -171,7 +171,7 @@ class Llama:
         held = self._index(block_ids[: -(-end // block_size)])
         positions = torch.arange(start, end, device=self.device)
         mask = None
-        if start:
+        if start and len(tokens) > 1:  # a single token attends to all before it
             mask = self._masked(torch.arange(end, device=self.device) > positions[:, None])
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Llama:
                 .expand(shape)
                 for blocks in (keys, values)
             )
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not start)
             return out.permute(2, 0, 1, 3).flatten(1)
 
         blocks = held[positions // block_size]
