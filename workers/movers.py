@@ -45,7 +45,11 @@ TRIAL_ROUNDS = 7
 
 def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """One copy for each run of blocks that are consecutive on both sides."""
-    for s, t, n in zip(*(ids.tolist() for ids in _runs(source_ids, target_ids)), strict=True):
+    runs = _runs(source_ids, target_ids)
+    if (source.is_cuda or target.is_cuda) and not source.is_contiguous():
+        # Some layers only: torch takes what has gaps through pageable memory, and waits for it.
+        runs = source_ids, target_ids, np.ones_like(source_ids)
+    for s, t, n in zip(*(ids.tolist() for ids in runs), strict=True):
         target[t : t + n].copy_(source[s : s + n], non_blocking=True)
 
 
@@ -104,7 +108,8 @@ def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
         shape = (len(taken), *source.shape[1:])
         staged = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=to_device)
         torch.index_select(source, 0, taken, out=staged)
-        if (slots := _slots(target, given)) is not None:
+        slots = _slots(target, given)
+        if slots is not None and (slots.is_cuda or slots.is_contiguous()):
             slots.copy_(staged, non_blocking=True)
             continue
         # The host itself scatters what arrives in host memory, so the copy must be complete.

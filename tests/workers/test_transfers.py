@@ -639,34 +639,43 @@ def test_what_a_fence_took_away_in_mid_transfer_does_not_count_as_copied(tiers: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("layers", [slice(None), slice(1, 3)], ids=str)
 @pytest.mark.parametrize("name", WITH_DEVICE)
 @pytest.mark.parametrize("upwards", [True, False])
 def test_every_mover_copies_between_host_and_device(
-    upwards: bool, name: str, blocks: tuple[list[int], list[int]]
+    upwards: bool, name: str, layers: slice, blocks: tuple[list[int], list[int]]
 ) -> None:
     pools = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
-    source, target = pools if upwards else pools[::-1]
     for pool in pools:
         pool.words.random_()
+    source, target = (pool.words for pool in (pools if upwards else pools[::-1]))
     with movers.on_stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        if name not in movers.movers_with_device(source.words, target.words):
+        if name not in movers.movers_with_device(source, target):
             pytest.skip("not with this driver")
-        expected = moved(source.words.cpu(), target.words.cpu(), *blocks)
-        MOVERS[name](source.words, target.words, *(np.array(ids, dtype=np.int64) for ids in blocks))
+        torch.cuda.synchronize()  # the first block was copied to find that out
+        expected = target.cpu().clone()
+        expected[:, layers] = moved(source[:, layers].cpu(), expected[:, layers], *blocks)
+        ids = (np.array(ids, dtype=np.int64) for ids in blocks)
+        MOVERS[name](source[:, layers], target[:, layers], *ids)
     torch.cuda.synchronize()
-    assert torch.equal(target.words.cpu(), expected)
+    assert torch.equal(target.cpu(), expected)
 
 
 @pytest.mark.gpu
-def test_on_cuda_layers_come_one_after_another_while_the_stream_goes_on() -> None:
-    host, device = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
-    host.words.random_()
-    with streaming(host, device) as stream:
+@pytest.mark.parametrize("upwards", [True, False])
+def test_on_cuda_layers_come_one_after_another_while_the_stream_goes_on(upwards: bool) -> None:
+    pools = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
+    source, target = pools if upwards else pools[::-1]
+    source.words.random_()
+    with streaming(source, target) as stream:
         stream.prepare([7, 2, 9], [3, 11, 0])
         stream.trigger_all()
         for layer in range(WIDE.num_layers):
             stream.wait_layer(layer)
-            assert torch.equal(device.words[[3, 11, 0], layer].cpu(), host.words[[7, 2, 9], layer])
+            torch.cuda.current_stream().synchronize()
+            assert torch.equal(
+                target.words[[3, 11, 0], layer].cpu(), source.words[[7, 2, 9], layer].cpu()
+            )
         stream.wait()
 
 
