@@ -70,8 +70,8 @@ class Llama:
 
         Turns off cuDNN's attention for the whole process.
         """
-        # On Hopper it is torch's first choice for attention, and takes tenths of a second to prepare
-        # for each length of the context that it has not seen yet, which most steps bring.
+        # On Hopper it is torch's first choice, and takes tenths of a second to prepare for a length
+        # of the context that it has not seen yet, as most steps bring one.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = c = config
         self.dtype = dtype
