@@ -193,8 +193,10 @@ class Copier:
             source_ids, self.source.num_blocks, target_ids, self.target.num_blocks
         )
         with on_stream(self.stream):
-            self.begin(*checked)
-            _synchronize(self.source, self.target)
+            try:
+                self.begin(*checked)
+            finally:  # if it failed, the slots are free for others as soon as this raises
+                _synchronize(self.source, self.target)
 
 
 def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:

@@ -227,6 +227,21 @@ def test_blocks_that_cannot_be_copied_are_refused_and_nothing_is() -> None:
         Copier(source, pool_of(ODD, 1))
 
 
+def test_a_copy_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
+    copier = Copier(source, target)
+    waited_for: list[MemoryPool] = []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory, with some blocks on their way")
+
+    monkeypatch.setattr(copier, "begin", fail)
+    monkeypatch.setattr(movers, "_synchronize", lambda *pools: waited_for.extend(pools))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.copy([1], [2])
+    assert waited_for == [source, target]
+
+
 @contextmanager
 def streaming(source: MemoryPool, target: MemoryPool) -> Iterator[CopyStream]:
     with closing(copy_stream(source, target)) as stream:
