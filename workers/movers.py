@@ -70,8 +70,8 @@ def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids)
 def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """Between host and device: hands all runs to the driver at once, on a stream other than the
     default one. Raises RuntimeError if the driver cannot do that (before CUDA 12.8) or fails."""
-    if driver is None:
-        raise RuntimeError("cuda.bindings is not installed")
+    if not hasattr(driver, "cuMemcpyBatchAsync"):
+        raise RuntimeError("cuda.bindings is not installed, or older than 12.8")
     into, taken, sizes = _pieces(source, target, source_ids, target_ids)
     addresses = (target.data_ptr() + into).tolist(), (source.data_ptr() + taken).tolist()
     attributes = driver.CUmemcpyAttributes()
