@@ -29,6 +29,7 @@ import orjson
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from app.core.config import POSITIVE
@@ -127,6 +128,7 @@ class Bench:
     ) -> Callable[[], None]:
         """checked_bytes: how much goes into or out of the file at a time, each with a checksum."""
         memory = {tier: pool.words[: self.num_blocks] for tier, pool in self.pools.items()}
+        staged = {tier: self._in_host_memory(words) for tier, words in memory.items()}
 
         def copy() -> None:
             memory[target].copy_(memory[source])
@@ -134,7 +136,9 @@ class Bench:
                 torch.cuda.synchronize()
 
         def write() -> None:
-            data = memory[source].cpu().numpy().data.cast("B")
+            if memory[source].is_cuda:
+                staged[source].copy_(memory[source])
+            data = staged[source].numpy().data.cast("B")
             done = 0
             while done < len(data):
                 piece = data[done:][:checked_bytes]
@@ -143,23 +147,29 @@ class Bench:
                 done += os.pwrite(self.plain, piece, done)
 
         def read() -> None:
-            into = memory[target].cpu()
-            data = into.numpy().data.cast("B")
+            data = staged[target].numpy().data.cast("B")
             done = 0
             while done < len(data):
                 piece = data[done:][:checked_bytes]
                 done += os.preadv(self.plain, [piece], done)
                 if checked_bytes is not None:
                     xxh3_64_intdigest(piece)
-            if self.device == "cuda":
-                memory[target].copy_(into)
+            if memory[target].is_cuda:
+                memory[target].copy_(staged[target])
                 torch.cuda.synchronize()
 
         if source is Tier.DISK:
-            data = memory[target].cpu().numpy().data.cast("B")
+            data = staged[target].numpy().data.cast("B")
             os.pwrite(self.plain, data, 0)
             return read
         return write if target is Tier.DISK else copy
+
+    @staticmethod
+    def _in_host_memory(words: Tensor) -> Tensor:
+        """Where they are on the way between a device and the disk; the same memory on a CPU."""
+        if words.is_cpu:
+            return words
+        return torch.zeros(words.shape, dtype=words.dtype, pin_memory=True)
 
 
 def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
