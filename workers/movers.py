@@ -156,7 +156,7 @@ class Copier:
             raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
         self.source = source
         self.target = target
-        self.stream = _new_stream(source, target)
+        self.stream = new_stream(source, target)
         with on_stream(self.stream):
             self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
         self._packed, self._scattered = (
@@ -243,7 +243,7 @@ def movers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
     return WITH_DEVICE
 
 
-def _new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
+def new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
     """A stream on the CUDA device, if one of the pools is on one."""
     device = next((pool.device for pool in pools if pool.words.is_cuda), None)
     if device is None:

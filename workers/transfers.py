@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.core.types import Tier
 from workers.disk import DiskBlock, SlotFile
-from workers.movers import STAGED_BYTES, Copier, on_stream
+from workers.movers import STAGED_BYTES, Copier, new_stream, on_stream
 from workers.slots import Move
 from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
 
@@ -180,6 +180,8 @@ class Transfers:
                     f"blocks of {pool.shape.block_bytes} bytes of the {tier.name} tier do not fit "
                     f"those of {disk.block_bytes} on disk"
                 )
+        self._stream = None if disk is None else new_stream(*pools.values())
+        """For copies between the device and the disk."""
         self._copiers = {
             (a, b): Copier(pools[a], pools[b]) for a in pools for b in pools if a is not b
         }
@@ -230,11 +232,12 @@ class Transfers:
         checked_map(source_ids, num_slots[source], target_ids, num_slots[target])
         copy = self._load if source is Tier.DISK else self._store
         step = max(1, STAGED_BYTES // pool.shape.block_bytes)
-        for at in range(0, len(source_ids), step):
-            part = slice(at, at + step)
-            done = copy(pool, source_ids[part], target_ids[part], on_disk[part])
-            if done < len(source_ids[part]):
-                return at + done
+        with on_stream(self._stream if pool.words.is_cuda else None):
+            for at in range(0, len(source_ids), step):
+                part = slice(at, at + step)
+                done = copy(pool, source_ids[part], target_ids[part], on_disk[part])
+                if done < len(source_ids[part]):
+                    return at + done
         return len(source_ids)
 
     def _store(
@@ -247,7 +250,7 @@ class Transfers:
         if pool.words.is_cpu:
             return self._on_disk(self._write, slots, on_disk, _rows(pool.words, block_ids))
         at = torch.from_numpy(_ids(block_ids)).to(pool.device)
-        staged = pool.words.index_select(0, at).cpu()
+        staged = _staged(pool, len(slots)).copy_(pool.words.index_select(0, at))
         return self._on_disk(self._write, slots, on_disk, _rows(staged, range(len(slots))))
 
     def _load(
@@ -260,12 +263,12 @@ class Transfers:
         if pool.words.is_cpu:
             rows = _rows(pool.words, block_ids)
             return self._on_disk(self._read, slots, on_disk, rows)
-        shape = (len(slots), *pool.words.shape[1:])
-        staged = torch.empty(shape, dtype=pool.words.dtype, pin_memory=True)
+        staged = _staged(pool, len(slots))
         rows = _rows(staged, range(len(slots)))
         done = self._on_disk(self._read, slots, on_disk, rows)
         at = torch.from_numpy(_ids(block_ids[:done])).to(pool.device)
         pool.words.index_copy_(0, at, staged[:done].to(pool.device))
+        torch.cuda.current_stream(pool.device).synchronize()
         return done
 
     def _on_disk(
@@ -309,6 +312,12 @@ class Transfers:
         for error in islice(lost.values(), 1):
             log.warning("%s (%d of %d blocks were lost)", error, len(lost), len(slots))
         return lost
+
+
+def _staged(pool: MemoryPool, num_blocks: int) -> Tensor:
+    """Pinned memory for blocks on their way between a CUDA device and the disk."""
+    shape = (num_blocks, *pool.words.shape[1:])
+    return torch.empty(shape, dtype=pool.words.dtype, pin_memory=True)
 
 
 def _ids(block_ids: Sequence[int]) -> Ids:
