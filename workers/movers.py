@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -251,13 +250,18 @@ def new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Run what is submitted inside on that stream, after the work of the current one. None: host
     memory, where everything runs synchronously."""
     if stream is None:
-        return nullcontext()
+        yield
+        return
     stream.wait_stream(torch.cuda.current_stream(stream.device))
-    return torch.cuda.stream(stream)
+    # The device first: leaving only the stream would make a thread set up device 0, its own one,
+    # which takes hundreds of megabytes there, though everything is on another device.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def _bytes(words: Tensor) -> memoryview:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -693,6 +695,34 @@ def test_on_cuda_layers_come_one_after_another_while_the_stream_goes_on(upwards:
                 target.words[[3, 11, 0], layer].cpu(), source.words[[7, 2, 9], layer].cpu()
             )
         stream.wait()
+
+
+ON_THE_SECOND_GPU = """
+from threading import Thread
+
+import torch
+
+from tests.workers.test_transfers import WIDE, NUM_BLOCKS, Copier, MemoryPool, host_pool
+
+device = MemoryPool(WIDE, NUM_BLOCKS, "cuda:1")
+thread = Thread(target=lambda: Copier(host_pool(WIDE, NUM_BLOCKS), device).copy([1, 2], [5, 3]))
+thread.start()
+thread.join()
+print([n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n)])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_copies_to_the_second_gpu_take_nothing_from_the_first() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", ON_THE_SECOND_GPU],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "[1]\n"
 
 
 @pytest.mark.gpu
