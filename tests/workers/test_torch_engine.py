@@ -36,7 +36,7 @@ from workers.engines.llama import SIZES, Llama
 from workers.engines.steps import Finished
 from workers.engines.torch import TorchEngine, _Sequence
 from workers.telemetry import EngineCollector
-from workers.tiers import MemoryPool
+from workers.tiers import MemoryPool, host_pool
 from workers.transfers import Transfers
 
 DEVICE, HOST, DISK = Tier
@@ -55,18 +55,18 @@ class Spy:
         self.logits: list[Tensor] = []
         self.computed = 0
         """Prompt tokens."""
-        self._model = model
+        self.model = model
 
     def prefill(
         self, kv: Tensor, tokens: Sequence[int], start: int, block_ids: Sequence[int]
     ) -> Tensor:
-        logits = self._model.prefill(kv, tokens, start, block_ids)
+        logits = self.model.prefill(kv, tokens, start, block_ids)
         self.computed += len(tokens)
         self.logits.append(logits)
         return logits
 
     def decode(self, *args: Any) -> Tensor:
-        return self._model.decode(*args)
+        return self.model.decode(*args)
 
 
 class Served:
@@ -82,14 +82,17 @@ class Served:
         write: WritePolicy = WritePolicy.BACK,
         spy: Spy | None = None,
     ) -> None:
-        shape = MODEL.kv_shape(BLOCK_SIZE)
         self.spy = spy or Spy(MODEL)
+        model = self.spy.model
+        shape = model.kv_shape(BLOCK_SIZE)
         self.heard = Listener()
         self.now_s = 0.0
         self.manager = BlockManager(
             num_slots, write=write, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: self.now_s
         )
-        pools = {t: MemoryPool(shape, n) for t, n in num_slots.items() if t is not DISK}
+        pools = {DEVICE: MemoryPool(shape, num_slots[DEVICE], model.device)}
+        if HOST in num_slots:
+            pools[HOST] = host_pool(shape, num_slots[HOST])
         disk = None
         if DISK in num_slots:
             file = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots[DISK])
@@ -191,19 +194,28 @@ async def test_the_likeliest_tokens_are_those_of_the_model_alone(
     assert finished.finish_reason == "length"
 
 
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize(
+    "tiers",
+    [(DEVICE,), (DEVICE, HOST), (DEVICE, HOST, DISK), (DEVICE, DISK)],
+    ids=lambda tiers: "-".join(tier.name.lower() for tier in tiers),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 async def test_logits_with_reuse_from_a_tier_are_those_without_to_the_last_bit(
-    tmp_path: Path, tier: Tier
+    tmp_path: Path, device: str, dtype: torch.dtype, tiers: tuple[Tier, ...]
 ) -> None:
+    *above, tier = tiers
     prompt = prompt_of(1, 43)
-    async with running(tmp_path) as served:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=dtype, device=device)
+    num_slots = {t: NUM_SLOTS[t] for t in tiers}
+    async with running(tmp_path, num_slots, spy=Spy(model)) as served:
         # Some slots are taken, so that the same blocks lie elsewhere when they come back.
         other = served.submit("other", prompt_of(2, 21), 30)
         cold = await served.ask(prompt)
         other.cancel()
         first, computed = served.spy.logits[-1], served.spy.computed
-        for above in range(tier):
-            await served.evict(Tier(above))
+        for evicted in above:
+            await served.evict(evicted)
         warm = await served.ask(prompt)
 
     assert torch.equal(served.spy.logits[-1], first)
