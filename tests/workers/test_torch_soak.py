@@ -68,7 +68,7 @@ class Exact(Spy):
     def prefill(
         self, kv: Tensor, tokens: Sequence[int], start: int, block_ids: Sequence[int]
     ) -> Tensor:
-        logits = self._model.prefill(kv, tokens, start, block_ids)
+        logits = self.model.prefill(kv, tokens, start, block_ids)
         expected = self._expected.get((start, tuple(tokens)))
         if expected is not None:
             assert torch.equal(logits, expected)
