@@ -285,7 +285,7 @@ class SlotFile:
         try:
             found = of_share(first)
         finally:
-            # Once this ends, however it does, the slots and the memory may go to other blocks.
+            # Even if it failed: once this ends, slots and memory may go to other blocks.
             wait(begun)
         return [*found, *chain.from_iterable(other.result() for other in begun)]
 

@@ -32,7 +32,7 @@ CUDA the copy has only been started when it returns."""
 STAGED_BYTES = 32 << 20
 """How much is gathered at once on the way between scattered slots."""
 UNINTERRUPTED_BYTES = 1 << 20
-"""How much `move_bytes` copies at once: no other thread of Python runs meanwhile."""
+"""How much `move_bytes` copies at once, because no other Python thread runs meanwhile."""
 TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
 """At start-up, each mover copies TRIAL_BYTES, but no fewer and no more blocks than this."""
@@ -46,7 +46,7 @@ def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) 
     """One copy for each run of blocks that are consecutive on both sides."""
     runs = _runs(source_ids, target_ids)
     if (source.is_cuda or target.is_cuda) and not source.is_contiguous():
-        # Some layers only: torch takes what has gaps through pageable memory, and waits for it.
+        # Some layers only: torch copies memory with gaps through pageable memory, and waits for it.
         runs = source_ids, target_ids, np.ones_like(source_ids)
     for s, t, n in zip(*(ids.tolist() for ids in runs), strict=True):
         target[t : t + n].copy_(source[s : s + n], non_blocking=True)
@@ -194,7 +194,7 @@ class Copier:
         with on_stream(self.stream):
             try:
                 self.begin(*checked)
-            finally:  # if it failed, the slots are free for others as soon as this raises
+            finally:  # even if it failed: once this raises, others may get the slots
                 _synchronize(self.source, self.target)
 
 
@@ -258,8 +258,8 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
         return
     stream.wait_stream(torch.cuda.current_stream(stream.device))
-    # The device first: leaving only the stream would make a thread set up device 0, its own one,
-    # which takes hundreds of megabytes there, though everything is on another device.
+    # The device first: leaving only the stream would make a thread set up its default device, 0,
+    # which takes hundreds of megabytes there even if everything is on another device.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 

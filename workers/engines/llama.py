@@ -70,8 +70,8 @@ class Llama:
 
         Turns off cuDNN's attention for the whole process.
         """
-        # On Hopper it is torch's first choice, and takes tenths of a second to prepare for a length
-        # of the context that it has not seen yet, as most steps bring one.
+        # On Hopper, torch would prefer it, but it takes tenths of a second to plan for each new
+        # length of the context, which most steps have.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = c = config
         self.dtype = dtype
