@@ -25,7 +25,10 @@ local function is_alive(inc, now)
   return expiry_ms and tonumber(expiry_ms) > now
 end
 
+-- An incarnation whose worker is unknown may be another worker's, put there by hand. If it is this
+-- worker's after all, its process restores that with its next heartbeat, and is refused itself.
 local function is_replaced(worker, held, nonce, now)
   local other = serving(worker)
-  return other and other ~= held and writer_of(other) ~= nonce and is_alive(other, now)
+  return other and other ~= held and worker_of(other) == worker and writer_of(other) ~= nonce
+    and is_alive(other, now)
 end

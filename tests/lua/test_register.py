@@ -199,3 +199,13 @@ async def test_an_entry_of_another_worker_is_no_successor(space: Namespace) -> N
     assert await space.activate("a", new.incarnation)
     assert set((await space.loads()).loads) == {other, new.incarnation}
     assert inc not in (await space.loads()).loads
+
+
+async def test_an_entry_of_whom_nothing_is_known_any_more_replaces_nobody(space: Namespace) -> None:
+    await space.worker("a")
+    other = await space.worker("b")
+    await space.redis.hset(space.key("current"), "a:0", str(other))
+    await space.redis.delete(space.key("workers"))
+    new = await space.register("a", resync=True)
+    assert await space.activate("a", new.incarnation)
+    assert await space.get("current", "a:0") == str(new.incarnation)
