@@ -219,7 +219,26 @@ class ExternalBlocks:
             if parent is None:
                 self._wait(wanted, replace(event, block_hashes=hashes))
                 return [], ()
-        first_parent = last = parent.blocks[-1] if parent else None
+        stored = self._blocks_of(event, hashes, tokens, parent)
+        chain = tuple(own for block in stored for own in block.blocks)
+        changes: list[CacheEvent] = [Stored(chain, stored[0].parent, tier)]
+        for name, block in zip(hashes, stored, strict=True):
+            before = self._known.get(name)
+            if before is None or before.blocks != block.blocks:
+                changes += self._forget(name)
+                self._known[name] = before = block
+            self._refer(name, before, tier, event.group_idx)
+        return changes, hashes
+
+    def _blocks_of(
+        self,
+        event: BlockStored,
+        hashes: Sequence[BlockHash],
+        tokens: bytes,
+        parent: _Block | None,
+    ) -> list[_Block]:
+        """What each of the event's blocks is in the index: as known, or made of its tokens."""
+        last = parent.blocks[-1] if parent else None
         size = len(tokens) // len(hashes)
         digests = [xxh3_64_intdigest(tokens[at : at + size]) for at in range(0, len(tokens), size)]
         # An event without extra keys does not say what a known block holds besides tokens: vLLM's
@@ -252,15 +271,7 @@ class ExternalBlocks:
                 block = _Block(tuple(own), last, digests[at], lora_name, cache_salt)
             stored.append(block)
             last = block.blocks[-1]
-        chain = tuple(own for block in stored for own in block.blocks)
-        changes: list[CacheEvent] = [Stored(chain, first_parent, tier)]
-        for name, block in zip(hashes, stored, strict=True):
-            before = self._known.get(name)
-            if before is None or before.blocks != block.blocks:
-                changes += self._forget(name)
-                self._known[name] = before = block
-            self._refer(name, before, tier, event.group_idx)
-        return changes, hashes
+        return stored
 
     def _checked_tokens(self, event: BlockStored) -> bytes:
         if event.block_size < 1 or event.block_size % self._block_size:
