@@ -266,7 +266,7 @@ async def _workers(
                 current=inc in control.current.values(),
                 lease_ms=None if expiry is None else int(expiry) - control.now_ms,
                 load=parsed_load(control.load.get(inc)),
-                metrics_age_s=None if at_ms is None else (control.now_ms - at_ms) / 1000,
+                metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
                 gpu=_readable_gpu(measured),
                 blocks={tier: held[number, tier] for tier in Tier},
             )

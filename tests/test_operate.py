@@ -91,6 +91,13 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
     ]
 
 
+def test_metrics_that_came_in_after_the_clock_was_read_are_new(url: str, raw: Redis) -> None:
+    ahead_ms = int(raw.time()[0]) * 1000 + 60_000
+    raw.xadd(KEYS["metrics"], {"worker": "w1:0", "incarnation": "1"}, id=f"{ahead_ms}-0")
+    summary = as_json(url, "inspect", "summary")["summary"]
+    assert [w["metrics_age_s"] for w in summary["workers"]] == [0.0, None]
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize(
     "command",
