@@ -562,6 +562,19 @@ async def test_blocks_that_somebody_made_up_are_held_by_nobody(
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=4)})
 
 
+@pytest.mark.usefixtures("_audits_often")
+async def test_a_shard_that_lost_the_incarnation_is_told_from_one_that_lost_blocks(
+    redis: Redis, observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(new_agent(redis, ttl_s=60.0)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await agent.settled()
+        await redis.delete(SHARD["applied"])
+        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
+    assert "incarnation 1: lost to shard 0; resyncing" in caplog.text
+    assert "missing" not in caplog.text
+
+
 class CountingRunner(ScriptRunner):
     """Knows how often the index was searched for what the worker does not hold."""
 

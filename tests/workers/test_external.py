@@ -256,6 +256,15 @@ def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> 
     assert holder.overlap() == TierOverlap()
 
 
+@pytest.mark.parametrize(("lora", "salt"), [("sql", None), (None, "tenant")])
+def test_a_name_given_to_the_same_tokens_of_another_adapter_or_namespace_leaves_the_first(
+    holder: Holder, lora: str | None, salt: str | None
+) -> None:
+    holder.take(stored([11]), replace(stored([11]), lora_name=lora, cache_salt=salt))
+    assert holder.overlap(chain_of(TOKENS, lora, salt)) == TierOverlap(device=1)
+    assert holder.overlap() == TierOverlap()
+
+
 def test_an_adapter_without_a_name_is_not_the_model_itself(holder: Holder) -> None:
     unnamed = replace(stored([11]), lora_id=3)
     holder.take(unnamed, replace(stored([12], start=1, parent=11), lora_id=3))
