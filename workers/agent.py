@@ -95,11 +95,14 @@ class Agent:
         self._telling: dict[int, asyncio.Task[None]] = {}
         self._full = set[int]()
         """Shards that had no memory left for the last blocks to be stored."""
+        self._unreachable = set[int]()
+        """Shards whose last answer did not come."""
         self._wake = asyncio.Event()
         self._notified = 0
         """How often `notify` was called; `_told`: how many of these calls each shard has had."""
         self._told: list[int] = []
         self._told_more = asyncio.Event()
+        """Set, and replaced, when `_told` or `_unreachable` changes."""
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
         """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
@@ -108,15 +111,19 @@ class Agent:
         if self._ownership.num_pending:
             self._wake.set()
 
-    async def settled(self) -> None:
+    async def settled(self) -> bool:
         """Wait until Redis shows no block that `notify` was told is gone.
 
-        Takes as long as Redis is unreachable.
+        False: a shard that cannot be reached may show such a block until it is back.
         """
         notified = self._notified
-        while self.incarnation is not None and min(self._told) < notified:
+        while self.incarnation is not None:
+            behind = {shard for shard, told in enumerate(self._told) if told < notified}
+            if behind <= self._unreachable:
+                return not behind
             self._wake.set()
             await self._told_more.wait()
+        return True
 
     async def start(self) -> None:
         """Register: from here on the worker is routed to, and its previous life's blocks are void.
@@ -180,6 +187,7 @@ class Agent:
                 self._seqs, self._told = [0] * shards, [0] * shards
                 self._search_from = [index.FIRST_PLACE] * shards
                 self._full.clear()
+                self._unreachable.clear()
                 self._ownership.forget(shards)
                 return registration
             log.warning(
@@ -195,9 +203,9 @@ class Agent:
         return answer
 
     async def _insist_all(
-        self, calls: Sequence[Call[Any]], *, unless_full: bool = False
+        self, calls: Sequence[Call[Any]], *, shard: int | None = None, unless_full: bool = False
     ) -> list[Any]:
-        """unless_full: RedisFull counts as an answer too."""
+        """shard: the one that is asked; unless_full: RedisFull counts as an answer too."""
         final = RedisFull if unless_full else ()
         async for attempt in stamina.retry_context(
             on=_is_passing, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
@@ -206,7 +214,12 @@ class Agent:
                 replies = await self._runner.run_each(calls)
                 for reply in replies:
                     if isinstance(reply, RedisUnavailable) and not isinstance(reply, final):
+                        if shard is not None:
+                            self._unreachable.add(shard)
+                            self._notice()
                         raise reply
+                if shard is not None:
+                    self._unreachable.discard(shard)
                 return replies
         raise AssertionError("stamina retries without end")
 
@@ -317,8 +330,11 @@ class Agent:
     def _has_told(self, shard: int, notified: int) -> None:
         if self._told[shard] < notified:
             self._told[shard] = notified
-            told, self._told_more = self._told_more, asyncio.Event()
-            told.set()
+            self._notice()
+
+    def _notice(self) -> None:
+        told, self._told_more = self._told_more, asyncio.Event()
+        told.set()
 
     def _is_lost(self, error: IncarnationLost) -> None:
         log.warning("%s: %s; resyncing", self.info.key, error)
@@ -372,7 +388,7 @@ class Agent:
                     batches[at : at + BATCHES_IN_FLIGHT], self._seqs[shard] + 1
                 )
             ]
-            replies = await self._insist_all(calls, unless_full=True)
+            replies = await self._insist_all(calls, shard=shard, unless_full=True)
             applied = len(list(takewhile(lambda reply: reply is True, replies)))
             self._seqs[shard] += applied
             if applied == len(calls):
@@ -404,7 +420,8 @@ class Agent:
             [
                 index.audit(keyspace, incarnation, self._nonce, self._seqs[shard], entries),
                 index.claims(keyspace, incarnation, first, AUDIT_BUCKETS),
-            ]
+            ],
+            shard=shard,
         )
         if missing < 0:
             raise IncarnationLost(f"incarnation {incarnation}: lost to shard {shard}")

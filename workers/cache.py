@@ -38,7 +38,7 @@ class Publisher(Protocol):
 
     def notify(self, events: Iterable[CacheEvent]) -> None: ...
 
-    async def settled(self) -> None: ...
+    async def settled(self) -> bool: ...
 
 
 class BlockCache:
@@ -66,6 +66,8 @@ class BlockCache:
         self._spare = dict(spare)
         self._needed: dict[object, int] = {}
         """How many device slots each request that waits for slots needs."""
+        self._confirmed = True
+        """Did Redis hear of the last blocks that went?"""
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._copies: dict[Move, asyncio.Task[None]] = {}
@@ -194,16 +196,16 @@ class BlockCache:
             await self._ended(eviction.store)
         self.manager.withdraw(eviction)
         self._go_on()
-        confirmed = True
-        try:
+        confirmed = False
+        with suppress(TimeoutError):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
-                await self._publisher.settled()
-        except TimeoutError:
-            confirmed = False
+                confirmed = await self._publisher.settled()
         freed = self.manager.reclaim(eviction)
         if not confirmed:
             self.unconfirmed += freed
-            log.warning("freed %d slots whose blocks Redis may still show", freed)
+            if self._confirmed:
+                log.warning("freeing slots whose blocks Redis may still show")
+        self._confirmed = confirmed
         self._go_on()
 
     async def _ended(self, move: Move) -> None:

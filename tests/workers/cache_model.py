@@ -53,8 +53,9 @@ class Listener:
         for event in events:
             self.shown.take(event)
 
-    async def settled(self) -> None:
+    async def settled(self) -> bool:
         await self.hears.wait()
+        return True
 
 
 def leading(published: Mapping[SequenceHash, Tier], chain: Sequence[SequenceHash]) -> TierOverlap:

@@ -615,7 +615,7 @@ async def test_once_settled_redis_shows_nothing_of_what_had_gone(
     redis: Redis, observer: Observer
 ) -> None:
     agent = new_agent(redis)
-    await agent.settled()  # not registered yet: nothing is shown
+    assert await agent.settled()  # not registered yet: nothing is shown
     async with running(agent):
         agent.notify([Stored(tuple(CHAIN), None)])
         await agent.settled()
@@ -645,6 +645,21 @@ async def test_what_goes_while_a_batch_is_under_way_is_settled_with_the_next_one
         assert not settled.done()
         await settled
         assert await observer.overlaps() == {1: TierOverlap(device=2)}
+
+
+async def test_a_redis_that_is_away_is_not_waited_for(own_redis_server: EmbeddedRedis) -> None:
+    async with connect(own_redis_server.url) as redis:
+        observer = Observer(redis)
+        async with running(new_agent(redis, ttl_s=60.0)) as agent:
+            agent.notify([Stored(tuple(CHAIN), None)])
+            assert await agent.settled()
+            own_redis_server.kill()
+            for block in reversed(CHAIN[4:]):
+                agent.notify([Removed((block,))])
+                assert not await agent.settled()
+            own_redis_server.start()
+            await eventually(agent.settled, lambda confirmed: confirmed)
+            assert await observer.overlaps() == {1: TierOverlap(device=4)}
 
 
 async def test_an_agent_that_resyncs_is_settled_once_nobody_asks_its_old_incarnation(
