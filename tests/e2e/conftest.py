@@ -39,7 +39,7 @@ def small_cluster(
             speedup=speedup,
             block_size=BLOCK_SIZE,
             lease_ttl_s=LEASE_TTL_S,
-            # 1,024 blocks per worker, and so an index of about 340 buckets, swept in a moment.
+            # 1,024 blocks per worker make an index of about 340 buckets, swept in a moment.
             kv_pool_tokens=1024 * BLOCK_SIZE,
             log_level="error",
         ),
@@ -47,7 +47,7 @@ def small_cluster(
 
 
 def prompt(seed: int, num_tokens: int) -> bytes:
-    """Raw token ids of a prompt that shares no block with that of any other seed."""
+    """Raw token ids of a prompt that shares no block with the prompt of any other seed."""
     tokens = np.random.default_rng(seed).integers(0, 2**32, num_tokens, np.uint32)
     return tokens.astype("<u4").tobytes()
 
@@ -57,20 +57,20 @@ def listens(url: str) -> bool:
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
-    with socket.socket() as probe:
-        return probe.connect_ex((parts.hostname, parts.port)) == 0
+    with socket.socket() as client:
+        return client.connect_ex((parts.hostname, parts.port)) == 0
 
 
 @dataclass(slots=True)
-class Eyes:
-    """What can be seen of a cluster from outside. redis: replies are bytes."""
+class Probe:
+    """Sends requests to a cluster and reads its state, from outside. redis: replies are bytes."""
 
     cluster: Cluster
     http: httpx.AsyncClient
     redis: Any
 
     async def route(self, tokens: bytes, **options: str) -> dict[str, Any]:
-        """The answer of /v1/route, which must be 200."""
+        """The answer of /v1/route, whose status must be 200."""
         response = await self.http.post(
             "/v1/route",
             params=options,
@@ -82,7 +82,7 @@ class Eyes:
         return answer
 
     async def complete(self, tokens: bytes, max_tokens: int = 4) -> str:
-        """Run a request from routing to release; the id of the worker it ran on."""
+        """Run a request from routing to release. Returns the id of the worker it ran on."""
         choice = await self.route(tokens)
         response = await self.http.post(
             f"{choice['address']}/v1/completions",
@@ -96,14 +96,14 @@ class Eyes:
         return worker_id
 
     async def release(self, request_id: str) -> bool:
-        """Release a reservation; whether there was one."""
+        """Release a reservation. Returns whether there was one."""
         response = await self.http.delete(f"/v1/requests/{request_id}")
         assert response.status_code == 200, response.text
         found: bool = response.json()["found"]
         return found
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """Worker id -> what /v1/workers says of it; empty if that fails."""
+        """Worker id -> what /v1/workers reports of it; empty if the call fails."""
         response = await self.http.get("/v1/workers")
         found = response.json().get("workers", [])
         return {worker["worker_id"]: worker for worker in found}
@@ -131,8 +131,8 @@ class Eyes:
         ids = await self.redis.hkeys(self.cluster.keyspace["reservations"])
         return {request_id.decode() for request_id in ids}
 
-    async def owners(self) -> dict[int, int]:
-        """Incarnation -> its entries in the index; dead incarnations included."""
+    async def index_entries(self) -> dict[int, int]:
+        """Incarnation -> how many index entries it has; dead incarnations included."""
         counts: dict[int, int] = {}
         pattern = self.cluster.keyspace.of_shard(0)["blocks:"].replace("{", r"\{") + "*"
         async for key in self.redis.scan_iter(match=pattern, count=1000):
@@ -150,19 +150,19 @@ class Eyes:
         )
 
 
-Watch = Callable[[Cluster], Eyes]
+OpenProbe = Callable[[Cluster], Probe]
 
 
 @pytest.fixture
-async def watch() -> AsyncIterator[Watch]:
-    """Gives `Eyes` on a started cluster, closed at the end of the test."""
+async def open_probe() -> AsyncIterator[OpenProbe]:
+    """Opens a `Probe` of a started cluster; it is closed at the end of the test."""
     async with AsyncExitStack() as stack:
 
-        def open_eyes(cluster: Cluster) -> Eyes:
+        def opened(cluster: Cluster) -> Probe:
             http = httpx.AsyncClient(base_url=cluster.balancer_url, timeout=10.0)
             redis = Redis.from_url(cluster.redis_url)
             stack.push_async_callback(http.aclose)
             stack.push_async_callback(redis.aclose)
-            return Eyes(cluster, http, redis)
+            return Probe(cluster, http, redis)
 
-        yield open_eyes
+        yield opened

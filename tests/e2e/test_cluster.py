@@ -1,4 +1,4 @@
-"""A cluster of real processes: how it starts, serves and goes."""
+"""A cluster of real processes: how it starts, serves and stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from redis import Redis
 from app.cluster import Cluster, ClusterError
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
-from tests.e2e.conftest import Watch, listens, prompt, small_cluster
+from tests.e2e.conftest import OpenProbe, listens, prompt, small_cluster
 from tests.eventually import eventually
 from tests.redis_servers import newest_kind, require_binary, require_redis
 
@@ -43,28 +43,30 @@ def exists(pid: int) -> bool:
     return True
 
 
-async def test_a_started_cluster_has_its_workers_and_nothing_on_them(
-    cluster: Cluster, watch: Watch
+async def test_a_started_cluster_has_all_its_workers_and_no_reservations(
+    cluster: Cluster, open_probe: OpenProbe
 ) -> None:
-    workers = await watch(cluster).workers()
+    workers = await open_probe(cluster).workers()
     assert {name: w["address"] for name, w in workers.items()} == {
         f"w{i}": member.url for i, member in enumerate(cluster.workers)
     }
     assert {name: w["kv_total_blocks"] for name, w in workers.items()} == {"w0": 1024, "w1": 1024}
-    await watch(cluster).all_idle(2)
+    await open_probe(cluster).all_idle(2)
 
 
-async def test_a_request_goes_from_routing_to_its_release(cluster: Cluster, watch: Watch) -> None:
-    eyes = watch(cluster)
+async def test_a_request_runs_from_routing_to_release(
+    cluster: Cluster, open_probe: OpenProbe
+) -> None:
+    probe = open_probe(cluster)
     tokens = prompt(seed=1, num_tokens=10 * 16 + 5)
-    choice = await eyes.route(tokens, request_id="req-1")
+    choice = await probe.route(tokens, request_id="req-1")
     name = choice["worker_id"]
     assert (choice["isl_tokens"], choice["isl_blocks"]) == (165, 11)
     assert choice["overlap_blocks"] == {"device": 0, "host": 0, "disk": 0}
     assert choice["reserved"] is True
-    assert (await eyes.loads())[name] == (1, 11, 165)
+    assert (await probe.loads())[name] == (1, 11, 165)
 
-    answer = await eyes.http.post(
+    answer = await probe.http.post(
         f"{choice['address']}/v1/completions?max_tokens=3&request_id=req-1",
         content=tokens,
         headers={"content-type": "application/octet-stream"},
@@ -72,31 +74,31 @@ async def test_a_request_goes_from_routing_to_its_release(cluster: Cluster, watc
     assert answer.json()["usage"]["prompt_tokens"] == 165
     assert len(answer.json()["choices"][0]["token_ids"]) == 3
 
-    told = await eyes.http.post("/v1/requests/req-1/prefill_complete")
-    assert told.json() == {"request_id": "req-1", "found": True}
-    assert (await eyes.loads())[name] == (1, 11, 0)
-    assert await eyes.release("req-1")
-    assert not await eyes.release("req-1")
-    assert (await eyes.loads())[name] == (0, 0, 0)
+    confirmed = await probe.http.post("/v1/requests/req-1/prefill_complete")
+    assert confirmed.json() == {"request_id": "req-1", "found": True}
+    assert (await probe.loads())[name] == (1, 11, 0)
+    assert await probe.release("req-1")
+    assert not await probe.release("req-1")
+    assert (await probe.loads())[name] == (0, 0, 0)
 
-    # Its ten full blocks lie on that worker from now on, and draw the same prompt there.
-    assert await eventually(lambda: eyes.overlaps(tokens)) == {name: 10}
-    again = await eyes.route(tokens, reserve="false")
+    # From now on that worker holds the prompt's ten full blocks, which attract the same prompt.
+    assert await eventually(lambda: probe.overlaps(tokens)) == {name: 10}
+    again = await probe.route(tokens, reserve="false")
     assert (again["worker_id"], again["overlap_blocks"]["device"]) == (name, 10)
 
 
-async def test_every_replica_knows_what_one_of_them_reserved(
-    cluster: Cluster, watch: Watch
+async def test_every_replica_sees_what_any_of_them_reserved(
+    cluster: Cluster, open_probe: OpenProbe
 ) -> None:
-    eyes = watch(cluster)
-    choice = await eyes.route(prompt(seed=2, num_tokens=64), request_id="req-2")
+    probe = open_probe(cluster)
+    choice = await probe.route(prompt(seed=2, num_tokens=64), request_id="req-2")
     for member in cluster.routers:
-        found = (await eyes.http.get(f"{member.url}/v1/workers")).json()["workers"]
+        found = (await probe.http.get(f"{member.url}/v1/workers")).json()["workers"]
         loads = {w["worker_id"]: w["active_requests"] for w in found}
         assert loads[choice["worker_id"]] == 1
-    other = await eyes.http.delete(f"{cluster.routers[1].url}/v1/requests/req-2")
+    other = await probe.http.delete(f"{cluster.routers[1].url}/v1/requests/req-2")
     assert other.json()["found"] is True
-    await eyes.all_idle(2)
+    await probe.all_idle(2)
 
 
 def has_ipv6() -> bool:
@@ -110,7 +112,7 @@ def has_ipv6() -> bool:
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("kind", BALANCERS)
 @pytest.mark.parametrize("host", ["::1", "::"])
-async def test_a_cluster_may_listen_on_ipv6(host: str, kind: str, watch: Watch) -> None:
+async def test_a_cluster_can_listen_on_ipv6(host: str, kind: str, open_probe: OpenProbe) -> None:
     require_redis(newest_kind())
     if kind == "haproxy":
         require_binary("haproxy")
@@ -123,11 +125,11 @@ async def test_a_cluster_may_listen_on_ipv6(host: str, kind: str, watch: Watch) 
         worker=WorkerSettings(host="::1", speedup=20.0, log_level="error"),
     ) as cluster:
         assert cluster.balancer_url.startswith("http://[::1]:")
-        assert await watch(cluster).complete(prompt(seed=3, num_tokens=64)) == "w0"
+        assert await open_probe(cluster).complete(prompt(seed=3, num_tokens=64)) == "w0"
 
 
 @pytest.mark.parametrize("kind", BALANCERS)
-def test_a_cluster_that_is_left_leaves_no_process_and_no_port(kind: str) -> None:
+def test_a_closed_cluster_leaves_no_process_and_no_open_port(kind: str) -> None:
     with with_balancer(kind, num_workers=1, num_replicas=2) as cluster:
         assert cluster.redis is not None
         pids = [member.process.pid for member in cluster.members] + [cluster.redis.pid or 0]
@@ -137,13 +139,13 @@ def test_a_cluster_that_is_left_leaves_no_process_and_no_port(kind: str) -> None
         assert all(map(listens, urls))
     assert [pid for pid in pids if exists(pid)] == []
     assert [url for url in urls if listens(url)] == []
-    # They went when asked; nobody had to be killed.
+    # They stopped when asked; none had to be killed.
     statuses = {m.name: m.process.returncode for m in [*cluster.workers, *cluster.routers]}
     assert statuses == {"worker w0": 0, "router r0": 0, "router r1": 0}
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
-def test_no_command_line_shows_the_password_of_redis(own_redis_server: EmbeddedRedis) -> None:
+def test_no_command_line_shows_the_redis_password(own_redis_server: EmbeddedRedis) -> None:
     with Redis.from_url(own_redis_server.url) as client:
         client.config_set("requirepass", "sesame")
     with Cluster(
@@ -160,7 +162,7 @@ def test_no_command_line_shows_the_password_of_redis(own_redis_server: EmbeddedR
             assert b"sesame" not in line
 
 
-def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing_running() -> None:
     require_redis(newest_kind())
     cluster = Cluster(
         num_workers=1,

@@ -1,4 +1,4 @@
-"""Processes of a cluster are killed under load; nobody repairs anything by hand."""
+"""Processes of a cluster are killed under load, and it recovers without help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.conftest import (
     BLOCK_SIZE,
     LEASE_TTL_S,
     RESERVATION_TTL_S,
-    Watch,
+    OpenProbe,
     prompt,
     small_cluster,
 )
@@ -31,7 +31,7 @@ CALLERS = 8
 
 
 class Load:
-    """Callers that send one request after another until told to stop."""
+    """Callers that send one request after another until `stop`."""
 
     def __init__(self, client: ClusterClient) -> None:
         self.outcomes: list[Outcome] = []
@@ -50,8 +50,8 @@ class Load:
                 await self._client.send(f"{caller}-{turn}", tokens, output_tokens=30)
             )
 
-    async def grown_by(self, count: int) -> None:
-        """Until so many more requests are over."""
+    async def wait_for_more(self, count: int) -> None:
+        """Wait until `count` more requests are over."""
         enough = len(self.outcomes) + count
 
         async def over() -> int:
@@ -62,7 +62,7 @@ class Load:
 
 @asynccontextmanager
 async def loaded(url: str) -> AsyncIterator[Load]:
-    """Load on the cluster behind `url`, over when this is left."""
+    """Load on the cluster behind `url`, for as long as the context lasts."""
     async with ClusterClient(url, deadline_s=30.0) as client:
         load = Load(client)
         async with asyncio.TaskGroup() as callers:
@@ -76,98 +76,100 @@ async def loaded(url: str) -> AsyncIterator[Load]:
 
 @pytest.mark.parametrize("haproxy", [True, False], ids=["haproxy", "shared socket"])
 async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
-    haproxy: bool, watch: Watch
+    haproxy: bool, open_probe: OpenProbe
 ) -> None:
     if haproxy:
         require_binary("haproxy")
     with small_cluster(num_workers=2, num_replicas=3, haproxy=haproxy) as cluster:
-        eyes = watch(cluster)
+        probe = open_probe(cluster)
         async with loaded(cluster.balancer_url) as load:
-            await load.grown_by(50)
+            await load.wait_for_more(50)
             victim = cluster.routers[0]
             for i in range(5):
-                await eyes.http.post(
+                await probe.http.post(
                     f"{victim.url}/v1/route?request_id=orphan-{i}",
                     content=prompt(i, PROMPT_TOKENS),
                     headers={"content-type": "application/octet-stream"},
                 )
             victim.process.kill()
             orphans = {f"orphan-{i}" for i in range(5)}
-            assert await eyes.reserved() >= orphans
-            await load.grown_by(100)
-            # Nobody will release them; they end by themselves, under load as well.
+            assert await probe.reserved() >= orphans
+            await load.wait_for_more(100)
+            # Nobody will release them; they expire, even under load.
             await eventually(
-                eyes.reserved, lambda seen: not seen & orphans, within_s=RESERVATION_TTL_S + 3
+                probe.reserved, lambda seen: not seen & orphans, within_s=RESERVATION_TTL_S + 3
             )
         assert [o for o in load.outcomes if o.failure] == []
-        await eyes.all_idle(2, within_s=RESERVATION_TTL_S + 3)
-        assert await eyes.reserved() == set()
+        await probe.all_idle(2, within_s=RESERVATION_TTL_S + 3)
+        assert await probe.reserved() == set()
 
 
-async def test_a_killed_worker_is_chosen_no_more_and_its_blocks_are_swept(watch: Watch) -> None:
+async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
+    open_probe: OpenProbe,
+) -> None:
     with small_cluster(num_workers=3, num_replicas=2, haproxy=False) as cluster:
-        eyes = watch(cluster)
+        probe = open_probe(cluster)
         async with loaded(cluster.balancer_url) as load:
 
             async def used() -> set[str | None]:
                 return {outcome.worker for outcome in load.outcomes}
 
             await eventually(used, lambda seen: seen == {"w0:0", "w1:0", "w2:0"})
-            dead = (await eyes.workers())["w0"]["incarnation"]
-            await eventually(eyes.owners, lambda seen: seen.get(dead, 0) > 0)
+            dead = (await probe.workers())["w0"]["incarnation"]
+            await eventually(probe.index_entries, lambda seen: seen.get(dead, 0) > 0)
             cluster.workers[0].process.kill()
 
             await eventually(
-                eyes.workers, lambda seen: set(seen) == {"w1", "w2"}, within_s=LEASE_TTL_S + 2
+                probe.workers, lambda seen: set(seen) == {"w1", "w2"}, within_s=LEASE_TTL_S + 2
             )
             at_lapse = len(load.outcomes)
             await eventually(
-                eyes.owners,
+                probe.index_entries,
                 lambda seen: dead not in seen,
                 within_s=RETIRE_GRACE_MS / 1000 + 5.0,
             )
-            # Those under way at the lapse have all ended by then.
-            await load.grown_by(60)
+            # By then, all requests in flight at the lapse have ended.
+            await load.wait_for_more(60)
         assert {o.worker for o in load.outcomes[at_lapse + CALLERS :]} == {"w1:0", "w2:0"}
-        # A stream that broke in the middle is its caller's to repeat; all others got an answer.
+        # A stream that broke in the middle is for its caller to retry; all others got an answer.
         failures = {o.failure for o in load.outcomes} - {None}
         assert failures <= {FailureKind.BROKEN_STREAM}
-        await eyes.all_idle(2, within_s=RESERVATION_TTL_S + 3)
+        await probe.all_idle(2, within_s=RESERVATION_TTL_S + 3)
         for key in ("leases", "writers", "load", "workers"):
-            left = await eyes.redis.execute_command(
+            left = await probe.redis.execute_command(
                 "ZSCORE" if key == "leases" else "HGET", cluster.keyspace[key], dead
             )
             assert left is None, key
 
-        # It comes back as somebody new, who holds nothing.
+        # It comes back as a new incarnation, which holds nothing.
         cluster.start_worker(0)
-        workers = await eventually(eyes.workers, lambda seen: len(seen) == 3)
+        workers = await eventually(probe.workers, lambda seen: len(seen) == 3)
         assert workers["w0"]["incarnation"] > dead
-        assert "w0" not in await eyes.overlaps(prompt(0, PROMPT_TOKENS))
+        assert "w0" not in await probe.overlaps(prompt(0, PROMPT_TOKENS))
 
 
-async def test_a_worker_that_is_stopped_tells_those_whose_answers_take_too_long(
-    watch: Watch, capfd: pytest.CaptureFixture[str]
+async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
+    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_cluster(num_workers=1, num_replicas=1, haproxy=False, speedup=1.0) as cluster:
-        eyes, worker = watch(cluster), cluster.workers[0]
+        probe, worker = open_probe(cluster), cluster.workers[0]
 
         async def ask(request_id: str, stream: str) -> httpx.Response:
-            return await eyes.http.post(
+            return await probe.http.post(
                 f"{worker.url}/v1/completions",
                 params={"max_tokens": "5000", "request_id": request_id, "stream": stream},
                 content=prompt(0, PROMPT_TOKENS),
                 headers={"content-type": "application/octet-stream"},
             )
 
-        async def under_way() -> bool:
-            metrics = (await eyes.http.get(f"{worker.url}/metrics")).text
+        async def both_running() -> bool:
+            metrics = (await probe.http.get(f"{worker.url}/metrics")).text
             return 'kvroute_engine_requests{state="running"} 2.0' in metrics
 
         async with asyncio.TaskGroup() as callers:
             whole = callers.create_task(ask("whole", "false"))
             stream = callers.create_task(ask("stream", "true"))
-            await eventually(under_way)
+            await eventually(both_running)
             worker.process.terminate()
         assert await asyncio.to_thread(worker.process.wait, 10) == 0
 
@@ -178,33 +180,33 @@ async def test_a_worker_that_is_stopped_tells_those_whose_answers_take_too_long(
     assert capfd.readouterr().err == ""
 
 
-async def test_a_redis_that_lost_everything_is_filled_again_while_requests_are_served(
-    watch: Watch,
+async def test_a_redis_that_lost_everything_is_refilled_while_requests_are_served(
+    open_probe: OpenProbe,
 ) -> None:
     with small_cluster(num_workers=3, num_replicas=2, haproxy=False) as cluster:
-        eyes = watch(cluster)
+        probe = open_probe(cluster)
         assert cluster.redis is not None
         prompts = [prompt(seed, 64 * BLOCK_SIZE) for seed in range(100, 106)]
         for tokens in prompts:
-            await eyes.complete(tokens)
-        held = [await eventually(partial(eyes.overlaps, t)) for t in prompts]
+            await probe.complete(tokens)
+        held = [await eventually(partial(probe.overlaps, t)) for t in prompts]
         assert [list(h.values()) for h in held] == [[64]] * 6
         assert len({name for h in held for name in h}) > 1
 
         cluster.redis.kill()
         for tokens in prompts:
-            answer = await eyes.route(tokens)
+            answer = await probe.route(tokens)
             assert (answer["degraded"], answer["reserved"]) == (True, False)
         async with loaded(cluster.balancer_url) as load:
-            await load.grown_by(30)
+            await load.wait_for_more(30)
             assert {o.degraded for o in load.outcomes} == {True}
             cluster.redis.start()
             for tokens, known in zip(prompts, held, strict=True):
-                await eventually(partial(eyes.overlaps, tokens), partial(eq, known))
-            await load.grown_by(30)
+                await eventually(partial(probe.overlaps, tokens), partial(eq, known))
+            await load.wait_for_more(30)
         assert [o for o in load.outcomes if o.failure] == []
         assert load.outcomes[-1].degraded is False
-        # Whoever held none of the prompts may be the last to be back.
-        await eventually(eyes.workers, lambda seen: set(seen) == {"w0", "w1", "w2"})
+        # A worker that held none of the prompts may be the last to register again.
+        await eventually(probe.workers, lambda seen: set(seen) == {"w0", "w1", "w2"})
         assert [m.name for m in cluster.members if m.process.poll() is not None] == []
-        await eyes.all_idle(3, within_s=RESERVATION_TTL_S + 3)
+        await probe.all_idle(3, within_s=RESERVATION_TTL_S + 3)

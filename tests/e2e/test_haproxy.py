@@ -1,4 +1,4 @@
-"""deploy/haproxy.cfg, run as on one machine: a copy of it with a line for each replica."""
+"""deploy/haproxy.cfg as `kvroute up` runs it: a copy with a server line for each replica."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Balancer = Callable[..., Awaitable[httpx.AsyncClient]]
 
 
 class Replica:
-    """A router reduced to HTTP, which answers with its port and can die as if by SIGKILL.
+    """A stand-in for a router, which answers with its port and can die as if by SIGKILL.
 
-    /hold answers when `go` is set, /hang never, /stream with ten tokens, each when `go` is set;
-    all else, health checks too, at once.
+    /hold answers once `go` is set, /hang never; /stream sends ten tokens, each once `go` is set.
+    Everything else, health checks included, is answered at once.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ async def haproxy(config: Path, port: int) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def balancer(tmp_path: Path) -> AsyncIterator[Balancer]:
-    """Starts the replicas given to it and the load balancer; returns a client of that."""
+    """Starts the given replicas and the load balancer; returns a client of the load balancer."""
     async with AsyncExitStack() as stack:
 
         async def start(*replicas: Replica) -> httpx.AsyncClient:
@@ -125,7 +125,7 @@ async def balancer(tmp_path: Path) -> AsyncIterator[Balancer]:
 
 
 @pytest.mark.parametrize("routers", [None, "router:8080"])
-def test_the_file_is_valid_with_appended_servers_and_with_dns(routers: str | None) -> None:
+def test_the_config_is_valid_with_and_without_dns(routers: str | None) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVROUTE_")}
     if routers is not None:
         environment["KVROUTE_ROUTERS_DNS"] = routers
@@ -139,7 +139,7 @@ def test_the_file_is_valid_with_appended_servers_and_with_dns(routers: str | Non
     assert "WARNING" not in checked.stderr
 
 
-async def test_without_a_replica_the_answer_is_503_in_the_routers_own_shape(
+async def test_the_answer_without_a_replica_is_503_in_the_shape_of_router_errors(
     balancer: Balancer,
 ) -> None:
     client = await balancer()
@@ -150,7 +150,7 @@ async def test_without_a_replica_the_answer_is_503_in_the_routers_own_shape(
 
 
 @pytest.mark.parametrize("body_bytes", [0, 100_000])
-async def test_requests_held_by_a_replica_that_is_killed_are_answered_by_another(
+async def test_requests_held_by_a_killed_replica_are_answered_by_another(
     balancer: Balancer, body_bytes: int
 ) -> None:
     first, second = Replica(), Replica()
@@ -163,7 +163,7 @@ async def test_requests_held_by_a_replica_that_is_killed_are_answered_by_another
         async def held() -> tuple[int, int]:
             return first.held, second.held
 
-        # All of them: one still on its way in is not among the connections that `die` breaks.
+        # All of them: `die` does not break the connection of a request that has yet to arrive.
         await eventually(held, lambda seen: sum(seen) == 6 and min(seen) > 0)
         await first.die()
         second.go.set()
@@ -187,11 +187,13 @@ async def test_a_replica_that_comes_back_is_used_again(balancer: Balancer) -> No
             await asyncio.sleep(0.05)
 
 
-async def test_a_streams_tokens_are_passed_on_one_by_one_and_at_once(balancer: Balancer) -> None:
+async def test_the_tokens_of_a_stream_are_forwarded_one_by_one_without_delay(
+    balancer: Balancer,
+) -> None:
     replica = Replica()
     client = await balancer(replica)
     replica.go.set()
-    # Held back for full packets, ten tokens take about two seconds.
+    # Held back to fill packets, ten tokens would take about two seconds.
     async with asyncio.timeout(1), client.stream("GET", "/stream") as answer:
         received = b""
         async for part in answer.aiter_raw():
@@ -200,7 +202,7 @@ async def test_a_streams_tokens_are_passed_on_one_by_one_and_at_once(balancer: B
     assert received == b"token" * 10 + str(replica.port).encode()
 
 
-async def test_a_client_that_hangs_up_while_it_waits_is_seen_by_the_replica(
+async def test_a_replica_notices_that_a_waiting_client_has_hung_up(
     balancer: Balancer,
 ) -> None:
     replica = Replica()

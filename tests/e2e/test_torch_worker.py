@@ -11,7 +11,7 @@ import torch
 
 from app.cluster import Cluster
 from app.core.config import RouterSettings, WorkerSettings
-from tests.e2e.conftest import Eyes, Watch
+from tests.e2e.conftest import OpenProbe, Probe
 from tests.eventually import eventually
 from tests.redis_servers import newest_kind, require_redis
 from tests.workers.checkpoints import library, reference
@@ -44,50 +44,50 @@ def torch_cluster(folder: Path, num_workers: int, model: str = "tiny") -> Cluste
 
 
 def prompt(seed: int) -> bytes:
-    """Token ids that the model knows, raw."""
+    """Raw token ids from the model's vocabulary."""
     tokens = np.random.default_rng(seed).integers(0, 256, PROMPT_TOKENS, np.uint32)
     return tokens.astype("<u4").tobytes()
 
 
-async def ask(eyes: Eyes, tokens: bytes) -> tuple[str, list[int], dict[str, int]]:
-    """The worker chosen, what it answered, and what of the prompt it had, by tier."""
-    choice = await eyes.route(tokens)
-    response = await eyes.http.post(
+async def ask(probe: Probe, tokens: bytes) -> tuple[str, list[int], dict[str, int]]:
+    """The worker chosen, the tokens it answered, and its cached prompt tokens by tier."""
+    choice = await probe.route(tokens)
+    response = await probe.http.post(
         f"{choice['address']}/v1/completions?max_tokens=4&temperature=0",
         content=tokens,
         headers={"content-type": "application/octet-stream"},
     )
     answer: dict[str, Any] = response.json()
-    await eyes.release(choice["request_id"])
+    await probe.release(choice["request_id"])
     details = answer["usage"]["prompt_tokens_details"]
     cached = {tier: n for tier, n in details["cached_tokens_by_tier"].items() if n}
     return choice["worker_id"], answer["choices"][0]["token_ids"], cached
 
 
 async def test_a_prompt_goes_back_to_the_worker_that_computed_it(
-    tmp_path: Path, watch: Watch
+    tmp_path: Path, open_probe: OpenProbe
 ) -> None:
     with torch_cluster(tmp_path, num_workers=2) as cluster:
-        eyes = watch(cluster)
-        first = await ask(eyes, prompt(1))
+        probe = open_probe(cluster)
+        first = await ask(probe, prompt(1))
         assert first[2] == {}
         blocks = PROMPT_TOKENS // 16
-        assert await eventually(lambda: eyes.overlaps(prompt(1))) == {first[0]: blocks}
-        assert await ask(eyes, prompt(1)) == (first[0], first[1], {"device": REUSED})
+        assert await eventually(lambda: probe.overlaps(prompt(1))) == {first[0]: blocks}
+        assert await ask(probe, prompt(1)) == (first[0], first[1], {"device": REUSED})
 
 
-async def test_a_worker_that_is_killed_comes_back_with_what_it_had_on_disk(
-    tmp_path: Path, watch: Watch
+async def test_a_killed_worker_comes_back_with_the_blocks_it_had_on_disk(
+    tmp_path: Path, open_probe: OpenProbe
 ) -> None:
     with torch_cluster(tmp_path, num_workers=1) as cluster:
-        eyes = watch(cluster)
-        first = await ask(eyes, prompt(1))
+        probe = open_probe(cluster)
+        first = await ask(probe, prompt(1))
         seeds = iter(range(2, 40))
 
         async def on_disk() -> int:
-            """Blocks of the first prompt, after one more other prompt."""
-            await ask(eyes, prompt(next(seeds)))
-            choice = await eyes.route(prompt(1), reserve="false")
+            """How many blocks of the first prompt are on disk, after one more other prompt."""
+            await ask(probe, prompt(next(seeds)))
+            choice = await probe.route(prompt(1), reserve="false")
             return int(choice["overlap_blocks"]["disk"])
 
         await eventually(on_disk, lambda blocks: blocks == PROMPT_TOKENS // 16, within_s=30.0)
@@ -96,18 +96,18 @@ async def test_a_worker_that_is_killed_comes_back_with_what_it_had_on_disk(
         member = cluster.start_worker(0)
 
         async def held() -> bool:
-            workers = await eyes.workers()
+            workers = await probe.workers()
             is_new = "w0" in workers and workers["w0"]["address"] == member.url
-            return is_new and bool(await eyes.overlaps(prompt(1)))
+            return is_new and bool(await probe.overlaps(prompt(1)))
 
         await eventually(held, within_s=30.0)
-        again = await ask(eyes, prompt(1))
+        again = await ask(probe, prompt(1))
 
     assert again == (first[0], first[1], {"disk": REUSED})
 
 
 async def test_a_checkpoint_with_a_tokenizer_is_served_as_text(
-    tmp_path: Path, watch: Watch
+    tmp_path: Path, open_probe: OpenProbe
 ) -> None:
     tokenizer = library("bytes")
     expected = reference(vocab_size=tokenizer.get_vocab_size(), eos_token_id=None)
@@ -125,9 +125,9 @@ async def test_a_checkpoint_with_a_tokenizer_is_served_as_text(
 
     with torch_cluster(tmp_path, num_workers=1, model=str(tmp_path / "model")) as cluster:
         url = f"{cluster.workers[0].url}/v1/completions"
-        eyes = watch(cluster)
-        whole = (await eyes.http.post(url, json=fields)).json()
-        streamed = (await eyes.http.post(url, json={**fields, "stream": True})).text
+        probe = open_probe(cluster)
+        whole = (await probe.http.post(url, json=fields)).json()
+        streamed = (await probe.http.post(url, json={**fields, "stream": True})).text
 
     assert whole["choices"][0]["token_ids"] == answer
     assert whole["choices"][0]["text"] == tokenizer.decode(answer)
