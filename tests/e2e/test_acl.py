@@ -1,4 +1,4 @@
-"""The users of deploy/users.acl may do what their part of a cluster does, and no more."""
+"""The users in deploy/users.acl may do what their part of a cluster needs, and no more."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SCRIPTS = {
     "operator": {"match"},
 }
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
-BESIDE_SCRIPTS = {
+OUTSIDE_SCRIPTS = {
     "worker": {"hgetall", "xadd"},
     "router": {"hlen", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
@@ -98,11 +98,11 @@ BESIDE_SCRIPTS = {
     },
 }
 
-short_intervals = short_intervals  # a fixture, used by its name
+short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
 
 def granted(role: str) -> tuple[set[str], set[str]]:
-    """Key patterns and commands that the file gives a role."""
+    """Key patterns and commands that the file grants a role."""
     [line] = [
         line.split()
         for line in FILE.read_text().splitlines()
@@ -115,12 +115,12 @@ def granted(role: str) -> tuple[set[str], set[str]]:
     return keys, commands
 
 
-def test_every_script_is_somebodys() -> None:
+def test_every_script_belongs_to_a_role() -> None:
     assert set().union(*SCRIPTS.values()) == {path.stem for path in LUA.glob("*.lua")}
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_has_the_commands_of_its_scripts_and_a_few_more(role: str) -> None:
+def test_a_role_is_granted_the_commands_of_its_scripts_and_a_few_more(role: str) -> None:
     called = {
         command.lower().replace("', '", "|")
         for name in SCRIPTS[role]
@@ -128,23 +128,23 @@ def test_a_role_has_the_commands_of_its_scripts_and_a_few_more(role: str) -> Non
             r"redis\.p?call\('([A-Z]+(?:', '[A-Z]+)?)'", load_script(name).text
         )
     }
-    assert granted(role)[1] == called | ALWAYS | BESIDE_SCRIPTS[role]
+    assert granted(role)[1] == called | ALWAYS | OUTSIDE_SCRIPTS[role]
 
 
-def test_a_worker_has_the_keys_of_its_scripts_and_the_metrics() -> None:
+def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
     named = {key for name in SCRIPTS["worker"] for key in load_script(name).key_names}
     patterns = {f"{key}*" if key.endswith(":") else key for key in named | {"metrics"}}
     assert granted("worker")[0] == {f"kvroute:1:{{*}}:{pattern}" for pattern in patterns}
 
 
-def test_an_operator_may_ask_all_questions_of_the_scripts_readme() -> None:
+def test_an_operator_may_run_every_command_in_the_readme_of_lua() -> None:
     asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", (LUA / "README.md").read_text())}
     assert len(asked) > 8
     assert asked <= granted("operator")[1]
 
 
 class Guarded:
-    """A server with the users of the file; `admin` may do everything."""
+    """A server with the users from the file; `admin` may do everything."""
 
     def __init__(self, server: EmbeddedRedis) -> None:
         self.server = server
@@ -154,7 +154,7 @@ class Guarded:
         return f"redis://kvroute-{role}:{role}-secret@{LOOPBACK}:{self.server.port}"
 
 
-def as_in_the_file(admin: Any) -> None:
+def add_users(admin: Any) -> None:
     for line in FILE.read_text().splitlines():
         _, name, *rules = line.split()
         if name != "default":
@@ -163,7 +163,7 @@ def as_in_the_file(admin: Any) -> None:
 
 
 def denials(admin: Any) -> list[str]:
-    """What was refused since the start, in words."""
+    """What Redis has refused since its log was last reset, in words."""
     return [
         f"{entry['username']}: {entry['reason']} {entry['object']} ({entry['context']})"
         for entry in admin.acl_log()
@@ -174,7 +174,7 @@ def denials(admin: Any) -> list[str]:
 def guarded_server(request: pytest.FixtureRequest) -> Iterator[Guarded]:
     with EmbeddedRedis(require_redis(request.param)) as server:
         found = Guarded(server)
-        as_in_the_file(found.admin)
+        add_users(found.admin)
         yield found
         found.admin.close()
 
@@ -186,8 +186,8 @@ def guarded(guarded_server: Guarded) -> Guarded:
     return guarded_server
 
 
-def test_redis_takes_the_file_and_then_lets_nobody_in_without_a_password(tmp_path: Path) -> None:
-    """Until they are given one: `resetpass`."""
+def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_path: Path) -> None:
+    """`resetpass` keeps the roles out until they are given a password."""
     file = tmp_path / "users.acl"
     admin = "user admin on >secret ~* &* +@all\n"
     file.write_text(admin)
@@ -206,7 +206,7 @@ def test_redis_takes_the_file_and_then_lets_nobody_in_without_a_password(tmp_pat
 
 
 @pytest.mark.parametrize("families", [("load", "requests", "leases"), ("shard", "blocks", "meta")])
-async def test_workers_and_routers_are_refused_nothing_even_when_they_heal(
+async def test_workers_and_routers_are_refused_nothing_even_while_they_repair_damage(
     guarded: Guarded, families: tuple[str, ...]
 ) -> None:
     async with world(
@@ -226,8 +226,8 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
     settings = RouterSettings(
         namespace=KEYS.namespace, kv_events=False, prediction_ttl_s=1.0, reservation_ttl_s=1.0
     )
-    async with connect(guarded.url("worker")) as of_worker, connect(guarded.url("router")) as redis:
-        agent = agent_of("w0", of_worker)
+    async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
+        agent = agent_of("w0", as_worker)
         await agent.start()
         fleet = Fleet(redis, KEYS, 1.0)
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
@@ -240,7 +240,7 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
             return found
 
         await eventually(predicted)
-        # All buckets are looked through within 32 s.
+        # Pruning visits all buckets within 32 s.
         await eventually(predicted, lambda keys: not keys, within_s=60.0)
         for task in running:
             task.cancel()
@@ -249,8 +249,8 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
 
 async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -> None:
     settings = RouterSettings(namespace=KEYS.namespace, wait_queue=10, session_affinity=0.5)
-    async with connect(guarded.url("worker")) as of_worker, connect(guarded.url("router")) as redis:
-        agent = agent_of("w0", of_worker)
+    async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
+        agent = agent_of("w0", as_worker)
         await agent.start()
         fleet = Fleet(redis, KEYS, 1.0)
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
@@ -274,7 +274,7 @@ async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -
     assert denials(guarded.admin) == []
 
 
-async def test_an_operator_looks_at_everything_moves_it_and_clears_it(
+async def test_an_operator_may_inspect_dump_and_reset_and_a_worker_may_restore(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     file = str(tmp_path / "dump.jsonl")
@@ -299,7 +299,7 @@ async def test_an_operator_looks_at_everything_moves_it_and_clears_it(
         await kvroute("operator", "dump", "--out", file)
     await kvroute("operator", "reset", "--yes")
     assert guarded.admin.dbsize() == 0
-    # Who restores, publishes as workers do.
+    # To restore is to publish, as workers do.
     assert "restored" in await kvroute("worker", "restore", "--in", file)
     assert denials(guarded.admin) == []
 
@@ -322,7 +322,9 @@ async def test_an_operator_looks_at_everything_moves_it_and_clears_it(
         "CLIENT KILL 1.2.3.4:5",
     ],
 )
-def test_nobody_reaches_beyond(guarded: Guarded, role: str, command: str) -> None:
+def test_no_role_may_run_admin_commands_or_reach_other_keys(
+    guarded: Guarded, role: str, command: str
+) -> None:
     with (
         Redis.from_url(guarded.url(role)) as client,
         pytest.raises(NoPermissionError),
@@ -343,24 +345,24 @@ def test_nobody_reaches_beyond(guarded: Guarded, role: str, command: str) -> Non
         ("operator", "DEL kvroute:1:{default}:load"),
     ],
 )
-def test_each_keeps_to_its_own_part(guarded: Guarded, role: str, command: str) -> None:
+def test_no_role_may_do_the_work_of_another(guarded: Guarded, role: str, command: str) -> None:
     with Redis.from_url(guarded.url(role)) as client, pytest.raises(NoPermissionError):
         client.execute_command(*command.split())
 
 
-async def test_on_a_cluster_the_same_users_do() -> None:
+async def test_the_same_users_suffice_on_a_redis_cluster() -> None:
     with ClusterServers(newest_kind()) as servers:
         admins: list[Any] = [Redis.from_url(server.url) for server in servers.servers]
         for admin in admins:
-            as_in_the_file(admin)
+            add_users(admin)
         urls = {
             role: servers.url.replace("://", f"://kvroute-{role}:{role}-secret@") for role in ROLES
         }
         async with (
-            connect(urls["worker"]) as of_worker,
+            connect(urls["worker"]) as as_worker,
             connect(urls["router"]) as redis,
         ):
-            agent = agent_of("w0", of_worker)
+            agent = agent_of("w0", as_worker)
             await agent.start()
             running = asyncio.ensure_future(agent.run())
             fleet = Fleet(redis, KEYS, 1.0)

@@ -1,7 +1,7 @@
-"""Redis reaches maxmemory: new blocks are not published and somebody says so; nothing else changes.
+"""Redis reaches maxmemory: new blocks are not published, which is logged; nothing else changes.
 
-What was published stays exact, blocks that engines drop are withdrawn, leases and requests go on,
-and once there is memory again all is published.
+What was published stays exact, blocks that engines drop are withdrawn, leases and requests carry
+on, and once there is memory again, everything is published.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.e2e.test_healing import CHAINS, KEYS, LEASE_S, WORKERS, World, short_
 from tests.eventually import eventually
 from workers import agent as agents
 
-short_intervals = short_intervals  # a fixture, used by its name
+short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
 
 async def fill_up(cluster: World) -> None:
-    """Redis takes no more from now on."""
+    """Redis accepts no more data from now on."""
     await cluster.redis.config_set("maxmemory", 1)
 
 
@@ -28,7 +28,7 @@ async def make_room(cluster: World) -> None:
     await cluster.redis.config_set("maxmemory", 0)
 
 
-async def test_a_full_redis_routes_on_and_never_claims_too_much(
+async def test_a_full_redis_does_not_stop_routing_or_leave_overlaps_too_long(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agents, "FULL_PAUSE_S", 0.02)
@@ -40,7 +40,7 @@ async def test_a_full_redis_routes_on_and_never_claims_too_much(
             cluster.resume()
             await asyncio.sleep(4 * LEASE_S)
             await cluster.pause()
-            # To be withdrawn, moved down, and not to be published.
+            # To be withdrawn, to be moved to the host, and not to be published.
             cluster.hold("w0", 0, 4, 0)
             cluster.hold("w1", 0, 4, 16)
             cluster.hold("w2", 1, 20, 0)
@@ -51,7 +51,7 @@ async def test_a_full_redis_routes_on_and_never_claims_too_much(
                 assert of_1 is not None
                 return [of_0["w0"].total, (of_0["w1"].device, of_0["w1"].host), of_1["w2"].total]
 
-            async def claimed_too_much() -> list[str]:
+            async def overlaps_too_long() -> list[str]:
                 found = []
                 for n in range(len(CHAINS)):
                     for name, overlap in (await cluster.overlaps(n) or {}).items():
@@ -60,7 +60,7 @@ async def test_a_full_redis_routes_on_and_never_claims_too_much(
                 return found
 
             await eventually(shown, lambda found: found == [4, (4, 16), 18])
-            await eventually(claimed_too_much, lambda found: not found)
+            await eventually(overlaps_too_long, lambda found: not found)
             assert {name: agent.incarnation for name, agent in cluster.agents.items()} == before
             decision = await cluster.route(0)
             assert decision.reserved
@@ -69,16 +69,16 @@ async def test_a_full_redis_routes_on_and_never_claims_too_much(
             assert decision.request_id in await cluster.records()
             assert await cluster.router.release(cluster.in_flight.pop())
             assert decision.request_id not in await cluster.records()
-            said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+            errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
             assert {
                 f"{name}:0: Redis is full: new blocks are not published" for name in WORKERS
-            } == {*said}
+            } == {*errors}
         finally:
             await make_room(cluster)
         await cluster.heals("with room again")
 
 
-async def test_in_a_full_redis_workers_die_and_come_and_are_swept(
+async def test_workers_reregister_and_old_incarnations_are_swept_in_a_full_redis(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents, "FULL_PAUSE_S", 0.02)
@@ -89,14 +89,14 @@ async def test_in_a_full_redis_workers_die_and_come_and_are_swept(
             old = agent.incarnation
             await cluster.redis.hdel(KEYS["writers"], str(old))
 
-            async def come_again() -> tuple[bool, int, bool]:
+            async def reregistered() -> tuple[bool, int, bool]:
                 keys = await cluster.redis.keys(KEYS.pattern + ":blocks:*")
                 values = [v for key in keys for v in await cluster.redis.hvals(key)]
                 is_shown = any(v.startswith(b"%d" % old) for v in values)
                 num_loads: int = await cluster.redis.hlen(KEYS["load"])
                 return agent.incarnation != old, num_loads, is_shown
 
-            await eventually(come_again, lambda found: found == (True, 3, False))
+            await eventually(reregistered, lambda found: found == (True, 3, False))
             decision = await cluster.route(2, explain=True)
             assert decision.reserved
             assert len(decision.candidates) == 3

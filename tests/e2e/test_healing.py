@@ -1,9 +1,9 @@
-"""Whoever deletes or spoils a key in Redis breaks nothing for long.
+"""A cluster soon recovers from the deletion or corruption of any key in Redis.
 
 Three agents and a router run against a real Redis, with short leases. While requests are routed and
-blocks are stored and removed, a key is damaged as somebody might with redis-cli. Before long all is
-as it was: every overlap equals what a scan of the workers' caches gives, the loads are those of the
-requests in flight, and nothing lies about that belongs to nothing.
+blocks are stored and removed, a key is damaged as somebody might with redis-cli. Soon all is right
+again: every overlap equals what a scan of the workers' caches gives, the loads are those of the
+requests in flight, and no key or entry is left that belongs to nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Damage = Callable[["World"], Awaitable[object]]
 class World:
     """A cluster, what its engines hold, and the requests in flight.
 
-    redis: for the damage and for looking at what became of it.
+    redis: for doing damage and for checking what became of it.
     """
 
     def __init__(self, redis: Redis, of_agents: Client, of_router: Client, seed: int) -> None:
@@ -73,13 +73,13 @@ class World:
         self.held = {(name, n): TierOverlap() for name in WORKERS for n in range(len(CHAINS))}
         self.in_flight: list[str] = []
         self.ended: list[str] = []
-        """To be released, as far as that is not done."""
+        """Requests that are over but not released yet."""
         self._ids = count()
         self._busy = asyncio.Event()
         self._idle = asyncio.Event()
 
     def hold(self, name: str, prompt: int, device: int, host: int) -> None:
-        """The engine of `name` now holds that much of a prompt, and no more."""
+        """Make the engine of `name` hold exactly this much of a prompt: device, then host."""
         chain = CHAINS[prompt]
         before = self.held[name, prompt].total
         for tier, start, end in (
@@ -105,14 +105,14 @@ class World:
         return await self.router.route(RouteRequest(request_id, chain, isl, "latency", **options))
 
     async def overlaps(self, prompt: int) -> dict[str, TierOverlap] | None:
-        """By worker; None: degraded."""
+        """By worker; None if the decision was degraded."""
         decision = await self.route(prompt, reserve=False, explain=True)
         if decision.degraded:
             return None
         return {c.info.key.worker_id: c.overlap for c in decision.candidates}
 
     async def work(self) -> None:
-        """Store, remove, route, release; between two damages, stand still."""
+        """Store, remove, route and release, except while paused."""
         while True:
             if not self._busy.is_set():
                 self._idle.set()
@@ -131,7 +131,7 @@ class World:
                 await self.release_ended()
             except (RoutingError, RedisUnavailable):
                 pass
-            # Ten times what the real traffic of three workers would be, with room for the rest.
+            # Ten times the real traffic of three workers, with time left for everything else.
             await asyncio.sleep(0.002)
 
     def _some(self) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class World:
         self.ended.append(request_id)
 
     async def release_ended(self) -> None:
-        """As a client does: again, where the router could not."""
+        """As a client does: a release that failed is repeated later."""
         while self.ended:
             await self.router.release(self.ended[0])
             self.ended.pop(0)
@@ -156,7 +156,7 @@ class World:
         self._busy.set()
 
     async def problems(self) -> list[str]:
-        """What is not as it should be; the world must stand still."""
+        """What is not as it should be; the world must be paused."""
         try:
             await self.release_ended()
             found = await self._wrong_overlaps() + await self._wrong_index()
@@ -173,7 +173,7 @@ class World:
         return found
 
     async def _wrong_index(self) -> list[str]:
-        """Every entry there is, against every block that is held; and whether other keys are."""
+        """Index entries that are not exactly the blocks held, and keys that should not exist."""
         names = {agent.incarnation: name for name, agent in self.agents.items()}
         expected = {
             (chain[i], name, Tier.DEVICE if i < held.device else Tier.HOST)
@@ -192,13 +192,13 @@ class World:
                     place = int(block, 16) if len(block) == 16 else None
                     seen += [(place, names.get(i), tier) for i, tier in parse_owners(owners)]
             elif family not in ALL_KEYS or family in ("dead", "sweep") or (shard or 0) >= shards:
-                found.append(f"{name} is there")
+                found.append(f"{name} exists")
         if sorted(map(str, seen)) != sorted(map(str, expected)):
             found.append(f"{len(seen)} entries, not {len(expected)}")
         return found
 
     async def _wrong_books(self) -> list[str]:
-        """Whether all that is kept of workers and requests agrees with itself."""
+        """Contradictions among the records of workers and requests."""
         redis, found = self.redis, []
         incs = sorted(str(agent.incarnation).encode() for agent in self.agents.values())
         for name in ("workers", "writers", "load"):
@@ -232,7 +232,7 @@ class World:
             found.append(f"expiry {latest}")
         ghosts = {i.decode() for i in known} - set(self.in_flight)
         if ghosts:
-            found.append(f"in flight for nobody: {ghosts}")
+            found.append(f"reserved but not in flight: {ghosts}")
         return found
 
     async def _now_ms(self) -> float:
@@ -247,7 +247,7 @@ class World:
             if agent.incarnation is None
             or fleet.measured(agent.incarnation).metrics.kv_total_blocks != 1000
         ]
-        return [f"nothing measured of {stale}"] if stale or abs(fleet.metrics_age_s) > 2 else []
+        return [f"no recent metrics of {stale}"] if stale or abs(fleet.metrics_age_s) > 2 else []
 
     async def records(self) -> set[str]:
         """Ids of the requests that Redis counts as in flight."""
@@ -257,7 +257,7 @@ class World:
         return {i.decode() for i in found}
 
     async def heals(self, what: str, within_s: float = 6.0) -> None:
-        """Returns once nothing is wrong, and has not been for three looks."""
+        """Returns once three checks in a row have found nothing wrong."""
         good = 0
 
         async def look() -> list[str]:
@@ -272,7 +272,7 @@ class World:
             raise AssertionError(f"{what}: {error}") from None
 
     async def suffers(self, what: str, damage: Damage) -> None:
-        """`damage` is done while all work, and heals."""
+        """Do `damage` while everything is working, then wait until it has healed."""
         self.resume()
         await asyncio.sleep(0.01)
         await damage(self)
@@ -281,7 +281,7 @@ class World:
         await self.heals(what)
 
     async def watch(self) -> None:
-        """Until cancelled. Raises AssertionError for an overlap longer than what a worker holds."""
+        """Until cancelled, check that no overlap is longer than what the worker holds."""
         while True:
             for n in range(len(CHAINS)):
                 try:
@@ -293,7 +293,7 @@ class World:
                     assert overlap.total <= held.total, f"{name}, prompt {n}: {overlap} of {held}"
 
     async def all_requests_end(self) -> None:
-        """Then nothing is reserved, and new requests are counted exactly."""
+        """Check that nothing is then reserved, and that new requests are counted exactly."""
         for request_id in list(self.in_flight):
             self.end(request_id)
         await self.heals("at the end")
@@ -336,7 +336,7 @@ def agent_of(name: str, redis: Client) -> Agent:
 async def world(
     redis_url: str, seed: int = 0, *, agents_url: str = "", router_url: str = ""
 ) -> AsyncIterator[World]:
-    """Agents and router run, some blocks are held and some requests in flight."""
+    """Agents and a router at work, with some blocks held and some requests in flight."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         redis, of_agents, of_router = [
             await stack.enter_async_context(connect(url, max_connections=32))
@@ -372,7 +372,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def key_of(world: World, family: str) -> str:
-    """A key of that name; of several, any."""
+    """A key of this family, at random if there are several."""
     if family in OF_SHARDS and family != "blocks":
         return KEYS.of_shard(world.rng.randrange(SHARDS))[family]
     if family in ("blocks", "requests", "prefills"):
@@ -384,7 +384,7 @@ async def key_of(world: World, family: str) -> str:
 
 
 async def field_of(world: World, family: str) -> tuple[str, str]:
-    """A key of that name, and any of its fields."""
+    """A key of this family, and any of its fields."""
     fields: list[bytes] = []
     while not fields:
         key = await key_of(world, family)
@@ -393,16 +393,16 @@ async def field_of(world: World, family: str) -> tuple[str, str]:
 
 
 async def item_of(world: World, family: str) -> tuple[str, bytes]:
-    """A key of that name, and the last item of its list."""
+    """A key of this family, and the last item of its list."""
     item = None
-    while item is None:  # lists come and go while all work
+    while item is None:  # lists appear and vanish all the time
         key = await key_of(world, family)
         item = await world.redis.lindex(key, -1)
     return key, item
 
 
 async def member_of(world: World, family: str) -> bytes:
-    """Any member of that sorted set."""
+    """Any member of the sorted set."""
     member: bytes | None = None
     while member is None:
         member = await world.redis.zrandmember(KEYS[family])
@@ -410,7 +410,7 @@ async def member_of(world: World, family: str) -> bytes:
 
 
 async def plausible(world: World, family: str, key: str, field: str) -> str:
-    """What might as well stand there."""
+    """A value that looks valid."""
     others = [a.incarnation for a in world.agents.values() if str(a.incarnation) != field]
     other = str(world.rng.choice(others))
     match family:
@@ -450,7 +450,7 @@ def rename(family: str) -> Damage:
         key = await key_of(world, family)
 
         async def renamed() -> bool:
-            # What holds nothing at the moment is not there.
+            # A key that holds nothing at the moment does not exist.
             with suppress(ResponseError):
                 await world.redis.rename(key, f"{key}.bak")
                 return True
@@ -458,14 +458,14 @@ def rename(family: str) -> Damage:
 
         await eventually(renamed)
         if family not in ("blocks", "requests", "prefills"):
-            # What somebody keeps under a name that kvroute does not use is left alone.
+            # A key under a name that kvroute does not use is left alone.
             assert await world.redis.delete(f"{key}.bak") == 1
 
     return do
 
 
 def set_a_field(family: str, value: str | None) -> Damage:
-    """value: None for one that makes sense."""
+    """value: None for one that looks valid."""
 
     async def do(world: World) -> None:
         key, field = await field_of(world, family)
@@ -504,7 +504,7 @@ def add_a_member(family: str, score: float) -> Damage:
 
 
 def push(family: str, item: str | None) -> Damage:
-    """item: None for one that is there already."""
+    """item: None for one that is in the list already."""
 
     async def do(world: World) -> None:
         key, last = await item_of(world, family)
@@ -520,8 +520,8 @@ def pop(family: str) -> Damage:
     return do
 
 
-def include(*members: str) -> Damage:
-    """members of `dead`; none: a live incarnation."""
+def add_to_dead(*members: str) -> Damage:
+    """members: added to the set `dead`; without any, a live incarnation is."""
 
     async def do(world: World) -> None:
         live = str(world.agents["w1"].incarnation)
@@ -542,7 +542,7 @@ def append(entry_id: str) -> Damage:
 def one_after_another(damages: Iterable[Damage]) -> Damage:
     async def do(world: World) -> None:
         for damage in damages:
-            # The one before may have left nothing to it.
+            # The one before may have left nothing to damage.
             with suppress(RedisError):
                 await damage(world)
 
@@ -550,7 +550,7 @@ def one_after_another(damages: Iterable[Damage]) -> Damage:
 
 
 def damages(family: str) -> dict[str, Damage]:
-    """Everything that is done to keys of a name."""
+    """All damage that is done to keys of a family, by name."""
     if family == "sweep":
         return {
             "string": become_a_string(family),
@@ -564,9 +564,9 @@ def damages(family: str) -> dict[str, Damage]:
     if family == "dead":
         return {
             "string": become_a_string(family),
-            "junk": include("junk", "a b", "-1", "05"),
-            "unknown": include("4711"),
-            "live": include(),
+            "junk": add_to_dead("junk", "a b", "-1", "05"),
+            "unknown": add_to_dead("4711"),
+            "live": add_to_dead(),
         }
     done = {"delete": delete(family), "string": become_a_string(family), "rename": rename(family)}
     if family in ("leases", "expiry"):
@@ -609,7 +609,7 @@ def damages(family: str) -> dict[str, Damage]:
     ],
     ids=" ".join,
 )
-async def test_whatever_is_done_to_a_key_heals(
+async def test_any_damage_to_a_key_heals(
     one_redis_server: EmbeddedRedis, families: tuple[str, ...]
 ) -> None:
     async with world(one_redis_server.url) as cluster:
@@ -621,36 +621,43 @@ async def test_whatever_is_done_to_a_key_heals(
         await cluster.all_requests_end()
 
 
-async def everything(world: World) -> None:
+async def lose_everything(world: World) -> None:
     await world.redis.flushall()
 
 
-async def all_but_the_index(world: World) -> None:
-    """From then on incarnations are counted from 1 again, while entries of old ones lie about."""
+async def lose_all_but_the_index(world: World) -> None:
+    """Incarnations are then counted from 1 again, while index entries of old ones remain."""
     await world.redis.delete(*await world.redis.keys(KEYS["*"]))
 
 
-async def a_shard(world: World) -> None:
+async def lose_a_shard(world: World) -> None:
     await world.redis.delete(*await world.redis.keys(KEYS.of_shard(1)["*"]))
 
 
-async def the_counter_and_the_writers(world: World) -> None:
+async def lose_the_counter_and_the_writers(world: World) -> None:
     await world.redis.delete(KEYS["meta"], KEYS["writers"])
 
 
-async def the_layout(world: World) -> None:
+async def change_the_layout(world: World) -> None:
     await world.redis.hset(KEYS["meta"], "shards", world.rng.randrange(1, 5))
 
 
-async def the_buckets(world: World) -> None:
+async def change_the_buckets(world: World) -> None:
     await world.redis.hset(KEYS.of_shard(0)["shard"], "bucket_bits", world.rng.randrange(1, 8))
 
 
 @pytest.mark.parametrize(
     "damage",
-    [everything, all_but_the_index, a_shard, the_counter_and_the_writers, the_layout, the_buckets],
+    [
+        lose_everything,
+        lose_all_but_the_index,
+        lose_a_shard,
+        lose_the_counter_and_the_writers,
+        change_the_layout,
+        change_the_buckets,
+    ],
 )
-async def test_whatever_is_lost_nobody_is_thought_to_hold_what_he_does_not(
+async def test_no_loss_makes_a_worker_seem_to_hold_blocks_that_it_does_not(
     one_redis_server: EmbeddedRedis, damage: Damage
 ) -> None:
     async with world(one_redis_server.url) as cluster:
@@ -669,7 +676,7 @@ async def test_whatever_is_lost_nobody_is_thought_to_hold_what_he_does_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-async def test_whatever_is_done_to_any_keys_heals(redis_server: EmbeddedRedis, seed: int) -> None:
+async def test_any_damage_to_several_keys_heals(redis_server: EmbeddedRedis, seed: int) -> None:
     async with world(redis_server.url, seed) as cluster:
         choices = {f"{f}, {name}": do for f in ALL_KEYS for name, do in damages(f).items()}
         for _ in range(100):

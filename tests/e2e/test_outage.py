@@ -1,4 +1,4 @@
-"""Redis is away for longer than leases last."""
+"""Redis is unreachable for longer than leases last."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from app.core.embedded import EmbeddedRedis
 from tests.e2e.test_healing import LEASE_S, WORKERS, short_intervals, world
 from tests.eventually import eventually
 
-short_intervals = short_intervals  # a fixture, used by its name
+short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
 
-async def test_every_request_is_routed_and_no_worker_has_to_start_over(
+async def test_every_request_is_routed_and_no_worker_has_to_republish(
     own_redis_server: EmbeddedRedis,
 ) -> None:
     async with world(own_redis_server.url) as cluster:
@@ -23,7 +23,7 @@ async def test_every_request_is_routed_and_no_worker_has_to_start_over(
         degraded = []
 
         async def is_degraded() -> bool:
-            # Raises NoWorkers where nobody were left.
+            # Raises NoWorkers if no worker is left.
             degraded.append((await cluster.route(0, reserve=False)).degraded)
             return degraded[-1]
 
