@@ -1,4 +1,4 @@
-"""Scripts and commands on a real Redis Cluster, whole, resharded and with nodes that die."""
+"""Scripts and commands on a real Redis Cluster: healthy, resharded, and with nodes that die."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.redis_servers import ClusterServers, newest_kind
 
 TIMEOUT_S = 5.0
 FAILOVER_S = 15.0
-"""More than what a cluster takes to make a master of a replica."""
+"""More than a cluster takes to promote a replica."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def shared_servers() -> Iterator[ClusterServers]:
 
 @pytest.fixture
 def servers(shared_servers: ClusterServers) -> ClusterServers:
-    """A whole cluster, empty; leave it whole."""
+    """A shared cluster, found empty; do not kill its nodes."""
     for master in shared_servers.masters:
         with BlockingRedis(port=master.port) as client:
             client.flushall()
@@ -55,7 +55,7 @@ def servers(shared_servers: ClusterServers) -> ClusterServers:
 
 @pytest.fixture
 def own_servers() -> Iterator[ClusterServers]:
-    """A cluster to kill nodes of."""
+    """A cluster for this test alone, which may kill its nodes."""
     with ClusterServers(newest_kind()) as servers:
         yield servers
 
@@ -67,7 +67,7 @@ async def redis(servers: ClusterServers) -> AsyncIterator[Client]:
 
 
 class CountingRunner(ScriptRunner):
-    """sent: how many calls each pipeline had, and the port that it went to."""
+    """sent: for each pipeline, the port that it went to and how many calls it had."""
 
     def __init__(self, redis: Client, **options: Any) -> None:
         super().__init__(redis, TIMEOUT_S, **options)
@@ -84,7 +84,7 @@ def port_of(client: Redis) -> int:
 
 
 def keyspaces(servers: ClusterServers) -> list[Keyspace]:
-    """One on each master, in their order."""
+    """One keyspace on each master, in the order of the masters."""
     found: dict[int, Keyspace] = {}
     for number in range(100):
         keyspace = Keyspace(f"test{number}")
@@ -93,7 +93,7 @@ def keyspaces(servers: ClusterServers) -> list[Keyspace]:
 
 
 def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
-    """Those of the first nine incarnations that are registered."""
+    """Which of the first nine incarnations are registered."""
     asked = [Incarnation(number) for number in range(1, 10)]
     absent = leases.absent(keyspace, asked)
     return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
@@ -104,8 +104,8 @@ def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
     return leases.register(keyspace, info, "nonce", ttl_ms=60_000)
 
 
-async def runs_of(server: EmbeddedRedis) -> int:
-    """Scripts that a server was asked to run."""
+async def scripts_run_by(server: EmbeddedRedis) -> int:
+    """How many scripts a server was asked to run."""
     async with Redis(port=server.port) as client:
         stats = await client.info("commandstats")
     return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
@@ -113,7 +113,7 @@ async def runs_of(server: EmbeddedRedis) -> int:
 
 @contextmanager
 def stopped(server: EmbeddedRedis) -> Iterator[None]:
-    """A server that takes connections but answers nothing."""
+    """Makes a server answer nothing; it still takes connections."""
     assert server.pid
     os.kill(server.pid, signal.SIGSTOP)
     try:
@@ -122,7 +122,7 @@ def stopped(server: EmbeddedRedis) -> Iterator[None]:
         os.kill(server.pid, signal.SIGCONT)
 
 
-async def test_calls_to_all_nodes_are_one_pipeline_each_and_answered_in_order(
+async def test_calls_are_sent_in_one_pipeline_per_node_and_answered_in_order(
     redis: Client, servers: ClusterServers
 ) -> None:
     first, second, third = keyspaces(servers)
@@ -147,7 +147,7 @@ async def test_calls_to_all_nodes_are_one_pipeline_each_and_answered_in_order(
     )
 
 
-async def test_one_node_forgetting_its_scripts_goes_unnoticed(
+async def test_calls_succeed_after_one_node_has_forgotten_its_scripts(
     redis: Client, servers: ClusterServers
 ) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S)
@@ -158,7 +158,7 @@ async def test_one_node_forgetting_its_scripts_goes_unnoticed(
     assert [int(reply.incarnation) for reply in await runner.run(calls)] == [2, 2, 2]
 
 
-async def test_what_agents_and_routers_send_beside_scripts_finds_its_node(
+async def test_plain_commands_of_agents_and_routers_reach_the_right_node(
     redis: Client, servers: ClusterServers
 ) -> None:
     for keyspace in keyspaces(servers):
@@ -173,14 +173,14 @@ async def test_what_agents_and_routers_send_beside_scripts_finds_its_node(
     assert (await redis.info("server"))["redis_mode"] == "cluster"
 
 
-async def test_more_calls_at_once_than_connections_wait_for_one(
+async def test_calls_that_find_all_connections_in_use_wait_for_one(
     redis: Client, servers: ClusterServers
 ) -> None:
     [keyspace, *_] = keyspaces(servers)
     runner = ScriptRunner(redis, TIMEOUT_S)
     await runner.one(register(keyspace))
-    loads = registered(keyspace)
-    answers = await asyncio.gather(*(runner.one(loads) for _ in range(200)))
+    call = registered(keyspace)
+    answers = await asyncio.gather(*(runner.one(call) for _ in range(200)))
     assert {len(answer) for answer in answers} == {1}
 
 
@@ -191,7 +191,7 @@ async def test_a_slot_that_moved_is_followed(redis: Client, servers: ClusterServ
     await runner.run([register(other)])
     old, new = servers.masters[:2]
     try:
-        await give(slot, to=new, servers=servers)
+        await move_slot(slot, to=new, servers=servers)
         runner.sent.clear()
         assert (await runner.one(register(keyspace))).incarnation == 1
         ports = [port for port, _ in runner.sent]
@@ -200,14 +200,14 @@ async def test_a_slot_that_moved_is_followed(redis: Client, servers: ClusterServ
         await redis.xadd(keyspace["metrics"], {"worker": "a:0"})
         runner.sent.clear()
         assert (await runner.one(register(keyspace, "b"))).incarnation == 2
-        assert runner.sent == [(new.port, 1)], "learned once"
+        assert runner.sent == [(new.port, 1)], "the move was not remembered"
         async with Redis(port=new.port) as client:
             await client.flushall()
     finally:
-        await give(slot, to=old, servers=servers)
+        await move_slot(slot, to=old, servers=servers)
 
 
-async def test_while_a_slot_moves_nothing_runs_on_half_of_its_keys(
+async def test_no_script_runs_on_half_of_its_keys_while_their_slot_moves(
     redis: Client, servers: ClusterServers
 ) -> None:
     keyspace, _, _ = keyspaces(servers)
@@ -219,10 +219,10 @@ async def test_while_a_slot_moves_nothing_runs_on_half_of_its_keys(
         await target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", await node_id(source))
         await source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", await node_id(target))
         try:
-            # Some of its keys were never there, and may be where the slot goes.
+            # The source lacks some keys of the script, which may be on the target already.
             with pytest.raises(RedisUnavailable, match="Multiple keys request during rehashing"):
                 await runner.one(register(keyspace, "b"))
-            # A key that is not here is there, if anywhere.
+            # A key that the source lacks is on the target, if anywhere.
             await redis.xadd(keyspace["metrics"], {"worker": "a:0"})
             assert await target.execute_command("CLUSTER COUNTKEYSINSLOT", slot) == 1
             assert len(await redis.xrevrange(keyspace["metrics"])) == 1
@@ -233,7 +233,7 @@ async def test_while_a_slot_moves_nothing_runs_on_half_of_its_keys(
     assert (await runner.one(register(keyspace, "b"))).incarnation == 2
 
 
-async def test_scripts_that_read_run_on_replicas_if_told_to(
+async def test_scripts_that_only_read_run_on_replicas_if_configured(
     redis: Client, servers: ClusterServers
 ) -> None:
     [keyspace, *_] = keyspaces(servers)
@@ -243,16 +243,16 @@ async def test_scripts_that_read_run_on_replicas_if_told_to(
     chains = [[SequenceHash(1)]]
     await eventually(lambda: keys_of(replica), lambda keys: keyspace["meta"].encode() in keys)
     await matching.match(runner, keyspace, chains)
-    at_master, at_replica = await runs_of(master), await runs_of(replica)
+    at_master, at_replica = await scripts_run_by(master), await scripts_run_by(replica)
     for _ in range(5):
         await matching.match(runner, keyspace, chains)
-    assert await runs_of(replica) == at_replica + 5
-    assert await runs_of(master) == at_master
+    assert await scripts_run_by(replica) == at_replica + 5
+    assert await scripts_run_by(master) == at_master
     await runner.one(registered(keyspace))
-    assert await runs_of(master) == at_master + 1, "not among those named"
+    assert await scripts_run_by(master) == at_master + 1, "this script is not in on_replicas"
 
 
-async def test_where_a_replica_does_not_answer_its_master_does(
+async def test_the_master_answers_where_its_replica_does_not(
     redis: Client, servers: ClusterServers
 ) -> None:
     [keyspace, *_] = keyspaces(servers)
@@ -263,7 +263,7 @@ async def test_where_a_replica_does_not_answer_its_master_does(
     runner.sent.clear()
     replica = redis.node_of(keyspace["meta"], replica=True)
     assert port_of(replica.client) == servers.replicas[0].port
-    # As if its connections had all been taken.
+    # As if all its connections were in use.
     pool: Any = replica.client.connection_pool
     pool.max_connections, pool.timeout = 0, 0.01
     assert await matching.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], [])
@@ -271,7 +271,7 @@ async def test_where_a_replica_does_not_answer_its_master_does(
 
 
 @pytest.mark.slow
-async def test_routers_and_workers_live_on_a_cluster(servers: ClusterServers) -> None:
+async def test_routers_and_workers_run_on_a_redis_cluster(servers: ClusterServers) -> None:
     tokens = {
         "content": prompt(1, 256),
         "headers": {"content-type": "application/octet-stream"},
@@ -301,12 +301,14 @@ async def test_routers_and_workers_live_on_a_cluster(servers: ClusterServers) ->
             assert then["worker_id"] == first["worker_id"]
 
 
-async def test_every_master_is_checked(redis: Client, servers: ClusterServers) -> None:
+async def test_all_masters_are_found_and_pass_the_check(
+    redis: Client, servers: ClusterServers
+) -> None:
     assert sorted(map(port_of, await redis.masters())) == sorted(s.port for s in servers.masters)
     await check_server(redis, TIMEOUT_S)
 
 
-async def test_a_killed_master_costs_only_its_shard_until_its_replica_takes_over(
+async def test_a_killed_master_affects_only_its_shard_until_its_replica_takes_over(
     own_servers: ClusterServers,
 ) -> None:
     first, second, third = keyspaces(own_servers)
@@ -324,7 +326,7 @@ async def test_a_killed_master_costs_only_its_shard_until_its_replica_takes_over
         took_s = time.monotonic() - began
         assert len(one) == len(three) == 1
         assert isinstance(lost, RedisUnavailable)
-        assert took_s < TIMEOUT_S / 2, "who is refused a connection is not waited for"
+        assert took_s < TIMEOUT_S / 2, "a node that refuses connections was waited for"
         with pytest.raises(RedisUnavailable):
             await runner.run(calls)
 
@@ -343,7 +345,7 @@ async def test_a_killed_master_costs_only_its_shard_until_its_replica_takes_over
 
 
 @pytest.mark.slow
-async def test_a_master_that_hangs_costs_only_its_shard_until_its_replica_takes_over(
+async def test_a_master_that_hangs_affects_only_its_shard_until_its_replica_takes_over(
     own_servers: ClusterServers,
 ) -> None:
     first, second, third = keyspaces(own_servers)
@@ -376,8 +378,8 @@ async def node_id(client: Redis) -> str:
     return found.decode()
 
 
-async def give(slot: int, *, to: EmbeddedRedis, servers: ClusterServers) -> None:
-    """Move a slot that has no keys, as a resharding does."""
+async def move_slot(slot: int, *, to: EmbeddedRedis, servers: ClusterServers) -> None:
+    """Move a slot that has no keys, as resharding does."""
     async with AsyncExitStack() as stack:
         masters = {
             server: await stack.enter_async_context(Redis(port=server.port))
@@ -386,7 +388,7 @@ async def give(slot: int, *, to: EmbeddedRedis, servers: ClusterServers) -> None
         owners = {await node_id(client): client for client in masters.values()}
         [old] = [name for name, client in owners.items() if await owns(client, slot)]
         new = await node_id(masters[to])
-        # Who imports a slot takes it over in a new epoch, in which everybody believes.
+        # The importing node takes the slot over in a new epoch, which all nodes accept.
         await owners[new].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", old)
         for name in (new, *(name for name in owners if name != new)):
             await owners[name].execute_command("CLUSTER SETSLOT", slot, "NODE", new)

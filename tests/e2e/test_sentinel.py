@@ -1,4 +1,4 @@
-"""A Redis that sentinels watch: found through them, and followed when its master changes."""
+"""Redis behind Sentinel: its master is found through the sentinels, and failovers are followed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ FAILOVER_S = 15.0
 
 
 def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
-    """Those of the first nine incarnations that are registered."""
+    """Which of the first nine incarnations are registered."""
     asked = [Incarnation(number) for number in range(1, 10)]
     absent = leases.absent(keyspace, asked)
     return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
 
 
-LOADS = registered(KEYS)
+REGISTERED = registered(KEYS)
 
 
 async def replicated(servers: SentinelServers) -> bool:
@@ -55,7 +55,7 @@ def register(worker: str) -> Call[Registration]:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[SentinelServers]:
-    """Of the oldest kind, whose sentinels find one another fastest; leave them as they are."""
+    """Shared servers of the oldest kind, whose sentinels find one another fastest; kill none."""
     with SentinelServers(KINDS[-1] if installed(KINDS[-1]) else newest_kind()) as started:
         with BlockingRedis(port=started.master.port) as client:
             client.flushall()
@@ -71,7 +71,7 @@ async def redis(servers: SentinelServers) -> AsyncIterator[Client]:
 
 @contextmanager
 def stopped(server: EmbeddedRedis) -> Iterator[None]:
-    """A server that takes connections but answers nothing."""
+    """Makes a server answer nothing; it still takes connections."""
     assert server.pid
     os.kill(server.pid, signal.SIGSTOP)
     try:
@@ -85,14 +85,14 @@ async def port_of(redis: Redis) -> int:
     return found
 
 
-async def runs_of(server: EmbeddedRedis) -> int:
-    """Scripts that a server was asked to run."""
+async def scripts_run_by(server: EmbeddedRedis) -> int:
+    """How many scripts a server was asked to run."""
     async with Redis(port=server.port) as client:
         stats = await client.info("commandstats")
     return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
 
 
-async def test_the_master_is_found_by_its_sentinels(
+async def test_the_master_is_found_through_the_sentinels(
     redis: Client, servers: SentinelServers
 ) -> None:
     assert await port_of(redis) == servers.master.port
@@ -106,21 +106,21 @@ async def test_the_master_is_found_by_its_sentinels(
     ]
 
 
-async def test_a_database_is_chosen_after_the_service(servers: SentinelServers) -> None:
+async def test_a_url_may_name_a_database_after_the_service(servers: SentinelServers) -> None:
     async with connect(f"{servers.url}/5") as five, connect(servers.url) as zero:
         await five.set("a", "1")
         assert await zero.get("a") is None
         await five.flushdb()
 
 
-async def test_more_calls_at_once_than_connections_wait_for_one(redis: Client) -> None:
+async def test_calls_that_find_all_connections_in_use_wait_for_one(redis: Client) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S)
     await runner.one(register("a"))
-    answers = await asyncio.gather(*(runner.one(LOADS) for _ in range(100)))
+    answers = await asyncio.gather(*(runner.one(REGISTERED) for _ in range(100)))
     assert {len(answer) for answer in answers} == {1}
 
 
-async def test_a_sentinel_that_hangs_is_not_waited_for(servers: SentinelServers) -> None:
+async def test_calls_do_not_wait_for_a_sentinel_that_hangs(servers: SentinelServers) -> None:
     for sentinel in servers.sentinels:
         with stopped(sentinel):
             async with connect(servers.url, timeout_s=1.0) as redis:
@@ -129,15 +129,15 @@ async def test_a_sentinel_that_hangs_is_not_waited_for(servers: SentinelServers)
                 await matching.match(runner, KEYS, [[SequenceHash(1)]])
 
 
-async def test_without_a_service_of_that_name_redis_is_unavailable(
+async def test_redis_is_unavailable_if_the_sentinels_do_not_know_the_service(
     servers: SentinelServers,
 ) -> None:
     async with connect(f"{servers.url}-other") as redis:
         with pytest.raises(RedisUnavailable, match=f"no master of '{SERVICE}-other'"):
-            await ScriptRunner(redis, TIMEOUT_S).one(LOADS)
+            await ScriptRunner(redis, TIMEOUT_S).one(REGISTERED)
 
 
-async def test_scripts_that_read_run_on_replicas_if_told_to(
+async def test_scripts_that_only_read_run_on_replicas_if_configured(
     redis: Client, servers: SentinelServers
 ) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
@@ -146,12 +146,15 @@ async def test_scripts_that_read_run_on_replicas_if_told_to(
 
     await eventually(lambda: replicated(servers))
     await matching.match(runner, KEYS, chains)
-    at_master, at_replica = await runs_of(servers.master), await runs_of(servers.replica)
+    at_master, at_replica = (
+        await scripts_run_by(servers.master),
+        await scripts_run_by(servers.replica),
+    )
     for _ in range(5):
         await matching.match(runner, KEYS, chains)
-    assert await runs_of(servers.replica) == at_replica + 5
-    await runner.one(LOADS)
-    assert await runs_of(servers.master) == at_master + 1
+    assert await scripts_run_by(servers.replica) == at_replica + 5
+    await runner.one(REGISTERED)
+    assert await scripts_run_by(servers.master) == at_master + 1
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)])
@@ -159,15 +162,15 @@ async def test_a_failover_is_followed(kind: str) -> None:
     with SentinelServers(kind) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
-            await runner.run([register("a"), LOADS])
+            await runner.run([register("a"), REGISTERED])
             await matching.match(runner, KEYS, [[SequenceHash(1)]])
             await eventually(lambda: replicated(servers))
             servers.master.kill()
             with pytest.raises(RedisUnavailable):
-                await runner.one(LOADS)
+                await runner.one(REGISTERED)
 
             async def look() -> Any:
-                return (await runner.run_each([LOADS]))[0]
+                return (await runner.run_each([REGISTERED]))[0]
 
             found = await eventually(
                 look, lambda r: not isinstance(r, RedisUnavailable), within_s=FAILOVER_S
@@ -178,7 +181,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
             assert await matching.match(runner, KEYS, [[SequenceHash(1)]]) == ([{}], [])
 
 
-async def test_the_sentinel_is_believed_that_knows_of_the_latest_failover(
+async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(
     servers: SentinelServers,
 ) -> None:
     with SentinelServers(newest_kind()) as others:
@@ -188,23 +191,24 @@ async def test_the_sentinel_is_believed_that_knows_of_the_latest_failover(
             assert await port_of(redis) == others.replica.port
 
 
-async def test_a_master_that_was_replaced_is_left_though_it_still_takes_writes() -> None:
+async def test_a_replaced_master_is_abandoned_although_it_still_takes_writes() -> None:
     with SentinelServers(newest_kind()) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S)
-            await runner.run([register("a"), LOADS])
+            await runner.run([register("a"), REGISTERED])
             await servers.hand_over(within_s=FAILOVER_S)
 
-            async def asked_and_left() -> tuple[int, str]:
-                async with Redis(port=servers.master.port) as left:
-                    return await port_of(redis), (await left.info("replication"))["role"]
+            async def port_used_and_old_role() -> tuple[int, str]:
+                async with Redis(port=servers.master.port) as old:
+                    return await port_of(redis), (await old.info("replication"))["role"]
 
-            # Nothing failed, so nothing was noticed: until the sentinels set it right.
-            assert await asked_and_left() == (servers.master.port, "master")
+            # No call failed, so nothing is noticed until the sentinels are asked.
+            assert await port_used_and_old_role() == (servers.master.port, "master")
             following = asyncio.ensure_future(redis.follow())
             try:
                 await eventually(
-                    asked_and_left, lambda seen: seen == (servers.replica.port, "master")
+                    port_used_and_old_role,
+                    lambda seen: seen == (servers.replica.port, "master"),
                 )
             finally:
                 following.cancel()
@@ -212,16 +216,16 @@ async def test_a_master_that_was_replaced_is_left_though_it_still_takes_writes()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_master_that_becomes_a_replica_is_left(kind: str) -> None:
+async def test_a_master_that_becomes_a_replica_is_abandoned(kind: str) -> None:
     with SentinelServers(kind) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S)
-            await runner.run([register("a"), LOADS])
+            await runner.run([register("a"), REGISTERED])
             async with Redis(port=servers.sentinels[0].port) as sentinel:
                 await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
 
             async def moved() -> bool:
-                # Scripts that write, so that a replica cannot pass for the master.
+                # A script that writes, so that a replica cannot pass for the master.
                 await runner.run_each([register("b")])
                 try:
                     return await port_of(redis) == servers.replica.port

@@ -34,14 +34,12 @@ TIMEOUT_S = 0.5
 FAILOVER_S = 30.0
 
 
-async def test_a_shard_s_failover_costs_only_its_prompts_their_overlap_and_only_for_a_while() -> (
-    None
-):
+async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_while() -> None:
     with ClusterServers(newest_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)
         async with AsyncExitStack() as stack:
-            agents = [await started(stack, servers.url, keyspace, n) for n in range(2)]
-            router = await routing(stack, servers.url, keyspace)
+            agents = [await started_agent(stack, servers.url, keyspace, n) for n in range(2)]
+            router = await started_router(stack, servers.url, keyspace)
             for n, chain in enumerate(CHAINS):
                 agents[n % 2].notify([Stored(tuple(chain), None)])
             whole = [(f"w{n % 2}", TierOverlap(device=BLOCKS)) for n in range(NUM_PROMPTS)]
@@ -68,12 +66,12 @@ async def test_a_shard_s_failover_costs_only_its_prompts_their_overlap_and_only_
             assert router.telemetry.registry.get_sample_value("kvroute_blind_decisions_total")
 
 
-async def test_a_shard_that_is_away_keeps_no_other_from_being_told() -> None:
+async def test_an_unreachable_shard_does_not_keep_others_from_being_updated() -> None:
     with ClusterServers(newest_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)
         async with AsyncExitStack() as stack:
-            agent = await started(stack, servers.url, keyspace, 0)
-            router = await routing(stack, servers.url, keyspace)
+            agent = await started_agent(stack, servers.url, keyspace, 0)
+            router = await started_router(stack, servers.url, keyspace)
             for chain in CHAINS:
                 agent.notify([Stored(tuple(chain), None)])
 
@@ -85,7 +83,7 @@ async def test_a_shard_that_is_away_keeps_no_other_from_being_told() -> None:
                 server.kill()
             lost = {n for n, chain in enumerate(CHAINS) if master_of(servers, keyspace, chain) == 1}
             for gone in range(1, BLOCKS):
-                # In order, so that the shard that is away always has something to be told.
+                # In order, so that the unreachable shard always has updates pending.
                 for chain in CHAINS:
                     agent.notify([Removed((chain[-gone],))])
                 left = [0 if n in lost else BLOCKS - gone for n in range(NUM_PROMPTS)]
@@ -94,7 +92,7 @@ async def test_a_shard_that_is_away_keeps_no_other_from_being_told() -> None:
 
 
 def keyspace_away_from(servers: ClusterServers, shard: int) -> Keyspace:
-    """One whose own keys do not lie on that master."""
+    """A keyspace whose keys outside the index are not on that master."""
     names = (Keyspace(f"spread{n}") for n in range(100))
     return next(keyspace for keyspace in names if servers.shard_of(keyspace["meta"]) != shard)
 
@@ -103,7 +101,7 @@ def master_of(servers: ClusterServers, keyspace: Keyspace, chain: list[SequenceH
     return servers.shard_of(keyspace.of_shard(shard_of(chain[0], SHARDS))["shard"])
 
 
-async def started(stack: AsyncExitStack, url: str, keyspace: Keyspace, n: int) -> Agent:
+async def started_agent(stack: AsyncExitStack, url: str, keyspace: Keyspace, n: int) -> Agent:
     redis = await stack.enter_async_context(connect(url))
     info = WorkerInfo(WorkerKey(f"w{n}"), f"http://w{n}:80", BLOCK_SIZE, 1000, 256)
     agent = Agent(
@@ -114,20 +112,20 @@ async def started(stack: AsyncExitStack, url: str, keyspace: Keyspace, n: int) -
         lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
     )
     await agent.start()
-    await running(stack, agent.run())
+    await keep_running(stack, agent.run())
     return agent
 
 
-async def routing(stack: AsyncExitStack, url: str, keyspace: Keyspace) -> Router:
+async def started_router(stack: AsyncExitStack, url: str, keyspace: Keyspace) -> Router:
     redis = await stack.enter_async_context(connect(url))
     settings = RouterSettings(namespace=keyspace.namespace, policy="latency", seed=1)
     fleet = Fleet(redis, keyspace, TIMEOUT_S)
     router = Router(ScriptRunner(redis, TIMEOUT_S), keyspace, settings, fleet, Telemetry())
-    await running(stack, router.run())
+    await keep_running(stack, router.run())
     return router
 
 
-async def running(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+async def keep_running(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(work)
 
     async def stop() -> None:
@@ -138,7 +136,7 @@ async def running(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> Non
 
 
 async def look_up(router: Router) -> list[Decision]:
-    """Where each prompt would go; nothing is reserved."""
+    """Where each prompt would go. Reserves nothing."""
     return await asyncio.gather(
         *(
             router.route(RouteRequest(f"r{n}", chain, len(prompt), "latency", reserve=False))
