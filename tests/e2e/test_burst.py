@@ -1,4 +1,4 @@
-"""N replicas place a burst as well as one does: the claim that the shared state is there for."""
+"""N replicas place a burst as well as one does, which is what the shared state is for."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ ALLOWED_DIFFERENCE = 2
 
 @pytest.mark.parametrize(
     ("count", "allowed_less"),
-    # The more replicas, the longer it takes, and the more has drained meanwhile.
+    # The more replicas, the longer the burst takes, and the more has drained meanwhile.
     [(8, ALLOWED_DIFFERENCE), pytest.param(16, 4, marks=pytest.mark.slow)],
 )
-def test_many_replicas_put_no_more_of_a_burst_on_its_owner_than_one_does(
+def test_many_replicas_put_as_much_of_a_burst_on_its_owner_as_one_does(
     count: int, allowed_less: int
 ) -> None:
     require_redis(newest_kind())
     placed = measure([1, count], rounds=8)
     on_owner = {n: [burst.on_owner for burst in bursts] for n, bursts in placed.items()}
     alone = median(on_owner[1])
-    # The owner is preferred, and yet the burst spills.
+    # The owner is preferred, yet part of the burst goes elsewhere.
     assert NUM_REQUESTS / 8 < alone < NUM_REQUESTS
     assert median(on_owner[count]) >= alone - allowed_less
     assert max(on_owner[count]) <= alone + ALLOWED_DIFFERENCE
 
 
 class Replicas:
-    """Routers in one event loop: they look at the same moment, as replicas rarely do."""
+    """Routers in one event loop, which look at the same moment, as replicas rarely do."""
 
     def __init__(self, url: str, count: int) -> None:
         self._url = url
@@ -78,7 +78,7 @@ class Replicas:
         await self._stack.aclose()
 
     async def place(self, requests: list[RouteRequest]) -> Counter[str]:
-        """Requests by worker id; in turn to the replicas, all at once, released afterwards."""
+        """How many requests each worker gets. They are sent at once, to the replicas in turn."""
         decisions = await asyncio.gather(
             *(self.routers[i % self._count].route(r) for i, r in enumerate(requests))
         )
@@ -105,7 +105,7 @@ def burst(seed: int) -> tuple[bytes, list[RouteRequest]]:
 
 
 @pytest.mark.parametrize("count", [2, 8, 16])
-async def test_replicas_that_look_at_the_same_moment_agree_all_the_same(
+async def test_replicas_that_look_at_the_same_moment_do_not_overload_the_owner(
     count: int, one_redis_server: EmbeddedRedis
 ) -> None:
     owners = Owners(one_redis_server.url)

@@ -1,8 +1,8 @@
-"""Everything fails, over and over, and what is promised stays exact.
+"""Everything fails, over and over, and reservations stay exact.
 
-Callers of every manner use a cluster of real processes behind Sentinel, while replicas and workers
+Polite and rude callers use a cluster of real processes behind Sentinel, while replicas and workers
 are killed and paused and Redis fails over, in an order drawn from a seed. The wall clock of every
-router and worker is hours off, each by another number: only the Redis clock may count.
+router and worker is hours off, each by a different amount: only the Redis clock may count.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ T = TypeVar("T")
 REPLICAS = 3
 WORKERS = 3
 SLOTS = 8
-"""Of each worker: few enough for all of them to be full now and then."""
+"""Of each worker: few enough that at times all workers are full."""
 RESERVATION_TTL_S = 4.0
 POLITE = 6
 RUDE = 10
 NUM_PROMPTS = 12
 PROMPT_TOKENS = 20 * BLOCK_SIZE
 ANSWER_S = 20.0
-"""Within which every call is answered, by whichever replica."""
+"""Every call is answered within this time, by one replica or another."""
 PATIENCE_S = 2.0
-"""For one replica, which may be stopped."""
+"""How long to wait for one replica, which may be stopped."""
 RECOVERY_S = 60.0
-"""In which whatever was harmed is whole again. Of this, a sentinel takes 8 s before it makes a
-master that has returned follow the new one."""
+"""How long recovery may take. Of this, a sentinel takes 8 s before it makes a master that has
+returned follow the new one."""
 PAUSES = (30, 300)
-"""Calls that are answered before the next thing happens: too few for a lease to lapse, or more."""
+"""How many calls are answered before the next step: too few for a lease to lapse, or more."""
 ANSWERS = {
     (200, ""),
     (429, "all_workers_busy"),
@@ -64,7 +64,7 @@ ANSWERS = {
     (503, "no_workers"),
     (503, "redis_unavailable"),
 }
-NOTHING_OF = (
+ZERO_AT_REST = (
     "active_requests",
     "active_blocks",
     "prefill_tokens",
@@ -85,14 +85,14 @@ time.time_ns = lambda: _time_ns() + int(_ahead_s * 1e9)
 
 @pytest.fixture
 def shifted_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives every Python process that is started from here on a wall clock of its own."""
+    """Gives every Python process started from now on its own wrong wall clock."""
     (tmp_path / "sitecustomize.py").write_text(SHIFTED_CLOCK)
-    known = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), known))))
+    inherited = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), inherited))))
 
 
 class Traffic:
-    """Callers of a cluster, until told to stop."""
+    """Polite and rude callers of a cluster, until `stop`."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Traffic:
         balanced: ClusterClient,
     ) -> None:
         self.answers: Counter[tuple[int, str]] = Counter()
-        """Of the routers to rude callers: status, and the code of an error."""
+        """What routers answered rude callers: status, and code of the error."""
         self.outcomes: list[Outcome] = []
-        """Of polite callers."""
+        """Of the requests of polite callers."""
         self._cluster = cluster
         self._rng = random.Random(seed)
         self._http = http
@@ -115,8 +115,8 @@ class Traffic:
     def stop(self) -> None:
         self._stopping = True
 
-    async def grown_by(self, count: int) -> None:
-        """Until so many more calls are answered."""
+    async def wait_for_more(self, count: int) -> None:
+        """Wait until `count` more calls have been answered."""
 
         async def answered() -> int:
             return self.answers.total() + len(self.outcomes)
@@ -125,15 +125,15 @@ class Traffic:
         await eventually(answered, lambda seen: seen >= enough, within_s=RECOVERY_S)
 
     async def call_politely(self) -> None:
-        """From routing to release through the balancer, as a good client does, over and over."""
+        """Send requests through the balancer, from routing to release, as a good client does."""
         while not self._stopping:
             self.outcomes.append(
                 await self._balanced.send(self._new_id(), self._prompt, output_tokens=20)
             )
 
     async def call_rudely(self) -> None:
-        """Over and over, in ways that no client should, at whichever replica."""
-        manners = [
+        """Call random replicas, in ways that no client should."""
+        misuses = [
             self._release_twice,
             self._release_late,
             self._release_too_early,
@@ -142,7 +142,7 @@ class Traffic:
             self._forget,
         ]
         while not self._stopping:
-            await self._rng.choice(manners)(self._new_id())
+            await self._rng.choice(misuses)(self._new_id())
 
     async def _release_twice(self, request: str) -> None:
         await self._route(request)
@@ -188,7 +188,7 @@ class Traffic:
         await self._call("DELETE", f"/v1/requests/{request}")
 
     async def _call(self, method: str, path: str, body: bytes = b"") -> None:
-        """Asks one replica after another until one answers. Raises TimeoutError after ANSWER_S."""
+        """Call random replicas until one answers. Raises TimeoutError after ANSWER_S."""
         async with asyncio.timeout(ANSWER_S):
             while True:
                 url = self._rng.choice(self._cluster.routers).url
@@ -213,7 +213,7 @@ class Traffic:
 
 
 class Trouble:
-    """Does harm, and undoes it, once callers were answered in spite of it."""
+    """Causes failures, and undoes each after callers have been answered in spite of it."""
 
     def __init__(
         self, cluster: Cluster, servers: SentinelServers, traffic: Traffic, seed: int
@@ -223,34 +223,35 @@ class Trouble:
         self._traffic = traffic
         self._rng = random.Random(seed)
 
-    async def among_processes(self, count: int) -> None:
-        """So many routers and workers, one after the other, are killed or stopped."""
-        for harm in self._drawn([self._kill, self._stop], count):
+    async def disrupt_processes(self, count: int) -> None:
+        """Kill or pause `count` routers and workers, one after another."""
+        for disrupt in self._shuffled([self._kill, self._stop], count):
             members, start = self._rng.choice(
                 [
                     (self._cluster.routers, self._cluster.start_router),
                     (self._cluster.workers, self._cluster.start_worker),
                 ]
             )
-            await harm(members, start)
+            await disrupt(members, start)
             await self._pause()
 
-    async def in_redis(self, count: int) -> None:
-        """So many times another server becomes the master."""
-        for harm in self._drawn([self._kill_master, self._stop_master, self._hand_over], count):
-            await harm(*await self._roles())
-            await eventually(self._in_step, within_s=RECOVERY_S)
+    async def disrupt_redis(self, count: int) -> None:
+        """Make the other server the master, `count` times."""
+        kinds = [self._kill_master, self._stop_master, self._hand_over]
+        for disrupt in self._shuffled(kinds, count):
+            await disrupt(*await self._roles())
+            await eventually(self._is_in_step, within_s=RECOVERY_S)
             await self._pause()
 
-    def _drawn(self, kinds: list[T], count: int) -> list[T]:
-        """So many, each kind as often as the others, in an order drawn."""
+    def _shuffled(self, kinds: list[T], count: int) -> list[T]:
+        """`count` of them in random order, each kind as often as the others."""
         drawn = (kinds * -(-count // len(kinds)))[:count]
         self._rng.shuffle(drawn)
         return drawn
 
     async def _pause(self) -> None:
-        """As often short as long."""
-        await self._traffic.grown_by(self._rng.choice(PAUSES))
+        """A short pause or a long one, equally often."""
+        await self._traffic.wait_for_more(self._rng.choice(PAUSES))
 
     async def _kill(self, members: list[Member], start: Callable[[int], Member]) -> None:
         member = members.pop(self._rng.randrange(len(members)))
@@ -266,30 +267,30 @@ class Trouble:
 
     async def _kill_master(self, master: EmbeddedRedis, successor: EmbeddedRedis) -> None:
         master.kill()
-        await eventually(partial(self._leads, successor), within_s=RECOVERY_S)
+        await eventually(partial(self._is_master, successor), within_s=RECOVERY_S)
         await self._pause()
         await asyncio.to_thread(master.start)
 
     async def _stop_master(self, master: EmbeddedRedis, successor: EmbeddedRedis) -> None:
-        """When it goes on, it takes itself for the master until a sentinel tells it otherwise."""
+        """Once resumed, it considers itself the master until a sentinel makes it a replica."""
         assert master.pid is not None
         with stopped(master.pid):
-            await eventually(partial(self._leads, successor), within_s=RECOVERY_S)
+            await eventually(partial(self._is_master, successor), within_s=RECOVERY_S)
             await self._pause()
 
     async def _hand_over(self, _: EmbeddedRedis, __: EmbeddedRedis) -> None:
         await self._servers.hand_over(within_s=RECOVERY_S)
 
     async def _roles(self) -> tuple[EmbeddedRedis, EmbeddedRedis]:
-        """The master, and the other one."""
+        """The master and its replica."""
         master, replica = self._servers.master, self._servers.replica
-        return (master, replica) if await self._leads(master) else (replica, master)
+        return (master, replica) if await self._is_master(master) else (replica, master)
 
-    async def _leads(self, server: EmbeddedRedis) -> bool:
+    async def _is_master(self, server: EmbeddedRedis) -> bool:
         return await self._servers.named() == {server.port}
 
-    async def _in_step(self) -> bool:
-        """Whether one has all that the other has, and the sentinels would choose it next."""
+    async def _is_in_step(self) -> bool:
+        """Whether the replica follows the master, and the sentinels would promote it next."""
         master, replica = await self._roles()
         async with Redis(port=replica.port) as client:
             seen: Any = await client.info("replication")
@@ -311,8 +312,8 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-async def watch_promises(redis: Client, cluster: Cluster) -> None:
-    """Until cancelled. Never more is promised than there is, and all of it adds up."""
+async def watch_reservations(redis: Client, cluster: Cluster) -> None:
+    """Until cancelled, check that no worker exceeds its slots and that all records agree."""
     while True:
         with suppress(RedisUnavailable):
             for worker in await inspection.everyone(redis, cluster.keyspace):
@@ -323,26 +324,26 @@ async def watch_promises(redis: Client, cluster: Cluster) -> None:
 
 
 async def hours_ahead(http: aiohttp.ClientSession, member: Member) -> float:
-    """Of ours, the wall clock of a process."""
+    """How far the wall clock of a process is ahead of ours."""
     async with http.get(f"{member.url}/health") as response:
-        told = parsedate_to_datetime(response.headers["date"]).timestamp()
-    return (told - time.time()) / 3600
+        theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
+    return (theirs - time.time()) / 3600
 
 
 async def at_rest(http: aiohttp.ClientSession, cluster: Cluster) -> bool:
-    """Whether all replicas see all workers, with nothing promised and nothing at work."""
+    """Whether all replicas see all workers, with nothing reserved or running on any of them."""
     for router in cluster.routers:
         async with http.get(f"{router.url}/v1/workers") as response:
             workers = (await response.json())["workers"] if response.status == 200 else []
         if sorted(w["worker_id"] for w in workers) != sorted(f"w{i}" for i in range(WORKERS)):
             return False
-        if any(w[what] for w in workers for what in NOTHING_OF):
+        if any(w[field] for w in workers for field in ZERO_AT_REST):
             return False
     return True
 
 
 async def strays(redis: Client, cluster: Cluster) -> set[str]:
-    """Keys that a cluster at rest has no use for."""
+    """Keys that a cluster at rest should not have."""
     keys = cluster.keyspace
     shard = keys.of_shard(0)
     used = {keys[name] for name in ("meta", "workers", "current", "leases", "writers", "load")}
@@ -351,8 +352,8 @@ async def strays(redis: Client, cluster: Cluster) -> set[str]:
     return {key for key in found - used if not key.startswith(shard["blocks:"])}
 
 
-async def survive(seed: int, *, harms: int, failovers: int) -> None:
-    """The whole story, in which so much goes wrong."""
+async def survive(seed: int, *, disruptions: int, failovers: int) -> None:
+    """Put a cluster through this many failures; then check that it recovers in full."""
     kind = newest_kind()
     async with AsyncExitStack() as stack:
         servers = stack.enter_context(SentinelServers(kind))
@@ -384,17 +385,19 @@ async def survive(seed: int, *, harms: int, failovers: int) -> None:
         traffic = Traffic(cluster, seed, http, balanced)
         trouble = Trouble(cluster, servers, traffic, seed)
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch_promises(redis, cluster))
+            watching = tasks.create_task(watch_reservations(redis, cluster))
             for _ in range(POLITE):
                 tasks.create_task(traffic.call_politely())
             for _ in range(RUDE):
                 tasks.create_task(traffic.call_rudely())
-            await traffic.grown_by(max(PAUSES))
-            await asyncio.gather(trouble.among_processes(harms), trouble.in_redis(failovers))
+            await traffic.wait_for_more(max(PAUSES))
+            await asyncio.gather(
+                trouble.disrupt_processes(disruptions), trouble.disrupt_redis(failovers)
+            )
             traffic.stop()
             watching.cancel()
 
-        # A stream that broke in the middle is its caller's to repeat; all others got an answer.
+        # A stream that broke in the middle is for its caller to retry; all others got an answer.
         failures = {outcome.failure for outcome in traffic.outcomes} - {None}
         assert failures <= {FailureKind.BROKEN_STREAM}
         assert set(traffic.answers) <= ANSWERS
@@ -408,13 +411,13 @@ async def survive(seed: int, *, harms: int, failovers: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("shifted_clocks")
-async def test_what_is_promised_stays_exact_whatever_fails() -> None:
-    await survive(1, harms=4, failovers=2)
+async def test_reservations_stay_exact_whatever_fails() -> None:
+    await survive(1, disruptions=4, failovers=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("shifted_clocks")
 @pytest.mark.parametrize("seed", [2, 3])
-async def test_what_is_promised_stays_exact_for_minutes(seed: int) -> None:
-    await survive(seed, harms=24, failovers=9)
+async def test_reservations_stay_exact_through_minutes_of_failures(seed: int) -> None:
+    await survive(seed, disruptions=24, failovers=9)

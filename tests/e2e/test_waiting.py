@@ -1,4 +1,4 @@
-"""Waiting for a worker in a cluster of real processes, with callers and routers that vanish."""
+"""Requests wait in line in a cluster of real processes, while callers and routers vanish."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_REPLICAS = 3
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """One worker that takes a request at a time, and three replicas at which requests wait."""
+    """One worker that takes one request at a time, and three replicas at which requests wait."""
     require_redis(newest_kind())
     with Cluster(
         num_workers=1,
@@ -64,7 +64,7 @@ class Clients:
     async def waiting(self) -> int:
         return int(await self.redis.zcard(self.cluster.keyspace["waiting:normal:"]))
 
-    async def waiting_is(self, expected: int) -> None:
+    async def waiting_becomes(self, expected: int) -> None:
         await eventually(self.waiting, lambda found: found == expected)
 
     async def reserved(self) -> set[str]:
@@ -72,7 +72,7 @@ class Clients:
         return {request_id.decode() for request_id in ids}
 
 
-async def test_a_replica_that_is_killed_leaves_nothing_in_line_and_holds_up_nobody(
+async def test_a_killed_replica_leaves_no_request_in_line_and_holds_up_no_other(
     cluster: Cluster,
 ) -> None:
     async with Clients(cluster) as clients:
@@ -91,8 +91,8 @@ async def test_a_replica_that_is_killed_leaves_nothing_in_line_and_holds_up_nobo
         tasks = []
         for n in range(9):
             tasks.append(asyncio.ensure_future(wait(n % NUM_REPLICAS, f"r{n}")))
-            await clients.waiting_is(n + 1)
-        # First in line are requests of the one that is killed.
+            await clients.waiting_becomes(n + 1)
+        # The killed replica's request is the first in line.
         cluster.routers[0].process.kill()
         await clients.release(1, "first")
         await asyncio.gather(*tasks)
@@ -111,12 +111,12 @@ async def test_a_caller_that_hangs_up_leaves_the_line_and_never_gets_a_reservati
     async with Clients(cluster) as clients:
         assert (await clients.route(0, "first")).status_code == 200
         hangs_up = asyncio.ensure_future(clients.route(1, "gone"))
-        await clients.waiting_is(1)
+        await clients.waiting_becomes(1)
         waits = asyncio.ensure_future(clients.route(2, "stays"))
-        await clients.waiting_is(2)
-        # Cancelled, the client closes its connection.
+        await clients.waiting_becomes(2)
+        # The cancelled client closes its connection.
         hangs_up.cancel()
-        await clients.waiting_is(1)
+        await clients.waiting_becomes(1)
         await clients.release(0, "first")
         assert (await waits).status_code == 200
         assert await clients.reserved() == {"stays"}
@@ -125,18 +125,18 @@ async def test_a_caller_that_hangs_up_leaves_the_line_and_never_gets_a_reservati
         assert gone in metrics
 
 
-async def test_a_replica_that_is_stopped_sends_away_those_who_wait_there(cluster: Cluster) -> None:
+async def test_a_stopped_replica_refuses_the_requests_that_wait_there(cluster: Cluster) -> None:
     async with Clients(cluster) as clients:
         assert (await clients.route(0, "first")).status_code == 200
         waits = asyncio.ensure_future(clients.route(1, "r1"))
-        await clients.waiting_is(1)
+        await clients.waiting_becomes(1)
         cluster.routers[1].process.terminate()
         answer = await waits
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        await clients.waiting_is(0)
+        await clients.waiting_becomes(0)
 
 
-async def test_the_line_works_on_a_redis_cluster_too() -> None:
+async def test_requests_wait_in_line_on_a_redis_cluster_too() -> None:
     settings: dict[str, Any] = {"wait_queue": 50, "wait_timeout_s": 60.0}
     with ClusterServers(newest_kind()) as servers:
         async with (
