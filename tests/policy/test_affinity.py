@@ -15,11 +15,11 @@ from app.policy.select import choose
 from tests.policy.test_select import candidates
 
 SIZE = RequestSize(isl_tokens=1000, block_size=100)
-LOOK_AT_THE_CACHE = ("latency", "balance", "logit", "blocks")
+CACHE_AWARE = ("latency", "balance", "logit", "blocks")
 
 
 def discount(policy: str, seen: Candidates, affinity: Affinity) -> float:
-    """What the worker at its position is cheaper by; the others are not."""
+    """The affinity term of the session's worker. Checks that no other worker has one."""
     costs = discounted(POLICIES[policy], affinity)(seen, SIZE)
     assert_allclose(sum(costs.terms.values()), costs.cost)
     assert np.count_nonzero(np.delete(costs.terms["affinity"], affinity.position)) == 0
@@ -28,8 +28,8 @@ def discount(policy: str, seen: Candidates, affinity: Affinity) -> float:
     return float(costs.terms["affinity"][affinity.position])
 
 
-@pytest.mark.parametrize("policy", LOOK_AT_THE_CACHE)
-def test_between_equal_workers_a_session_goes_where_it_went(policy: str) -> None:
+@pytest.mark.parametrize("policy", CACHE_AWARE)
+def test_a_session_returns_to_its_last_worker_if_workers_are_equal(policy: str) -> None:
     rng = np.random.default_rng(0)
     for position in range(3):
         cost = discounted(POLICIES[policy], Affinity(position, 0.1))
@@ -39,13 +39,13 @@ def test_between_equal_workers_a_session_goes_where_it_went(policy: str) -> None
         assert choice.index == position
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(LOOK_AT_THE_CACHE)))
-def test_policies_that_do_not_look_at_the_cache_do_not_look_at_sessions(policy: str) -> None:
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(CACHE_AWARE)))
+def test_policies_that_ignore_the_cache_ignore_sessions(policy: str) -> None:
     assert discount(policy, candidates(2), Affinity(1, 1.0)) == 0.0
 
 
 def test_a_discount_is_what_the_fraction_of_the_missing_blocks_would_save() -> None:
-    # 4 of 10 blocks are there; half of the other 6 count as well.
+    # 4 of 10 blocks are held; half of the other 6 are credited.
     seen = candidates(2, overlap_device=[0, 3], overlap_host=[0, 1])
     assert discount("blocks", seen, Affinity(1, 0.5)) == pytest.approx(-3.0)
     assert discount("logit", seen, Affinity(1, 0.5)) == pytest.approx(-2 * 3 / 10)
@@ -54,9 +54,9 @@ def test_a_discount_is_what_the_fraction_of_the_missing_blocks_would_save() -> N
     assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(saved - plain)
 
 
-def test_where_the_whole_prompt_is_held_there_is_nothing_to_discount() -> None:
+def test_a_worker_that_holds_the_whole_prompt_gets_no_discount() -> None:
     seen = candidates(2, overlap_device=[0, 10])
-    for policy in LOOK_AT_THE_CACHE:
+    for policy in CACHE_AWARE:
         assert discount(policy, seen, Affinity(1, 1.0)) == 0.0
 
 
@@ -68,7 +68,7 @@ def test_a_full_worker_is_not_chosen_for_its_session() -> None:
     assert choice.index == 0
 
 
-@pytest.mark.parametrize("policy", LOOK_AT_THE_CACHE)
+@pytest.mark.parametrize("policy", CACHE_AWARE)
 def test_an_overloaded_worker_gets_no_discount(policy: str) -> None:
     prefill_s = float(predicted_prefill_s(candidates(2), SIZE)[1])
     affinity = Affinity(1, 0.5, max_queue_s=10.0)
@@ -76,14 +76,14 @@ def test_an_overloaded_worker_gets_no_discount(policy: str) -> None:
     def with_queues(*prefill_s: float) -> Candidates:
         return candidates(2, prefill_s=list(prefill_s))
 
-    # Longer than the shortest queue by more than half the prefill; or long at all.
+    # Overloaded: longer than the shortest queue by over half the prefill, or than max_queue_s.
     assert discount(policy, with_queues(1.0, 1.0 + 0.49 * prefill_s), affinity) < 0.0
     assert discount(policy, with_queues(1.0, 1.0 + 0.51 * prefill_s), affinity) == 0.0
     assert discount(policy, with_queues(10.0, 10.0), affinity) < 0.0
     assert discount(policy, with_queues(10.1, 10.1), affinity) == 0.0
 
 
-def test_a_worker_that_the_policy_rules_out_stays_so() -> None:
+def test_a_worker_that_the_policy_rules_out_stays_ruled_out() -> None:
     seen = candidates(2, kv_active_blocks=[0, 10], kv_total_blocks=[10, 10])
     assert discount("balance", seen, Affinity(1, 1.0)) == 0.0
     assert math.isinf(discounted(POLICIES["balance"], Affinity(1, 1.0))(seen, SIZE).cost[1])
@@ -100,7 +100,7 @@ def _values(low: float, high: float) -> st.SearchStrategy[list[float]]:
     fraction=st.floats(0.0, 1.0),
     isl_tokens=st.integers(1000, 1099),
 )
-def test_latency_never_discounts_more_than_the_fraction_of_what_the_prefill_costs(
+def test_latency_never_discounts_more_than_the_fraction_of_the_prefill_cost(
     overlap: list[float],
     prefill_s: list[float],
     requests: list[float],
@@ -119,5 +119,5 @@ def test_latency_never_discounts_more_than_the_fraction_of_what_the_prefill_cost
     terms = {name: float(values[0]) for name, values in costs.terms.items()}
     prefill = terms["prefill_s"] + terms["blocking_s"] + terms["interference_s"]
     assert -fraction * prefill - 1e-9 <= terms["affinity"] <= 0.0
-    # The candidates are as they were: what is reserved follows what is known.
+    # The candidates are unchanged, because reservations go by what is known to be held.
     assert seen.overlap_device.tolist() == overlap

@@ -33,7 +33,7 @@ SIZE = RequestSize(isl_tokens=1000, block_size=100)  # 10 blocks
 
 
 def candidates(workers: int, speed: Speed = DEFAULT_SPEED, **given: list[float]) -> Candidates:
-    """Idle workers that have reported nothing, but for the columns given."""
+    """Idle workers that have reported nothing, except in the columns given."""
     columns = {field.name: np.zeros(workers) for field in fields(Candidates)}
     columns |= {name: np.full(workers, value) for name, value in asdict(speed).items()}
     columns |= {name: np.array(values, dtype=float) for name, values in given.items()}
@@ -85,7 +85,7 @@ def test_workers_in_the_same_state_cost_exactly_the_same_anywhere_in_the_array(p
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_cost_leaves_the_candidates_as_they_were(policy: str) -> None:
+def test_a_cost_function_does_not_change_the_candidates(policy: str) -> None:
     seen = random_candidates(8, seed=1)
     POLICIES[policy](seen, SIZE)
     for field in fields(Candidates):
@@ -113,7 +113,7 @@ def test_blocks_of_slower_tiers_are_cached_but_cost_their_load_time() -> None:
     assert_allclose(predicted_prefill_s(seen, SIZE), [0.245, 0.425, 0.195])
 
 
-def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     seen = candidates(1, ROUND_SPEED, overlap_device=[10])
     # 1 * 1e-3 + (1 * 999 + 1 / 2) * 1e-6
     assert_allclose(predicted_prefill_s(seen, SIZE), [0.0019995])
@@ -160,7 +160,7 @@ def test_latency_weighs_the_queue_and_decode_of_a_busy_worker_against_prefill() 
 
 
 def memory_wait_s(**given: list[float]) -> float:
-    """Of one worker with 50 active blocks, whose requests stay 0.8 s, and 8 blocks of overlap."""
+    """For one worker with 50 active blocks, whose requests stay 0.8 s, and 8 blocks of overlap."""
     seen: dict[str, list[float]] = {
         "active_blocks": [50],
         "active_requests": [4],
@@ -177,9 +177,9 @@ def test_a_request_whose_new_blocks_fit_does_not_wait_for_memory() -> None:
 
 
 def test_a_request_waits_until_finishing_requests_have_freed_the_missing_blocks() -> None:
-    # 1 of 50 blocks is missing, and 50 come free in 0.8 s
+    # 50 + 2 blocks are 1 more than there are, and 50 come free in 0.8 s
     assert memory_wait_s(kv_total_blocks=[51]) == pytest.approx(0.8 / 50)
-    # without the overlap 9 are
+    # without the overlap, 9 are missing
     assert memory_wait_s(kv_total_blocks=[51], overlap_device=[0]) == pytest.approx(9 * 0.8 / 50)
 
 
@@ -188,14 +188,14 @@ def test_blocks_loaded_from_the_host_tier_need_room_on_the_device() -> None:
     assert waits == pytest.approx(9 * 0.8 / 50)
 
 
-def test_waiting_for_memory_and_for_the_queue_happen_at_the_same_time() -> None:
+def test_a_request_waits_for_memory_and_in_the_queue_at_the_same_time() -> None:
     # 9 * 0.8 / 50 = 0.144 s for memory
     seen: dict[str, list[float]] = {"kv_total_blocks": [51], "overlap_device": [0]}
     assert memory_wait_s(**seen, prefill_s=[0.1]) == pytest.approx(0.044)
     assert memory_wait_s(**seen, prefill_s=[0.2]) == 0
 
 
-def test_an_empty_worker_is_not_waited_for_even_if_the_prompt_exceeds_its_memory() -> None:
+def test_an_empty_worker_has_no_memory_wait_even_if_the_prompt_exceeds_its_memory() -> None:
     costs = latency(candidates(1, ROUND_SPEED, kv_total_blocks=[5]), SIZE)
     assert_allclose(costs.terms["memory_wait_s"], [0])
 
@@ -207,7 +207,7 @@ def test_latency_prefers_an_idle_worker_once_the_queue_outweighs_the_cache() -> 
         assert latency(seen, SIZE).cost.argmin() == winner
 
 
-def test_a_long_queue_counts_less_against_the_cache_but_counts_without_end() -> None:
+def test_a_queue_beyond_two_seconds_counts_by_its_logarithm_without_limit() -> None:
     seen = candidates(4, ROUND_SPEED, prefill_s=[0.5, 2.0, 2.0 * math.e, 2.0 * math.e**2])
     assert_allclose(latency(seen, SIZE).terms["queue_s"], [0.5, 2.0, 4.0, 6.0])
     # 8 of 10 blocks cached, of a prompt that takes 6 s: 2 * 1.2 + 2 (1 + ln(Q / 2)) against 2 * 6
@@ -217,15 +217,15 @@ def test_a_long_queue_counts_less_against_the_cache_but_counts_without_end() -> 
         assert latency(seen, SIZE).cost.argmin() == winner
 
 
-def test_an_eviction_costs_what_it_will_take_to_compute_as_much_again() -> None:
+def test_eviction_costs_the_prefill_times_the_chance_that_evicted_blocks_are_needed() -> None:
     seen = candidates(
         4, ROUND_SPEED, overlap_device=[0, 0, 0, 8], kv_idle_before_evict_s=[0, 300, 100, 100]
     )
-    # 1.5 s, half or three quarters of which are likely; 0.38 s
+    # 1.5 s times a chance of 1/2 or 3/4; 0.38 s times 3/4
     assert_allclose(latency(seen, SIZE).terms["eviction_s"], [0, 0.75, 1.125, 0.285])
 
 
-def test_a_cold_prompt_goes_where_nothing_is_evicted_or_what_is_was_not_used_for_longest() -> None:
+def test_a_cold_prompt_goes_where_nothing_is_evicted_or_else_blocks_idle_for_longest() -> None:
     for idle_s, winner in [([60, 400], 1), ([400, 60], 0), ([0, 400], 0), ([400, 0], 1)]:
         seen = candidates(2, ROUND_SPEED, kv_idle_before_evict_s=idle_s)
         assert latency(seen, SIZE).cost.argmin() == winner
@@ -269,7 +269,7 @@ def test_balance_weighs_new_tokens_by_0_7_when_loads_are_alike() -> None:
     assert_allclose(costs.cost, [0.146, 0.694])
 
 
-def test_balance_takes_the_sample_deviation_of_the_loads() -> None:
+def test_balance_uses_the_sample_deviation_of_the_loads() -> None:
     # loads 0.37 and 0.43: deviation 0.042 over n - 1, above 0.04; it would be 0.03 over n
     seen = candidates(2, kv_active_blocks=[37, 43], kv_total_blocks=[100, 100])
     assert_allclose(balance(seen, SIZE).terms["load_deviation"], [-0.021, 0.021])  # 0.7 * +-0.03
@@ -299,7 +299,7 @@ def test_balance_rules_out_workers_that_report_themselves_full() -> None:
     assert np.isinf(costs.cost).tolist() == [True, True, False]
 
 
-def test_balance_takes_a_worker_without_totals_for_empty() -> None:
+def test_balance_treats_a_worker_without_totals_as_empty() -> None:
     costs = balance(candidates(1, kv_active_blocks=[5], request_active_slots=[5]), SIZE)
     assert_allclose(costs.cost, [0.7])
 
@@ -307,7 +307,7 @@ def test_balance_takes_a_worker_without_totals_for_empty() -> None:
 # logit
 
 
-def test_logit_is_two_overlap_fractions_less_usage_and_waiting_negated() -> None:
+def test_logit_is_usage_plus_waiting_minus_twice_the_overlap() -> None:
     costs = logit(
         candidates(
             3,
@@ -333,7 +333,7 @@ def test_logits_that_are_all_zero_express_no_preference() -> None:
 # blocks
 
 
-def test_blocks_adds_prefill_less_credits_to_the_blocks_in_flight() -> None:
+def test_blocks_adds_prefill_minus_overlap_credits_to_the_blocks_in_flight() -> None:
     costs = blocks(
         candidates(
             3,
@@ -366,6 +366,6 @@ def test_blocks_can_weigh_prefill_above_decode() -> None:
 # least_loaded
 
 
-def test_least_loaded_looks_at_blocks_only_between_equal_numbers_of_requests() -> None:
+def test_least_loaded_compares_blocks_only_between_workers_with_equally_many_requests() -> None:
     seen = candidates(3, active_requests=[2, 1, 1], active_blocks=[0, 9_000_000, 8_999_999])
     assert least_loaded(seen, SIZE).cost.argsort().tolist() == [2, 1, 0]

@@ -18,7 +18,7 @@ DRAWS = 2000
 
 
 def candidates(workers: int, **given: list[float]) -> Candidates:
-    """Idle workers that take 8 requests each, but for the columns given."""
+    """Idle workers that take 8 requests each, except in the columns given."""
     columns = {field.name: np.zeros(workers) for field in fields(Candidates)}
     columns |= {name: np.full(workers, value) for name, value in asdict(DEFAULT_SPEED).items()}
     columns["max_requests"] = np.full(workers, 8.0)
@@ -63,7 +63,7 @@ def count_choices(
     )
 
 
-# Who can be chosen
+# Which workers can be chosen
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -79,7 +79,7 @@ def test_no_worker_at_all_is_an_error(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_only_full_workers_among_the_eligible_is_an_error(policy: str) -> None:
+def test_no_eligible_worker_with_room_is_an_error(policy: str) -> None:
     seen = candidates(3, active_requests=[8, 9, 0], prefill_s=[7.5, 3.5, 0.5])
     with pytest.raises(AllWorkersBusy, match="all 2 eligible workers") as busy:
         choose_one(policy, seen, eligible=[True, True, False])
@@ -87,15 +87,15 @@ def test_only_full_workers_among_the_eligible_is_an_error(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_a_queue_that_is_short_enough_all_are_busy(policy: str) -> None:
+def test_all_workers_are_busy_if_no_queue_is_short_enough(policy: str) -> None:
     seen = candidates(3, active_requests=[8, 0, 0], prefill_s=[0.5, 2.5, 3.5])
     with pytest.raises(AllWorkersBusy, match=r"all 3 eligible workers are full or have over 2 s"):
         choose_one(policy, seen, max_queue_s=2.0)
-    # The second is open, so that either may be chosen.
+    # Workers 1 and 2 have room, and the queue of 1 is short enough, so either may be chosen.
     assert choose_one(policy, seen, max_queue_s=2.5).index in (1, 2)
 
 
-def test_which_worker_is_chosen_once_one_is_open_is_up_to_the_policy() -> None:
+def test_the_policy_may_choose_a_longer_queue_if_another_is_short_enough() -> None:
     seen = candidates(2, prefill_s=[1.0, 2.0], overlap_device=[0, 10], active_blocks=[0, 1])
     assert choose_one("blocks", seen, max_queue_s=1.5).index == 1
 
@@ -115,7 +115,7 @@ def test_the_only_worker_that_is_eligible_and_not_full_is_chosen(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_worker_that_the_policy_rules_out_is_not_chosen(temperature: float) -> None:
-    # the first one's slots are all in use, though few requests are reserved on it
+    # the first worker's slots are all in use, though no requests are reserved on it
     seen = candidates(2, request_active_slots=[4, 3], request_total_slots=[4, 4])
     assert count_choices("balance", seen, temperature=temperature) == {1: DRAWS}
 
@@ -126,7 +126,7 @@ def test_balance_finds_all_workers_busy_when_each_reports_itself_full() -> None:
         choose_one("balance", seen)
 
 
-def test_costs_are_given_for_every_worker_also_those_that_cannot_be_chosen() -> None:
+def test_costs_are_given_for_every_worker_even_those_that_cannot_be_chosen() -> None:
     seen = candidates(3, active_requests=[8, 2, 0], overlap_device=[9, 5, 0])
     choice = choose_one("latency", seen, eligible=[True, True, False])
     assert choice.index == 1
@@ -143,7 +143,7 @@ def test_the_lowest_cost_wins() -> None:
 
 @pytest.mark.parametrize("policy", ["latency", "balance", "logit", "blocks", "least_loaded"])
 def test_ties_are_broken_evenly_at_random(policy: str) -> None:
-    # workers 0, 2 and 3 are alike; worker 1 is worse in each policy's eyes
+    # workers 0, 2 and 3 are alike; worker 1 is worse by every policy
     seen = candidates(
         4,
         prefill_s=[0, 1, 0, 0],
@@ -177,7 +177,7 @@ def test_a_temperature_samples_from_the_softmax_of_the_scaled_cost() -> None:
     assert_allclose([chosen[i] for i in range(3)], expected, atol=65)
 
 
-def test_the_scale_is_that_of_the_workers_that_can_be_chosen() -> None:
+def test_costs_are_scaled_over_the_workers_that_can_be_chosen() -> None:
     # worker 2 is full; of the others 1 scales to 0 and 2 to 1: 1 / (1 + e^-1) = 73.1 %
     seen = candidates(3, active_requests=[1, 2, 8])
     chosen = count_choices("least_loaded", seen, temperature=1.0)
@@ -185,12 +185,12 @@ def test_the_scale_is_that_of_the_workers_that_can_be_chosen() -> None:
     assert chosen[0] == pytest.approx(1462, abs=60)  # standard deviation 20
 
 
-def test_a_low_temperature_is_nearly_the_lowest_cost() -> None:
+def test_a_low_temperature_chooses_the_lowest_cost() -> None:
     seen = candidates(3, active_requests=[2, 1, 3])
     assert count_choices("least_loaded", seen, temperature=0.01) == {1: DRAWS}
 
 
-def test_a_high_temperature_is_nearly_even() -> None:
+def test_a_high_temperature_chooses_almost_evenly() -> None:
     seen = candidates(2, active_requests=[2, 1])
     chosen = count_choices("least_loaded", seen, temperature=1000.0)
     assert chosen[0] == pytest.approx(1000, abs=70)  # standard deviation 22
@@ -212,8 +212,8 @@ def test_random_is_even_whatever_the_load() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_worker_with_fewer_blocks_than_the_prompt_gets_none(policy: str) -> None:
-    # SIZE is 10 blocks; 0 blocks are told by none, or not yet.
+def test_a_worker_with_fewer_blocks_than_the_prompt_is_never_chosen(policy: str) -> None:
+    # SIZE is 10 blocks; 0 means that the worker has reported no total.
     seen = candidates(4, kv_total_blocks=[9, 10, 0, 9], active_requests=[0, 1, 1, 0])
     assert count_choices(policy, seen).keys() == {1, 2}
     with pytest.raises(PromptTooLarge, match=r"1,000 tokens fills 10 blocks.* more than 9"):
@@ -236,14 +236,14 @@ def test_round_robin_passes_over_full_workers() -> None:
     assert count_choices("round_robin", seen) == {0: DRAWS // 2, 2: DRAWS // 2}
 
 
-def test_power_of_two_takes_the_one_with_fewer_requests_of_a_random_pair() -> None:
+def test_power_of_two_takes_the_worker_with_fewer_requests_of_a_random_pair() -> None:
     seen = candidates(4, active_requests=[0, 1, 2, 3])
     chosen = count_choices("power_of_two", seen)
     # of 6 equally likely pairs worker 0 wins 3, worker 1 two, worker 2 one and worker 3 none
     assert_allclose([chosen[i] for i in range(4)], [1000, 667, 333, 0], atol=70)
 
 
-def test_power_of_two_draws_every_pair_of_the_eligible() -> None:
+def test_power_of_two_draws_evenly_from_the_eligible() -> None:
     seen = candidates(5, active_requests=[0, 0, 0, 0, 0])
     chosen = count_choices("power_of_two", seen, eligible=[True, True, False, True, True])
     assert set(chosen) == {0, 1, 3, 4}
