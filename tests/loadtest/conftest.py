@@ -1,4 +1,4 @@
-"""A cluster of one router and two workers, one always idle, whose answers a test scripts."""
+"""A fake cluster of one router and two workers, one always idle, that answers as scripted."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ SILENT = 0
 """In place of a status: no answer, ever."""
 BREAKS_AFTER_FIRST_TOKEN = 1
 """In place of a status: the worker's connection closes mid-answer."""
-
-TELLS_AN_ERROR = 2
+SENDS_AN_ERROR = 2
 """In place of a status: the worker's first chunk is an error."""
 
 
 @dataclass
 class FakeCluster:
-    """Everything succeeds except as the scripts say; each script entry is used once."""
+    """Every call succeeds unless a script says otherwise; each script entry is used once."""
 
     calls: list[str] = field(default_factory=list)
     """`<method> <path>` of every call, in order."""
@@ -100,7 +99,7 @@ class FakeCluster:
         await self.hold.wait()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        if status == TELLS_AN_ERROR:
+        if status == SENDS_AN_ERROR:
             await response.write(b'data: {"error":{"message":"out of memory"}}\n\n')
             return response
         await response.write(b'data: {"choices":[{"index":0,"text":"","token_ids":[7]}]}\n\n')

@@ -18,7 +18,7 @@ from loadtest.bench_decision import (
 )
 
 
-def test_replicas_are_measured_beside_a_bare_endpoint(own_redis_server: EmbeddedRedis) -> None:
+def test_replicas_are_measured_alongside_a_bare_endpoint(own_redis_server: EmbeddedRedis) -> None:
     found = measure(own_redis_server.url, requests=64, rounds=1, replicas=(1, 2))
     assert list(found["one"]) == [shape.name for shape in shapes()]
     assert list(found["replicas"]) == list(CURVE)
@@ -36,7 +36,7 @@ def test_replicas_are_measured_beside_a_bare_endpoint(own_redis_server: Embedded
     assert "bare endpoint, token ids" in console.export_text()
 
 
-def test_cpu_times_too_short_to_be_counted_are_not_compared() -> None:
+def test_cpu_times_too_short_to_measure_are_not_compared() -> None:
     made = {"per_s": 9.0, "cpu_us": 0.0, "p50_ms": 1.0, "p99_ms": 1.0}
     console = Console(record=True, width=200)
     show({"one": {"a shape": {"1": made}}, "replicas": {}}, console)
@@ -44,11 +44,11 @@ def test_cpu_times_too_short_to_be_counted_are_not_compared() -> None:
     assert row.split("│")[5].strip() == "-"
 
 
-async def test_a_decision_without_redis_is_not_measured() -> None:
-    async def answer(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+async def test_a_decision_made_without_redis_is_an_error() -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         body = b'{"policy":"latency","degraded":true,"reserved":false}'
-        to.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-        to.close()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
 
     async with await asyncio.start_server(answer, LOOPBACK, 0) as server:
         connection = await Connection.open(server.sockets[0].getsockname()[1])

@@ -4,7 +4,7 @@ from loadtest.bench_failover import killed_master, run
 from tests.redis_servers import SentinelServers, newest_kind
 
 
-async def test_a_failover_is_timed_from_the_kill_to_whole_overlap() -> None:
+async def test_a_failover_is_timed_from_the_kill_until_overlap_is_complete() -> None:
     with SentinelServers(newest_kind()) as servers:
         found = await run(servers.url, killed_master(servers).kill)
     assert 0 < found["degraded_s"] <= found["whole_after_s"] < 30

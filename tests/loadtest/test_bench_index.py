@@ -6,7 +6,7 @@ from app.core.embedded import EmbeddedRedis
 from loadtest.bench_index import AT_ONCE, KINDS, LENGTHS, LookUpCost, measure
 
 
-async def test_a_small_index_is_measured_and_nothing_is_left_of_it(
+async def test_a_small_index_is_measured_and_leaves_no_keys(
     own_redis_server: EmbeddedRedis,
 ) -> None:
     found = await measure(
@@ -25,7 +25,7 @@ async def test_a_small_index_is_measured_and_nothing_is_left_of_it(
     assert 0 < found["visible_ms"]["p50"] <= found["visible_ms"]["p99"]
     assert found["ping_cpu_us"] > 0
     assert found["peer_us"]["2048"] > found["peer_us"]["512"] > 0
-    # The router knows where the system prompt ends, but nothing of what comes after it.
+    # The router knows where the system prompt ends, but nothing about what follows it.
     calls = found["calls"]
     assert calls["one owner"] == dict.fromkeys(map(str, LENGTHS), 1)
     assert calls["mixed"]["512"] == calls["mixed, first"]["512"] == 1

@@ -20,14 +20,14 @@ def scan(held: dict[int, set[int]], chain: list[int]) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("made", [FlatMap, RadixTree])
-def test_the_plain_indexes_answer_what_a_scan_does(made: type[InProcess]) -> None:
+@pytest.mark.parametrize("kind", [FlatMap, RadixTree])
+def test_the_in_process_indexes_agree_with_a_full_scan(kind: type[InProcess]) -> None:
     rng = random.Random(1)
     chains = [
         [SequenceHash(1 + n // 3), *(SequenceHash(100 * n + i) for i in range(50, 59))]
         for n in range(6)
     ]
-    index, held = made(), {worker: set[int]() for worker in range(4)}
+    index, held = kind(), {worker: set[int]() for worker in range(4)}
     for _ in range(300):
         worker, chain = rng.randrange(4), rng.choice(chains)
         cut = rng.randrange(1, 10)
@@ -41,7 +41,7 @@ def test_the_plain_indexes_answer_what_a_scan_does(made: type[InProcess]) -> Non
             assert index.match(query) == scan(held, query)
 
 
-def test_a_point_has_the_shape_that_it_says() -> None:
+def test_the_workload_of_a_point_has_its_shape() -> None:
     load = workload(Point(depth=128, width=4, match=0.5, share=0.25))
     chains = [chain for _, chain in load.chains]
     assert {len(chain) for chain in chains} == {len(query) for query in load.queries} == {128}
@@ -53,7 +53,7 @@ def test_a_point_has_the_shape_that_it_says() -> None:
     assert not {b for query in load.queries for b in query[64:]} & {b for c in chains for b in c}
 
 
-async def test_a_small_sweep_is_measured_and_nothing_is_left_of_it(
+async def test_a_small_sweep_is_measured_and_leaves_no_keys(
     own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeps, "BLOCKS", 20_000)
@@ -67,7 +67,7 @@ async def test_a_small_sweep_is_measured_and_nothing_is_left_of_it(
         plain = {"store", "match", "remove", "bytes"}
         assert row["kvroute"].keys() == plain | {"match_cpu"}
         assert row["radix_tree"].keys() == row["flat_map"].keys() == plain
-        for made in ("kvroute", "radix_tree", "flat_map"):
-            assert all(figure > 0 for figure in row[made].values())
+        for name in ("kvroute", "radix_tree", "flat_map"):
+            assert all(figure > 0 for figure in row[name].values())
     async with Redis.from_url(own_redis_server.url) as redis:
         assert await redis.dbsize() == 0

@@ -9,7 +9,7 @@ from loadtest.traces import DEMO_TRACE, read_trace
 from tests.redis_servers import newest_kind, require_redis
 
 
-def test_a_short_replay_is_played_with_each_number_of_replicas_and_compared() -> None:
+def test_a_short_replay_is_measured_for_each_number_of_replicas_and_compared() -> None:
     require_redis(newest_kind())
     trace = read_trace(DEMO_TRACE).cut(requests=30)
     made = measure(trace, (1, 2), rounds=1, num_workers=2, load=3.0, speedup=30.0)
@@ -20,7 +20,7 @@ def test_a_short_replay_is_played_with_each_number_of_replicas_and_compared() ->
         assert one.conflicts >= 0
         assert 0 < one.routers_cpu < one.cluster_cpu <= 1
         assert 0 < one.machine_cpu <= 1
-    # Nobody else reserves.
+    # With a single replica, nobody else reserves.
     assert made[1][0].conflicts == made[1][0].retries == 0
     compared = compare(made)
     assert (compared["base"], compared["noise"]) == (1, {"least": 1.0, "most": 1.0})

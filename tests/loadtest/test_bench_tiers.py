@@ -7,7 +7,7 @@ from rich.console import Console
 from loadtest.bench_tiers import PAIRS, run, show
 
 
-def test_every_pair_of_tiers_is_measured_beside_a_plain_copy(tmp_path: Path) -> None:
+def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) -> None:
     result = run([16, 256], mib=1, rounds=1, folder=tmp_path)
     assert len(result["pairs"]) == len(PAIRS) == 6
     for sizes in result["pairs"].values():

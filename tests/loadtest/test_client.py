@@ -1,4 +1,4 @@
-"""One request against a cluster: its calls, its times, and what is done about failures."""
+"""One request against a cluster: its calls, its times, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loadtest.client import (
     _Progress,
     clock,
 )
-from tests.loadtest.conftest import BREAKS_AFTER_FIRST_TOKEN, SILENT, TELLS_AN_ERROR, FakeCluster
+from tests.loadtest.conftest import BREAKS_AFTER_FIRST_TOKEN, SENDS_AN_ERROR, SILENT, FakeCluster
 
 ROUTE = "POST /v1/route"
 COMPLETE = "POST /worker/v1/completions"
@@ -51,7 +51,7 @@ async def test_a_request_is_routed_completed_confirmed_and_released(
     assert (outcome.prompt_tokens, outcome.cached_tokens, outcome.output_tokens) == (3, 2, 340)
 
 
-async def test_an_answer_comes_in_about_five_chunks(
+async def test_an_answer_is_requested_in_about_five_chunks(
     cluster: FakeCluster, client: ClusterClient
 ) -> None:
     await send(client)
@@ -65,7 +65,7 @@ async def test_an_answer_comes_in_about_five_chunks(
     }
 
 
-async def test_the_first_token_counts_from_when_the_request_was_due(client: ClusterClient) -> None:
+async def test_a_request_arrives_when_it_is_due_not_when_it_is_sent(client: ClusterClient) -> None:
     due = clock() - 3
     outcome = await send(client, arrival=due)
     assert outcome.arrival_s == due
@@ -77,7 +77,7 @@ async def test_the_first_token_counts_from_when_the_request_was_due(client: Clus
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_route_call_that_may_succeed_later_is_repeated_under_the_same_id(
+async def test_a_route_call_that_may_succeed_later_is_retried_under_the_same_id(
     cluster: FakeCluster, client: ClusterClient, status: int
 ) -> None:
     cluster.route_script.append(status)
@@ -91,7 +91,7 @@ def test_a_request_may_wait_for_as_long_as_routers_let_it_by_default() -> None:
     assert RouterSettings().wait_timeout_s < ROUTE_TIMEOUT_S
 
 
-async def test_a_refused_request_is_not_repeated(
+async def test_a_refused_request_is_not_retried(
     cluster: FakeCluster, client: ClusterClient
 ) -> None:
     cluster.route_script.append(422)
@@ -102,7 +102,7 @@ async def test_a_refused_request_is_not_repeated(
     assert cluster.calls == [ROUTE]
 
 
-@pytest.mark.parametrize("failure", [429, 500, TELLS_AN_ERROR])
+@pytest.mark.parametrize("failure", [429, 500, SENDS_AN_ERROR])
 async def test_a_request_whose_worker_fails_is_released_and_routed_again(
     cluster: FakeCluster, client: ClusterClient, failure: int
 ) -> None:
@@ -128,7 +128,7 @@ async def test_the_live_workers_are_listed_by_name(client: ClusterClient) -> Non
     assert await client.workers() == ["w1:0", "w2:0"]
 
 
-async def test_an_answer_that_breaks_off_is_a_failure_and_is_released(
+async def test_a_request_whose_answer_breaks_off_fails_and_is_released(
     cluster: FakeCluster, client: ClusterClient
 ) -> None:
     cluster.worker_script.append(BREAKS_AFTER_FIRST_TOKEN)
@@ -147,7 +147,7 @@ async def test_a_request_ends_at_its_deadline_and_is_released(cluster: FakeClust
     assert cluster.calls == [ROUTE, COMPLETE, RELEASE]
 
 
-async def test_a_deadline_tells_what_went_wrong_before(cluster: FakeCluster) -> None:
+async def test_a_missed_deadline_reports_the_last_error(cluster: FakeCluster) -> None:
     cluster.route_script.extend([503] * 100)
     async with ClusterClient(cluster.url, deadline_s=0.3) as client:
         outcome = await send(client)
@@ -157,7 +157,7 @@ async def test_a_deadline_tells_what_went_wrong_before(cluster: FakeCluster) -> 
     assert "503" in outcome.error
 
 
-async def test_an_answer_that_is_not_a_routers_is_refused(
+async def test_a_malformed_router_answer_counts_as_a_refusal(
     cluster: FakeCluster, client: ClusterClient
 ) -> None:
     cluster.speaks_nonsense = True
@@ -167,7 +167,7 @@ async def test_an_answer_that_is_not_a_routers_is_refused(
         await client.workers()
 
 
-async def test_a_cluster_that_is_not_there_is_a_failure_not_an_error(
+async def test_an_unreachable_cluster_is_a_failure_not_an_exception(
     unused_tcp_port: int,
 ) -> None:
     async with ClusterClient(f"http://127.0.0.1:{unused_tcp_port}", deadline_s=0.3) as client:
@@ -208,7 +208,7 @@ async def test_requests_beyond_the_limit_wait_and_are_counted(cluster: FakeClust
     assert outcomes[1].sent_s >= (outcomes[0].end_s or 0)
 
 
-async def test_lost_confirmations_and_releases_fail_no_request(
+async def test_lost_confirmations_and_releases_are_counted_and_do_not_fail_the_request(
     cluster: FakeCluster, client: ClusterClient
 ) -> None:
     cluster.refuses_calls = True

@@ -12,8 +12,8 @@ from tests.redis_servers import newest_kind, require_redis
 from tests.workers.checkpoints import reference
 
 
-async def test_the_last_prompt_that_is_tried_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier is measured with each prompt: one more than MAX_PROMPTS, for three tiers."""
+async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt measures one tier, so three tiers take one prompt more than MAX_PROMPTS."""
     tiers = iter(demo_torch.TIERS)
 
     async def held(*_: object) -> dict[str, int]:
@@ -34,8 +34,10 @@ def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path: Pa
     model = tmp_path / "model"
     reference(vocab_size=VOCABULARY, max_position_embeddings=4096).save_pretrained(model)
     options = ["--rounds=1", "--conversations=2", "--turns=2", "--every-s=0.2"]
-    ended = CliRunner().invoke(demo_torch.main, [f"--model={model}", f"--out={tmp_path}", *options])
-    assert ended.exit_code == 0, ended.output
+    result = CliRunner().invoke(
+        demo_torch.main, [f"--model={model}", f"--out={tmp_path}", *options]
+    )
+    assert result.exit_code == 0, result.output
     found = orjson.loads((tmp_path / "demo-torch.json").read_bytes())
     samples = {tier: len(measured["ttft_s"]) for tier, measured in found["tiers"].items()}
     # Prompts that share nothing fill the device, then host memory, before any is on disk.

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.loadtest.conftest import TELLS_AN_ERROR, FakeCluster
+from tests.loadtest.conftest import SENDS_AN_ERROR, FakeCluster
 
 ROOT = Path(__file__).parents[2]
 ROWS = ("route", "ttft", "completion", "prefill_complete", "release")
@@ -50,7 +50,7 @@ async def test_locust_fails_when_the_cluster_refuses(cluster: FakeCluster) -> No
 
 
 async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster: FakeCluster) -> None:
-    cluster.worker_script.extend([TELLS_AN_ERROR] * 100)
+    cluster.worker_script.extend([SENDS_AN_ERROR] * 100)
     code, out, err = await locust(cluster)
     assert code == 1
     assert "out of memory" in out + err

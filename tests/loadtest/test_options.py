@@ -1,4 +1,4 @@
-"""What the commands here take, and refuse before they measure anything."""
+"""Options that the commands of loadtest/ refuse before they measure anything."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         ("simulate", "--trip-ms inf"),
     ],
 )
-def test_a_number_that_nothing_can_be_measured_with_is_refused(module: str, arguments: str) -> None:
+def test_an_unusable_number_is_refused(module: str, arguments: str) -> None:
     option, _ = arguments.split()
     refused = invoke(module, *arguments.split())
     assert refused.exit_code == 2, refused.output

@@ -1,4 +1,4 @@
-"""A trace against a cluster, and the arithmetic of the report."""
+"""Replaying a trace against a cluster, and the arithmetic of the report."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TestReport:
         assert summary.send_delay_p99_s == 0.5
         assert (summary.retried, summary.degraded, summary.failed) == (1, 1, 0)
 
-    def test_a_failed_request_counts_as_failed_and_in_no_time_or_rate(self) -> None:
+    def test_a_failed_request_counts_as_failed_and_in_no_latency_or_rate(self) -> None:
         summary = summarise(played(answered(ttft_s=2, cached_tokens=50), FAILED))
         assert (summary.requests, summary.failed) == (2, 1)
         assert summary.failures == {"deadline": 1}
@@ -111,7 +111,7 @@ class TestReport:
         assert summary.requests_per_worker == {"a:0": 3, "b:0": 0, "c:0": 0}
         assert summary.balance == 3.0
 
-    def test_figures_over_nothing_are_absent(self) -> None:
+    def test_figures_without_data_are_absent(self) -> None:
         summary = summarise(played(FAILED))
         assert summary.ttft_mean_s is None
         assert summary.ttft_p99_s is None
@@ -148,7 +148,7 @@ class TestReport:
         ttft = next(line for line in lines if "TTFT mean" in line)
         assert ttft.split() == ["TTFT", "mean", "6.00", "s", "2.00", "s", "3.00x"]
 
-    def test_the_table_of_a_single_policy_has_no_ratio_and_marks_what_is_absent(self) -> None:
+    def test_the_table_of_a_single_policy_has_no_ratio_and_marks_absent_figures(self) -> None:
         ttft = next(line for line in printed(played(FAILED)) if "TTFT mean" in line)
         assert ttft.split() == ["TTFT", "mean", "-"]
 
@@ -182,7 +182,7 @@ class TestReplay:
         first = run.outcomes[0]
         assert first.first_token_s is not None
         assert first.decision_s is not None
-        # The decision, in wall seconds, is part of the wait for the first token, in engine ones.
+        # The decision (wall seconds) is part of the wait for the first token (engine seconds).
         assert first.first_token_s - first.arrival_s > first.decision_s * 400
 
     async def test_load_makes_arrivals_denser(self, cluster: FakeCluster) -> None:
@@ -231,7 +231,7 @@ class TestReplay:
 
 
 async def invoke(*arguments: str) -> Result:
-    """Runs the command on a thread, as the cluster it talks to runs on the test's event loop."""
+    """Runs the command in a thread, because the cluster runs on the test's event loop."""
     return await asyncio.to_thread(CliRunner().invoke, replay, arguments)
 
 
@@ -257,7 +257,7 @@ class TestCommand:
         assert figures["policies"]["latency"]["failed"] == 0
         assert (tmp_path / "out.png").exists()
 
-    async def test_policies_find_nothing_of_each_other_in_the_caches(
+    async def test_policies_find_no_blocks_of_each_other_in_the_caches(
         self, cluster: FakeCluster, trace_file: str
     ) -> None:
         await invoke(
@@ -286,7 +286,7 @@ class TestCommand:
         assert done.output == f"Error: {trace_file}: File exists\n"
         assert cluster.calls == []
 
-    async def test_failures_are_told_with_an_example(
+    async def test_failures_are_reported_with_an_example(
         self, cluster: FakeCluster, trace_file: str
     ) -> None:
         cluster.route_script.extend([200, 422])

@@ -45,7 +45,7 @@ def outcome(prompt_tokens: int, ttft_s: float, token_s: float) -> Outcome:
     )
 
 
-def test_a_run_can_be_repeated_and_ranks_the_policies_as_they_are(demo: Trace) -> None:
+def test_a_run_is_reproducible_and_ranks_the_policies_as_expected(demo: Trace) -> None:
     scenario = Scenario(demo.cut(0.0, None, 500), Setting())
     ttft = {}
     for policy in ("random", "blocks", "latency"):
@@ -70,7 +70,7 @@ def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) ->
     assert ttft(Setting(replicas=16, sharing=Sharing.NONE)) > 1.5 * one
 
 
-def test_a_prompt_alone_takes_its_full_steps() -> None:
+def test_a_prompt_alone_takes_the_sum_of_its_steps() -> None:
     # 2,048 tokens: 2 ms + 9.5 ms + 80.3 us a token, and 1.1 ns for each pair that attends.
     assert alone_s(H100, 2048) == pytest.approx(0.1759 + 1.10e-9 * 2048 * 1024, rel=1e-3)
     profile = PROFILES[H100]
@@ -81,25 +81,25 @@ def test_a_prompt_alone_takes_its_full_steps() -> None:
 @pytest.mark.parametrize(
     ("ttft_s", "token_s", "met"), [(2.26, 0.1, True), (2.28, 0.1, False), (2.26, 0.101, False)]
 )
-def test_the_slo_bounds_the_first_token_and_the_time_for_others(
+def test_the_slo_bounds_ttft_and_the_time_per_further_token(
     ttft_s: float, token_s: float, met: bool
 ) -> None:
     # 2 s + 1.5 * 178 ms.
     assert meets_slo(outcome(2048, ttft_s, token_s), H100) is met
 
 
-def test_what_never_got_its_answer_misses_the_slo() -> None:
+def test_a_request_without_an_answer_misses_the_slo() -> None:
     assert not meets_slo(Outcome("r", 0.0, 0.0, 100, 1), H100)
 
 
-def test_a_search_ends_close_below_the_highest_load_that_is_fine() -> None:
+def test_a_search_ends_just_below_the_highest_acceptable_load() -> None:
     for bound in (0.3, 1.0, 1.7, 13.0):
         assert bound / 1.02 <= highest(lambda load, bound=bound: load <= bound) <= bound
     assert highest(lambda _: False) == 0.0
     assert highest(lambda _: True) == 64.0
 
 
-def test_a_knee_and_a_limit_lie_where_the_figures_say(demo: Trace) -> None:
+def test_the_knee_and_the_limit_are_the_highest_loads_within_their_bounds(demo: Trace) -> None:
     scenario = Scenario(demo.cut(0.0, None, 150), Setting(num_workers=2))
 
     def ttft(load: float) -> float:
@@ -115,7 +115,7 @@ def test_a_knee_and_a_limit_lie_where_the_figures_say(demo: Trace) -> None:
     assert within_slo(found) >= 0.9 > within_slo(found * 1.1)
 
 
-def test_more_than_all_sessions_at_once_are_offered_as_copies() -> None:
+def test_a_load_above_1_copies_sessions_but_only_compresses_single_requests() -> None:
     turns = tuple(TraceRequest(i, 512, 1, (1, 10 + i), 256) for i in range(2))
     closed = Trace("closed", (Session(0.0, turns), Session(8.0, turns)))
     assert [session.start_s for session in offered(closed, 2.0).sessions] == [0, 0, 8, 8]
@@ -144,7 +144,7 @@ def test_the_command_prints_a_table_for_each_load_and_saves_the_figures(tmp_path
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_load_shares_of_the_knee_are_played(tmp_path: Path) -> None:
+def test_the_loads_played_by_default_are_shares_of_the_knee(tmp_path: Path) -> None:
     args = ["--requests", "40", "--workers", "2", "--policy", "random", "--jobs", "1"]
     result = CliRunner().invoke(main, [*args, "--json", str(tmp_path / "f.json")])
     assert result.exit_code == 0, result.output
@@ -153,14 +153,14 @@ def test_without_a_load_shares_of_the_knee_are_played(tmp_path: Path) -> None:
     assert shares == pytest.approx([0.5, 0.7, 0.9])
 
 
-def test_of_all_policies_it_is_latency_whose_knee_is_looked_for() -> None:
+def test_the_knee_searched_for_by_default_is_that_of_latency() -> None:
     result = CliRunner().invoke(main, ["--requests", "20", "--workers", "2", "--jobs", "1"])
     assert result.exit_code == 0, result.output
     assert result.output.startswith("latency reaches its knee")
 
 
 @pytest.mark.parametrize("name", ["lowest", "blocks:many", "latency:2"])
-def test_a_policy_that_is_none_is_refused_by_name(name: str) -> None:
+def test_an_invalid_policy_is_refused_by_name(name: str) -> None:
     result = CliRunner().invoke(main, ["--policy", name])
     assert result.exit_code == 2
     assert name in result.output
@@ -178,7 +178,7 @@ def test_a_policy_that_is_none_is_refused_by_name(name: str) -> None:
          "request 0 has 9 tokens and an answer of 9; a worker holds 0 blocks of 1,000,000"),
     ],
 )  # fmt: skip
-def test_what_no_worker_could_be_asked_is_an_error_before_anything_is_played(
+def test_a_trace_that_cannot_be_played_is_an_error_before_anything_is_played(
     tmp_path: Path, line: str, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "trace.jsonl").write_text(line)

@@ -1,4 +1,4 @@
-"""Two trace formats as requests with prompts."""
+"""Two trace formats, read as requests with prompts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_every_request_of_an_open_loop_trace_is_a_session_of_its_own(open_loop: 
     assert [s.turns[0].output_tokens for s in trace.sessions] == [10, 20, 30]
 
 
-def test_a_prompt_is_as_long_as_recorded_and_equal_where_block_ids_are(open_loop: Path) -> None:
+def test_prompts_are_as_long_as_recorded_and_equal_where_block_ids_are_equal(
+    open_loop: Path,
+) -> None:
     first, second, third = (s.turns[0].prompt() for s in read_trace(open_loop).sessions)
     assert (first.size, second.size, third.size) == (600, 1024, 512)
     assert first.dtype == np.uint32
@@ -68,10 +70,10 @@ def test_a_prompt_is_as_long_as_recorded_and_equal_where_block_ids_are(open_loop
     assert not np.array_equal(first[512:600], second[512:600])
 
 
-def test_a_prompt_is_the_same_each_time_and_another_with_another_seed(open_loop: Path) -> None:
+def test_a_prompt_is_the_same_each_time_and_differs_with_another_seed(open_loop: Path) -> None:
     request = read_trace(open_loop).sessions[0].turns[0]
     assert np.array_equal(request.prompt(seed=1), request.prompt(seed=1))
-    # Of 600 tokens out of 32,000, two seeds agree in hardly any by chance.
+    # Of 600 tokens, each one of 32,000, two seeds share hardly any by chance.
     assert np.count_nonzero(request.prompt(seed=1) == request.prompt(seed=2)) < 5
 
 
@@ -109,13 +111,13 @@ def test_tokens_after_the_last_full_block_belong_to_one_request(closed_loop: Pat
     assert not np.array_equal(first.prompt()[512:], second.prompt()[768:776])
 
 
-def test_lines_of_sessions_may_alternate(tmp_path: Path, closed_loop: Path) -> None:
+def test_lines_of_different_sessions_may_be_interleaved(tmp_path: Path, closed_loop: Path) -> None:
     mixed = read_trace(written(tmp_path / "mixed.jsonl", [CLOSED[0], CLOSED[2], CLOSED[1]]))
     blocks = [[turn.blocks for turn in session.turns] for session in mixed.sessions]
     assert blocks == [[turn.blocks for turn in s.turns] for s in read_trace(closed_loop).sessions]
 
 
-def test_sessions_come_in_order_of_their_start(closed_loop: Path) -> None:
+def test_sessions_are_ordered_by_their_start(closed_loop: Path) -> None:
     assert [s.start_s for s in read_trace(closed_loop).sessions] == [1.0, 4.0]
 
 
@@ -132,7 +134,7 @@ def test_a_cut_by_requests_may_end_inside_a_session(closed_loop: Path) -> None:
     assert trace.cut(requests=9) == trace
 
 
-def test_twice_the_load_halves_the_times_of_arrival_but_not_those_of_thinking(
+def test_twice_the_load_halves_arrival_times_but_not_think_times(
     closed_loop: Path,
 ) -> None:
     trace = read_trace(closed_loop).at_load(2)
@@ -140,12 +142,12 @@ def test_twice_the_load_halves_the_times_of_arrival_but_not_those_of_thinking(
     assert trace.sessions[1].turns[1].think_s == 1.5
 
 
-def test_copies_of_sessions_share_only_what_sessions_share(closed_loop: Path) -> None:
+def test_copies_of_a_session_share_only_blocks_that_other_sessions_share(closed_loop: Path) -> None:
     trace = read_trace(closed_loop)
     twice = trace.repeated(2)
     assert twice.num_requests == 2 * trace.num_requests
     assert len({turn.index for s in twice.sessions for turn in s.turns}) == twice.num_requests
-    # Block 0 begins both sessions; 1, 2 and 3 are the first one's alone.
+    # Block 0 begins both sessions; 1, 2 and 3 belong to one alone.
     long = [[turn.blocks for turn in s.turns] for s in twice.sessions if len(s.turns) == 2]
     far = 1 << 40
     assert sorted(long) == [[(0, 1), (0, 2, 3)], [(0, far + 1), (0, far + 2, far + 3)]]
@@ -184,7 +186,7 @@ def test_a_bad_line_is_named_with_its_field(
 
 
 @pytest.mark.parametrize(("line", "problem"), [("{", "not JSON"), ("[1]", "not an object")])
-def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_line_that_is_not_an_object_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(line)
     with pytest.raises(TraceError, match=f"bad.jsonl:1: {problem}"):

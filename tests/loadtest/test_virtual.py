@@ -14,7 +14,7 @@ SMALL = Setting(num_workers=4, seed=1)
 
 
 def request(index: int, blocks: tuple[int, ...], *, think_s: float = 0.0) -> TraceRequest:
-    """Of 1,024 tokens a block, and 10 tokens of output."""
+    """A prompt of 1,024 tokens for each of `blocks`, and 10 tokens of output."""
     return TraceRequest(index, 1024 * len(blocks), 10, blocks, 1024, think_s)
 
 
@@ -27,8 +27,8 @@ def workers_of(trace: Trace, setting: Setting, policy: str = "latency") -> list[
     return [outcome.worker for outcome in Simulation(policy, setting).run(trace)]
 
 
-def test_a_prompt_goes_where_its_prefix_lies() -> None:
-    # Far enough apart to find every worker idle, so only the cache tells them apart.
+def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
+    # Far enough apart to find every worker idle, so that workers differ only in their caches.
     trace = open_loop(*(request(i, (7, 8, 9)) for i in range(6)), every_s=10.0)
     outcomes = Simulation("latency", SMALL).run(trace)
     assert len({outcome.worker for outcome in outcomes}) == 1
@@ -37,7 +37,7 @@ def test_a_prompt_goes_where_its_prefix_lies() -> None:
 
 
 @pytest.mark.parametrize("sharing", list(Sharing))
-def test_all_that_was_reserved_is_given_back(sharing: Sharing) -> None:
+def test_everything_reserved_is_released(sharing: Sharing) -> None:
     trace = read_trace(DEMO_TRACE).cut(0.0, None, 200)
     simulation = Simulation(
         "latency", Setting(num_workers=3, replicas=4, sharing=sharing, host_pool_tokens=100_000)
@@ -66,7 +66,7 @@ def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
 
 
 def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker() -> None:
-    """One request of the burst to each replica; its prefix lies on one worker."""
+    """Each replica gets one request of the burst, whose prefix is cached on one worker."""
     first = Session(0.0, (request(0, (7, 8, 9, 10)),))
     burst = [Session(30.0, (request(i, (7, 8, 9, 10, 100 + i)),)) for i in range(1, 9)]
     trace = Trace("made up", (first, *burst))
@@ -86,7 +86,7 @@ def test_each_replica_takes_its_own_turns_of_round_robin() -> None:
     assert workers == ["w0:0", "w0:0", "w1:0", "w1:0", "w2:0", "w2:0"]
 
 
-def test_replicas_with_exact_books_refuse_what_another_overtook() -> None:
+def test_replicas_with_exact_sharing_retry_if_another_reserved_first() -> None:
     burst = open_loop(*(request(i, (i,)) for i in range(8)), every_s=0.0)
     simulation = Simulation("latency", Setting(num_workers=8, replicas=8))
     workers = [outcome.worker for outcome in simulation.run(burst)]
@@ -95,9 +95,9 @@ def test_replicas_with_exact_books_refuse_what_another_overtook() -> None:
     assert max(outcome.attempts for outcome in simulation.outcomes) > 1
 
 
-def test_a_refusal_holds_up_only_those_behind_it_for_the_same_worker() -> None:
+def test_a_refusal_delays_only_later_requests_for_the_same_worker() -> None:
     # One replica has requests 0, 2, 4, the other 1, 3, 5. Each decides its first alone, both for
-    # w0: the other's is refused. Then they decide the rest for w1, w2 and for w1, w2, w0.
+    # w0: the other's is refused. Then one decides the rest for w1, w2; the other for w1, w2, w0.
     burst = open_loop(*(request(i, (i,)) for i in range(6)), every_s=0.0)
     simulation = Simulation("round_robin", Setting(num_workers=3, replicas=2))
     simulation.run(burst)
@@ -106,11 +106,11 @@ def test_a_refusal_holds_up_only_those_behind_it_for_the_same_worker() -> None:
     assert simulation.conflicts == 3
 
 
-def test_blocks_count_only_once_their_events_have_arrived() -> None:
+def test_blocks_count_only_after_their_events_have_arrived() -> None:
     trace = open_loop(*(request(i, (7, 8, 9)) for i in range(2)), every_s=5.0)
 
     def owners(event_delay_s: float) -> int:
-        # Ties are broken at random; over some seeds an unseen prefix lies elsewhere once.
+        # Ties are broken at random: under some seed, a prefix not seen yet goes elsewhere.
         settings = [
             Setting(num_workers=4, event_delay_s=event_delay_s, seed=seed) for seed in range(8)
         ]
@@ -120,8 +120,8 @@ def test_blocks_count_only_once_their_events_have_arrived() -> None:
     assert owners(60.0) == 2
 
 
-def test_blocks_of_requests_in_flight_count_where_asked() -> None:
-    # The second comes while the first is in its prefill; all else is equal but the queue.
+def test_blocks_of_requests_in_flight_count_if_configured() -> None:
+    # The second arrives during the prefill of the first; only the queues differ otherwise.
     long = tuple(range(60))
     trace = open_loop(request(0, long), request(1, long), every_s=0.2)
     apart = workers_of(trace, Setting(num_workers=2))
@@ -130,7 +130,7 @@ def test_blocks_of_requests_in_flight_count_where_asked() -> None:
     assert together[0] == together[1]
 
 
-def test_blocks_on_the_host_count_as_such() -> None:
+def test_blocks_in_the_host_tier_count_as_cached() -> None:
     filler = [request(1 + i, tuple(range(100 * i, 100 * i + 60))) for i in range(1, 8)]
     trace = open_loop(request(0, (1, 2, 3)), *filler, request(99, (1, 2, 3)), every_s=60.0)
     kept = Setting(num_workers=1, host_pool_tokens=1_000_000)
@@ -140,8 +140,8 @@ def test_blocks_on_the_host_count_as_such() -> None:
     assert lost[-1].cached_tokens == 0
 
 
-def test_decisions_see_in_virtual_time_for_how_long_evicted_blocks_were_not_used() -> None:
-    # 400k tokens of KV, and as many again every 98 s.
+def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time() -> None:
+    # A KV pool of 400k tokens, which the requests fill every 98 s.
     blocks = [tuple(range(100 * i, 100 * i + 4)) for i in range(300)]
     simulation = Simulation("latency", Setting(num_workers=1))
     simulation.run(open_loop(*(request(i, b) for i, b in enumerate(blocks)), every_s=1.0))
@@ -154,7 +154,7 @@ def test_a_request_that_finds_all_slots_taken_fails() -> None:
     trace = open_loop(*(request(i, (i,)) for i in range(300)), every_s=0.0)
     outcomes = Simulation("random", Setting(num_workers=1)).run(trace)
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
-    # A worker has 256 slots; what is held up by the pool's size has its slot all the same.
+    # A worker has 256 slots; a request that waits for KV blocks holds a slot all the same.
     assert len(failed) == 300 - 256
 
 
@@ -169,7 +169,7 @@ def test_books_follow_the_head_of_the_queue() -> None:
     assert (books.load.requests, books.load.blocks, books.load.prefill_tokens) == (1, 4, 100)
 
 
-def test_a_faster_worker_gets_more_once_its_speed_is_learned() -> None:
+def test_a_faster_worker_gets_more_requests_once_its_speed_is_learned() -> None:
     trace = open_loop(*(request(i, tuple(range(8 * i, 8 * i + 8))) for i in range(120)), every_s=1)
     setting = Setting(num_workers=2, profiles=("70b-4xh100", "8b-1xh100"))
     workers = workers_of(trace, setting)[60:]
