@@ -137,7 +137,7 @@ def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
     assert granted("worker")[0] == {f"kvroute:1:{{*}}:{pattern}" for pattern in patterns}
 
 
-def test_an_operator_may_run_every_command_in_the_readme_of_lua() -> None:
+def test_an_operator_may_run_every_command_in_the_lua_readme() -> None:
     asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", (LUA / "README.md").read_text())}
     assert len(asked) > 8
     assert asked <= granted("operator")[1]

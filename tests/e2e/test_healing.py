@@ -293,7 +293,7 @@ class World:
                     assert overlap.total <= held.total, f"{name}, prompt {n}: {overlap} of {held}"
 
     async def all_requests_end(self) -> None:
-        """Check that nothing is then reserved, and that new requests are counted exactly."""
+        """End all requests; check that nothing is reserved and new ones are counted exactly."""
         for request_id in list(self.in_flight):
             self.end(request_id)
         await self.heals("at the end")

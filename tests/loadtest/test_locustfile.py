@@ -1,4 +1,4 @@
-"""The locustfile, run by locust in a process of its own, as it patches the standard library."""
+"""The locustfile, run by locust in its own process because it patches the standard library."""
 
 from __future__ import annotations
 
