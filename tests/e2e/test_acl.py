@@ -314,7 +314,6 @@ async def test_an_operator_may_inspect_dump_and_reset_and_a_worker_may_restore(
         "KEYS *",
         "SHUTDOWN NOSAVE",
         "EVAL return(1) 0",
-        "GET sessions:1",
         "HGET sessions:1 a",
         "DEL sessions:1",
         "UNLINK sessions:1",

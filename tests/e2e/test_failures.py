@@ -145,7 +145,7 @@ async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
         cluster.start_worker(0)
         workers = await eventually(probe.workers, lambda seen: len(seen) == 3)
         assert workers["w0"]["incarnation"] > dead
-        assert "w0" not in await probe.overlaps(prompt(0, PROMPT_TOKENS))
+        assert workers["w0"]["incarnation"] not in await probe.index_entries()
 
 
 async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
