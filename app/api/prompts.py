@@ -54,6 +54,8 @@ def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     # Buffers are flat, so arrays that become one must not contain arrays.
     num_arrays = 0
     for name in document:
+        if name not in model.model_fields:
+            raise ValueError(f"{name} is unknown; looking up each of many would take minutes")
         if name in fields:
             raise ValueError(f"{name} comes twice, and simdjson shows only the first")
         value = document[name]
