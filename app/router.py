@@ -12,6 +12,7 @@ from app.core import reservations
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
+    KvrouteError,
     NamespaceMissing,
     NoWorkers,
     RedisUnavailable,
@@ -125,6 +126,22 @@ class Router:
     async def refresh(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
         return await self._look_up.workers()
+
+    async def block_size(self, policy: str) -> int:
+        """Tokens per block. A request that finds them unknown counts as a decision for `policy`.
+
+        Raises NoWorkers, RedisUnavailable, NamespaceMissing.
+        """
+        try:
+            if self.fleet.block_size is None:
+                await self.refresh()
+            size = self.fleet.block_size
+            if size is None:
+                raise NoWorkers("no worker is alive")
+        except KvrouteError:
+            self.telemetry.decisions_of(policy, NoWorkers.outcome).inc()
+            raise
+        return size
 
     async def prefill_complete(self, request_id: str) -> bool:
         """False if there is no such reservation. Raises RedisUnavailable."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.api import schemas
 from app.core.config import RouterSettings
-from app.core.errors import InvalidRequest, NoWorkers
+from app.core.errors import InvalidRequest
 from app.core.hashing import (
     Tokens,
     compute_local_hashes,
@@ -93,21 +93,12 @@ def options_in_query(request: Request) -> schemas.RouteOptions:
     return schemas.RouteOptions.model_validate(fields, strict=False)
 
 
-async def _block_size(router: Router) -> int:
-    """Tokens per block. Raises NoWorkers, NamespaceMissing or RedisUnavailable while unknown."""
-    if router.fleet.block_size is None:
-        await router.refresh()
-    if router.fleet.block_size is None:
-        raise NoWorkers("no worker is alive")
-    return router.fleet.block_size
-
-
 async def chain_of(
     router: Router, settings: RouterSettings, body: schemas.RouteBody, tokens: bytes | None
 ) -> tuple[list[SequenceHash], int]:
     """Sequence hashes of the full blocks of a body's prompt, and its length in tokens.
 
-    tokens: as `parse` gives them. Raises InvalidRequest, and what `_block_size` does.
+    tokens: as `parse` gives them. Raises InvalidRequest, and what `Router.block_size` does.
     """
     if (body.token_ids is None) == (body.local_hashes is None):
         raise InvalidRequest("token_ids", "give either token_ids, or local_hashes and num_tokens")
@@ -125,7 +116,7 @@ async def chain_of(
     if body.num_tokens is None:
         raise InvalidRequest("num_tokens", "is required with local_hashes")
     assert body.local_hashes is not None
-    chain = await chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
+    chain = await chain_of_hashes(router, settings, body.local_hashes, body.num_tokens, body.policy)
     return chain, body.num_tokens
 
 
@@ -140,7 +131,7 @@ async def chain_of_tokens(
     # Rounded up, as hashing reports bytes that are left over.
     num_tokens = -(-len(tokens) // 4) if isinstance(tokens, bytes) else len(tokens)
     _check_length("token_ids", num_tokens, settings)
-    block_size = await _block_size(router)
+    block_size = await router.block_size(options.policy or settings.policy)
     if mm_hashes is not None and len(mm_hashes) != num_tokens // block_size:
         raise InvalidRequest(
             "mm_hashes",
@@ -153,11 +144,15 @@ async def chain_of_tokens(
 
 
 async def chain_of_hashes(
-    router: Router, settings: RouterSettings, local_hashes: list[int], num_tokens: int
+    router: Router,
+    settings: RouterSettings,
+    local_hashes: list[int],
+    num_tokens: int,
+    policy: str | None = None,
 ) -> list[SequenceHash]:
     """As `chain_of`, from hashes that the client computed."""
     _check_length("num_tokens", num_tokens, settings)
-    block_size = await _block_size(router)
+    block_size = await router.block_size(policy or settings.policy)
     if len(local_hashes) * block_size > num_tokens:
         raise InvalidRequest(
             "local_hashes",

@@ -107,6 +107,20 @@ async def test_decisions_are_counted_by_policy_and_outcome(
     assert scraped("degraded_decisions_total") == 0
 
 
+async def test_requests_that_find_no_worker_at_all_are_counted(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    hashes = {"local_hashes": [1], "num_tokens": 4}
+    assert (await route(client)).status_code == 503
+    await workers.register("w1")
+    await workers.retire("w1")
+    assert (await client.post("/v1/route", json=hashes | {"policy": "logit"})).status_code == 503
+    assert (await client.post("/find_best_worker", json=hashes)).status_code == 503
+    scraped = await scrape(client)
+    assert scraped("decisions_total", policy="latency", outcome="no_workers") == 2
+    assert scraped("decisions_total", policy="logit", outcome="no_workers") == 1
+
+
 async def test_a_refused_body_is_no_decision(client: httpx.AsyncClient, two: FakeWorkers) -> None:
     assert (await route(client, policy="fastest")).status_code == 422
     scraped = await scrape(client)
