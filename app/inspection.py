@@ -18,7 +18,14 @@ from app.core.redis import deadline
 from app.core.reservations import Load
 from app.core.scripts import ScriptRunner
 from app.core.topology import Client
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo
+from app.core.types import (
+    Incarnation,
+    SequenceHash,
+    Tier,
+    TierOverlap,
+    WorkerInfo,
+    parse_incarnation,
+)
 from app.reading import STEP_TIMEOUT_S, Control, buckets, contents, parsed_load, read_control, scan
 
 FULL_FACTOR = 4
@@ -239,7 +246,7 @@ async def prefix(
         raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}")
     found = {}
     for name, inc in control.current.items():
-        overlap = overlaps.get(Incarnation(_number(inc)))
+        overlap = overlaps.get(_number(inc))
         if overlap and control.leases.get(inc, 0) > control.now_ms:
             found[name.decode()] = overlap
     return found
@@ -257,7 +264,7 @@ async def _workers(
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
         info = control.workers.get(inc)
-        number = Incarnation(_number(inc))
+        number = _number(inc)
         at_ms, measured = newest.get(inc, (None, {}))
         found.append(
             Worker(
@@ -274,8 +281,8 @@ async def _workers(
     return found
 
 
-def _number(inc: bytes) -> int:
-    return int(inc) if inc.isdigit() else 0
+def _number(inc: bytes) -> Incarnation:
+    return parse_incarnation(inc) or Incarnation(0)
 
 
 def _readable_info(text: bytes | None) -> WorkerInfo | None:

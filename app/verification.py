@@ -14,7 +14,7 @@ from app.core.keys import Keyspace
 from app.core.matching import parse_owners
 from app.core.redis import deadline
 from app.core.topology import Client
-from app.core.types import Incarnation
+from app.core.types import Incarnation, parse_incarnation
 from app.reading import (
     STEP_TIMEOUT_S,
     Control,
@@ -173,7 +173,7 @@ async def _bad_entries(
             names = keyspace.of_shard(shard)
             writing = await redis.hkeys(names["applied"])
             dying = await redis.smembers(names["dead"])
-            known[shard] = {Incarnation(int(i)) for i in (*writing, *dying) if i.isdigit()}
+            known[shard] = set(filter(None, map(parse_incarnation, (*writing, *dying))))
     found = []
     for (key, shard), entries in zip(keys.items(), held, strict=True):
         if entries is None:

@@ -38,7 +38,7 @@ end
 
 local answer = {}
 for inc in pairs(holders(1)) do
-  if redis.call('SISMEMBER', dead, inc) == 0 then
+  if whole(inc, 1e15) and redis.call('SISMEMBER', dead, inc) == 0 then
     -- Held up to `low`; not at `high`.
     local low, high = 1, #blocks / 16 + 1
     while high - low > 1 do

@@ -7,11 +7,12 @@
 -- Cost     O(sessions). Reads only.
 local sessions, ttl_ms = KEYS[1], tonumber(ARGV[1])
 -- @include clock
+-- @include number
 
 local oldest = now_ms() - ttl_ms
 local found = redis.call('HMGET', sessions, unpack(ARGV, 2))
 for i, text in ipairs(found) do
   local inc, at_ms = string.match(text or '', '^(%d+) (%d+)$')
-  found[i] = inc and tonumber(at_ms) > oldest and inc or ''
+  found[i] = whole(inc, 1e15) and tonumber(at_ms) > oldest and inc or ''
 end
 return found

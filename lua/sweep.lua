@@ -27,7 +27,7 @@ local max_buckets, scrub_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 
 despite_full(applied)
 local function is_number(inc)
-  return string.find(inc, '^[1-9]%d*$') ~= nil
+  return string.find(inc, '^[1-9]') ~= nil and whole(inc, 1e15) ~= nil
 end
 
 keep_kind(shard, 'hash')

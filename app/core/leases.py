@@ -13,6 +13,8 @@ from app.core.keys import Keyspace
 from app.core.scripts import Call, call
 from app.core.types import Incarnation, WorkerInfo, WorkerKey
 
+LARGEST = 10**12
+"""No number in a WorkerInfo is larger."""
 MAX_ASKED = 4000
 """Lua unpacks fewer than 8,000 values."""
 
@@ -48,15 +50,19 @@ def decode_info(text: bytes | str) -> WorkerInfo:
     """The WorkerInfo in what `encode_info` wrote. Raises ValueError, KeyError or TypeError for
     anything else."""
     fields = orjson.loads(text)
-    block_size = int(fields["block_size"])
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}")
+
+    def whole(name: str, least: int = 0) -> int:
+        value = int(fields[name])
+        if not least <= value <= LARGEST:
+            raise ValueError(f"{name} is {fields[name]!r}")
+        return value
+
     return WorkerInfo(
         key=WorkerKey.parse(str(fields["worker"])),
         address=str(fields["address"]),
-        block_size=block_size,
-        kv_total_blocks=int(fields["kv_total_blocks"]),
-        max_requests=int(fields["max_requests"]),
+        block_size=whole("block_size", least=1),
+        kv_total_blocks=whole("kv_total_blocks"),
+        max_requests=whole("max_requests"),
         accelerator=str(fields["accelerator"]),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
 from app.core.scripts import Call, call
-from app.core.types import Incarnation
+from app.core.types import Incarnation, parse_incarnation
 
 _LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 8))
 
@@ -172,12 +172,12 @@ def _snapshot(
     now_ms, live, pairs = reply
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
     load_of = {}
-    for inc in live:
+    for text in live:
         # An incarnation whose load is corrupted is not routed to until its worker has noticed.
-        numbers = _numbers(by_inc.pop(inc, b""))
-        if numbers and inc.isdigit():
-            load_of[Incarnation(int(inc))] = Load(*numbers)
-    lapsed = frozenset(Incarnation(int(inc)) for inc in by_inc if inc.isdigit())
+        inc, numbers = parse_incarnation(text), _numbers(by_inc.pop(text, b""))
+        if inc and numbers:
+            load_of[inc] = Load(*numbers)
+    lapsed = frozenset(filter(None, map(parse_incarnation, by_inc)))
     return Snapshot(now_ms, load_of, workers_ms, shards, bool(waiting), lapsed)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple, NewType
 
 LocalHash = NewType("LocalHash", int)
@@ -17,8 +18,18 @@ Incarnation = NewType("Incarnation", int)
 """Number of one life of a worker key, from registration to lease loss. Reused only after Redis lost
 its data or its last writes."""
 
+_INCARNATION = re.compile(rb"\d{1,15}")
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@lru_cache(maxsize=4096)
+def parse_incarnation(text: bytes) -> Incarnation | None:
+    """The incarnation in a key or field of Redis, where anybody may write; None: it is none.
+
+    Cached, because every decision reads those of all workers.
+    """
+    return Incarnation(int(text)) if _INCARNATION.fullmatch(text) else None
 
 
 class WorkerKey(NamedTuple):

@@ -65,3 +65,11 @@ def test_an_info_without_a_number_where_one_belongs_is_refused(field: str) -> No
     fields = orjson.loads(encode_info(INFO, 3000)) | {field: None}
     with pytest.raises(TypeError, match="NoneType"):
         decode_info(orjson.dumps(fields))
+
+
+@pytest.mark.parametrize("value", [-1, 10**12 + 1, "9" * 400])
+@pytest.mark.parametrize("field", ["block_size", "kv_total_blocks", "max_requests"])
+def test_an_info_with_a_number_that_no_worker_has_is_refused(field: str, value: int | str) -> None:
+    fields = orjson.loads(encode_info(INFO, 3000)) | {field: value}
+    with pytest.raises(ValueError, match=f"{field} is {value!r}"):
+        decode_info(orjson.dumps(fields))

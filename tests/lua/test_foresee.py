@@ -39,6 +39,9 @@ async def test_where_somebody_spoilt_it_nothing_is_foreseen(space: Namespace) ->
     chain = [SequenceHash(1 << 60)]
     await space.predict(inc, chain, HOURS)
     [bucket] = await space.redis.keys(space.key("predicted:") + "*")
+    [(block, entry)] = (await space.redis.hgetall(bucket)).items()
+    await space.redis.hset(bucket, block, b"9" * 5000 + entry[-1:])
+    assert await space.foresee(chain, HOURS) == {}
     await space.redis.set(bucket, "spoilt")
     assert await space.foresee(chain, HOURS) == {}
     await space.redis.hset(space.key("predictions"), "bucket_bits", "spoilt")

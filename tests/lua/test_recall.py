@@ -22,5 +22,6 @@ async def test_what_is_too_long_ago_is_unknown(space: Namespace) -> None:
 async def test_what_somebody_wrote_there_is_unknown(space: Namespace) -> None:
     await space.remember("good", ONE)
     spoilt = {"a": "", "b": "1", "c": "x 99999999999999", "d": "1 2 3", "e": "-1 99999999999999"}
+    spoilt["f"] = f"{'9' * 5000} 99999999999999"
     await space.redis.hset(space.key("sessions"), mapping=spoilt)
     assert await space.recall("good", *spoilt) == [ONE, *[None] * len(spoilt)]

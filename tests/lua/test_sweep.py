@@ -215,7 +215,7 @@ async def test_an_entry_without_owners_is_removed_too(space: Namespace) -> None:
 
 async def test_marks_and_dead_that_are_no_numbers_go_at_once(space: Namespace) -> None:
     inc = await space.worker("a")
-    junk = ["junk", "", "-1", "05", "0", "a b", "1.5"]
+    junk = ["junk", "", "-1", "05", "0", "a b", "1.5", "9" * 5000]
     await space.redis.hset(space.key("applied"), mapping=dict.fromkeys(junk, "0 x"))
     await space.redis.sadd(space.key("dead"), *junk)
     step = await space.do(index.sweep(space.shard, [], max_buckets=256, scrub_ms=LONG_MS))
