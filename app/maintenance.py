@@ -107,13 +107,17 @@ class Maintenance:
             releases = list(islice(self._releases, EXPIRE_LIMIT))
             pause = MAINTENANCE_INTERVAL_S
             try:
-                expired, snapshot, *_ = await self._runner.run([*calls, *releases])
+                expired, snapshot, *others = await self._runner.run([*calls, *releases])
                 heard_ms = snapshot.now_ms
-                for _ in releases:
-                    self._releases.popleft()
+                for sent in releases:
+                    # It may have had to make room for a new one meanwhile.
+                    if self._releases[0] is sent:
+                        self._releases.popleft()
                 if self._releases:
                     pause = 0.0
-                self._telemetry.reservations.labels("expired").inc(expired)
+                released = sum(others[len(others) - len(releases) :])
+                self._telemetry.reservations_of("released").inc(released)
+                self._telemetry.reservations_of("expired").inc(expired)
                 await self._fleet.view(snapshot)
             except (RedisUnavailable, NamespaceMissing) as error:
                 self._fleet.note(error)

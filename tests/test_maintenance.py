@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
 
 from app.core.config import RouterSettings
 from app.core.predictions import PredictionSettings, foresee, predict
-from app.core.scripts import ScriptRunner
+from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash
 from app.fleet import Fleet
@@ -19,18 +22,24 @@ from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, SHARD, FakeWorkers
 
 
-@asynccontextmanager
-async def maintained(
-    redis: Client, predicted: PredictionSettings | None = None
-) -> AsyncIterator[None]:
-    maintenance = Maintenance(
-        ScriptRunner(redis, 5.0),
+def maintenance_of(
+    redis: Client,
+    runner: ScriptRunner | None = None,
+    telemetry: Telemetry | None = None,
+    predicted: PredictionSettings | None = None,
+) -> Maintenance:
+    return Maintenance(
+        runner or ScriptRunner(redis, 5.0),
         KEYS,
         RouterSettings(namespace=NAMESPACE),
         Fleet(redis, KEYS, 5.0),
-        Telemetry(),
+        telemetry or Telemetry(),
         predicted,
     )
+
+
+@asynccontextmanager
+async def running(maintenance: Maintenance) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(maintenance.run())
         try:
@@ -47,7 +56,7 @@ async def test_more_incarnations_than_one_script_may_ask_of_are_swept(redis: Cli
     async def num_writers() -> int:
         return await redis.hlen(SHARD["applied"])
 
-    async with maintained(redis):
+    async with running(maintenance_of(redis)):
         await eventually(num_writers, lambda number: number == 1)
 
 
@@ -63,10 +72,41 @@ async def test_a_prediction_that_is_over_stays_so_however_short_its_life(redis: 
         found = await runner.run([foresee(SHARD, chain, settings) for chain in chains])
         return sum(map(len, found))
 
-    async with maintained(redis, settings):
+    async with running(maintenance_of(redis, predicted=settings)):
         await runner.run([predict(SHARD, inc, chain, settings) for chain in chains])
         begun = time.monotonic()
         assert await num_foreseen() == 256
         await eventually(num_foreseen, lambda number: number == 0)
         while time.monotonic() - begun < 30 * settings.slice_ms / 1000:
             assert await num_foreseen() == 0
+
+
+async def test_a_release_that_comes_while_too_many_are_being_made_is_made_as_well(
+    redis: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = ["r3"]
+
+    class Runner(ScriptRunner):
+        """Has another request released while it releases the first ones."""
+
+        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+            replies = await super().run(calls)
+            if later and any(c.script.name == "release" for c in calls):
+                maintenance.release_soon(later.pop())
+            return replies
+
+    monkeypatch.setattr("app.maintenance.MAX_RELEASES", 2)
+    workers, telemetry = FakeWorkers(redis), Telemetry()
+    await workers.register("w1")
+    await workers.occupy("w1", "r1", "r2", "r3")
+    maintenance = maintenance_of(redis, Runner(redis, 5.0), telemetry)
+    maintenance.release_soon("r1")
+    maintenance.release_soon("r2")
+    async with running(maintenance):
+        await eventually(workers.reserved, lambda reserved: reserved == {})
+
+        async def counted() -> float | None:
+            name = "kvroute_reservations_total"
+            return telemetry.registry.get_sample_value(name, {"event": "released"})
+
+        await eventually(counted, lambda number: number == 3)
