@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from app.core.config import POLICY_NAMES, PRIORITIES
 from app.core.metrics import GpuReadings
-from app.core.types import REQUEST_ID
+from app.core.types import REQUEST_ID, TENANT_ID
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ HashValue = Annotated[
     ),
 ]
 RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")]
-TenantId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")]
+TenantId = Annotated[str, Field(pattern=f"^{TENANT_ID.pattern}$")]
 Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
 PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICY_NAMES)})$")]
 

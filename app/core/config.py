@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import click
 
 from app.core.errors import KvrouteError
+from app.core.types import TENANT_ID
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="CommonSettings")
@@ -68,8 +69,10 @@ def parse_weights(text: str) -> dict[str, float]:
             weights[name] = float(weight)
         except ValueError:
             weights[name] = math.nan
-        if not name or not 0.001 <= weights[name] <= 1000:
-            raise ValueError("each entry needs a name and a weight from 0.001 to 1000")
+        if not TENANT_ID.fullmatch(name) or not 0.001 <= weights[name] <= 1000:
+            raise ValueError(
+                "each entry needs a name and a weight from 0.001 to 1000, without spaces"
+            )
     return weights
 
 

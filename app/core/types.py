@@ -21,6 +21,7 @@ its data or its last writes."""
 _INCARNATION = re.compile(rb"\d{1,15}")
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+TENANT_ID = re.compile(r"[\x21-\x7e]{1,64}")
 
 
 @lru_cache(maxsize=4096)

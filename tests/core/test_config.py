@@ -125,7 +125,10 @@ def test_weights_are_read_from_names_and_numbers() -> None:
     assert parse_weights("a=4,b=0.5,c=d=2") == {"a": 4.0, "b": 0.5, "c=d": 2.0}
 
 
-@pytest.mark.parametrize("text", ["a", "a=", "a=heavy", "a=4,a=heavy", "=1", "a=1001"])
+@pytest.mark.parametrize(
+    "text",
+    ["a", "a=", "a=heavy", "a=4,a=heavy", "=1", "a=1001", "a=4, b=1", f"{'a' * 65}=1", "ä=1"],
+)
 def test_what_is_no_weight_is_refused_with_what_is_wanted(text: str) -> None:
     with pytest.raises(ValueError, match="needs a name and a weight from"):
         parse_weights(text)
