@@ -138,10 +138,12 @@ async def owners_of(
 async def fill(
     redis: Client, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
 ) -> float:
-    """Blocks in the index per block it was laid out for, from a sample of every shard's buckets.
+    """Blocks in the index per block it was laid out for, from at least `samples` of its buckets.
 
-    Shards whose layout cannot be read do not count. Raises RedisUnavailable.
+    Every shard gives as many; those whose layout cannot be read do not count. Raises
+    RedisUnavailable.
     """
+    each = -(-samples // max(shards, 1))
     blocks = laid_out = 0
     for shard in map(keyspace.of_shard, range(shards)):
         async with deadline(STEP_TIMEOUT_S):
@@ -149,12 +151,12 @@ async def fill(
             if bits is None:
                 continue
             async with redis.node_of(shard["shard"]).client.pipeline(transaction=False) as pipe:
-                for _ in range(samples):
+                for _ in range(each):
                     number = rng.randrange(1 << bits)
                     pipe.hlen(shard[f"blocks:{index.bucket_name(number, bits)}"])
                 lengths = await pipe.execute(raise_on_error=False)
         blocks += sum(n for n in lengths if isinstance(n, int))
-        laid_out += samples * BLOCKS_PER_BUCKET
+        laid_out += each * BLOCKS_PER_BUCKET
     return blocks / laid_out if laid_out else 0.0
 
 

@@ -134,6 +134,13 @@ async def test_how_full_an_index_is_is_estimated_from_some_of_its_buckets(
     found = await inspection.fill(redis, KEYS, 1, random.Random(1), samples=400)
     assert found == pytest.approx(1024 / 128, rel=0.25)
 
+    for shard in (1, 2, 3):
+        await redis.hset(KEYS.of_shard(shard)["shard"], "bucket_bits", "4")
+    await redis.config_resetstat()
+    found = await inspection.fill(redis, KEYS, 4, random.Random(1), samples=400)
+    assert found == pytest.approx(1024 / 128 / 4, rel=0.25)
+    assert (await redis.info("commandstats"))["cmdstat_hlen"]["calls"] == 400
+
 
 @pytest.mark.parametrize("bits", ["spoilt", "", "0", "-1", "25", "1e1", "9" * 5000])
 def test_a_shard_whose_layout_makes_no_sense_is_not_counted(
