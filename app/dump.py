@@ -30,7 +30,7 @@ from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from app.reading import STEP_TIMEOUT_S, contents, scan
+from app.reading import STEP_TIMEOUT_S, bucket_bits, contents, scan, settled
 
 T = TypeVar("T")
 VERSION = 1
@@ -45,7 +45,8 @@ _HEX = re.compile(r"[0-9a-f]+")
 
 
 async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
-    """Lines, without line ends. Raises ConfigError for a missing namespace, RedisUnavailable.
+    """Lines, without line ends. Raises ConfigError for a namespace that is missing or whose
+    layout cannot be read, RedisUnavailable.
 
     What is in Redis under names that no reader of the index looks for is left out.
     """
@@ -54,16 +55,13 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
         workers: Any = await redis.hgetall(keyspace["workers"])
         if not meta:
             raise ConfigError(f"namespace {keyspace.namespace!r} does not exist")
-        shards = int(meta[b"shards"])
-        bits = [
-            int(await redis.hget(keyspace.of_shard(n)["shard"], "bucket_bits") or 0)
-            for n in range(shards)
-        ]
+        shards = settled(keyspace, meta, "shards")
+        bits = [await _layout(redis, keyspace.of_shard(n)) for n in range(shards)]
     yield orjson.dumps(
         {
             "kvroute": VERSION,
             "namespace": keyspace.namespace,
-            "block_size": int(meta[b"block_size"]),
+            "block_size": settled(keyspace, meta, "block_size"),
             "shards": shards,
             "bucket_bits": bits,
         }
@@ -93,6 +91,13 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
                         "bucket": bucket,
                     }
                 )
+
+
+async def _layout(redis: Client, shard: Keyspace) -> int:
+    bits = await bucket_bits(redis, shard)
+    if bits is None:
+        raise ConfigError(f"{shard['shard']}: bucket_bits cannot be read")
+    return bits
 
 
 async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_ms: int) -> int:

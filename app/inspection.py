@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from app.core import index, leases, matching, metrics
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.index import BLOCKS_PER_BUCKET
-from app.core.keys import METRICS_MAXLEN, Keyspace
+from app.core.keys import METRICS_MAXLEN, NAMESPACE, Keyspace
 from app.core.matching import parse_owners
 from app.core.metrics import NO_READINGS, GpuReadings
 from app.core.redis import deadline
@@ -26,13 +25,21 @@ from app.core.types import (
     WorkerInfo,
     parse_incarnation,
 )
-from app.reading import STEP_TIMEOUT_S, Control, buckets, contents, parsed_load, read_control, scan
+from app.reading import (
+    STEP_TIMEOUT_S,
+    Control,
+    bucket_bits,
+    buckets,
+    contents,
+    parsed_load,
+    read_control,
+    readable,
+    scan,
+    settled,
+)
 
 FULL_FACTOR = 4
 """Beyond this many times the blocks that it was laid out for, an index is called overfull."""
-SETTLED = re.compile(rb"[1-9]\d{0,5}")
-BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
-"""What lua/lib/bucket.lua reads as bucket bits: anybody may have written there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +92,9 @@ async def namespaces(redis: Client) -> list[str]:
     """Names of all namespaces, in order. Raises RedisUnavailable."""
     found = set()
     async for _, keys in scan(redis, "kvroute:1:{*}:meta"):
-        found |= {key.decode()[len("kvroute:1:{") : -len("}:meta")] for key in keys}
-    return sorted(found)
+        found |= {readable(key)[len("kvroute:1:{") : -len("}:meta")] for key in keys}
+    # A key that ends in a tenant's name may match as well.
+    return sorted(filter(NAMESPACE.fullmatch, found))
 
 
 async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
@@ -94,18 +102,18 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
     control = await read_control(redis, keyspace)
     if b"block_size" not in control.meta or b"shards" not in control.meta:
         return None
-    shards = _settled(keyspace, control.meta, "shards")
+    shards = settled(keyspace, control.meta, "shards")
     held, unique = await _held(redis, keyspace)
     laid_out = memory = 0
     async with deadline(STEP_TIMEOUT_S):
         for shard in range(shards):
-            bits = await _bucket_bits(redis, keyspace.of_shard(shard))
+            bits = await bucket_bits(redis, keyspace.of_shard(shard))
             laid_out += BLOCKS_PER_BUCKET << bits if bits else 0
         for master in await redis.masters():
             memory += int((await master.info("memory"))["used_memory"])
     return Summary(
         namespace=keyspace.namespace,
-        block_size=_settled(keyspace, control.meta, "block_size"),
+        block_size=settled(keyspace, control.meta, "block_size"),
         shards=shards,
         workers=await _workers(redis, keyspace, control, held),
         unique_blocks=unique,
@@ -147,7 +155,7 @@ async def fill(
     blocks = laid_out = 0
     for shard in map(keyspace.of_shard, range(shards)):
         async with deadline(STEP_TIMEOUT_S):
-            bits = await _bucket_bits(redis, shard)
+            bits = await bucket_bits(redis, shard)
             if bits is None:
                 continue
             async with redis.node_of(shard["shard"]).client.pipeline(transaction=False) as pipe:
@@ -158,13 +166,6 @@ async def fill(
         blocks += sum(n for n in lengths if isinstance(n, int))
         laid_out += each * BLOCKS_PER_BUCKET
     return blocks / laid_out if laid_out else 0.0
-
-
-async def _bucket_bits(redis: Client, shard: Keyspace) -> int | None:
-    """A shard's bucket bits; None: there are none, or none that make sense."""
-    found: Any = await redis.hget(shard["shard"], "bucket_bits")
-    bits = BUCKET_BITS.fullmatch(found or b"")
-    return int(bits[1]) if bits else None
 
 
 async def everyone(redis: Client, keyspace: Keyspace) -> list[Worker]:
@@ -178,15 +179,7 @@ async def block_size(redis: Client, keyspace: Keyspace) -> int:
         meta: Any = await redis.hgetall(keyspace["meta"])
     if b"block_size" not in meta:
         raise ConfigError(f"namespace {keyspace.namespace!r} does not exist")
-    return _settled(keyspace, meta, "block_size")
-
-
-def _settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
-    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there."""
-    text = meta.get(field.encode(), b"")
-    if not SETTLED.fullmatch(text):
-        raise ConfigError(f"{keyspace['meta']}: {field} is {text.decode(errors='replace')!r}")
-    return int(text)
+    return settled(keyspace, meta, "block_size")
 
 
 async def worker(redis: Client, keyspace: Keyspace, name: str) -> list[Worker]:
@@ -206,7 +199,7 @@ async def requests_on(
     """Request id → record, of all that is reserved on the incarnation. Raises RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
         found: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
-    return {name.decode(): text.decode() for name, text in found.items()}
+    return {readable(name): readable(text) for name, text in found.items()}
 
 
 async def waiting(redis: Client, keyspace: Keyspace) -> list[Flow]:
@@ -215,7 +208,7 @@ async def waiting(redis: Client, keyspace: Keyspace) -> list[Flow]:
     async with deadline(STEP_TIMEOUT_S):
         seconds, micros = await node.time()
         flows: Any = await node.zrange(keyspace["flows"], 0, -1)
-        names = [flow.decode(errors="replace") for flow in flows]
+        names = [readable(flow) for flow in flows]
         async with node.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.zrange(keyspace[f"waiting:{name}"], 0, -1, withscores=True)
@@ -239,7 +232,7 @@ async def prefix(
     Raises RedisUnavailable, even if only the index cannot be read.
     """
     control = await read_control(redis, keyspace)
-    shards = _settled(keyspace, control.meta, "shards")
+    shards = settled(keyspace, control.meta, "shards")
     (overlaps,), _ = await matching.match(
         ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
     )
@@ -250,7 +243,7 @@ async def prefix(
     for name, inc in control.current.items():
         overlap = overlaps.get(_number(inc))
         if overlap and control.leases.get(inc, 0) > control.now_ms:
-            found[name.decode()] = overlap
+            found[readable(name)] = overlap
     return found
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 
-from app.core.errors import RedisUnavailable
+from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.redis import deadline
 from app.core.reservations import Load
@@ -17,6 +18,9 @@ from app.core.topology import Client
 STEP_KEYS = 200
 STEP_FIELDS = 1000
 STEP_TIMEOUT_S = 5.0
+SETTLED = re.compile(rb"[1-9]\d{0,5}")
+BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
+"""What lua/lib/bucket.lua reads as bucket bits: anybody may have written there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,21 @@ def parsed_load(text: bytes | None) -> Load | None:
         return Load(*map(int, text.split())) if text else None
     except (TypeError, ValueError):
         return None
+
+
+def settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
+    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there."""
+    text = meta.get(field.encode(), b"")
+    if not SETTLED.fullmatch(text):
+        raise ConfigError(f"{keyspace['meta']}: {field} is {readable(text)!r}")
+    return int(text)
+
+
+async def bucket_bits(redis: Client, shard: Keyspace) -> int | None:
+    """A shard's bucket bits; None: there are none, or none that make sense."""
+    found: Any = await redis.hget(shard["shard"], "bucket_bits")
+    bits = BUCKET_BITS.fullmatch(found or b"")
+    return int(bits[1]) if bits else None
 
 
 async def buckets(

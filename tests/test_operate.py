@@ -173,8 +173,25 @@ def test_what_a_namespace_settled_and_somebody_spoilt_is_named(
     url: str, raw: Redis, field: str, text: str
 ) -> None:
     raw.hset(KEYS["meta"], field, text)
-    result = kvroute(url, "inspect", "summary")
-    assert (result.exit_code, result.stderr) == (1, f"Error: {KEYS['meta']}: {field} is {text!r}\n")
+    for command in (["inspect", "summary"], ["dump"]):
+        result = kvroute(url, *command)
+        assert result.exit_code == 1
+        assert result.stderr == f"Error: {KEYS['meta']}: {field} is {text!r}\n"
+
+
+def test_an_index_whose_layout_makes_no_sense_is_not_dumped(url: str, raw: Redis) -> None:
+    raw.hset(SHARD["shard"], "bucket_bits", "spoilt")
+    result = kvroute(url, "dump")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"Error: {SHARD['shard']}: bucket_bits cannot be read\n"
+
+
+def test_names_that_somebody_spoilt_are_shown_as_far_as_they_can_be(url: str, raw: Redis) -> None:
+    raw.hset(KEYS["requests:1"], b"\xff", b"\xfe")
+    raw.zadd(KEYS["waiting:normal:}:meta"], {"request": 1})
+    raw.set(b"kvroute:1:{\xff}:meta", "")
+    assert "  \ufffd  \ufffd\n" in kvroute(url, "inspect", "worker", "w1").output
+    assert as_json(url, "inspect", "summary")["namespaces"] == [NAMESPACE]
 
 
 def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
