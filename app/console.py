@@ -36,11 +36,7 @@ def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
 
 
 def json_text(value: Any) -> str:
-    return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()
-
-
-def _plain(value: Any) -> Any:
-    return str(value)
+    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

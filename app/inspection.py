@@ -14,7 +14,7 @@ from app.core.keys import METRICS_MAXLEN, NAMESPACE, Keyspace
 from app.core.matching import parse_owners
 from app.core.metrics import NO_READINGS, GpuReadings
 from app.core.redis import deadline
-from app.core.reservations import Load
+from app.core.reservations import Load, parse_load
 from app.core.scripts import ScriptRunner
 from app.core.topology import Client
 from app.core.types import (
@@ -31,7 +31,6 @@ from app.reading import (
     bucket_bits,
     buckets,
     contents,
-    parsed_load,
     read_control,
     readable,
     scan,
@@ -267,7 +266,7 @@ async def _workers(
                 info=_readable_info(info),
                 current=inc in control.current.values(),
                 lease_ms=None if expiry is None else int(expiry) - control.now_ms,
-                load=parsed_load(control.load.get(inc)),
+                load=parse_load(control.load.get(inc, b"")),
                 metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
                 gpu=_readable_gpu(measured),
                 blocks={tier: held[number, tier] for tier in Tier},

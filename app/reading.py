@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.redis import deadline
-from app.core.reservations import Load
 from app.core.topology import Client
 
 STEP_KEYS = 200
@@ -75,14 +74,6 @@ async def read_control(redis: Client, keyspace: Keyspace) -> Control:
 def readable(raw: bytes) -> str:
     """The text of what should be text but may be anything."""
     return raw.decode(errors="replace")
-
-
-def parsed_load(text: bytes | None) -> Load | None:
-    """The load in `text`; None if there is none, or it cannot be read."""
-    try:
-        return Load(*map(int, text.split())) if text else None
-    except (TypeError, ValueError):
-        return None
 
 
 def settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:

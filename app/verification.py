@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from app.core.keys import Keyspace
 from app.core.matching import parse_owners
 from app.core.redis import deadline
+from app.core.reservations import parse_load
 from app.core.topology import Client
 from app.core.types import Incarnation, parse_incarnation
 from app.reading import (
@@ -20,7 +21,6 @@ from app.reading import (
     Control,
     buckets,
     contents,
-    parsed_load,
     read_control,
     readable,
 )
@@ -132,7 +132,7 @@ def _counted(c: Control, inc: bytes) -> tuple[int, ...]:
 
 
 def _loaded(text: bytes) -> tuple[int, ...] | None:
-    load = parsed_load(text)
+    load = parse_load(text)
     if load is None:
         return None
     return load.prefill_tokens, load.prefill_us, load.blocks, load.requests, load.decoding

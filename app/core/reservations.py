@@ -49,6 +49,12 @@ class Load:
         self.total += 1
 
 
+def parse_load(text: bytes) -> Load | None:
+    """The load in a field of `load`; None: it cannot be read."""
+    numbers = _numbers(text)
+    return Load(*numbers) if numbers else None
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """What one request is to be promised."""
@@ -174,9 +180,9 @@ def _snapshot(
     load_of = {}
     for text in live:
         # An incarnation whose load is corrupted is not routed to until its worker has noticed.
-        inc, numbers = parse_incarnation(text), _numbers(by_inc.pop(text, b""))
-        if inc and numbers:
-            load_of[inc] = Load(*numbers)
+        inc, load = parse_incarnation(text), parse_load(by_inc.pop(text, b""))
+        if inc and load:
+            load_of[inc] = load
     lapsed = frozenset(filter(None, map(parse_incarnation, by_inc)))
     return Snapshot(now_ms, load_of, workers_ms, shards, bool(waiting), lapsed)
 
