@@ -41,9 +41,7 @@ class LookUp:
 
     async def workers(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
-        with self._telemetry.seconds_of("look_up").time():
-            snapshot = await self._runner.one(self._loads)
-        return await self._fleet.view(snapshot)
+        return await self._fleet.view(await self._runner.one(self._loads))
 
     async def batch(self, batch: list[Pending]) -> View:
         """The workers as they are now; sets `overlaps` and `session_at` of each request.
