@@ -46,15 +46,17 @@ MAX_RETRY_AFTER_S = 60
 
 
 def install(app: FastAPI) -> None:
-    """Make `app` answer every error in that shape."""
+    """Make `app` answer every error in that shape.
+
+    A ValidationError is none of the caller's here: only decisions have bodies, see `answer`.
+    """
     app.add_exception_handler(KvrouteError, _kvroute_error)
-    app.add_exception_handler(ValidationError, _validation_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, _fault)
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """The answer that `install` makes an application give."""
+    """The answer to what the endpoint of a decision raised."""
     if isinstance(error, KvrouteError):
         return await _kvroute_error(request, error)
     if isinstance(error, ValidationError):

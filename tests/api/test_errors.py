@@ -311,6 +311,15 @@ async def test_a_fault_of_the_router_itself_is_answered_in_the_one_shape(
     assert response.json()["error"]["code"] == "internal"
 
 
+async def test_an_answer_that_the_router_gets_wrong_is_not_blamed_on_the_caller(
+    client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fleet, "load_statistics", lambda fleet, now_ms: (None, None))
+    response = await client.get("/v1/workers")
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal"
+
+
 class TestOpenApi:
     @pytest.fixture
     async def document(self, client: httpx.AsyncClient) -> dict[str, Any]:
