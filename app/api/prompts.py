@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.api import schemas
 from app.core.config import RouterSettings
-from app.core.errors import InvalidRequest
+from app.core.errors import InvalidRequest, shown
 from app.core.hashing import (
     Tokens,
     compute_local_hashes,
@@ -165,5 +165,5 @@ async def chain_of_hashes(
 def _check_length(field: str, num_tokens: int, settings: RouterSettings) -> None:
     if not 1 <= num_tokens <= settings.max_prompt_tokens:
         raise InvalidRequest(
-            field, f"got {num_tokens} tokens; 1 to {settings.max_prompt_tokens} are allowed"
+            field, f"got {shown(num_tokens)} tokens; 1 to {settings.max_prompt_tokens} are allowed"
         )

@@ -194,6 +194,13 @@ async def test_a_long_hash_is_cut_in_the_message(client: httpx.AsyncClient) -> N
     assert len(message) < 200
 
 
+async def test_a_long_number_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/route", json=HASHES | {"num_tokens": 10**4000})
+    message = response.json()["error"]["message"]
+    assert message.startswith(f"num_tokens: got 1{'0' * 76}... tokens")
+    assert len(message) < 200
+
+
 async def test_a_long_name_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/route", json=TOKENS | {"x" * 300: 1})
     assert response.status_code == 422
