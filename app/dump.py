@@ -30,7 +30,7 @@ from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from app.reading import STEP_TIMEOUT_S, bucket_bits, contents, scan, settled
+from app.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, scan, settled
 
 T = TypeVar("T")
 VERSION = 1
@@ -94,7 +94,7 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
 
 
 async def _layout(redis: Client, shard: Keyspace) -> int:
-    bits = await bucket_bits(redis, shard)
+    bits = await bucket_bits_of(redis, shard)
     if bits is None:
         raise ConfigError(f"{shard['shard']}: bucket_bits cannot be read")
     return bits
@@ -221,18 +221,25 @@ async def _register(
     lease_ttl_ms: int,
 ) -> Incarnation:
     shards = len(bucket_bits)
-    made = await runner.one(
-        leases.register(keyspace, worker, nonce, ttl_ms=lease_ttl_ms, shards=shards)
-    )
-    if made.shards != shards:
-        raise ConfigError(
-            f"namespace {keyspace.namespace!r} has {made.shards} shards, but the dump has {shards}"
+    opened = [False]
+    while not all(opened):
+        made = await runner.one(
+            leases.register(keyspace, worker, nonce, ttl_ms=lease_ttl_ms, shards=shards)
+        )
+        if made.shards != shards:
+            raise ConfigError(
+                f"namespace {keyspace.namespace!r} has {made.shards} shards, "
+                f"but the dump has {shards}"
+            )
+        opened = await runner.run(
+            [
+                index.open_shard(keyspace.of_shard(shard), made.incarnation, nonce, bits)
+                for shard, bits in enumerate(bucket_bits)
+            ]
         )
     for shard, bits in enumerate(bucket_bits):
-        names = keyspace.of_shard(shard)
-        assert await runner.one(index.open_shard(names, made.incarnation, nonce, bits))
         async with deadline(STEP_TIMEOUT_S):
-            found = int(await runner.redis.hget(names["shard"], "bucket_bits") or 0)
+            found = await bucket_bits_of(runner.redis, keyspace.of_shard(shard))
         if found != bits:
             raise ConfigError(
                 f"shard {shard} of {keyspace.namespace!r} has {found} bucket bits, "

@@ -28,7 +28,7 @@ from app.core.types import (
 from app.reading import (
     STEP_TIMEOUT_S,
     Control,
-    bucket_bits,
+    bucket_bits_of,
     buckets,
     contents,
     read_control,
@@ -106,7 +106,7 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
     laid_out = memory = 0
     async with deadline(STEP_TIMEOUT_S):
         for shard in range(shards):
-            bits = await bucket_bits(redis, keyspace.of_shard(shard))
+            bits = await bucket_bits_of(redis, keyspace.of_shard(shard))
             laid_out += BLOCKS_PER_BUCKET << bits if bits else 0
         for master in await redis.masters():
             memory += int((await master.info("memory"))["used_memory"])
@@ -154,7 +154,7 @@ async def fill(
     blocks = laid_out = 0
     for shard in map(keyspace.of_shard, range(shards)):
         async with deadline(STEP_TIMEOUT_S):
-            bits = await bucket_bits(redis, shard)
+            bits = await bucket_bits_of(redis, shard)
             if bits is None:
                 continue
             async with redis.node_of(shard["shard"]).client.pipeline(transaction=False) as pipe:

@@ -84,7 +84,7 @@ def settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
     return int(text)
 
 
-async def bucket_bits(redis: Client, shard: Keyspace) -> int | None:
+async def bucket_bits_of(redis: Client, shard: Keyspace) -> int | None:
     """A shard's bucket bits; None: there are none, or none that make sense."""
     found: Any = await redis.hget(shard["shard"], "bucket_bits")
     bits = BUCKET_BITS.fullmatch(found or b"")

@@ -563,6 +563,15 @@ def test_what_nobody_looks_up_is_not_dumped(url: str, raw: Redis) -> None:
     assert sorted(kvroute(url, "dump").stdout.splitlines()) == sorted(before.splitlines())
 
 
+def test_a_number_that_a_shard_knows_from_before_is_not_used_again(url: str, raw: Redis) -> None:
+    lines = kvroute(url, "dump").stdout_bytes
+    copy = Keyspace("copy")
+    raw.hset(copy.of_shard(0)["applied"], mapping={"1": "7 other", "3": "7 other"})
+    restored = kvroute(url, "restore", namespace="copy", input=lines)
+    assert restored.exit_code == 0, restored.output
+    assert overlaps(url, copy) == overlaps(url, KEYS)
+
+
 def test_a_dump_goes_only_into_an_index_laid_out_alike(url: str, raw: Redis) -> None:
     lines = kvroute(url, "dump").stdout
     raw.hset("kvroute:1:{copy#0}:shard", "bucket_bits", "9")
