@@ -338,6 +338,9 @@ class ClusterClient(Client):
         for (first, last), served in ranges.items():
             holders = [served["primary"], *served["replicas"]]
             slots |= dict.fromkeys(range(first, last + 1), holders)
+        if not slots:
+            # It has yet to join the Cluster, as a seed has that came back with an empty disk.
+            raise ClusterDownError(f"{address[0]}:{address[1]} knows no slots")
         return slots
 
     def _addresses(self) -> set[Address]:

@@ -106,15 +106,19 @@ async def test_tls_is_spoken_with_a_trusted_server_only(certificate: Certificate
                 await check_server(redis, timeout_s=5)
 
 
-async def test_a_cluster_speaks_tls(certificate: Certificate) -> None:
+async def test_a_cluster_speaks_tls_and_is_none_while_nobody_has_its_slots(
+    certificate: Certificate,
+) -> None:
     port = free_port()
     options = [*certificate.options(port), "--tls-cluster", "yes", "--cluster-enabled", "yes"]
     options += ["--cluster-port", str(free_port())]
     with EmbeddedRedis(require_redis("redis-7"), options=options) as server:
-        async with Redis(port=server.port) as node:
-            await node.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         url = f"rediss+cluster://{LOOPBACK}:{port}?ssl_ca_certs={certificate.certificate}"
         async with connect(url) as redis:
+            with pytest.raises(RedisUnavailable, match=f"{LOOPBACK}:{port} knows no slots"):
+                await check_server(redis, timeout_s=5)
+            async with Redis(port=server.port) as node:
+                await node.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
             await redis.refresh()
             [master] = await redis.masters()
             assert master.connection_pool.connection_kwargs["port"] == port
