@@ -115,7 +115,6 @@ class Router:
             self.telemetry.decisions_of(request.policy, outcome).inc()
             ended = time.perf_counter() if pending.waiter is None else pending.waiter.since_s
             self.telemetry.decision_seconds.observe(ended - started)
-        self._count(decision)
         return decision
 
     async def stop(self) -> None:
@@ -238,11 +237,7 @@ class Router:
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
     def _note_decision(self, plan: Plan) -> None:
-        decision = plan.decision
-        self.telemetry.locality_of(decision.locality).inc()
-        self.telemetry.count_blocks(
-            str(decision.worker.key), decision.isl_blocks, decision.overlap.total
-        )
+        self.telemetry.locality_of(plan.decision.locality).inc()
         self._recorder.add(plan.record)
 
     def _plan_all(
@@ -378,13 +373,15 @@ class Router:
 
     def _take(self, plan: Plan) -> None:
         """Answer with the worker that is reserved."""
+        decision = plan.decision
         self.telemetry.reservations_of("made").inc()
+        self.telemetry.count_blocks(str(decision.worker.key), decision.isl_blocks, decision.overlap)
         self._routed.add(plan.pending.request, plan.incarnation, self.fleet.shards or 1)
         self._note_decision(plan)
         if plan.pending.answer.done():
             # The caller has hung up meanwhile.
-            self.abandon(plan.decision)
-        _answer(plan.pending, plan.decision)
+            self.abandon(decision)
+        _answer(plan.pending, decision)
 
     def _decide_degraded(self, batch: list[Pending], reason: Exception) -> None:
         """Spread requests by the loads last seen, plus what has been decided since."""
@@ -406,18 +403,6 @@ class Router:
                 view.add(plan.position, plan.reservation)
                 self._note_decision(plan)
             _answer(pending, plan.decision)
-
-    def _count(self, decision: Decision) -> None:
-        if decision.reserved:
-            overlap = decision.overlap
-            self.telemetry.isl_blocks.inc(decision.isl_blocks)
-            if overlap.device:
-                self.telemetry.overlap_of("device").inc(overlap.device)
-            if overlap.host:
-                self.telemetry.overlap_of("host").inc(overlap.host)
-            if overlap.disk:
-                self.telemetry.overlap_of("disk").inc(overlap.disk)
-            self.telemetry.hit_fraction.observe(overlap.total / decision.isl_blocks)
 
 
 def _answer(pending: Pending, decision: Decision) -> None:

@@ -7,6 +7,8 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from app.core.types import TierOverlap
+
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
@@ -91,11 +93,15 @@ class Telemetry:
         self.worker_blocks = Counter(
             "kvroute_worker_routed_blocks",
             "Blocks of the prompts routed to a worker (isl), and those of them that it held "
-            "(overlap).",
+            "(overlap), without degraded decisions.",
             ["worker", "what"],
             registry=r,
         )
-        self.isl_blocks = Counter("kvroute_isl_blocks", "Blocks of routed prompts.", registry=r)
+        self.isl_blocks = Counter(
+            "kvroute_isl_blocks",
+            "Blocks of routed prompts, without those of degraded decisions.",
+            registry=r,
+        )
         self.overlap_blocks = Counter(
             "kvroute_overlap_blocks",
             "Blocks of routed prompts that their worker held, by tier.",
@@ -180,15 +186,23 @@ class Telemetry:
         for gauge in (*self.worker_load.values(), *self.worker_gpu.values()):
             gauge.clear()
 
-    def count_blocks(self, worker: str, isl: int, overlap: int) -> None:
+    def count_blocks(self, worker: str, isl: int, overlap: TierOverlap) -> None:
         """Count a prompt of `isl` blocks, routed to a worker that held `overlap` of them."""
+        self.isl_blocks.inc(isl)
+        if overlap.device:
+            self.overlap_of("device").inc(overlap.device)
+        if overlap.host:
+            self.overlap_of("host").inc(overlap.host)
+        if overlap.disk:
+            self.overlap_of("disk").inc(overlap.disk)
+        self.hit_fraction.observe(overlap.total / isl)
         known = self._counted.get(worker)
         if known is None:
             blocks = self.worker_blocks
             known = blocks.labels(worker, "isl"), blocks.labels(worker, "overlap")
             self._counted[worker] = known
         known[0].inc(isl)
-        known[1].inc(overlap)
+        known[1].inc(overlap.total)
 
     def keep_workers(self, names: Collection[str]) -> None:
         """Forget what was counted for all other workers."""

@@ -586,6 +586,9 @@ class TestWithoutRedis:
             assert placed(answers) == {"w1": 2, "w2": 4}
             assert all(isinstance(a, Decision) and a.degraded and not a.reserved for a in answers)
             assert router.counted("degraded_decisions") == 6
+            # What the workers held is unknown.
+            assert router.counted("isl_blocks") == 0
+            assert router.counted("worker_routed_blocks", worker="w2:0", what="isl") == 0
 
     async def test_nobody_is_refused_for_what_was_decided_meanwhile(
         self, own_redis_server: EmbeddedRedis
