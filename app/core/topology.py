@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hiredis import pack_command
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.cluster import parse_cluster_slots
@@ -128,13 +128,32 @@ class Client(Redis):
         """Learn what no error reveals, until cancelled; returns if there is nothing of the kind."""
 
 
-class Pool(BlockingConnectionPool):
-    """Waits for a free connection. If one is free already, it is handed out without a lock or a
-    timer, which took three times as long as everything else here."""
+class Pool(ConnectionPool):
+    """Hands out connections in the order in which they are asked for, for which callers wait up to
+    `timeout` seconds.
+
+    In redis-py's BlockingConnectionPool who asks as a connection comes free overtakes those who
+    wait: with 32 callers and 16 connections, some waited for as long as the others went on. A free
+    connection is handed out without a lock or a timer, which took three times as long as everything
+    else here.
+    """
+
+    def __init__(self, *, timeout: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.timeout = timeout
+        self._turns = asyncio.Semaphore(self.max_connections)
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
-        if not self.can_get_connection():
-            return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+        if self._turns.locked():
+            try:
+                async with asyncio.timeout(self.timeout):
+                    await self._turns.acquire()
+            except TimeoutError:
+                raise ConnectionError(
+                    f"all {self.max_connections} connections were in use for {self.timeout:g} s"
+                ) from None
+        else:
+            await self._turns.acquire()
         connection = self.get_available_connection()  # type: ignore[no-untyped-call]
         try:
             await self.ensure_connection(connection)
@@ -142,6 +161,12 @@ class Pool(BlockingConnectionPool):
             await self.release(connection)
             raise
         return connection
+
+    async def release(self, connection: AbstractConnection) -> None:
+        try:
+            await super().release(connection)
+        finally:
+            self._turns.release()
 
 
 class SentinelPool(SentinelConnectionPool, Pool):

@@ -119,6 +119,33 @@ async def test_who_finds_no_free_connection_waits_for_one(one_redis_server: Embe
     assert all(isinstance(reply, int) for reply in replies)
 
 
+async def test_connections_are_given_to_those_who_wait_in_their_order(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    turns: list[str] = []
+
+    async def ask(name: str) -> None:
+        for _ in range(5):
+            await exchange(Node(redis), [("PING",)])
+            turns.append(name)
+
+    async with connect(one_redis_server.url, max_connections=1) as redis:
+        await asyncio.gather(*map(ask, "abc"))
+    assert "".join(turns) == "abc" * 5
+
+
+async def test_who_waits_too_long_for_a_connection_gets_none(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    async with connect(one_redis_server.url, max_connections=1, timeout_s=0.02) as redis:
+        connection = await redis.connection_pool.get_connection()
+        [reply] = await exchange(Node(redis), [("PING",)])
+        assert isinstance(reply, NotSent)
+        assert str(reply) == "ConnectionError: all 1 connections were in use for 0.02 s"
+        await redis.connection_pool.release(connection)
+        assert await exchange(Node(redis), [("PING",)]) == [b"PONG"]
+
+
 async def test_a_connection_that_fails_is_not_in_use_for_ever() -> None:
     async with connect(f"redis://127.0.0.1:{free_port()}/0", max_connections=2) as nowhere:
         failures = [str(*await exchange(Node(nowhere), [("PING",)])) for _ in range(4)]

@@ -263,9 +263,10 @@ async def test_the_master_answers_where_its_replica_does_not(
     runner.sent.clear()
     replica = redis.node_of(keyspace["meta"], replica=True)
     assert port_of(replica.client) == servers.replicas[0].port
-    # As if all its connections were in use.
     pool: Any = replica.client.connection_pool
-    pool.max_connections, pool.timeout = 0, 0.01
+    pool.timeout = 0.01
+    for _ in range(pool.max_connections):
+        await pool.get_connection()
     assert await matching.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], [])
     assert [port for port, _ in runner.sent] == [servers.replicas[0].port, servers.masters[0].port]
 
