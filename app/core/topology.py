@@ -66,14 +66,14 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
     then have run.
     """
     commands = list(commands)
+    # redis-py's pipeline would take twice the CPU overall, and its packing four times.
+    sent = [part for c in commands for part in (("ASKING",), c)] if node.asking else commands
+    packed = b"".join([pack_command((*c[0].split(), *c[1:])) for c in sent])
     pool: Any = node.client.connection_pool
     try:
         connection = await pool.get_connection()
     except (RedisError, OSError) as error:
         return [NotSent(f"{type(error).__name__}: {error}")] * len(commands)
-    # redis-py's pipeline would take twice the CPU overall, and its packing four times.
-    sent = [part for c in commands for part in (("ASKING",), c)] if node.asking else commands
-    packed = b"".join([pack_command((*c[0].split(), *c[1:])) for c in sent])
     replies: list[Any] = []
     try:
         await connection.send_packed_command(packed, check_health=False)

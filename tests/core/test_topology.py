@@ -146,6 +146,13 @@ async def test_who_waits_too_long_for_a_connection_gets_none(
         assert await exchange(Node(redis), [("PING",)]) == [b"PONG"]
 
 
+async def test_what_cannot_be_sent_takes_no_connection(one_redis_server: EmbeddedRedis) -> None:
+    async with connect(one_redis_server.url, max_connections=1, timeout_s=0.5) as redis:
+        with pytest.raises(TypeError):
+            await exchange(Node(redis), [("GET", object())])
+        assert await exchange(Node(redis), [("PING",)]) == [b"PONG"]
+
+
 async def test_a_connection_that_fails_is_not_in_use_for_ever() -> None:
     async with connect(f"redis://127.0.0.1:{free_port()}/0", max_connections=2) as nowhere:
         failures = [str(*await exchange(Node(nowhere), [("PING",)])) for _ in range(4)]
