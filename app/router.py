@@ -389,6 +389,8 @@ class Router:
             log.warning("deciding without Redis: %s", reason)
         view = self.fleet.last_view
         for pending in batch:
+            if pending.answer.done():
+                continue
             if view is None:
                 _fail(pending, NoWorkers(f"no worker has been seen yet: {reason}"))
                 continue

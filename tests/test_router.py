@@ -621,6 +621,23 @@ class TestWithoutRedis:
             assert router.counted("degraded_decisions") == 6
             assert router.counted("locality", reason="degraded") == 0
 
+    async def test_who_has_gone_meanwhile_counts_nowhere(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        async def lose_it_and_a_caller() -> None:
+            gone = asyncio.ensure_future(router.route(request("r2")))
+            await asyncio.wait([gone], timeout=0.01)
+            gone.cancel()
+            await asyncio.wait([gone])
+            raise TimeoutError
+
+        await workers.register("w1")
+        await router.refresh()
+        router.runner.after_look_up = lose_it_and_a_caller
+        assert (await router.route(request("r1"))).degraded
+        assert router.counted("degraded_decisions") == 1
+        assert router.counted("locality", reason="degraded") == 1
+
     async def test_redis_may_go_between_look_and_reservation(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
