@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import reprlib
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import orjson
 
 from app.core import index, leases
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, shown
 from app.core.index import Change
 from app.core.keys import Keyspace
 from app.core.matching import parse_owners
@@ -268,8 +267,7 @@ class _Dump:
         head = next(self._rows, _Row(1, {}))
         if head.fields.get("kvroute") != VERSION:
             raise ConfigError(
-                f"line 1 is {reprlib.repr(head.fields)}: "
-                f"not the first line of a dump of version {VERSION}"
+                f"line 1 is {shown(head.fields)}: not the first line of a dump of version {VERSION}"
             )
         self._block_size = head.whole("block_size", 1, MAX_WHOLE)
         shards = head.whole("shards", 1, MAX_SHARDS)
@@ -365,8 +363,9 @@ class _Row:
         return value
 
     def wrong(self, name: str, value: Any, wanted: str) -> ConfigError:
-        shown = reprlib.repr(value)
-        return ConfigError(f"line {self.number}: {self.within}{name} is {shown}, not {wanted}")
+        return ConfigError(
+            f"line {self.number}: {self.within}{name} is {shown(value)}, not {wanted}"
+        )
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
@@ -376,7 +375,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"line {number} is not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ConfigError(f"line {number} is not an object: {line[:80]!r}")
+            raise ConfigError(f"line {number} is not an object: {shown(line)}")
         yield _Row(number, row)
 
 
