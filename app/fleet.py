@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from app.core import leases, metrics
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
-from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
+from app.core.keys import METRICS_INTERVAL_S, Keyspace
 from app.core.matching import Overlaps
 from app.core.metrics import (
     DEFAULT_SPEED,
@@ -38,6 +38,8 @@ from app.policy.cost import Candidates
 log = logging.getLogger(__name__)
 
 STALE_AFTER_MS = 10 * round(METRICS_INTERVAL_S * 1000)
+PAGE = 512
+"""Entries of the metrics stream read at a time, in some 20 ms: two of each of 256 workers."""
 MAX_AHEAD_S = 60.0
 """How far an entry of the metrics stream may be ahead of the Redis clock."""
 RECOVERY_S = 5.0
@@ -315,21 +317,16 @@ class Fleet:
             await asyncio.sleep(METRICS_INTERVAL_S)
 
     async def _poll(self, position: bytes | None) -> bytes | None:
-        """Take the entries after `position`, or the last ones there are; returns the new one."""
-        key = self._keyspace["metrics"]
-        reply: Any
-        async with deadline(self._timeout_s):
-            if position is None:
-                reply = await self._redis.xrevrange(key, count=METRICS_MAXLEN)
-            else:
-                reply = await self._redis.xread({key: position}, count=METRICS_MAXLEN)
+        """Take the entries after `position`, or the newest of each worker; returns the new one."""
         if position is None:
-            entries = reply[::-1]
+            position = await self._take_newest()
         else:
-            entries = reply[0][1] if reply else []
-        for entry_id, fields in entries:
-            position = entry_id
-            self._take(_id_ms(entry_id), fields)
+            async with deadline(self._timeout_s):
+                reply: Any = await self._redis.xread(
+                    {self._keyspace["metrics"]: position}, count=PAGE
+                )
+            for position, fields in reply[0][1] if reply else []:
+                self._take(_id_ms(position), fields)
         if position is None:
             return None
         self._newest_ms = _id_ms(position)
@@ -339,16 +336,44 @@ class Fleet:
             return None
         return position
 
-    def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> None:
+    async def _take_newest(self) -> bytes | None:
+        """Take the newest entry of each worker; returns the position of the newest of all.
+
+        Goes back until a page shows no other worker. The whole stream would take Redis and us
+        longer than a decision may wait.
+        """
+        newest, before = None, "+"
+        seen: set[bytes | None] = set()
+        while True:
+            page: Any
+            async with deadline(self._timeout_s):
+                page = await self._redis.xrevrange(
+                    self._keyspace["metrics"], max=before, count=PAGE
+                )
+            others = 0
+            for entry_id, fields in page:
+                newest = newest or entry_id
+                before = f"({entry_id.decode()}"
+                incarnation = fields.get(b"incarnation")
+                if incarnation not in seen and self._take(_id_ms(entry_id), fields):
+                    seen.add(incarnation)
+                    others += 1
+            if not others:
+                return newest
+
+    def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> bool:
+        """Keep what an entry says; False: it makes no sense."""
         text = {
             name.decode(errors="replace"): v.decode(errors="replace") for name, v in fields.items()
         }
         try:
             incarnation = Incarnation(int(text["incarnation"]))
             self._measured[incarnation] = Measured(*metrics.decode(text), at_ms)
-            self._known = None
         except (KeyError, ValueError) as error:
             log.warning("ignoring a metrics entry of %s: %s", text.get("worker"), error)
+            return False
+        self._known = None
+        return True
 
 
 def _id_ms(entry_id: bytes) -> int:

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -278,6 +279,45 @@ async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
         await learned(fleet, TWO, waiting=6)
     assert fleet.measured(THREE).metrics == ForwardPassMetrics()
     assert 0 <= fleet.metrics_age_s < 5
+
+
+@pytest.mark.parametrize(
+    ("entries", "pages", "known"),
+    [
+        ("12 32", 3, {1: 0, 2: 3, 3: 2}),
+        # Who has long been silent is not looked for.
+        ("1 22 22", 2, {2: 4}),
+        # Of a worker whose newest entry makes no sense, an earlier one counts.
+        ("x1 1x", 2, {1: 2}),
+    ],
+)
+async def test_only_as_many_pages_of_the_stream_are_read_as_name_other_workers(
+    space: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: str,
+    pages: int,
+    known: dict[int, int],
+) -> None:
+    monkeypatch.setattr(fleets, "PAGE", 2)
+    fleet = fleet_of(space)
+    for number, inc in enumerate(entries.replace(" ", "")):
+        if inc == "x":
+            await space.redis.xadd(
+                space.keys["metrics"], {"incarnation": "1", "kv_total_blocks": "x"}
+            )
+        else:
+            await publish(space, Incarnation(int(inc)), waiting(number))
+    await space.redis.config_resetstat()
+
+    async def calls() -> dict[str, Any]:
+        return await space.redis.info("commandstats")
+
+    async with following(fleet):
+        stats = await eventually(calls, lambda found: "cmdstat_xread" in found)
+    assert stats["cmdstat_xrevrange"]["calls"] == pages
+    for inc in (1, 2, 3):
+        measured = fleet.measured(Incarnation(inc))
+        assert measured.metrics == (waiting(known[inc]) if inc in known else waiting(0))
 
 
 async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> None:
