@@ -321,12 +321,7 @@ class Fleet:
         if position is None:
             position = await self._take_newest()
         else:
-            async with deadline(self._timeout_s):
-                reply: Any = await self._redis.xread(
-                    {self._keyspace["metrics"]: position}, count=PAGE
-                )
-            for position, fields in reply[0][1] if reply else []:
-                self._take(_id_ms(position), fields)
+            position = await self._take_after(position)
         if position is None:
             return None
         self._newest_ms = _id_ms(position)
@@ -334,6 +329,19 @@ class Fleet:
         if now_ms is not None and self._newest_ms - now_ms > MAX_AHEAD_S * 1000:
             # Somebody wrote it by hand: later entries may be dated from now, and so come before it.
             return None
+        return position
+
+    async def _take_after(self, position: bytes) -> bytes:
+        is_more = True
+        while is_more:
+            async with deadline(self._timeout_s):
+                reply: Any = await self._redis.xread(
+                    {self._keyspace["metrics"]: position}, count=PAGE
+                )
+            page = reply[0][1] if reply else []
+            for position, fields in page:
+                self._take(_id_ms(position), fields)
+            is_more = len(page) == PAGE
         return position
 
     async def _take_newest(self) -> bytes | None:

@@ -320,6 +320,20 @@ async def test_only_as_many_pages_of_the_stream_are_read_as_name_other_workers(
         assert measured.metrics == (waiting(known[inc]) if inc in known else waiting(0))
 
 
+async def test_all_entries_since_the_last_poll_are_read_however_many(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "PAGE", 2)
+    fleet = fleet_of(space)
+    await publish(space, Incarnation(1), waiting(1))
+    position = await fleet._poll(None)
+    for inc in range(2, 7):
+        await publish(space, Incarnation(inc), waiting(inc))
+    await fleet._poll(position)
+    for inc in range(1, 7):
+        assert fleet.measured(Incarnation(inc)).metrics == waiting(inc)
+
+
 async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> None:
     fleet = fleet_of(space)
     inc = await space.worker("a")
