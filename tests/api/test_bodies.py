@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from timeit import repeat
 
 import pytest
 from hypothesis import given, settings
@@ -85,16 +84,9 @@ def test_of_an_array_only_the_first_bad_item_is_an_error(field: str) -> None:
     assert refused.value.error_count() == 1
 
 
-def test_unknown_fields_cost_no_more_than_pydantic_takes_to_refuse_them() -> None:
-    raw = ("{" + ",".join(f'"junk{n}": 0' for n in range(20_000)) + "}").encode()
-
-    def seconds(read: Callable[[], object]) -> float:
-        def refused() -> None:
-            with pytest.raises(ValidationError):
-                read()
-
-        return min(repeat(refused, number=1, repeat=3))
-
-    alone = seconds(lambda: RouteBody.model_validate_json(raw))
-    # Each looked up by name took 60 times as long.
-    assert seconds(lambda: parse(RouteBody, raw)) < 10 * alone
+def test_no_value_is_looked_up_in_a_body_with_unknown_fields() -> None:
+    # simdjson goes through all fields to find one, so 20,000 of them took 0.75 s.
+    with pytest.raises(ValueError, match="^junk is unknown"):
+        prompts._fields(RouteBody, b'{"junk": 0}')
+    with pytest.raises(ValidationError, match="junk"):
+        parse(RouteBody, b'{"junk": 0}')
