@@ -37,7 +37,7 @@ from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
-from loadtest import report
+from loadtest.command import Command, json_option, save
 
 REPLICAS = (1, 2, 4, 8, 16)
 NUM_WORKERS = 8
@@ -172,11 +172,11 @@ def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict
     return placed
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--rounds", default=20, show_default=True, type=POSITIVE)
 @click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
-def main(rounds: int, policy: str, out: Path | None) -> None:
+@json_option
+def main(rounds: int, policy: str, json_file: Path | None) -> None:
     """Place bursts with 1, 2, 4, 8 and 16 replicas."""
     placed = measure(REPLICAS, rounds, policy)
     on_owner = {count: [burst.on_owner for burst in bursts] for count, bursts in placed.items()}
@@ -194,19 +194,18 @@ def main(rounds: int, policy: str, out: Path | None) -> None:
             f"{count:>8}{medians[count]:>23g}{min(seen):>8}{max(seen):>7}{took_ms[count]:>15.0f}"
         )
     click.echo(f"\nlargest difference of a median to that of one replica: {difference:g}")
-    if out:
-        result = {
-            "policy": policy,
-            "workers": NUM_WORKERS,
-            "requests": NUM_REQUESTS,
-            "prefix_blocks": PREFIX_BLOCKS,
-            "suffix_blocks": SUFFIX_BLOCKS,
-            "on_owner": {str(count): seen for count, seen in on_owner.items()},
-            "median": {str(count): middle for count, middle in medians.items()},
-            "largest_difference": difference,
-            "took_ms": {str(count): middle for count, middle in took_ms.items()},
-        }
-        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    result = {
+        "policy": policy,
+        "workers": NUM_WORKERS,
+        "requests": NUM_REQUESTS,
+        "prefix_blocks": PREFIX_BLOCKS,
+        "suffix_blocks": SUFFIX_BLOCKS,
+        "on_owner": on_owner,
+        "median": medians,
+        "largest_difference": difference,
+        "took_ms": took_ms,
+    }
+    save(result, json_file)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.serving import listen, run, serve
 from app.core.types import Tier, WorkerInfo, WorkerKey
-from loadtest import report
+from loadtest.command import Command, json_option, save
 
 KEYS = Keyspace("bench-decision")
 NONCE = "bench"
@@ -411,13 +411,13 @@ def _curve(found: dict[str, Any]) -> Table:
     return table
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--requests", default=4000, show_default=True, type=POSITIVE, help="Requests per round."
 )
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
-def main(requests: int, rounds: int, out: Path | None) -> None:
+@json_option
+def main(requests: int, rounds: int, json_file: Path | None) -> None:
     """Measure the decisions of one replica, then of several."""
     with EmbeddedRedis() as redis:
         assert redis.pid is not None
@@ -425,8 +425,7 @@ def main(requests: int, rounds: int, out: Path | None) -> None:
             os.sched_setaffinity(pid, CORES[:1])
         result = measure(redis.url, requests, rounds)
     show(result, Console(width=120))
-    if out:
-        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    save(result, json_file)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from typing import Any
 
 import click
 import numpy as np
-import orjson
 
 from app.core.config import POSITIVE, RouterSettings
 from app.core.embedded import EmbeddedRedis, redis_binary
@@ -37,8 +36,8 @@ from app.decision import RouteRequest
 from app.fleet import Fleet
 from app.router import Router
 from app.telemetry import Telemetry
-from loadtest import report
 from loadtest.bench_index import hashes
+from loadtest.command import Command, json_option, save
 from loadtest.topologies import ClusterServers, SentinelServers
 from workers.agent import Agent, AgentSettings
 
@@ -142,11 +141,11 @@ def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
     return servers.masters[servers.shard_of(KEYS["load"])]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--cluster", is_flag=True, help="Use a Cluster instead of sentinels.")
 @click.option("--runs", default=5, show_default=True, type=POSITIVE)
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
-def main(cluster: bool, runs: int, out: Path | None) -> None:
+@json_option
+def main(cluster: bool, runs: int, json_file: Path | None) -> None:
     """Kill the master under load, and time what happens to decisions."""
     logging.disable(logging.WARNING)
     binary = redis_binary()
@@ -166,8 +165,7 @@ def main(cluster: bool, runs: int, out: Path | None) -> None:
     ):
         figures = [result[name] for result in results]
         click.echo(f"  {median(figures):.2f}, {max(figures):.2f}  {what}")
-    if out:
-        out.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    save(results, json_file)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.config import POSITIVE
 from app.core.hashing import BASE_SEED, Tokens, compute_hashes
+from loadtest.command import Command
 
 NUM_BLOCKS = 512
 BLOCK_SIZE = 16
@@ -36,7 +37,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--rounds", default=2000, show_default=True, type=POSITIVE)
 def main(rounds: int) -> None:
     """Time hashing a prompt against plain calls to the hash function."""

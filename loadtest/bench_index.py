@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-import orjson
 from redis import Redis
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +43,7 @@ from app.core.serving import run
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
-from loadtest import report
+from loadtest.command import Command, json_option, save
 from workers.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-index")
@@ -428,7 +427,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
 @click.option(
     "--blocks", default=1_000_000, show_default=True, type=POSITIVE, help="Unique blocks."
@@ -451,7 +450,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     type=POSITIVE,
     help="Rounds, of which the median is taken.",
 )
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
+@json_option
 def main(
     url: str | None,
     blocks: int,
@@ -459,15 +458,14 @@ def main(
     workers: int,
     queries: int,
     repeats: int,
-    out: Path | None,
+    json_file: Path | None,
 ) -> None:
     """Measure the index in a real Redis."""
     with ExitStack() as stack:
         url = url or stack.enter_context(EmbeddedRedis()).url
         result = run(measure(url, blocks, index_blocks or blocks, workers, queries, repeats))
     show(result, Console(width=120))
-    if out:
-        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    save(result, json_file)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import click
 import numpy as np
-import orjson
 from rich.console import Console
 from rich.table import Table
 
@@ -34,8 +33,8 @@ from app.core.scripts import ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier
 from app.dump import reset
-from loadtest import report
 from loadtest.bench_index import KEYS, Holders, evalsha, hashes, used_memory
+from loadtest.command import Command, json_option, save
 
 BLOCKS = 131_072
 QUERIES = 300
@@ -279,17 +278,16 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(table)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
-def main(url: str | None, out: Path | None) -> None:
+@json_option
+def main(url: str | None, json_file: Path | None) -> None:
     """Sweep the index and two plain ones over depth, width, match and share."""
     with ExitStack() as stack:
         url = url or stack.enter_context(EmbeddedRedis()).url
         rows = asyncio.run(measure(url, SWEEPS))
     show(rows, Console(width=180))
-    if out:
-        out.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
+    save(rows, json_file)
 
 
 if __name__ == "__main__":

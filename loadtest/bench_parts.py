@@ -43,6 +43,7 @@ from loadtest.bench_decision import (
     server_core,
     shapes,
 )
+from loadtest.command import Command
 
 TICK_S = 0.004
 PARTS = {
@@ -119,7 +120,7 @@ def show(found: dict[str, dict[str, float]], console: Console) -> None:
     console.print(table)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--requests", default=20_000, show_default=True, type=POSITIVE, help="Requests per shape."
 )

@@ -15,14 +15,13 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
 import click
-import orjson
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
@@ -37,8 +36,8 @@ from app.core.config import (
     WorkerSettings,
 )
 from app.core.serving import run
-from loadtest import report
 from loadtest.bench_decision import TICKS_PER_S, cpu_s
+from loadtest.command import Command, json_option, save
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
@@ -230,7 +229,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     return f"{middle} ({least} to {most})"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--replicas", "counts", multiple=True, default=REPLICAS, type=PROCESSES)
 @click.option("--rounds", default=3, show_default=True, type=POSITIVE)
 @click.option("--requests", default=NUM_REQUESTS, show_default=True, type=POSITIVE)
@@ -250,7 +249,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     type=FACTOR,
     help="Run this many times faster than real time; halve it if the CPU is over half in use.",
 )
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
+@json_option
 def main(
     counts: tuple[int, ...],
     rounds: int,
@@ -259,7 +258,7 @@ def main(
     policy: str,
     load: float,
     speedup: float,
-    out: Path | None,
+    json_file: Path | None,
 ) -> None:
     """Replay real traffic with different numbers of router replicas."""
     console = Console()
@@ -280,18 +279,17 @@ def main(
         console=console,
     )
     show(made, console)
-    if out:
-        result = {
-            "trace": trace.name,
-            "requests": trace.num_requests,
-            "workers": num_workers,
-            "policy": policy,
-            "load": load,
-            "speedup": speedup,
-            "rounds": {str(count): [asdict(one) for one in some] for count, some in made.items()},
-            **compare(made),
-        }
-        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    result = {
+        "trace": trace.name,
+        "requests": trace.num_requests,
+        "workers": num_workers,
+        "policy": policy,
+        "load": load,
+        "speedup": speedup,
+        "rounds": made,
+        **compare(made),
+    }
+    save(result, json_file)
 
 
 if __name__ == "__main__":

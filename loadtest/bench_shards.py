@@ -18,7 +18,6 @@ from typing import Any
 
 import click
 import numpy as np
-import orjson
 from redis import Redis
 from rich.console import Console
 from rich.table import Table
@@ -31,8 +30,8 @@ from app.core.matching import match
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from loadtest import report
 from loadtest.bench_index import hashes
+from loadtest.command import Command, json_option, save
 from loadtest.topologies import ClusterServers
 
 KEYS = Keyspace("bench-shards")
@@ -177,7 +176,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"From applied to found by a lookup, alone, read from {name}: {shown}")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--queries", default=2000, show_default=True, type=POSITIVE, help="Queries of each kind."
 )
@@ -188,8 +187,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     type=POSITIVE,
     help="Changes stored to measure the lag.",
 )
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
-def main(queries: int, changes: int, out: Path | None) -> None:
+@json_option
+def main(queries: int, changes: int, json_file: Path | None) -> None:
     """Measure shards and replicas on a Redis Cluster on this machine."""
     binary = redis_binary()
     if binary is None:
@@ -197,8 +196,7 @@ def main(queries: int, changes: int, out: Path | None) -> None:
     with ClusterServers(binary) as servers:
         result = asyncio.run(measure(servers, queries, changes))
     show(result, Console())
-    if out:
-        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    save(result, json_file)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from typing import Any
 
 import click
 import numpy as np
-import orjson
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +33,7 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.config import POSITIVE
 from app.core.types import SequenceHash, Tier
-from loadtest import report
+from loadtest.command import Command, json_option, save
 from workers.disk import RUN_BYTES, DiskBlock, SlotFile
 from workers.tiers import KVShape, MemoryPool, host_pool
 from workers.transfers import Transfers
@@ -214,7 +213,7 @@ def _of_whole_heads(_: click.Context, __: click.Parameter, kib: tuple[int, ...])
     return kib
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--kib",
     "block_kib",
@@ -230,13 +229,14 @@ def _of_whole_heads(_: click.Context, __: click.Parameter, kib: tuple[int, ...])
 @click.option(
     "--folder", default=".", type=click.Path(path_type=Path), help="Folder for the disk tier."
 )
-@click.option("--json", "out", type=report.FILE, help="File to write the figures to.")
-def main(block_kib: tuple[int, ...], mib: int, rounds: int, folder: Path, out: Path | None) -> None:
+@json_option
+def main(
+    block_kib: tuple[int, ...], mib: int, rounds: int, folder: Path, json_file: Path | None
+) -> None:
     """Measure how fast KV blocks move between tiers."""
     result = run(block_kib, mib, rounds, folder)
     show(result, Console())
-    if out:
-        out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    save(result, json_file)
 
 
 if __name__ == "__main__":

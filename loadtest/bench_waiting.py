@@ -22,7 +22,6 @@ from typing import Any
 import click
 import httpx
 import numpy as np
-import orjson
 from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +34,7 @@ from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import WorkerInfo, WorkerKey
-from loadtest import report
+from loadtest.command import Command, json_option, save
 
 KEYS = Keyspace("bench-waiting")
 REPLICAS = (1, 2, 4)
@@ -147,7 +146,7 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
     return found
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--replicas", multiple=True, type=PROCESSES, default=REPLICAS, show_default=True)
 @click.option(
     "--seconds",
@@ -156,8 +155,8 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
     type=AT_LEAST_1_S,
     help="Duration for each number of replicas.",
 )
-@click.option("--json", "json_path", type=report.FILE, help="File to write the results to.")
-def main(replicas: Sequence[int], seconds: float, json_path: Path | None) -> None:
+@json_option
+def main(replicas: Sequence[int], seconds: float, json_file: Path | None) -> None:
     """Measure how turns are shared, and print a table."""
     found = measure(replicas, seconds)
     total = sum(WEIGHTS.values())
@@ -175,8 +174,7 @@ def main(replicas: Sequence[int], seconds: float, json_path: Path | None) -> Non
             f"{one['redis_us_per_turn']:.0f} µs",
         )
     Console().print(table)
-    if json_path is not None:
-        json_path.write_bytes(orjson.dumps(found, option=orjson.OPT_NON_STR_KEYS))
+    save(found, json_file)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import click
-import orjson
 from rich.console import Console
 
 from app.cluster import Cluster
@@ -14,12 +12,12 @@ from app.core.config import (
     FACTOR,
     POLICY_NAMES,
     PROCESSES,
-    Command,
     RouterSettings,
     WorkerSettings,
 )
 from app.core.serving import run
 from loadtest import report
+from loadtest.command import Command, make_folder, save
 from loadtest.replay import progress_display, replay_policy
 from loadtest.traces import DEMO_TRACE, read_trace
 
@@ -58,9 +56,7 @@ def demo(
     num_workers: int, num_replicas: int, policies: tuple[str, ...], load: float, out: Path
 ) -> None:
     """Replay real traffic on a cluster on this machine, one policy after another."""
-    report.make_folder(out)
-    # Like Ctrl-C, SIGTERM must leave no process behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    make_folder(out)
     console = Console()
     trace = read_trace(DEMO_TRACE).cut(0.0, None, NUM_REQUESTS)
     console.print(
@@ -91,6 +87,6 @@ def demo(
                 )
             )
     console.print(report.table(runs))
-    (out / "demo.json").write_bytes(orjson.dumps(report.as_json(runs), option=orjson.OPT_INDENT_2))
+    save(report.as_json(runs), out / "demo.json")
     report.plot(runs, out / "demo.png")
     console.print(f"Also in {out / 'demo.json'} and {out / 'demo.png'}")

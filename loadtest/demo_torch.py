@@ -24,13 +24,13 @@ from app.cluster import Cluster
 from app.core.config import (
     POSITIVE,
     POSITIVE_SECONDS,
-    Command,
     RouterSettings,
     WorkerSettings,
 )
 from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient
+from loadtest.command import Command, make_folder, save
 from loadtest.replay import progress_display, replay_policy
 from loadtest.traces import VOCABULARY, Session, Trace, TraceRequest, pseudo_random_tokens
 
@@ -229,7 +229,7 @@ def main(
     model: str, rounds: int, conversations: int, turns: int, every_s: float, out: Path
 ) -> None:
     """Torch workers on this machine's CPU: hits against misses, then two policies."""
-    report.make_folder(out)
+    make_folder(out)
     console = Console()
     router = RouterSettings(log_level="warning")
     console.print(f"one worker, model {model} with random weights, one thread")
@@ -259,7 +259,7 @@ def main(
     file = out / "demo-torch.json"
     tiers = {name: {"ttft_s": s, "times_faster": speedup(times, name)} for name, s in times.items()}
     found = {"model": model, "bound": bound(), "tiers": tiers, "routing": report.as_json(runs)}
-    file.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    save(found, file)
     console.print(f"Also in {file}")
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import orjson
 
 from app.core.config import FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Command, Number
 from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
+from loadtest.command import FILE, json_option, save
 from loadtest.report import PolicyRun
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceError, TraceRequest, read_trace
 
@@ -268,18 +268,8 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     help="Seed of the prompts' tokens. The second policy is played with seed+1, and so on, so that "
     "it finds nothing from the one before in the workers' caches.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=report.FILE,
-    help="File to write the figures to.",
-)
-@click.option(
-    "--png",
-    "png_file",
-    type=report.FILE,
-    help="File to draw the figures to.",
-)
+@json_option
+@click.option("--png", "png_file", type=FILE, help="File to draw the figures to.")
 def replay(
     trace_file: Path,
     url: str,
@@ -331,8 +321,7 @@ def replay(
     console.print(report.table(runs))
     for problem in _problems(runs):
         console.print(problem, style="red", markup=False)
-    if json_file:
-        json_file.write_bytes(orjson.dumps(report.as_json(runs), option=orjson.OPT_INDENT_2))
+    save(report.as_json(runs), json_file)
     if png_file:
         report.plot(runs, png_file)
     if all(outcome.failure for played in runs for outcome in played.outcomes):

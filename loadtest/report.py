@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import numpy as np
 
 if TYPE_CHECKING:
@@ -218,32 +216,6 @@ def table(runs: Sequence[PolicyRun]) -> Group:
     late = [run.policy for run, s in zip(runs, summaries, strict=True) if _is_late(s)]
     warning = [Text(LATE_TEXT.format(", ".join(late)), "red")] if late else []
     return Group(Text(_title(runs[0]), "bold"), cells, Text(_caption(runs[0]), "dim"), *warning)
-
-
-def make_folder(folder: Path) -> None:
-    """Creates the folder for a report. Better refused now than after everything was played.
-
-    Raises ClickException if nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.ClickException(f"{folder}: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise click.ClickException(f"{folder}: nothing can be written there")
-
-
-class _File(click.Path):
-    """A file for a report; converting the option creates the file's folder."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
-        path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        make_folder(path.parent)
-        return path
-
-
-FILE = _File(dir_okay=False)
-"""The type of an option that names a report's file; refuses what `make_folder` refuses."""
 
 
 def plot(runs: Sequence[PolicyRun], path: Path) -> None:

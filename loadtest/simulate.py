@@ -24,7 +24,6 @@ from typing import Any
 
 import click
 import numpy as np
-import orjson
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +31,7 @@ from rich.table import Table
 from app.core.config import COUNT, FACTOR, LONGEST_S, POLICY_NAMES, POSITIVE, PROCESSES, Number
 from loadtest import report
 from loadtest.client import Outcome
+from loadtest.command import FILE, Command, json_option, save
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
@@ -291,7 +291,7 @@ class _PolicyName(click.ParamType[str]):
         return str(value)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--trace",
     "trace_file",
@@ -377,8 +377,8 @@ class _PolicyName(click.ParamType[str]):
 )
 @click.option("--seeds", default=1, show_default=True, type=POSITIVE)
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=PROCESSES)
-@click.option("--json", "json_file", type=report.FILE, help="File to write the figures to.")
-@click.option("--png", "png_file", type=report.FILE, help="File to draw the figures to.")
+@json_option
+@click.option("--png", "png_file", type=FILE, help="File to draw the figures to.")
 def main(
     trace_file: Path,
     requests: int | None,
@@ -426,8 +426,7 @@ def main(
             for policy, load in limits.items():
                 console.print(f"{policy} keeps {share:.0%} within the SLO up to {load:.2f}x")
     result["figures"] = [asdict(one) for one in figures]
-    if json_file:
-        json_file.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    save(result, json_file)
     if png_file:
         plot(figures, _title(scenario, None), png_file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from loadtest.command import Command
+
 WITH_A_FILE = (
     *("simulate", "bench_burst", "bench_decision", "bench_failover", "bench_index"),
     *("bench_index_sweeps", "bench_replicas", "bench_shards", "bench_tiers", "bench_waiting"),
 )
+
+COMMANDS = (*WITH_A_FILE, "bench_hashing", "bench_parts", "demo_torch")
 
 
 def invoke(module: str, *arguments: str) -> Result:
@@ -68,3 +73,22 @@ def test_an_unusable_number_is_refused(module: str, arguments: str) -> None:
     refused = invoke(module, *arguments.split())
     assert refused.exit_code == 2, refused.output
     assert f"Invalid value for '{option}'" in refused.output
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does_and_lets_it_clean_up() -> None:
+    cleaned_up = []
+
+    @click.command(cls=Command)
+    def command() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned_up.append(True)
+
+    ended = CliRunner().invoke(command)
+    assert (ended.exit_code, ended.output, cleaned_up) == (1, "\nAborted!\n", [True])
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_command_ends_that_way(module: str) -> None:
+    assert isinstance(import_module(f"loadtest.{module}").main, Command)

@@ -1,0 +1,56 @@
+"""What the commands here have in common: how they end, and the files they write."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from app.core import config
+
+
+class Command(config.Command):
+    """Ends on SIGTERM as on Ctrl-C, with no process or file left behind."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return super().invoke(ctx)
+
+
+def make_folder(folder: Path) -> None:
+    """Creates the folder for a report. Better refused now than after everything was played.
+
+    Raises ClickException if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"{folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise click.ClickException(f"{folder}: nothing can be written there")
+
+
+class _File(click.Path):
+    """A file for a report; converting the option creates the file's folder."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        make_folder(path.parent)
+        return path
+
+
+FILE = _File(dir_okay=False, writable=True)
+"""The type of an option that names a report's file; refuses what `make_folder` refuses."""
+
+json_option = click.option("--json", "json_file", type=FILE, help="File to write the figures to.")
+
+
+def save(figures: Any, file: Path | None) -> None:
+    """Writes the figures as JSON; keys may be numbers. None: no file was asked for."""
+    if file is not None:
+        options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+        file.write_bytes(orjson.dumps(figures, option=options))
