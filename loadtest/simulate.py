@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import cycle, groupby
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,13 @@ def processes(scenario: Scenario, number: int) -> Iterator[Executor]:
     global _scenario
     _scenario = scenario
     with ProcessPoolExecutor(number, mp_context=get_context("fork")) as executor:
-        yield executor
+        try:
+            yield executor
+        except BaseException:
+            # What they play may take minutes more, which leaving the executor would wait for.
+            for process in active_children():
+                process.kill()
+            raise
 
 
 def _mean(seeds: Sequence[Figures], of: Callable[[Figures], float | None]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import orjson
@@ -18,6 +19,7 @@ from loadtest.simulate import (
     main,
     meets_slo,
     offered,
+    processes,
     simulate,
 )
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
@@ -142,6 +144,18 @@ def test_the_command_prints_a_table_for_each_load_and_saves_the_figures(tmp_path
     ]
     assert set(saved["limit"]["load"]) == {"random", "blocks:8"}
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_comparison_does_not_wait_for_what_is_being_played(demo: Trace) -> None:
+    def interrupted(scenario: Scenario) -> None:
+        with processes(scenario, 1) as executor:
+            executor.submit(time.sleep, 100)
+            raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Scenario(demo, Setting()))
+    assert time.monotonic() < begun + 50
 
 
 def test_the_loads_played_by_default_are_shares_of_the_knee(tmp_path: Path) -> None:
