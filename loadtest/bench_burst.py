@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -29,58 +29,21 @@ import numpy as np
 import orjson
 
 from app.cluster import Cluster
-from app.core import index, leases
 from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
-from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
 from loadtest.command import Command, json_option, save
+from loadtest.holders import BLOCK_SIZE, Holders
 
 REPLICAS = (1, 2, 4, 8, 16)
 NUM_WORKERS = 8
 NUM_REQUESTS = 32
 PREFIX_BLOCKS = 100
 SUFFIX_BLOCKS = 20
-BLOCK_SIZE = 16
 KEYS = Keyspace("bench-burst")
-SHARD = KEYS.of_shard(0)
-NONCE = "bench"
-LEASE_TTL_MS = 3_600_000
-
-
-class Owners:
-    """Workers without engines; each holds the prefixes given to it."""
-
-    def __init__(self, redis_url: str) -> None:
-        self._redis_url = redis_url
-        self._incarnations: list[Incarnation] = []
-        self._seqs = [0] * NUM_WORKERS
-
-    async def register(self) -> None:
-        async with connect(self._redis_url) as redis:
-            runner = ScriptRunner(redis, timeout_s=5.0)
-            for i in range(NUM_WORKERS):
-                info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", BLOCK_SIZE, 25_000, 256)
-                made = await runner.one(leases.register(KEYS, info, NONCE, ttl_ms=LEASE_TTL_MS))
-                assert await runner.one(
-                    index.open_shard(SHARD, made.incarnation, NONCE, bucket_bits=8)
-                )
-                assert await runner.one(leases.activate(KEYS, info.key, made.incarnation, NONCE))
-                self._incarnations.append(made.incarnation)
-
-    async def store(self, worker: int, tokens: bytes) -> None:
-        """Put the full blocks of `tokens` on `w<worker>`."""
-        _, chain = compute_hashes(tokens, BLOCK_SIZE)
-        self._seqs[worker] += 1
-        changes = index.chain_changes(chain, Tier.DEVICE)
-        async with connect(self._redis_url) as redis:
-            applied = await ScriptRunner(redis, timeout_s=5.0).one(
-                index.apply(SHARD, self._incarnations[worker], NONCE, self._seqs[worker], changes)
-            )
-        assert applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,30 +92,33 @@ def _answer(connection: HTTPConnection) -> dict[str, Any]:
     return answer
 
 
-@contextmanager
-def replicas(count: int, policy: str) -> Iterator[tuple[Owners, list[str]]]:
+@asynccontextmanager
+async def replicas(count: int, policy: str) -> AsyncIterator[tuple[Holders, list[str]]]:
     """Workers, and the URLs of `count` router processes."""
-    with EmbeddedRedis() as redis:
-        owners = Owners(redis.url)
-        asyncio.run(owners.register())
-        with Cluster(
-            num_workers=0,
-            num_replicas=count,
-            # A router that does not wait for Redis on a busy machine decides without it.
-            router=RouterSettings(
-                namespace=KEYS.namespace,
-                policy=policy,
-                redis_timeout_ms=5000,
-                log_level="warning",
-            ),
-            worker=WorkerSettings(),
-            redis_url=redis.url,
-            haproxy=False,
-        ) as cluster:
-            yield owners, [member.url for member in cluster.routers]
+    with EmbeddedRedis() as server:
+        async with connect(server.url) as redis:
+            holders = Holders(ScriptRunner(redis, timeout_s=5.0), KEYS)
+            await holders.register(NUM_WORKERS)
+            with Cluster(
+                num_workers=0,
+                num_replicas=count,
+                # A router that does not wait for Redis on a busy machine decides without it.
+                router=RouterSettings(
+                    namespace=KEYS.namespace,
+                    policy=policy,
+                    redis_timeout_ms=5000,
+                    log_level="warning",
+                ),
+                worker=WorkerSettings(),
+                redis_url=server.url,
+                haproxy=False,
+            ) as cluster:
+                yield holders, [member.url for member in cluster.routers]
 
 
-def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict[int, list[Burst]]:
+async def measure(
+    counts: Sequence[int], rounds: int, policy: str = "latency"
+) -> dict[int, list[Burst]]:
     """For each number of replicas, one burst per round."""
     rng = np.random.default_rng(1)
 
@@ -160,12 +126,13 @@ def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict
         return rng.integers(0, 2**32, blocks * BLOCK_SIZE, np.uint32).astype("<u4").tobytes()
 
     placed: dict[int, list[Burst]] = {count: [] for count in counts}
-    with replicas(max(counts), policy) as (owners, urls):
+    async with replicas(max(counts), policy) as (holders, urls):
         for turn in range(rounds):
             owner = turn % NUM_WORKERS
             for count in counts:
                 prefix = tokens(PREFIX_BLOCKS)
-                asyncio.run(owners.store(owner, prefix))
+                _, chain = compute_hashes(prefix, BLOCK_SIZE)
+                await holders.store(owner, chain)
                 prompts = [prefix + tokens(SUFFIX_BLOCKS) for _ in range(NUM_REQUESTS)]
                 choices, took_s = place(urls[:count], prompts)
                 placed[count].append(Burst(choices.count(f"w{owner}"), took_s))
@@ -178,7 +145,7 @@ def measure(counts: Sequence[int], rounds: int, policy: str = "latency") -> dict
 @json_option
 def main(rounds: int, policy: str, json_file: Path | None) -> None:
     """Place bursts with 1, 2, 4, 8 and 16 replicas."""
-    placed = measure(REPLICAS, rounds, policy)
+    placed = asyncio.run(measure(REPLICAS, rounds, policy))
     on_owner = {count: [burst.on_owner for burst in bursts] for count, bursts in placed.items()}
     medians = {count: median(seen) for count, seen in on_owner.items()}
     took_ms = {count: 1000 * median(b.took_s for b in bursts) for count, bursts in placed.items()}

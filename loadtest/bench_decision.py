@@ -34,7 +34,6 @@ import stamina.instrumentation
 from rich.console import Console
 from rich.table import Table
 
-from app.core import index, leases
 from app.core.config import POSITIVE, RouterSettings
 from app.core.embedded import LOOPBACK, EmbeddedRedis, free_port
 from app.core.hashing import compute_hashes, compute_local_hashes
@@ -42,13 +41,11 @@ from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.serving import listen, run, serve
-from app.core.types import Tier, WorkerInfo, WorkerKey
 from loadtest.command import Command, json_option, save
+from loadtest.holders import BLOCK_SIZE, Holders
 
 KEYS = Keyspace("bench-decision")
-NONCE = "bench"
 NUM_WORKERS = 8
-BLOCK_SIZE = 16
 NUM_TOKENS = 2048
 HELD_TOKENS = 1024
 NUM_PROMPTS = 64
@@ -101,20 +98,11 @@ def shapes() -> list[Shape]:
 async def register(url: str) -> None:
     """Each worker holds the first half of every NUM_WORKERS-th prompt."""
     async with connect(url) as redis:
-        runner = ScriptRunner(redis, timeout_s=10)
-        shard = KEYS.of_shard(0)
-        for n in range(NUM_WORKERS):
-            info = WorkerInfo(
-                WorkerKey(f"w{n}"), "http://127.0.0.1:1", BLOCK_SIZE, 25_000, 1_000_000
-            )
-            made = await runner.one(leases.register(KEYS, info, NONCE, ttl_ms=3_600_000))
-            inc = made.incarnation
-            assert await runner.one(index.open_shard(shard, inc, NONCE, bucket_bits=8))
-            assert await runner.one(leases.activate(KEYS, info.key, inc, NONCE))
-            for seq, tokens in enumerate(prompts()[n::NUM_WORKERS], 1):
-                _, chain = compute_hashes(tokens[:HELD_TOKENS], BLOCK_SIZE)
-                changes = index.chain_changes(chain, Tier.DEVICE)
-                assert await runner.one(index.apply(shard, inc, NONCE, seq, changes))
+        holders = Holders(ScriptRunner(redis, timeout_s=10), KEYS)
+        await holders.register(NUM_WORKERS, max_requests=1_000_000)
+        for n, tokens in enumerate(prompts()):
+            _, chain = compute_hashes(tokens[:HELD_TOKENS], BLOCK_SIZE)
+            await holders.store(n % NUM_WORKERS, chain)
 
 
 def route_forever(redis_url: str, port: int) -> None:

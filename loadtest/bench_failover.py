@@ -36,13 +36,12 @@ from app.decision import RouteRequest
 from app.fleet import Fleet
 from app.router import Router
 from app.telemetry import Telemetry
-from loadtest.bench_index import hashes
 from loadtest.command import Command, json_option, save
+from loadtest.holders import BLOCK_SIZE, hashes
 from loadtest.topologies import ClusterServers, SentinelServers
 from workers.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-failover")
-BLOCK_SIZE = 16
 CHAINS = 60
 CHAIN = 32
 SHARDS = 6

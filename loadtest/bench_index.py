@@ -30,7 +30,7 @@ from redis import Redis
 from rich.console import Console
 from rich.table import Table
 
-from app.core import index, leases
+from app.core import index
 from app.core.config import MOST, POSITIVE
 from app.core.embedded import EmbeddedRedis
 from app.core.events import Stored
@@ -38,21 +38,19 @@ from app.core.keys import Keyspace
 from app.core.matching import Boundaries, match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
-from app.core.scripts import Call, ScriptRunner
+from app.core.scripts import ScriptRunner
 from app.core.serving import run
 from app.core.topology import Client
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
 from loadtest.command import Command, json_option, save
+from loadtest.holders import BATCH, BLOCK_SIZE, Holders, hashes
 from workers.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-index")
-SHARD = KEYS.of_shard(0)
-NONCE = "bench"
 LENGTHS = (16, 64, 512, 2048, 4096, 8192)
 CHAIN = 8192
 SYSTEM_PROMPT = 64
-BATCH = 64
 TOGETHER = 32
 FIRST = "mixed, first"
 AT_ONCE = f"mixed, {TOGETHER} at once"
@@ -76,77 +74,29 @@ WATCH_TIMEOUT_S = 60.0
 Chains = Sequence[Sequence[SequenceHash]]
 
 
-class Holders:
-    """Workers that all hold one system prompt, and each long private chains."""
-
-    def __init__(self, runner: ScriptRunner, workers: int, seed: int) -> None:
-        self._runner = runner
-        self._workers = workers
-        self._rng = np.random.default_rng(seed)
-        self._seqs: dict[Incarnation, int] = {}
-        self.chains: list[list[SequenceHash]] = []
-
-    @property
-    def incarnations(self) -> list[Incarnation]:
-        return list(self._seqs)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of unique blocks."""
-        return len(self.chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT
-
-    async def register(self, index_blocks: int) -> None:
-        """index_blocks: number of blocks that the index is laid out for."""
-        bits = index.bucket_bits_for(index_blocks)
-        for i in range(self._workers):
-            info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, index_blocks, 256)
-            made = await self._runner.one(leases.register(KEYS, info, NONCE, ttl_ms=3_600_000))
-            assert await self._runner.one(index.open_shard(SHARD, made.incarnation, NONCE, bits))
-            assert await self._runner.one(leases.activate(KEYS, info.key, made.incarnation, NONCE))
-            self._seqs[made.incarnation] = 0
-
-    async def fill(self, blocks: int) -> None:
-        """Store the chains; each starts with the system prompt and lies whole on one worker.
-
-        The first half of every second chain also lies on another worker, and the first quarter on
-        a third, in host memory. So its owners change at four depths instead of two.
-        """
-        system = self.hashes(SYSTEM_PROMPT)
-        owners = list(self._seqs)
-        for inc in owners:
-            await self.store(inc, index.chain_changes(system, Tier.DEVICE))
-        for n in range(max(4, blocks // CHAIN)):
-            own = self.hashes(CHAIN - SYSTEM_PROMPT)
-            chain = system + own
-            await self.store(
-                owners[n % len(owners)], index.chain_changes(chain, Tier.DEVICE, SYSTEM_PROMPT)
-            )
-            if n % 2:
-                half, quarter = chain[: CHAIN // 2], chain[: CHAIN // 4]
-                await self.store(
-                    owners[(n + 1) % len(owners)],
-                    index.chain_changes(half, Tier.DEVICE, SYSTEM_PROMPT),
-                )
-                await self.store(
-                    owners[(n + 2) % len(owners)],
-                    index.chain_changes(quarter, Tier.HOST, SYSTEM_PROMPT),
-                )
-            self.chains.append(chain)
-
-    async def store(self, inc: Incarnation, every: list[index.Change]) -> None:
-        calls: list[Call[bool]] = []
-        for at in range(0, len(every), BATCH):
-            self._seqs[inc] += 1
-            changes = every[at : at + BATCH]
-            calls.append(index.apply(SHARD, inc, NONCE, self._seqs[inc], changes))
-        assert all(await self._runner.run(calls))
-
-    def hashes(self, count: int) -> list[SequenceHash]:
-        return hashes(self._rng, count)
+def num_unique(chains: Chains) -> int:
+    return len(chains) * (CHAIN - SYSTEM_PROMPT) + SYSTEM_PROMPT
 
 
-def hashes(rng: np.random.Generator, count: int) -> list[SequenceHash]:
-    return [SequenceHash(h) for h in rng.integers(0, 2**64, count, np.uint64).tolist()]
+async def fill(holders: Holders, rng: np.random.Generator, blocks: int) -> Chains:
+    """Store chains; each starts with the system prompt, which every worker holds, and lies whole
+    on one worker.
+
+    The first half of every second chain also lies on another worker, and the first quarter on
+    a third, in host memory. So its owners change at four depths instead of two.
+    """
+    system = hashes(rng, SYSTEM_PROMPT)
+    workers = len(holders.incarnations)
+    for worker in range(workers):
+        await holders.store(worker, system)
+    chains = [system + hashes(rng, CHAIN - SYSTEM_PROMPT) for _ in range(max(4, blocks // CHAIN))]
+    for n, chain in enumerate(chains):
+        await holders.store(n % workers, chain, start=SYSTEM_PROMPT)
+        if n % 2:
+            half, quarter = chain[: CHAIN // 2], chain[: CHAIN // 4]
+            await holders.store((n + 1) % workers, half, start=SYSTEM_PROMPT)
+            await holders.store((n + 2) % workers, quarter, Tier.HOST, start=SYSTEM_PROMPT)
+    return chains
 
 
 async def evalsha(redis: Client) -> dict[str, float]:
@@ -230,32 +180,32 @@ async def change_us(redis: Client, holders: Holders, repeats: int) -> dict[str, 
     """Redis's mean time per block, µs, for batches of one worker's chain: stored where no worker
     holds the blocks, stored where another one does, removed. The median over `repeats`."""
     us: dict[str, list[float]] = {"stored": [], "stored beside another": [], "removed": []}
-    first, second = holders.incarnations[:2]
+    rng = np.random.default_rng(5)
     for _ in range(repeats):
-        chains = [holders.hashes(BATCH) for _ in range(CHANGE_BATCHES)]
-        for name, inc, tier in (
-            ("stored", first, Tier.DEVICE),
-            ("stored beside another", second, Tier.DEVICE),
-            ("removed", first, None),
-            ("removed", second, None),
+        chains = [hashes(rng, BATCH) for _ in range(CHANGE_BATCHES)]
+        for name, worker, tier in (
+            ("stored", 0, Tier.DEVICE),
+            ("stored beside another", 1, Tier.DEVICE),
+            ("removed", 0, None),
+            ("removed", 1, None),
         ):
             await redis.config_resetstat()
             for chain in chains:
-                await holders.store(inc, index.chain_changes(chain, tier))
+                await holders.store(worker, chain, tier)
             us[name].append((await evalsha(redis))["usec"] / CHANGE_BATCHES / BATCH)
     return {name: float(median(means)) for name, means in us.items()}
 
 
-async def bytes_per_owner(redis: Client, holders: Holders) -> dict[str, float]:
+async def bytes_per_owner(redis: Client, holders: Holders, chains: Chains) -> dict[str, float]:
     """Bytes per block that each further owner takes, averaged over the further owners so far."""
-    few = holders.chains[: 2 * OWNED_CHAINS : 2]
+    few = chains[: 2 * OWNED_CHAINS : 2]
     blocks = len(few) * (CHAIN - SYSTEM_PROMPT)
-    spare = [holders.incarnations[-n] for n in range(1, min(MAX_OWNERS, len(holders.incarnations)))]
+    workers = len(holders.incarnations)
     before = await used_memory(redis)
     grown: dict[str, float] = {}
-    for n, inc in enumerate(spare, 1):
+    for n in range(1, min(MAX_OWNERS, workers)):
         for chain in few:
-            await holders.store(inc, index.chain_changes(chain, Tier.DEVICE, SYSTEM_PROMPT))
+            await holders.store(workers - n, chain, start=SYSTEM_PROMPT)
         grown[str(n + 1)] = (await used_memory(redis) - before) / n / blocks
     return grown
 
@@ -266,10 +216,10 @@ async def used_memory(redis: Client) -> float:
     return float(info["used_memory"] - info["mem_clients_normal"])
 
 
-async def peer_us(redis: Client, holders: Holders, workers: int) -> dict[str, float]:
+async def peer_us(redis: Client, chains: Chains, workers: int) -> dict[str, float]:
     """Redis's mean time per query, µs, for a pipeline of one HKEYS per block, by length. There are
     as many blocks as in the index; all but the system prompt are on one worker."""
-    for chain in holders.chains:
+    for chain in chains:
         async with redis.pipeline(transaction=False) as pipe:
             for at, block in enumerate(chain):
                 owners = range(workers if at < SYSTEM_PROMPT else 1)
@@ -279,9 +229,9 @@ async def peer_us(redis: Client, holders: Holders, workers: int) -> dict[str, fl
     us: dict[str, float] = {}
     for length in PEER_LENGTHS:
         await redis.config_resetstat()
-        for pick in rng.integers(0, len(holders.chains), PEER_QUERIES):
+        for pick in rng.integers(0, len(chains), PEER_QUERIES):
             async with redis.pipeline(transaction=False) as pipe:
-                for block in holders.chains[pick][:length]:
+                for block in chains[pick][:length]:
                     pipe.hkeys(f"{PEER_PREFIX}{block:016x}")
                 await pipe.execute()
         stats = (await redis.info("commandstats"))["cmdstat_hkeys"]
@@ -326,7 +276,7 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
     agent = Agent(
         ScriptRunner(redis, timeout_s=10),
         VISIBLE_KEYS,
-        WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", 16, 1_000_000, 256),
+        WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", BLOCK_SIZE, 1_000_000, 256),
         AgentSettings(lease_ttl_s=60, index_blocks=chunks * VISIBLE_BLOCKS),
         lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
     )
@@ -365,21 +315,21 @@ async def measure(
     try:
         await _delete(redis)
         before = await used_memory(redis)
-        holders = Holders(runner, workers, seed=1)
-        await holders.register(index_blocks)
-        await holders.fill(blocks)
+        holders = Holders(runner, KEYS, index_blocks=index_blocks)
+        await holders.register(workers)
+        chains = await fill(holders, np.random.default_rng(1), blocks)
         memory = await used_memory(redis) - before
         return {
             "redis": (await redis.info("server"))["redis_version"],
             "workers": workers,
-            "unique_blocks": holders.num_blocks,
+            "unique_blocks": num_unique(chains),
             "laid_out_for": index_blocks,
-            "bytes_per_block": memory / holders.num_blocks,
-            **await look_ups(runner, holders.chains, queries, repeats),
+            "bytes_per_block": memory / num_unique(chains),
+            **await look_ups(runner, chains, queries, repeats),
             "ping_cpu_us": await ping_cpu_us(redis, PINGS),
             "change_us_per_block": await change_us(redis, holders, repeats),
-            "bytes_per_further_owner": await bytes_per_owner(redis, holders),
-            "peer_us": await peer_us(redis, holders, workers),
+            "bytes_per_further_owner": await bytes_per_owner(redis, holders, chains),
+            "peer_us": await peer_us(redis, chains, workers),
             "visible_ms": await visible_ms(url, VISIBLE_CHAINS),
         }
     finally:

@@ -25,7 +25,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from app.core import index
 from app.core.embedded import EmbeddedRedis
 from app.core.matching import match
 from app.core.redis import connect
@@ -33,8 +32,9 @@ from app.core.scripts import ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier
 from app.dump import reset
-from loadtest.bench_index import KEYS, Holders, evalsha, hashes, used_memory
+from loadtest.bench_index import KEYS, evalsha, used_memory
 from loadtest.command import Command, json_option, save
+from loadtest.holders import Holders, hashes
 
 BLOCKS = 131_072
 QUERIES = 300
@@ -207,15 +207,14 @@ async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float
     runner = ScriptRunner(redis, timeout_s=60)
     await reset(redis, KEYS)
     before = await used_memory(redis)
-    holders = Holders(runner, width, seed=1)
-    await holders.register(load.unique_blocks)
+    holders = Holders(runner, KEYS, index_blocks=load.unique_blocks)
+    await holders.register(width)
     blocks = sum(len(chain) for _, chain in load.chains)
 
     async def change(tier: Tier | None) -> float:
         await redis.config_resetstat()
         for worker, chain in load.chains:
-            inc = holders.incarnations[worker]
-            await holders.store(inc, index.chain_changes(chain, tier))
+            await holders.store(worker, chain, tier)
         return (await evalsha(redis))["usec"] / blocks
 
     store = await change(Tier.DEVICE)

@@ -22,57 +22,23 @@ from redis import Redis
 from rich.console import Console
 from rich.table import Table
 
-from app.core import index, leases
 from app.core.config import POSITIVE
 from app.core.embedded import EmbeddedRedis, redis_binary
 from app.core.keys import Keyspace
 from app.core.matching import match
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from loadtest.bench_index import hashes
+from app.core.types import SequenceHash
 from loadtest.command import Command, json_option, save
+from loadtest.holders import BATCH, Holders, hashes
 from loadtest.topologies import ClusterServers
 
 KEYS = Keyspace("bench-shards")
-NONCE = "bench"
 SHARDS = 12
 WORKERS = 8
 CHAINS = 96
 SYSTEM_PROMPT = 64
 DEPTH = 512
-BATCH = 64
-
-
-class Holders:
-    """Workers that each hold some of the chains, in the shard that each belongs to."""
-
-    def __init__(self, runner: ScriptRunner) -> None:
-        self._runner = runner
-        self._incarnations: list[Incarnation] = []
-        self._seqs: dict[tuple[Incarnation, int], int] = {}
-
-    async def register(self) -> None:
-        bits = index.bucket_bits_for(CHAINS * DEPTH // SHARDS)
-        for n in range(WORKERS):
-            info = WorkerInfo(WorkerKey(f"w{n}"), "http://127.0.0.1:1", 16, 100_000, 256)
-            made = await self._runner.one(
-                leases.register(KEYS, info, NONCE, ttl_ms=3_600_000, shards=SHARDS)
-            )
-            for shard in range(SHARDS):
-                place = KEYS.of_shard(shard)
-                assert await self._runner.one(
-                    index.open_shard(place, made.incarnation, NONCE, bits)
-                )
-            self._incarnations.append(made.incarnation)
-
-    async def store(self, worker: int, chain: list[SequenceHash]) -> None:
-        inc, shard = self._incarnations[worker], index.shard_of(chain[0], SHARDS)
-        changes = index.chain_changes(chain, Tier.DEVICE)
-        for at in range(0, len(changes), BATCH):
-            seq = self._seqs[inc, shard] = self._seqs.get((inc, shard), 0) + 1
-            batch = changes[at : at + BATCH]
-            assert await self._runner.one(index.apply(KEYS.of_shard(shard), inc, NONCE, seq, batch))
 
 
 def look_up_us(servers: list[EmbeddedRedis]) -> list[float]:
@@ -132,8 +98,9 @@ async def measure(servers: ClusterServers, queries: int, changes: int) -> dict[s
             "master": ScriptRunner(redis, 10),
             "replica": ScriptRunner(redis, 10, on_replicas=["match"]),
         }
-        holders = Holders(runners["master"])
-        await holders.register()
+        index_blocks = CHAINS * DEPTH
+        holders = Holders(runners["master"], KEYS, index_blocks=index_blocks, shards=SHARDS)
+        await holders.register(WORKERS)
         rng = np.random.default_rng(1)
         own = [hashes(rng, DEPTH) for _ in range(CHAINS)]
         system = hashes(rng, SYSTEM_PROMPT)

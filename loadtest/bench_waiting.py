@@ -27,14 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cluster import Cluster
-from app.core import index, leases
 from app.core.config import LONGEST_S, PROCESSES, Number, RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
-from app.core.types import WorkerInfo, WorkerKey
 from loadtest.command import Command, json_option, save
+from loadtest.holders import Holders
 
 KEYS = Keyspace("bench-waiting")
 REPLICAS = (1, 2, 4)
@@ -46,7 +45,6 @@ CALLERS = 16
 """Callers of each tenant."""
 HELD_S = 0.05
 PROMPT = list(range(64))
-NONCE = "bench"
 AT_LEAST_1_S = Number(1, LONGEST_S)
 """In less time, a slot may not be handed over even once."""
 
@@ -62,13 +60,8 @@ class Turns:
 
 async def register(redis_url: str) -> None:
     async with connect(redis_url) as redis:
-        runner = ScriptRunner(redis, timeout_s=5.0)
-        for i in range(NUM_WORKERS):
-            info = WorkerInfo(WorkerKey(f"w{i}"), "http://127.0.0.1:1", 16, 25_000, SLOTS)
-            made = await runner.one(leases.register(KEYS, info, NONCE, ttl_ms=3_600_000))
-            shard = KEYS.of_shard(0)
-            assert await runner.one(index.open_shard(shard, made.incarnation, NONCE, bucket_bits=8))
-            assert await runner.one(leases.activate(KEYS, info.key, made.incarnation, NONCE))
+        holders = Holders(ScriptRunner(redis, timeout_s=5.0), KEYS)
+        await holders.register(NUM_WORKERS, max_requests=SLOTS)
 
 
 async def call(

@@ -9,25 +9,27 @@ from statistics import median
 
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 
 from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.hashing import compute_hashes
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
+from app.core.types import SequenceHash
 from app.decision import RouteRequest
 from app.fleet import Fleet
 from app.router import MAX_TRIES, Router
 from app.telemetry import Telemetry
 from loadtest.bench_burst import (
-    BLOCK_SIZE,
     KEYS,
     NUM_REQUESTS,
+    NUM_WORKERS,
     PREFIX_BLOCKS,
     SUFFIX_BLOCKS,
-    Owners,
     measure,
 )
+from loadtest.holders import BLOCK_SIZE, Holders
 from tests.redis_servers import newest_kind, require_redis
 
 ALLOWED_DIFFERENCE = 2
@@ -38,11 +40,11 @@ ALLOWED_DIFFERENCE = 2
     # The more replicas, the longer the burst takes, and the more has drained meanwhile.
     [(8, ALLOWED_DIFFERENCE), pytest.param(16, 4, marks=pytest.mark.slow)],
 )
-def test_many_replicas_put_as_much_of_a_burst_on_its_owner_as_one_does(
+async def test_many_replicas_put_as_much_of_a_burst_on_its_owner_as_one_does(
     count: int, allowed_less: int
 ) -> None:
     require_redis(newest_kind())
-    placed = measure([1, count], rounds=8)
+    placed = await measure([1, count], rounds=8)
     on_owner = {n: [burst.on_owner for burst in bursts] for n, bursts in placed.items()}
     alone = median(on_owner[1])
     # The owner is preferred, yet part of the burst goes elsewhere.
@@ -88,8 +90,8 @@ class Replicas:
         return Counter(d.worker.key.worker_id for d in decisions)
 
 
-def burst(seed: int) -> tuple[bytes, list[RouteRequest]]:
-    """The common prefix, and the requests."""
+def burst(seed: int) -> tuple[list[SequenceHash], list[RouteRequest]]:
+    """The blocks of the common prefix, and the requests."""
     rng = np.random.default_rng(seed)
 
     def tokens(blocks: int) -> bytes:
@@ -101,21 +103,21 @@ def burst(seed: int) -> tuple[bytes, list[RouteRequest]]:
         prompt = prefix + tokens(SUFFIX_BLOCKS)
         _, chain = compute_hashes(prompt, BLOCK_SIZE)
         requests.append(RouteRequest(f"{seed}-{i}", chain, len(prompt) // 4, "latency"))
-    return prefix, requests
+    return requests[0].chain[:PREFIX_BLOCKS], requests
 
 
 @pytest.mark.parametrize("count", [2, 8, 16])
 async def test_replicas_that_look_at_the_same_moment_do_not_overload_the_owner(
-    count: int, one_redis_server: EmbeddedRedis
+    count: int, one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
-    owners = Owners(one_redis_server.url)
-    await owners.register()
+    holders = Holders(ScriptRunner(redis, timeout_s=5.0), KEYS)
+    await holders.register(NUM_WORKERS)
     on_owner: dict[int, list[int]] = {1: [], count: []}
     for replicas_now in on_owner:
         async with Replicas(one_redis_server.url, replicas_now) as replicas:
             for seed in range(5):
                 prefix, requests = burst(1000 * replicas_now + seed)
-                await owners.store(seed, prefix)
+                await holders.store(seed, prefix)
                 placed = await replicas.place(requests)
                 on_owner[replicas_now].append(placed[f"w{seed}"])
     assert NUM_REQUESTS / 8 < median(on_owner[1]) < NUM_REQUESTS

@@ -1,0 +1,81 @@
+"""Workers without engines: they register, hold what they are told to, and answer nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.core import index, leases
+from app.core.keys import Keyspace
+from app.core.scripts import Call, ScriptRunner
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 25_000
+"""Of each worker's pool."""
+NONCE = "bench"
+LEASE_TTL_MS = 3_600_000
+BATCH = 64
+
+
+class Holders:
+    """The workers `w0`, `w1` and so on of one namespace.
+
+    shards: of the namespace's index. index_blocks: unique blocks that it is laid out for.
+    """
+
+    def __init__(
+        self,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        *,
+        index_blocks: int = 2048,
+        shards: int = 1,
+    ) -> None:
+        self.incarnations: list[Incarnation] = []
+        self._runner = runner
+        self._keyspace = keyspace
+        self._bucket_bits = index.bucket_bits_for(index_blocks // shards)
+        self._shards = shards
+        self._seqs: Counter[tuple[Incarnation, int]] = Counter()
+
+    async def register(self, count: int, *, max_requests: int = 256) -> None:
+        do = self._runner.one
+        for n in range(count):
+            key = WorkerKey(f"w{n}")
+            info = WorkerInfo(key, "http://127.0.0.1:1", BLOCK_SIZE, NUM_BLOCKS, max_requests)
+            made = await do(
+                leases.register(
+                    self._keyspace, info, NONCE, ttl_ms=LEASE_TTL_MS, shards=self._shards
+                )
+            )
+            inc = made.incarnation
+            for shard in range(self._shards):
+                place = self._keyspace.of_shard(shard)
+                assert await do(index.open_shard(place, inc, NONCE, self._bucket_bits))
+            assert await do(leases.activate(self._keyspace, key, inc, NONCE))
+            self.incarnations.append(inc)
+
+    async def store(
+        self,
+        worker: int,
+        chain: Sequence[SequenceHash],
+        tier: Tier | None = Tier.DEVICE,
+        start: int = 0,
+    ) -> None:
+        """Put the blocks of `chain`, from position `start` on, in `tier` of `w<worker>`; None
+        removes them."""
+        inc, shard = self.incarnations[worker], index.shard_of(chain[0], self._shards)
+        changes = index.chain_changes(chain, tier, start)
+        calls: list[Call[bool]] = []
+        for at in range(0, len(changes), BATCH):
+            self._seqs[inc, shard] += 1
+            seq, batch = self._seqs[inc, shard], changes[at : at + BATCH]
+            calls.append(index.apply(self._keyspace.of_shard(shard), inc, NONCE, seq, batch))
+        assert all(await self._runner.run(calls))
+
+
+def hashes(rng: np.random.Generator, count: int) -> list[SequenceHash]:
+    return [SequenceHash(h) for h in rng.integers(0, 2**64, count, np.uint64).tolist()]
