@@ -35,13 +35,14 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.config import POSITIVE, RouterSettings
-from app.core.embedded import LOOPBACK, EmbeddedRedis, free_port
+from app.core.embedded import LOOPBACK, free_port
 from app.core.hashing import compute_hashes, compute_local_hashes
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.serving import listen, run, serve
 from loadtest.command import Command, json_option, save
+from loadtest.cores import CORES, cpu_s, redis_to_measure
 from loadtest.holders import BLOCK_SIZE, Holders
 
 KEYS = Keyspace("bench-decision")
@@ -55,8 +56,6 @@ CURVE = ("token ids", "hashes")
 """The shapes that several replicas are measured with."""
 PER_REPLICA = 32
 """Concurrent requests."""
-CORES = sorted(os.sched_getaffinity(0))
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 # A log line for each attempt, while a server starts, would clutter the figures.
 stamina.instrumentation.set_on_retry_hooks(())
@@ -166,12 +165,6 @@ def server(target: Callable[[str, int], None], redis_url: str, core: int) -> Ite
     finally:
         process.terminate()
         process.join(timeout=10)
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used, as Linux counts them, in hundredths."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_S
 
 
 class Connection(asyncio.Protocol):
@@ -407,11 +400,8 @@ def _curve(found: dict[str, Any]) -> Table:
 @json_option
 def main(requests: int, rounds: int, json_file: Path | None) -> None:
     """Measure the decisions of one replica, then of several."""
-    with EmbeddedRedis() as redis:
-        assert redis.pid is not None
-        for pid in (0, redis.pid):
-            os.sched_setaffinity(pid, CORES[:1])
-        result = measure(redis.url, requests, rounds)
+    with redis_to_measure() as url:
+        result = measure(url, requests, rounds)
     show(result, Console(width=120))
     save(result, json_file)
 

@@ -4,19 +4,19 @@
 
 Server time is Redis's own (INFO commandstats). Each lookup is made by a router that has looked up
 one other prompt before, with the same system prompt; one column is for a router that has looked up
-none. The same run also measures the access pattern that others use: one hash per block, and a
-pipeline of one HKEYS for each block of a prompt. The benchmark fills namespaces of its own and
-deletes them at the end. It resets the statistics of the server, so a Redis named with --redis must
-be one that nobody else needs.
+none. The router shares a core with Redis, if the benchmark starts it. The same run also measures
+the access pattern that others use: one hash per block, and a pipeline of one HKEYS for each block
+of a prompt. The benchmark fills namespaces of its own and deletes them at the end. It resets the
+statistics of the server, so a Redis named with --redis must be one that nobody else needs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -32,7 +32,6 @@ from rich.table import Table
 
 from app.core import index
 from app.core.config import MOST, POSITIVE
-from app.core.embedded import EmbeddedRedis
 from app.core.events import Stored
 from app.core.keys import Keyspace
 from app.core.matching import Boundaries, match
@@ -44,6 +43,7 @@ from app.core.topology import Client
 from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
 from loadtest.command import Command, json_option, save
+from loadtest.cores import CORES, redis_to_measure
 from loadtest.holders import BATCH, BLOCK_SIZE, Holders, hashes
 from workers.agent import Agent, AgentSettings
 
@@ -280,6 +280,8 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
         AgentSettings(lease_ttl_s=60, index_blocks=chunks * VISIBLE_BLOCKS),
         lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
     )
+    # The watcher must not wait for the core that this process is on.
+    os.sched_setaffinity(0, CORES)
     await agent.start()
     gc.freeze()  # as workers do
     running = asyncio.ensure_future(agent.run())
@@ -411,9 +413,8 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Measure the index in a real Redis."""
-    with ExitStack() as stack:
-        url = url or stack.enter_context(EmbeddedRedis()).url
-        result = run(measure(url, blocks, index_blocks or blocks, workers, queries, repeats))
+    with redis_to_measure(url) as at:
+        result = run(measure(at, blocks, index_blocks or blocks, workers, queries, repeats))
     show(result, Console(width=120))
     save(result, json_file)
 

@@ -15,7 +15,6 @@ import asyncio
 import time
 import tracemalloc
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from app.core.embedded import EmbeddedRedis
 from app.core.matching import match
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
@@ -34,6 +32,7 @@ from app.core.types import SequenceHash, Tier
 from app.dump import reset
 from loadtest.bench_index import KEYS, evalsha, used_memory
 from loadtest.command import Command, json_option, save
+from loadtest.cores import redis_to_measure
 from loadtest.holders import Holders, hashes
 
 BLOCKS = 131_072
@@ -282,9 +281,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 @json_option
 def main(url: str | None, json_file: Path | None) -> None:
     """Sweep the index and two plain ones over depth, width, match and share."""
-    with ExitStack() as stack:
-        url = url or stack.enter_context(EmbeddedRedis()).url
-        rows = asyncio.run(measure(url, SWEEPS))
+    with redis_to_measure(url) as at:
+        rows = asyncio.run(measure(at, SWEEPS))
     show(rows, Console(width=180))
     save(rows, json_file)
 

@@ -9,7 +9,6 @@ bench_decision. Time in the kernel and in libuv counts for the part where Python
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections import Counter
@@ -27,10 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.config import POSITIVE
-from app.core.embedded import EmbeddedRedis
 from app.core.serving import run
 from loadtest.bench_decision import (
-    CORES,
     NUM_TOKENS,
     NUM_WORKERS,
     PER_REPLICA,
@@ -44,6 +41,7 @@ from loadtest.bench_decision import (
     shapes,
 )
 from loadtest.command import Command
+from loadtest.cores import redis_to_measure
 
 TICK_S = 0.004
 PARTS = {
@@ -126,11 +124,8 @@ def show(found: dict[str, dict[str, float]], console: Console) -> None:
 )
 def main(requests: int) -> None:
     """Sample a replica making decisions, and a bare endpoint."""
-    with EmbeddedRedis() as redis:
-        assert redis.pid is not None
-        for pid in (0, redis.pid):
-            os.sched_setaffinity(pid, CORES[:1])
-        show(measure(redis.url, requests), Console(width=120))
+    with redis_to_measure() as url:
+        show(measure(url, requests), Console(width=120))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ from app.core.config import (
     WorkerSettings,
 )
 from app.core.serving import run
-from loadtest.bench_decision import TICKS_PER_S, cpu_s
 from loadtest.command import Command, json_option, save
+from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
