@@ -33,6 +33,7 @@ from rich.table import Table
 from app.core import index
 from app.core.config import MOST, POSITIVE
 from app.core.events import Stored
+from app.core.index import GROUP_BLOCKS
 from app.core.keys import Keyspace
 from app.core.matching import Boundaries, match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
@@ -54,7 +55,8 @@ SYSTEM_PROMPT = 64
 TOGETHER = 32
 FIRST = "mixed, first"
 AT_ONCE = f"mixed, {TOGETHER} at once"
-KINDS = ("one owner", "three owners", "half of that", "mixed", FIRST, AT_ONCE)
+PARTS_OF_MIXED = ("one owner", "three owners", "half of that")
+KINDS = (*PARTS_OF_MIXED, "mixed", FIRST, AT_ONCE)
 PEER_LENGTHS = (512, 2048)
 PEER_PREFIX = "bench-index-peer:"
 PEER_QUERIES = 200
@@ -136,22 +138,44 @@ async def look_up_cost(
     )
 
 
+def stretch(
+    chain: Sequence[SequenceHash], length: int, within: int, rng: np.random.Generator
+) -> list[SequenceHash]:
+    """The system prompt and then some of the first `within` blocks of `chain`; `length` in all.
+
+    As it begins with a group, the index holds it as it would a chain that begins so. Thus there are
+    many prompts of each length, and what is looked up is rarely in the processor's caches already.
+    """
+    start = SYSTEM_PROMPT + GROUP_BLOCKS * int(rng.integers(1 + (within - length) // GROUP_BLOCKS))
+    system = chain[: min(length, SYSTEM_PROMPT)]
+    return [*system, *chain[start : start + length - len(system)]]
+
+
+def prompt(
+    kind: str, chains: Chains, length: int, rng: np.random.Generator
+) -> Sequence[SequenceHash]:
+    """One of PARTS_OF_MIXED, of none of the first two chains."""
+    n = 2 * int(rng.integers(1, len(chains) // 2))
+    if kind == "one owner":
+        return stretch(chains[n], length, CHAIN, rng)
+    # Up to a quarter of the chain, three workers hold it.
+    held = stretch(chains[n + 1], length, max(length, CHAIN // 4), rng)
+    if kind == "three owners":
+        return held
+    return [*held[: length // 2], *hashes(rng, length - length // 2)]
+
+
 async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: int) -> Any:
     """Medians over `repeats`, by figure, by kind and by length of the prompt."""
     rng = np.random.default_rng(2)
-    unknown = hashes(rng, CHAIN)
     costs: dict[tuple[str, int], list[LookUpCost]] = {}
     for _ in range(repeats):
         for length in LENGTHS:
             learnt = Boundaries()
             await match(runner, KEYS, [chains[0][:length]], boundaries=learnt)
-            picks = rng.integers(1, len(chains) // 2, queries)
-            single = [chains[2 * i][:length] for i in picks]
-            nested = [chains[2 * i + 1][:length] for i in picks]
-            half = [[*c[: length // 2], *unknown[: length - length // 2]] for c in nested]
-            mixed = [(single, nested, half)[n % 3][n // 3] for n in rng.permutation(3 * queries)]
-            asked: Sequence[Chains] = (single, nested, half, mixed, mixed, mixed)
-            for kind, prompts in zip(KINDS, asked, strict=True):
+            for kind in KINDS:
+                alike = [kind] * queries if kind in PARTS_OF_MIXED else PARTS_OF_MIXED * queries
+                prompts = [prompt(of, chains, length, rng) for of in rng.permutation(alike)]
                 known = Boundaries() if kind == FIRST else learnt
                 together = TOGETHER if kind == AT_ONCE else 1
                 cost = await look_up_cost(runner, prompts, known, together)
@@ -254,7 +278,7 @@ def watch(url: str, count: int, to: Connection) -> None:
         to.send(None)
         for chain in visible_chains(count):
             last = len(chain) - 1
-            leader = chain[last - last % index.GROUP_BLOCKS]
+            leader = chain[last - last % GROUP_BLOCKS]
             bucket = index.bucket_name(leader >> (64 - bits), bits)
             key = shard[f"blocks:{bucket}"]
             while not redis.hexists(key, f"{chain[last]:016x}"):

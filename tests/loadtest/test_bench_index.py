@@ -1,9 +1,40 @@
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from redis.asyncio import Redis
 
+from app.core import index
 from app.core.embedded import EmbeddedRedis
-from loadtest.bench_index import AT_ONCE, KINDS, LENGTHS, LookUpCost, measure
+from app.core.types import Tier
+from loadtest.bench_index import (
+    AT_ONCE,
+    CHAIN,
+    KINDS,
+    LENGTHS,
+    SYSTEM_PROMPT,
+    LookUpCost,
+    measure,
+    prompt,
+)
+from loadtest.holders import hashes
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prompts_are_many_and_lie_in_the_index_as_chains_of_their_own(length: int) -> None:
+    rng = np.random.default_rng(1)
+    chains = [hashes(rng, CHAIN) for _ in range(4)]
+    stored = {c.block: c.leader for chain in chains for c in index.chain_changes(chain, Tier.HOST)}
+    asked = [prompt("one owner", chains, length, rng) for _ in range(20)]
+    for blocks in asked:
+        assert len(blocks) == length
+        assert all(stored[c.block] == c.leader for c in index.chain_changes(blocks, Tier.HOST))
+    assert (len({blocks[-1] for blocks in asked}) > 10) is (SYSTEM_PROMPT < length < CHAIN)
+    # Three workers hold a quarter of a chain.
+    three = prompt("three owners", chains, length, rng)
+    assert length > CHAIN // 4 or set(three) <= set(chains[3][: CHAIN // 4])
+    half = prompt("half of that", chains, length, rng)
+    assert [block in stored for block in half] == [n < length // 2 for n in range(length)]
 
 
 async def test_a_small_index_is_measured_and_leaves_no_keys(
