@@ -228,8 +228,9 @@ async def bytes_per_owner(redis: Client, holders: Holders, chains: Chains) -> di
     before = await used_memory(redis)
     grown: dict[str, float] = {}
     for n in range(1, min(MAX_OWNERS, workers)):
-        for chain in few:
-            await holders.store(workers - n, chain, start=SYSTEM_PROMPT)
+        for i, chain in enumerate(few):
+            others = [worker for worker in range(workers) if worker != 2 * i % workers]
+            await holders.store(others[-n], chain, start=SYSTEM_PROMPT)
         grown[str(n + 1)] = (await used_memory(redis) - before) / n / blocks
     return grown
 
