@@ -61,7 +61,7 @@ PEER_LENGTHS = (512, 2048)
 PEER_PREFIX = "bench-index-peer:"
 PEER_QUERIES = 200
 CHANGE_BATCHES = 200
-PINGS = 700
+PINGS = 100
 MAX_OWNERS = 8
 MIN_WORKERS = 3
 """One chain is stored on up to this many workers."""
@@ -166,10 +166,12 @@ def prompt(
 
 
 async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: int) -> Any:
-    """Medians over `repeats`, by figure, by kind and by length of the prompt."""
+    """Medians over `repeats`, by figure, by kind and by length of the prompt; `ping_cpu_us` too."""
     rng = np.random.default_rng(2)
     costs: dict[tuple[str, int], list[LookUpCost]] = {}
+    pings_us: list[float] = []
     for _ in range(repeats):
+        pings_us.append(await ping_cpu_us(runner.redis, PINGS))
         for length in LENGTHS:
             learnt = Boundaries()
             await match(runner, KEYS, [chains[0][:length]], boundaries=learnt)
@@ -180,7 +182,7 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
                 together = TOGETHER if kind == AT_ONCE else 1
                 cost = await look_up_cost(runner, prompts, known, together)
                 costs.setdefault((kind, length), []).append(cost)
-    return {
+    medians: dict[str, Any] = {
         name: {
             kind: {
                 str(length): float(median(getattr(cost, name) for cost in costs[kind, length]))
@@ -190,6 +192,7 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
         }
         for name in LookUpCost._fields
     }
+    return {**medians, "ping_cpu_us": median(pings_us)}
 
 
 async def ping_cpu_us(redis: Client, count: int) -> float:
@@ -271,20 +274,21 @@ def visible_chains(count: int) -> list[list[SequenceHash]]:
 
 def watch(url: str, count: int, to: Connection) -> None:
     """In a process of its own: send the times at which each chain's last block was seen, in seconds
-    since the epoch."""
+    on time.perf_counter, which counts alike in all processes."""
     shard = VISIBLE_KEYS.of_shard(0)
     with Redis.from_url(url) as redis:
         bits = int(redis.hget(shard["shard"], "bucket_bits") or 0)
         seen: list[float] = []
+        chains = visible_chains(count)
         to.send(None)
-        for chain in visible_chains(count):
+        for chain in chains:
             last = len(chain) - 1
             leader = chain[last - last % GROUP_BLOCKS]
             bucket = index.bucket_name(leader >> (64 - bits), bits)
             key = shard[f"blocks:{bucket}"]
             while not redis.hexists(key, f"{chain[last]:016x}"):
                 time.sleep(POLL_S)
-            seen.append(time.time())
+            seen.append(time.perf_counter())
         to.send(seen)
 
 
@@ -297,6 +301,7 @@ def _received(connection: Connection) -> Any:
 async def visible_ms(url: str, chunks: int) -> dict[str, float]:
     """Time from an engine's event until another process sees its last block in Redis, ms. An agent
     is notified of VISIBLE_BLOCKS at a time, at a rate of VISIBLE_PER_S blocks."""
+    chains = visible_chains(chunks)
     redis = connect(url)
     agent = Agent(
         ScriptRunner(redis, timeout_s=10),
@@ -319,10 +324,10 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
         told: list[float] = []
         loop = asyncio.get_running_loop()
         due = loop.time()
-        for chain in visible_chains(chunks):
+        for chain in chains:
             await asyncio.sleep(due - loop.time())
             due += VISIBLE_BLOCKS / VISIBLE_PER_S
-            told.append(time.time())
+            told.append(time.perf_counter())
             agent.notify([Stored(tuple(chain), None)])
         seen = await asyncio.to_thread(_received, ours)
     finally:
@@ -353,7 +358,6 @@ async def measure(
             "laid_out_for": index_blocks,
             "bytes_per_block": memory / num_unique(chains),
             **await look_ups(runner, chains, queries, repeats),
-            "ping_cpu_us": await ping_cpu_us(redis, PINGS),
             "change_us_per_block": await change_us(redis, holders, repeats),
             "bytes_per_further_owner": await bytes_per_owner(redis, holders, chains),
             "peer_us": await peer_us(redis, chains, workers),
