@@ -174,7 +174,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
-        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[bytes] | None = None
 
     @classmethod
     async def open(cls, port: int) -> Connection:
@@ -194,11 +194,12 @@ class Connection(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
+        assert self._answer is not None
         self._answer.set_result(self._body)
         self._body = b""
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._answer.done():
+        if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error or ConnectionResetError("the server hung up"))
 
     async def ask(self, request: bytes) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import click
 import pytest
@@ -55,3 +56,22 @@ async def test_a_decision_made_without_redis_is_an_error() -> None:
         with pytest.raises(click.ClickException, match="without Redis"):
             await connection.ask(requests_of(shapes()[0])[0])
         connection.close()
+
+
+async def test_a_connection_over_which_nothing_was_asked_ends_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended = asyncio.Event()
+
+    async def hang_up(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        to.close()
+        ended.set()
+
+    async with await asyncio.start_server(hang_up, LOOPBACK, 0) as server:
+        connection = await Connection.open(server.sockets[0].getsockname()[1])
+        await ended.wait()
+        connection.close()
+        await asyncio.sleep(0)
+    del connection
+    gc.collect()
+    assert caplog.records == []
