@@ -6,14 +6,14 @@ Router processes and Redis are real; the workers are registrations without engin
 tenants, with weights 4, 2 and 1, keep more requests waiting than there are slots. Each tenant sends
 all its requests to one replica, so that replicas have different tenants. Each routed request is
 held for a while and then released. A tenant's share is its part of the turns. A hand-over is the
-time from the answer to a release until the next request is routed.
+time from the answer to a release until the next request is routed; 0 if that came first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from rich.table import Table
 from app.cluster import Cluster
 from app.core.config import LONGEST_S, PROCESSES, Number, RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
+from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
@@ -51,11 +52,25 @@ AT_LEAST_1_S = Number(1, LONGEST_S)
 
 @dataclass(slots=True)
 class Turns:
-    """What callers saw. free_since_s: when each free slot was freed, by time.perf_counter."""
+    """What callers saw; times by time.perf_counter, in order.
+
+    routed_s: when requests were routed. freed_s: when releases were answered.
+    """
 
     by_tenant: Counter[str] = field(default_factory=Counter)
-    hand_overs_s: list[float] = field(default_factory=list)
-    free_since_s: deque[float] = field(default_factory=deque)
+    routed_s: list[float] = field(default_factory=list)
+    freed_s: list[float] = field(default_factory=list)
+
+    def hand_overs_s(self) -> list[float]:
+        """How long slots stayed free.
+
+        The first requests find them free. From then on, each slot that is freed is the next
+        request's, which may even be routed before the release is answered.
+        """
+        later = self.routed_s[NUM_WORKERS * SLOTS :]
+        return [
+            max(0.0, routed - freed) for freed, routed in zip(self.freed_s, later, strict=False)
+        ]
 
 
 async def register(redis_url: str) -> None:
@@ -77,16 +92,15 @@ async def call(
             json={"token_ids": PROMPT, "request_id": request_id, "tenant": tenant},
         )
         if answer.status_code != 200:
-            raise click.ClickException(f"the router answered {answer.status_code}: {answer.text}")
+            raise KvrouteError(f"the router answered {answer.status_code}: {answer.text}")
         routed_s = time.perf_counter()
         # After that, fewer and fewer requests wait.
         if routed_s < until_s:
             turns.by_tenant[tenant] += 1
-            if turns.free_since_s:
-                turns.hand_overs_s.append(routed_s - turns.free_since_s.popleft())
+            turns.routed_s.append(routed_s)
         await asyncio.sleep(HELD_S)
         await client.delete(f"/v1/requests/{request_id}")
-        turns.free_since_s.append(time.perf_counter())
+        turns.freed_s.append(time.perf_counter())
 
 
 async def _measure(redis_url: str, urls: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -104,7 +118,7 @@ async def _measure(redis_url: str, urls: Sequence[str], seconds: float) -> dict[
             await client.aclose()
         stats: Any = await redis.info("commandstats")
     total = turns.by_tenant.total()
-    p50, p99 = np.percentile(turns.hand_overs_s, (50, 99))
+    p50, p99 = np.percentile(turns.hand_overs_s(), (50, 99))
     return {
         "turns": total,
         "shares": {tenant: turns.by_tenant[tenant] / total for tenant in WEIGHTS},
