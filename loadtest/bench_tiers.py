@@ -227,7 +227,10 @@ def _of_whole_heads(_: click.Context, __: click.Parameter, kib: tuple[int, ...])
 @click.option("--mib", default=128, show_default=True, type=POSITIVE, help="MiB copied at once.")
 @click.option("--rounds", default=15, show_default=True, type=POSITIVE)
 @click.option(
-    "--folder", default=".", type=click.Path(path_type=Path), help="Folder for the disk tier."
+    "--folder",
+    default=".",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    help="Folder for the disk tier.",
 )
 @json_option
 def main(
