@@ -36,7 +36,7 @@ from app.core.config import (
     WorkerSettings,
 )
 from app.core.serving import run
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, distinct, json_option, save
 from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
 from loadtest.replay import replay_policy
@@ -230,7 +230,15 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 
 
 @click.command(cls=Command)
-@click.option("--replicas", "counts", multiple=True, default=REPLICAS, type=PROCESSES)
+@click.option(
+    "--replicas",
+    "counts",
+    multiple=True,
+    default=REPLICAS,
+    show_default=True,
+    type=PROCESSES,
+    callback=distinct,
+)
 @click.option("--rounds", default=3, show_default=True, type=POSITIVE)
 @click.option("--requests", default=NUM_REQUESTS, show_default=True, type=POSITIVE)
 @click.option("--workers", "num_workers", default=8, show_default=True, type=PROCESSES)

@@ -21,6 +21,13 @@ class Command(config.Command):
         return super().invoke(ctx)
 
 
+def distinct(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The callback of an option whose values name the results."""
+    if twice := [value for n, value in enumerate(values) if value in values[:n]]:
+        raise click.BadParameter(f"{twice[0]} twice")
+    return values
+
+
 def make_folder(folder: Path) -> None:
     """Creates the folder for a report. Better refused now than after everything was played.
 

@@ -17,7 +17,7 @@ from app.core.config import (
 )
 from app.core.serving import run
 from loadtest import report
-from loadtest.command import Command, make_folder, save
+from loadtest.command import Command, distinct, make_folder, save
 from loadtest.replay import progress_display, replay_policy
 from loadtest.traces import DEMO_TRACE, read_trace
 
@@ -35,6 +35,7 @@ NUM_REQUESTS = 1800
     multiple=True,
     default=("round_robin", "latency"),
     show_default=True,
+    callback=distinct,
     type=click.Choice(POLICY_NAMES),
     help="Policies to play, each on a fresh cluster. The ratio is between the first and the last.",
 )

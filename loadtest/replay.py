@@ -21,7 +21,7 @@ from app.core.config import FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, C
 from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
-from loadtest.command import FILE, json_option, save
+from loadtest.command import FILE, distinct, json_option, save
 from loadtest.report import PolicyRun
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceError, TraceRequest, read_trace
 
@@ -220,6 +220,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     "--policy",
     "policies",
     multiple=True,
+    callback=distinct,
     help="Routing policy to play the trace under, such as latency or round_robin. Give it several "
     "times to compare; the ratio is between the first and the last. Default: the routers' own.",
 )
@@ -290,8 +291,6 @@ def replay(
     given in the trace. The report says how much of the prompts workers found in their caches, how
     long callers waited for the first token, and how evenly workers were used.
     """
-    if len(set(policies)) < len(policies):
-        raise click.BadParameter("the same policy twice", param_hint="--policy")
     try:
         trace = read_trace(trace_file).cut(start_s, duration_s, requests)
     except TraceError as error:

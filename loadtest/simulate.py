@@ -31,7 +31,7 @@ from rich.table import Table
 from app.core.config import COUNT, FACTOR, LONGEST_S, POLICY_NAMES, POSITIVE, PROCESSES, Number
 from loadtest import report
 from loadtest.client import Outcome
-from loadtest.command import FILE, Command, json_option, save
+from loadtest.command import FILE, Command, distinct, json_option, save
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
@@ -311,6 +311,7 @@ class _PolicyName(click.ParamType[str]):
     "policies",
     multiple=True,
     default=POLICY_NAMES[::-1],
+    callback=distinct,
     type=_PolicyName(),
     help="Default: all, latency last. blocks:W is blocks with a prefill weight of W.",
 )
@@ -318,6 +319,7 @@ class _PolicyName(click.ParamType[str]):
     "--load",
     "loads",
     multiple=True,
+    callback=distinct,
     type=FACTOR,
     help="Arrival rates, as multiples of the recorded one. Default: 50, 70 and 90 % of the knee, "
     f"the load at which the last policy's mean TTFT is {KNEE:g} times that without load.",

@@ -10,7 +10,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from loadtest import bench_replicas, simulate
 from loadtest.command import Command
+from loadtest.demo import demo
+from loadtest.replay import replay
 
 WITH_A_FILE = (
     *("simulate", "bench_burst", "bench_decision", "bench_failover", "bench_index"),
@@ -35,6 +38,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     a_folder = invoke(module, "--json", str(tmp_path))
     assert a_folder.exit_code == 2
     assert "is a directory" in a_folder.output
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    refused = invoke("bench_tiers", "--folder", str(tmp_path / "none"))
+    assert refused.exit_code == 2
+    assert "does not exist" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -92,3 +101,21 @@ def test_sigterm_ends_a_command_as_ctrl_c_does_and_lets_it_clean_up() -> None:
 @pytest.mark.parametrize("module", COMMANDS)
 def test_every_command_ends_that_way(module: str) -> None:
     assert isinstance(import_module(f"loadtest.{module}").main, Command)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (demo, "--policy latency --policy random --policy latency"),
+        (replay, "--policy random --policy random"),
+        (bench_replicas.main, "--replicas 1 --replicas 4 --replicas 4"),
+        (simulate.main, "--policy blocks:8 --policy blocks:8"),
+        (simulate.main, "--load 1 --load 2 --load 1"),
+    ],
+)
+def test_the_same_twice_is_refused_where_results_are_told_apart_by_it(
+    command: click.Command, arguments: str
+) -> None:
+    refused = CliRunner().invoke(command, arguments)
+    assert refused.exit_code == 2, refused.output
+    assert " twice" in refused.output

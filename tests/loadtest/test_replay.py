@@ -312,8 +312,3 @@ class TestCommand:
         done = await invoke("--trace", str(tmp_path / "bad.jsonl"))
         assert done.exit_code == 1
         assert "bad.jsonl:1: field 'timestamp'" in done.output
-
-    async def test_the_same_policy_twice_is_an_error(self) -> None:
-        done = await invoke("--policy", "random", "--policy", "random")
-        assert done.exit_code == 2
-        assert "the same policy twice" in done.output
