@@ -2,6 +2,9 @@
 
 Arrivals follow the trace whatever the cluster does (open loop). Where the trace says so, a request
 instead follows the previous answer after a think time (closed loop).
+
+The cluster is not started anew for each policy. What the ones before left in the caches matches no
+prompt, but has to be evicted.
 """
 
 from __future__ import annotations
@@ -222,7 +225,8 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     multiple=True,
     callback=distinct,
     help="Routing policy to play the trace under, such as latency or round_robin. Give it several "
-    "times to compare; the ratio is between the first and the last. Default: the routers' own.",
+    "times to compare; the ratio is between the first and the last. Only the first finds caches "
+    "empty; `kvroute demo` starts a fresh cluster for each. Default: the routers' own.",
 )
 @click.option(
     "--speedup",
