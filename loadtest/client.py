@@ -205,8 +205,8 @@ class ClusterClient:
         failure = error = None
         try:
             async with asyncio.timeout(deadline_s), self._slot():
-                progress.sent_s = clock()
                 prompt = make_prompt()
+                progress.sent_s = clock()
                 async for attempt in stamina.retry_context(
                     on=progress.wait_before_retry, attempts=None, timeout=None, wait_jitter=0.1
                 ):

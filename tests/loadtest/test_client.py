@@ -76,6 +76,19 @@ async def test_a_request_arrives_when_it_is_due_not_when_it_is_sent(client: Clus
     assert outcome.first_token_s - outcome.sent_s >= outcome.decision_s > 0
 
 
+async def test_the_time_to_make_the_prompt_counts_as_the_clients_own_delay(
+    client: ClusterClient,
+) -> None:
+    made: list[float] = []
+
+    def make_prompt() -> bytes:
+        made.append(clock())
+        return PROMPT
+
+    outcome = await client.send("r1", make_prompt, output_tokens=340)
+    assert outcome.sent_s >= made[0]
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_route_call_that_may_succeed_later_is_retried_under_the_same_id(
     cluster: FakeCluster, client: ClusterClient, status: int
