@@ -32,7 +32,7 @@ CLOSED_LOOP_BLOCK_TOKENS = 256
 BIN_MS = 3_000
 
 COPY_STRIDE = 1 << 40
-"""Distance between the ids of a block and of its copy: more ids than any trace has."""
+"""Distance between the ids of a block and of its copy; all ids of a trace are below."""
 
 VOCABULARY = 32_000
 """Token ids are below this, so that any model of the Llama family accepts them."""
@@ -189,8 +189,10 @@ class _Record:
 
     def block_ids(self, field: str) -> tuple[int, ...]:
         value = self.fields.get(field)
-        if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
-            raise self.bad(field, "expected a list of whole numbers from 0")
+        if not isinstance(value, list) or not all(
+            type(v) is int and 0 <= v < COPY_STRIDE for v in value
+        ):
+            raise self.bad(field, f"expected a list of whole numbers from 0 to {COPY_STRIDE - 1}")
         return tuple(value)
 
 
