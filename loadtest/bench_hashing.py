@@ -2,8 +2,8 @@
 
     python -m loadtest.bench_hashing
 
-512 blocks of 16 tokens take 1,024 hashes; the yardstick is 1,100 calls from Python, each over the
-bytes of one block, timed in the same round.
+512 blocks of 16 tokens take 1,024 hashes. The yardstick is a call from Python over the bytes of one
+block; 1,100 of them are timed in each round.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def main(rounds: int) -> None:
         yardstick = _seconds(_calls)
         for name, form in forms.items():
             ratios[name].append(_seconds(lambda f=form: compute_hashes(f, BLOCK_SIZE)) / yardstick)  # type: ignore[misc]
-    click.echo(f"{NUM_BLOCKS} blocks of {BLOCK_SIZE}, in units of {CALLS:,} calls (median):")
+    click.echo(f"{NUM_BLOCKS} blocks of {BLOCK_SIZE} take as long as so many calls (median):")
     for name, values in ratios.items():
-        click.echo(f"  {name:<12} {median(values):.2f}")
+        click.echo(f"  {name:<12} {CALLS * median(values):,.0f}")
 
 
 if __name__ == "__main__":
