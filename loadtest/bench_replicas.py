@@ -108,10 +108,9 @@ def measure(
                 one = _play(trace, cluster, count, load, speedup, seed=number)
             made[count].append(one)
             if console:
-                summary = one.summary
                 console.print(
-                    f"round {number + 1}, {count} replicas: TTFT {summary.ttft_mean_s:.3f} s, "
-                    f"{summary.hit_rate:.2%} from cache, CPU {one.machine_cpu:.0%}"
+                    f"round {number + 1}, {count} replicas: TTFT {_ttft(one.summary):.3f} s, "
+                    f"{one.summary.hit_rate:.2%} from cache, CPU {one.machine_cpu:.0%}"
                 )
     return made
 
