@@ -119,7 +119,7 @@ async def replicas(count: int, policy: str) -> AsyncIterator[tuple[Holders, list
 async def measure(
     counts: Sequence[int], rounds: int, policy: str = "latency"
 ) -> dict[int, list[Burst]]:
-    """For each number of replicas, one burst per round."""
+    """For each number of replicas, one burst per round. One more comes first, to warm up."""
     rng = np.random.default_rng(1)
 
     def tokens(blocks: int) -> bytes:
@@ -127,7 +127,7 @@ async def measure(
 
     placed: dict[int, list[Burst]] = {count: [] for count in counts}
     async with replicas(max(counts), policy) as (holders, urls):
-        for turn in range(rounds):
+        for turn in range(rounds + 1):
             owner = turn % NUM_WORKERS
             for count in counts:
                 prefix = tokens(PREFIX_BLOCKS)
@@ -135,7 +135,8 @@ async def measure(
                 await holders.store(owner, chain)
                 prompts = [prefix + tokens(SUFFIX_BLOCKS) for _ in range(NUM_REQUESTS)]
                 choices, took_s = place(urls[:count], prompts)
-                placed[count].append(Burst(choices.count(f"w{owner}"), took_s))
+                if turn:
+                    placed[count].append(Burst(choices.count(f"w{owner}"), took_s))
     return placed
 
 
