@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from app.core import index, leases, metrics, reservations
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
+from app.core.leases import Registration
 from app.core.metrics import (
     DEFAULT_SPEED,
     NO_READINGS,
@@ -19,7 +20,7 @@ from app.core.metrics import (
     Speed,
 )
 from app.core.reservations import Load, Reservation, Wish
-from app.core.scripts import ScriptRunner
+from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
 
 NAMESPACE = "test"
@@ -27,6 +28,19 @@ KEYS = Keyspace(NAMESPACE)
 SHARD = KEYS.of_shard(0)
 BLOCK_SIZE = 4
 TTL_MS = 60_000
+
+
+def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
+    """One call of what FakeWorkers do, for tests of the calls themselves."""
+    info = WorkerInfo(WorkerKey(worker), "http://a", 4, 1000, 256)
+    return leases.register(keyspace, info, "nonce", ttl_ms=60_000)
+
+
+def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
+    """Those of the first nine incarnations that are registered."""
+    asked = [Incarnation(number) for number in range(1, 10)]
+    absent = leases.absent(keyspace, asked)
+    return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
 
 
 @dataclass(slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,10 +15,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from app.core.embedded import (
-    bundled_redis_binary,
-    system_binary,
-)
+from app.core.embedded import EmbeddedRedis, bundled_redis_binary, system_binary
 from loadtest import topologies
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually
@@ -79,6 +78,24 @@ def require_redis(kind: str) -> Path:
 def newest_kind() -> str:
     """The newest of KINDS that is installed; the first of KINDS if none is."""
     return next((kind for kind in KINDS if installed(kind)), KINDS[0])
+
+
+@contextmanager
+def stopped(pid: int | None) -> Iterator[None]:
+    """The server takes connections but answers nothing."""
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def scripts_run_by(server: EmbeddedRedis) -> int:
+    """How many scripts a server was asked to run."""
+    async with Redis(port=server.port) as client:
+        stats = await client.info("commandstats")
+    return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
 
 
 class ClusterServers(topologies.ClusterServers):

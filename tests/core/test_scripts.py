@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import ANY
@@ -19,7 +17,7 @@ from app.core.reservations import Reservation, Wish
 from app.core.scripts import Call, ScriptRunner, call, load_script
 from app.core.topology import Client, Node
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from tests.redis_servers import kinds_here, require_redis
+from tests.redis_servers import kinds_here, require_redis, stopped
 
 KEYS = Keyspace("test")
 REGISTER = leases.register(
@@ -176,14 +174,11 @@ async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
     own_redis_server: EmbeddedRedis, own_redis: Client
 ) -> None:
     await ScriptRunner(own_redis, timeout_s=5).run([REGISTER, ACTIVATE])
-    pid = own_redis_server.pid
-    assert pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(RedisUnavailable, match="no answer within 100 ms"):
-            await ScriptRunner(own_redis, timeout_s=0.1).run([LOADS, LOADS])
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    with (
+        stopped(own_redis_server.pid),
+        pytest.raises(RedisUnavailable, match="no answer within 100 ms"),
+    ):
+        await ScriptRunner(own_redis, timeout_s=0.1).run([LOADS, LOADS])
     # The late answers must not be taken for those to a later call.
     runner = ScriptRunner(own_redis, timeout_s=5)
     assert await runner.run([RESERVE, RELEASE]) == [[None], True]

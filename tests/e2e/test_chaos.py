@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind, Outcome
 from loadtest.topologies import SERVICE
 from tests.e2e.conftest import BLOCK_SIZE, LEASE_TTL_S, prompt
 from tests.eventually import eventually
-from tests.redis_servers import SentinelServers, newest_kind
+from tests.redis_servers import SentinelServers, newest_kind, stopped
 
 T = TypeVar("T")
 
@@ -301,15 +300,6 @@ class Trouble:
             and seen["master_port"] == master.port
             and any(r["port"] == replica.port and r["flags"] == "slave" for r in replicas)
         )
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 async def watch_reservations(redis: Client, cluster: Cluster) -> None:

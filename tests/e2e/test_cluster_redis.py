@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -18,7 +15,7 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from app import cluster as kvroute
-from app.core import leases, matching
+from app.core import matching
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import ConfigError, RedisUnavailable
@@ -27,11 +24,12 @@ from app.core.leases import Registration
 from app.core.redis import check_server, connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
-from app.core.types import Incarnation, SequenceHash, WorkerInfo, WorkerKey
+from app.core.types import SequenceHash
 from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
-from tests.redis_servers import ClusterServers, newest_kind
+from tests.fake_workers import register, registered
+from tests.redis_servers import ClusterServers, newest_kind, scripts_run_by, stopped
 
 TIMEOUT_S = 5.0
 FAILOVER_S = 15.0
@@ -90,36 +88,6 @@ def keyspaces(servers: ClusterServers) -> list[Keyspace]:
         keyspace = Keyspace(f"test{number}")
         found.setdefault(servers.shard_of(keyspace["meta"]), keyspace)
     return [found[shard] for shard in range(NUM_SHARDS)]
-
-
-def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
-    """Which of the first nine incarnations are registered."""
-    asked = [Incarnation(number) for number in range(1, 10)]
-    absent = leases.absent(keyspace, asked)
-    return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
-
-
-def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
-    info = WorkerInfo(WorkerKey(worker), "http://a", 4, 1000, 256)
-    return leases.register(keyspace, info, "nonce", ttl_ms=60_000)
-
-
-async def scripts_run_by(server: EmbeddedRedis) -> int:
-    """How many scripts a server was asked to run."""
-    async with Redis(port=server.port) as client:
-        stats = await client.info("commandstats")
-    return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
-
-
-@contextmanager
-def stopped(server: EmbeddedRedis) -> Iterator[None]:
-    """Makes a server answer nothing; it still takes connections."""
-    assert server.pid
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
 
 
 async def test_calls_are_sent_in_one_pipeline_per_node_and_answered_in_order(
@@ -360,7 +328,7 @@ async def test_a_master_that_hangs_affects_only_its_shard_until_its_replica_take
         runner = ScriptRunner(redis, timeout_s=0.3)
         calls = [register(keyspace) for keyspace in (first, second, third)]
         await ScriptRunner(redis, TIMEOUT_S).run(calls)
-        with stopped(own_servers.masters[1]):
+        with stopped(own_servers.masters[1].pid):
             one, lost, three = await runner.run_each(calls)
             assert {type(one), type(three)} == {Registration}
             assert isinstance(lost, RedisUnavailable)

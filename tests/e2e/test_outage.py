@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 from app.core.embedded import EmbeddedRedis
 from tests.e2e.test_healing import LEASE_S, WORKERS, short_intervals, world
 from tests.eventually import eventually
+from tests.redis_servers import stopped
 
 short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
@@ -19,7 +18,6 @@ async def test_every_request_is_routed_and_no_worker_has_to_republish(
     async with world(own_redis_server.url) as cluster:
         for agent in cluster.agents.values():
             agent.resyncs = 0
-        assert own_redis_server.pid
         degraded = []
 
         async def is_degraded() -> bool:
@@ -27,14 +25,11 @@ async def test_every_request_is_routed_and_no_worker_has_to_republish(
             degraded.append((await cluster.route(0, reserve=False)).degraded)
             return degraded[-1]
 
-        os.kill(own_redis_server.pid, signal.SIGSTOP)
-        try:
+        with stopped(own_redis_server.pid):
             loop = asyncio.get_running_loop()
             end = loop.time() + 8 * LEASE_S
             while loop.time() < end:
                 await is_degraded()
-        finally:
-            os.kill(own_redis_server.pid, signal.SIGCONT)
         await eventually(is_degraded, lambda found: not found)
         assert any(degraded)
         await cluster.heals("once Redis is back")

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,29 +11,28 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from app.core import leases, matching
-from app.core.embedded import EmbeddedRedis
+from app.core import matching
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.leases import Registration
 from app.core.redis import check_server, connect
-from app.core.scripts import Call, ScriptRunner
+from app.core.scripts import ScriptRunner
 from app.core.topology import Client
-from app.core.types import Incarnation, SequenceHash, WorkerInfo, WorkerKey
+from app.core.types import SequenceHash
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually
-from tests.redis_servers import KINDS, SentinelServers, installed, newest_kind
+from tests.fake_workers import register, registered
+from tests.redis_servers import (
+    KINDS,
+    SentinelServers,
+    installed,
+    newest_kind,
+    scripts_run_by,
+    stopped,
+)
 
 KEYS = Keyspace("test")
 TIMEOUT_S = 5.0
 FAILOVER_S = 15.0
-
-
-def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
-    """Which of the first nine incarnations are registered."""
-    asked = [Incarnation(number) for number in range(1, 10)]
-    absent = leases.absent(keyspace, asked)
-    return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
 
 
 REGISTERED = registered(KEYS)
@@ -46,11 +41,6 @@ REGISTERED = registered(KEYS)
 async def replicated(servers: SentinelServers) -> bool:
     async with Redis(port=servers.replica.port) as client:
         return bool(await client.exists(KEYS["meta"]))
-
-
-def register(worker: str) -> Call[Registration]:
-    info = WorkerInfo(WorkerKey(worker), "http://a", 4, 1000, 256)
-    return leases.register(KEYS, info, "nonce", ttl_ms=60_000)
 
 
 @pytest.fixture(scope="module")
@@ -69,27 +59,9 @@ async def redis(servers: SentinelServers) -> AsyncIterator[Client]:
         await client.flushall()
 
 
-@contextmanager
-def stopped(server: EmbeddedRedis) -> Iterator[None]:
-    """Makes a server answer nothing; it still takes connections."""
-    assert server.pid
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-
-
 async def port_of(redis: Redis) -> int:
     found: int = (await redis.info("server"))["tcp_port"]
     return found
-
-
-async def scripts_run_by(server: EmbeddedRedis) -> int:
-    """How many scripts a server was asked to run."""
-    async with Redis(port=server.port) as client:
-        stats = await client.info("commandstats")
-    return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
 
 
 async def test_the_master_is_found_through_the_sentinels(
@@ -99,7 +71,7 @@ async def test_the_master_is_found_through_the_sentinels(
     assert await port_of((await redis.masters())[0]) == servers.master.port
     await check_server(redis, TIMEOUT_S)
     runner = ScriptRunner(redis, TIMEOUT_S)
-    assert (await runner.one(register("a"))).incarnation == 1
+    assert (await runner.one(register(KEYS, "a"))).incarnation == 1
     entry = await redis.xadd(KEYS["metrics"], {"worker": "a:0"})
     assert await redis.xread({KEYS["metrics"]: "0"}) == [
         [KEYS["metrics"].encode(), [(entry, {b"worker": b"a:0"})]]
@@ -115,17 +87,17 @@ async def test_a_url_may_name_a_database_after_the_service(servers: SentinelServ
 
 async def test_calls_that_find_all_connections_in_use_wait_for_one(redis: Client) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S)
-    await runner.one(register("a"))
+    await runner.one(register(KEYS, "a"))
     answers = await asyncio.gather(*(runner.one(REGISTERED) for _ in range(100)))
     assert {len(answer) for answer in answers} == {1}
 
 
 async def test_calls_do_not_wait_for_a_sentinel_that_hangs(servers: SentinelServers) -> None:
     for sentinel in servers.sentinels:
-        with stopped(sentinel):
+        with stopped(sentinel.pid):
             async with connect(servers.url, timeout_s=1.0) as redis:
                 runner = ScriptRunner(redis, timeout_s=1.0, on_replicas=["match"])
-                await runner.one(register("a"))
+                await runner.one(register(KEYS, "a"))
                 await matching.match(runner, KEYS, [[SequenceHash(1)]])
 
 
@@ -141,7 +113,7 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
     redis: Client, servers: SentinelServers
 ) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
-    await runner.one(register("a"))
+    await runner.one(register(KEYS, "a"))
     chains = [[SequenceHash(1)]]
 
     await eventually(lambda: replicated(servers))
@@ -162,7 +134,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
     with SentinelServers(kind) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
-            await runner.run([register("a"), REGISTERED])
+            await runner.run([register(KEYS, "a"), REGISTERED])
             await matching.match(runner, KEYS, [[SequenceHash(1)]])
             await eventually(lambda: replicated(servers))
             servers.master.kill()
@@ -176,7 +148,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
                 look, lambda r: not isinstance(r, RedisUnavailable), within_s=FAILOVER_S
             )
             assert len(found) == 1
-            assert (await runner.one(register("b"))).incarnation == 2
+            assert (await runner.one(register(KEYS, "b"))).incarnation == 2
             # No replica is left.
             assert await matching.match(runner, KEYS, [[SequenceHash(1)]]) == ([{}], [])
 
@@ -195,7 +167,7 @@ async def test_a_replaced_master_is_abandoned_although_it_still_takes_writes() -
     with SentinelServers(newest_kind()) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S)
-            await runner.run([register("a"), REGISTERED])
+            await runner.run([register(KEYS, "a"), REGISTERED])
             await servers.hand_over(within_s=FAILOVER_S)
 
             async def port_used_and_old_role() -> tuple[int, str]:
@@ -220,17 +192,17 @@ async def test_a_master_that_becomes_a_replica_is_abandoned(kind: str) -> None:
     with SentinelServers(kind) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S)
-            await runner.run([register("a"), REGISTERED])
+            await runner.run([register(KEYS, "a"), REGISTERED])
             async with Redis(port=servers.sentinels[0].port) as sentinel:
                 await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
 
             async def moved() -> bool:
                 # A script that writes, so that a replica cannot pass for the master.
-                await runner.run_each([register("b")])
+                await runner.run_each([register(KEYS, "b")])
                 try:
                     return await port_of(redis) == servers.replica.port
                 except RedisError:
                     return False
 
             await eventually(moved, within_s=FAILOVER_S)
-            await runner.one(register("c"))
+            await runner.one(register(KEYS, "c"))

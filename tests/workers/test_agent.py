@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,6 +24,7 @@ from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from tests.eventually import eventually
+from tests.redis_servers import stopped
 from workers.agent import BATCH_BLOCKS, Agent, AgentSettings
 
 LATER = 1 << 53
@@ -437,9 +436,7 @@ async def test_events_of_an_outage_are_coalesced_and_published_after_it(
             agent.notify([Stored(tuple(CHAIN[:4]), None)])
             await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
             await agent.settled()  # else the outage may meet the first batch
-            assert own_redis_server.pid is not None
-            os.kill(own_redis_server.pid, signal.SIGSTOP)
-            try:
+            with stopped(own_redis_server.pid):
                 agent.notify([Removed((CHAIN[3],))])
                 # Taken on its way to Redis, so that what follows has to wait.
                 with pytest.raises(TimeoutError):
@@ -449,8 +446,6 @@ async def test_events_of_an_outage_are_coalesced_and_published_after_it(
                     agent.notify([Stored(tuple(CHAIN[3:]), CHAIN[2])])
                     agent.notify([Removed(tuple(CHAIN[3:]))])
                 agent.notify([Stored(tuple(CHAIN[3:5]), CHAIN[2])])
-            finally:
-                os.kill(own_redis_server.pid, signal.SIGCONT)
             await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=5)})
             # The first batch, the one that the outage met, and one for all 2,001 events in it.
             assert await observer.applied(1) == 3
