@@ -220,14 +220,12 @@ def table(runs: Sequence[PolicyRun]) -> Group:
 
 def plot(runs: Sequence[PolicyRun], path: Path) -> None:
     """Writes a PNG: TTFT distribution, mean TTFT, hit rate and requests per worker by policy."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     summaries = [summarise(run) for run in runs]
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.04)
     figure = Figure(figsize=(12, 7.2), layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
     figure.suptitle(_title(runs[0]), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.supxlabel(_caption(runs[0]), x=0.01, ha="left", fontsize=9, color=GREY)
     grid = figure.add_gridspec(2, 12, height_ratios=(1.35, 1))

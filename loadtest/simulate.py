@@ -249,11 +249,9 @@ def table(title: str, played: Played) -> Table:
 
 def plot(figures: Sequence[Figures], title: str, path: Path) -> None:
     """Writes a PNG: four figures plotted over the load, with a line for each policy."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7.2), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=report.INK)
     shown = [row for row in ROWS if row[0] in RELATIVE or row[0] == "within SLO"]
     for axes, (label, of, _) in zip(figure.subplots(2, 2).flat, shown, strict=True):
