@@ -33,17 +33,12 @@ for _, inc in ipairs(gone) do
   is_gone[inc] = true
 end
 local function living(owners)
-  owners = string.gsub(owners, '(%d+)%a', function(inc)
-    return is_gone[inc] and '' or nil
-  end)
-  return owners ~= '' and owners
-end
-
-local function visible(owners)
-  if owners and #gone > 0 then
-    return living(owners)
+  if #gone > 0 then
+    owners = string.gsub(owners, '(%d+)%a', function(inc)
+      return is_gone[inc] and '' or nil
+    end)
   end
-  return owners
+  return owners ~= '' and owners
 end
 
 -- The current chain, how its blocks are grouped, and where its owners may change.
@@ -66,7 +61,7 @@ local function owners_at(position)
   local bucket = bucket_name(hash_at(leader_of(position)))
   local owners = redis.pcall('HGET', blocks_prefix .. bucket, hash_at(position))
   -- Somebody may have turned the bucket into another type of key.
-  return type(owners) == 'string' and visible(owners)
+  return type(owners) == 'string' and living(owners)
 end
 
 local function between(from, to)
