@@ -37,7 +37,7 @@ end
 
 -- Empty if it cannot be read.
 local function info_of(inc)
-  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
+  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
   return readable and type(info) == 'table' and info or {}
 end
 

@@ -5,7 +5,7 @@
 -- acted as `held`, has taken over the worker.
 -- Wants locals: workers, current, leases; and lib writer.
 local function worker_of(inc)
-  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc) or '')
+  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
   return readable and type(info) == 'table' and info.worker or nil
 end
 
