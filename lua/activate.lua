@@ -31,9 +31,7 @@ local worker, inc, nonce, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include request
 -- @include retire
 -- @include recount
--- @include despite_full
 
-despite_full(current)
 local function take_over(old)
   keep_kind(requests_prefix .. old, 'hash')
   keep_kind(prefills_prefix .. old, 'list')

@@ -14,12 +14,10 @@ local line, flows, easy_flows, waiting_prefix, picky_prefix =
 -- @include number
 -- @include kinds
 -- @include line
--- @include despite_full
 
 keep_kind(line, 'hash')
 keep_kind(flows, 'zset')
 keep_kind(easy_flows, 'zset')
-despite_full(line)
 for i = 1, #ARGV, 3 do
   keep_kind(waiting_prefix .. ARGV[i], 'zset')
   keep_kind(picky_prefix .. ARGV[i], 'zset')
