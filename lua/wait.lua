@@ -38,7 +38,7 @@ while at < #ARGV do
   local first, easy = heads(flow)
   local tag = redis.call('ZSCORE', flows, flow)
   local tickets = string.sub(ARGV[last], -1) == 'x' and picky_tickets or easy_tickets
-  local are_new = redis.call('ZADD', tickets, 'NX', unpack(ARGV, at + 2, last))
+  local are_new = redis.call('ZADD', tickets, unpack(ARGV, at + 2, last))
   if are_new > 0 or not tag or easy and not redis.call('ZSCORE', easy_flows, flow) then
     set_tags(flow, first and tag and tag - charge_of(first) or virtual_time())
   end
