@@ -42,6 +42,7 @@ async def test_known_owners_of_the_ends_are_not_looked_up(space: Namespace) -> N
     assert await run_script(space, stretch, "16", "", "", "1d2d", "-") == [[1, b"1d2d", 3, b"1d"]]
     assert await run_script(space, stretch, "16", "", "", "1d", "1d") == [[4, b"1d"]]
     assert await run_script(space, stretch, "16", "", "", "-", "") == [[]]
+    assert await run_script(space, text_of([D, B]), "16", "", "", "1d", "1d") == [[2, b"1d"]]
 
 
 async def test_owners_come_as_runs_with_the_position_each_one_ends_at(space: Namespace) -> None:
@@ -187,6 +188,7 @@ async def test_only_whole_incarnation_numbers_are_taken_for_dead(space: Namespac
     await space.hold(workers[0], [A])
     await space.hold(workers[10], [A])
     await space.retire("w0", workers[0])
+    await space.sweep(max_buckets=0)
     assert await space.match([A]) == [{workers[10]: TierOverlap(device=1)}]
 
 
