@@ -60,7 +60,10 @@ async def test_a_missing_namespace_is_told_from_an_empty_one(space: Namespace) -
 
 @pytest.mark.parametrize(
     "text",
-    ["", "spoilt", "1 2 3", "0 0 0 0 0 0 0 -1", "0 0 0 0 0 0 0 1.5", f"{'9' * 30} 0 0 0 0 0 0 0"],
+    [
+        *("", "spoilt", "1 2 3", "0 0 0 0 0 0 0 -1", "0 0 0 0 0 0 0 1.5"),
+        *(" ".join("9" * 16 if i == field else "0" for i in range(8)) for field in range(8)),
+    ],
 )
 async def test_a_load_that_cannot_be_read_is_not_among_them(space: Namespace, text: str) -> None:
     """Nor would `reserve` take its worker."""

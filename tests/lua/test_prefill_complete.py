@@ -48,6 +48,7 @@ async def test_a_first_token_out_of_order_leaves_the_head_alone(space: Namespace
     await space.reserve(inc, "r2", us=2000)
     await space.reserve(inc, "r3", us=1000)
     before = await space.load(inc)
+    await eventually(space.now_ms, lambda now: now > before.head_since_ms)
     await space.prefill_complete("r2")
     load = await space.load(inc)
     assert (load.prefill_us, load.decoding) == (6000, 1)
@@ -59,6 +60,20 @@ async def test_a_first_token_out_of_order_leaves_the_head_alone(space: Namespace
 async def test_an_unknown_request_has_no_first_token(space: Namespace) -> None:
     await space.worker("a")
     assert not await space.prefill_complete("r1")
+
+
+async def test_a_first_token_changes_nothing_that_cannot_be_read(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1")
+    await space.reserve(inc, "r2")
+    await space.redis.hset(space.keys[f"requests:{inc}"], "r1", "spoilt")
+    before = await space.contents()
+    assert await space.prefill_complete("r1")
+    assert await space.contents() == before
+    await space.redis.hset(space.key("load"), str(inc), "spoilt")
+    before = await space.contents()
+    assert await space.prefill_complete("r2")
+    assert await space.contents() == before
 
 
 async def test_a_released_request_has_no_first_token(space: Namespace) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from app.core.reservations import Load
+from tests.eventually import eventually
 from tests.lua.conftest import Namespace
 
 
@@ -56,6 +57,7 @@ async def test_releasing_one_who_waits_leaves_the_head_alone(space: Namespace) -
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
     before = await space.load(inc)
+    await eventually(space.now_ms, lambda now: now > before.head_since_ms)
     await space.release("r2")
     load = await space.load(inc)
     assert (load.prefill_us, load.head_us) == (5000, 5000)
@@ -100,8 +102,8 @@ async def test_a_release_leaves_nothing_of_a_reservation_that_was_damaged(
     await space.redis.zrem(space.key("expiry"), "r3")
     await space.redis.hset(space.keys[f"requests:{inc}"], "r4", "spoilt")
     for request_id in ("r1", "r2", "r3", "r4"):
-        assert await space.release(request_id)
-        assert not await space.release(request_id)
+        assert await space.release(request_id, "-")
+        assert not await space.release(request_id, "-")
     assert await space.renew(inc)
     load = await space.load(inc)
     assert (load.prefill_tokens, load.blocks, load.requests) == (0, 0, 0)
@@ -129,4 +131,7 @@ async def test_a_late_release_leaves_a_newer_reservation_alone(space: Namespace)
     assert await space.contents() == before
     assert not await space.release("r2", expires_by_ms=expires)
     assert await space.release("r1", expires_by_ms=expires)
+    await space.reserve(inc, "r2")
+    await space.redis.zrem(space.key("expiry"), "r2")
+    assert await space.release("r2", expires_by_ms=expires)
     assert (await space.load(inc)).requests == 0
