@@ -23,6 +23,7 @@ async def test_the_first_registration_makes_the_namespace(space: Namespace) -> N
 async def test_shards_count_only_where_the_namespace_is_new(space: Namespace) -> None:
     assert (await space.register("a", shards=3)).shards == 3
     assert (await space.register("b", shards=5)).shards == 3
+    assert await space.get("meta", "shards") == "3"
 
 
 async def test_a_number_in_use_is_not_given_again(space: Namespace) -> None:
@@ -118,9 +119,10 @@ async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space: Namespa
 async def test_a_resync_in_an_emptied_redis_starts_afresh(space: Namespace) -> None:
     await space.worker("a")
     await space.redis.flushall()
+    other = await space.worker("b")
     again = await space.register("a", resync=True)
-    assert not again.predecessor_lives
-    assert await space.load(again.incarnation) == NO_LOAD
+    assert not again.predecessor_lives, "another worker has its number now"
+    assert (await space.loads()).loads == {other: NO_LOAD, again.incarnation: NO_LOAD}
 
 
 async def test_who_was_replaced_by_another_process_cannot_resync(space: Namespace) -> None:
@@ -129,6 +131,25 @@ async def test_who_was_replaced_by_another_process_cannot_resync(space: Namespac
     with pytest.raises(WorkerReplaced, match="worker a:0"):
         await space.worker("a", resync=True)
     assert await space.get("current", "a:0") == str(other)
+    await space.redis.zadd(space.key("leases"), {str(other): 1})
+    assert (await space.loads()).loads == {}
+    again = await space.worker("a", resync=True)
+    assert await space.get("current", "a:0") == str(again), "the other one has died since"
+
+
+async def test_a_process_whose_entry_was_lost_is_replaced_all_the_same(space: Namespace) -> None:
+    await space.worker("a", nonce="first")
+    await space.redis.delete(space.key("workers"))
+    new = await space.worker("a", nonce="second")
+    assert set((await space.loads()).loads) == {new}
+
+
+async def test_who_does_not_know_of_his_own_switch_may_resync(space: Namespace) -> None:
+    """The answer to `activate` was lost."""
+    old = await space.worker("a")
+    new = await space.worker("a", resync=True)
+    assert await space.activate("a", new)
+    assert await registered(space, "a", held=old) == 3
 
 
 async def registered(space: Namespace, worker: str, held: Incarnation | None = None) -> int:
@@ -201,11 +222,17 @@ async def test_an_entry_of_another_worker_is_no_successor(space: Namespace) -> N
     assert inc not in (await space.loads()).loads
 
 
-async def test_an_entry_of_whom_nothing_is_known_any_more_replaces_nobody(space: Namespace) -> None:
+@pytest.mark.parametrize("entry", [None, "5"])
+async def test_an_entry_of_whom_nothing_is_known_any_more_replaces_nobody(
+    space: Namespace, entry: str | None
+) -> None:
     await space.worker("a")
     other = await space.worker("b")
     await space.redis.hset(space.key("current"), "a:0", str(other))
-    await space.redis.delete(space.key("workers"))
+    if entry is None:
+        await space.redis.delete(space.key("workers"))
+    else:
+        await space.redis.hset(space.key("workers"), str(other), entry)
     new = await space.register("a", resync=True)
     assert await space.activate("a", new.incarnation)
     assert await space.get("current", "a:0") == str(new.incarnation)
