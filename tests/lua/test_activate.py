@@ -58,6 +58,19 @@ async def test_requests_in_flight_move_to_the_new_incarnation(space: Namespace) 
     assert load == replace(NO_LOAD, head_since_ms=load.head_since_ms, total=3)
 
 
+async def test_a_request_that_was_reserved_again_elsewhere_is_not_taken_along(
+    space: Namespace,
+) -> None:
+    old, other = await space.worker("a"), await space.worker("b")
+    await space.reserve(old, "r1")
+    await space.redis.delete(space.key("reservations"), space.key("expiry"))
+    await space.reserve(other, "r1", blocks=9)
+    new = await space.worker("a", resync=True)
+    assert await space.activate("a", new)
+    assert (await space.load(new)).requests == 0
+    assert await space.get("reservations", "r1") == str(other)
+
+
 async def test_a_switch_with_nothing_in_flight_leaves_nothing_behind(space: Namespace) -> None:
     old = await space.worker("a")
     new = await space.worker("a", resync=True)
@@ -140,6 +153,7 @@ async def test_requests_that_stood_under_the_new_number_are_nobody_s(space: Name
     await space.worker("a")
     await space.redis.hset(space.keys["requests:2"], "r1", "100 5000 7 p -")
     await space.redis.hset(space.key("reservations"), "r1", "2")
+    await space.redis.set(space.keys["prefills:2"], "spoilt")
     assert await space.worker("b") == 2
     assert (await space.load(Incarnation(2))) == NO_LOAD
 
@@ -150,7 +164,7 @@ async def test_where_nothing_says_who_was_routed_to_the_one_held_before_is_retir
     old = await space.worker("a")
     await space.reserve(old, "r1")
     new = await space.worker("a", resync=True)
-    await space.redis.delete(space.key("current"))
+    await space.redis.delete(space.key("current"), space.key("load"))
     assert await space.activate("a", new)
     assert set((await space.loads()).loads) == {new}
     assert (await space.load(new)).requests == 1
