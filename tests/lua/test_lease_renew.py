@@ -10,6 +10,7 @@ from app.core import leases
 from app.core.errors import NamespaceMissing
 from app.core.reservations import Load
 from app.core.types import Incarnation
+from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace, info
 
 
@@ -87,10 +88,26 @@ async def books(space: Namespace, inc: Incarnation) -> Load:
 
 
 async def test_of_a_whole_worker_only_the_lease_changes(space: Namespace) -> None:
+    async def everything() -> tuple[str, object]:
+        expiry = await space.redis.zrange(space.key("expiry"), 0, -1, withscores=True)
+        return await space.contents(), expiry
+
     inc = await busy(space)
-    before = await space.contents()
+    before = await everything()
     assert await space.renew(inc)
-    assert await space.contents() == before
+    assert await everything() == before
+
+
+async def test_more_requests_than_a_command_takes_are_counted_too(space: Namespace) -> None:
+    inc = await space.worker("a")
+    ids = [f"r{n}" for n in range(1001)]
+    await space.redis.hset(space.keys[f"requests:{inc}"], mapping=dict.fromkeys(ids, "1 1 2 d -"))
+    await space.redis.hset(space.key("reservations"), mapping=dict.fromkeys(ids, str(inc)))
+    await space.redis.zadd(space.key("expiry"), dict.fromkeys(ids, 5))
+    assert await space.renew(inc)
+    load = await space.load(inc)
+    assert (load.requests, load.decoding, load.blocks) == (1001, 1001, 2002)
+    assert await space.redis.zcount(space.key("expiry"), 5, 5) == 1001
 
 
 @pytest.mark.parametrize(
@@ -137,7 +154,7 @@ async def test_a_renewal_that_is_not_thorough_counts_only_a_load_that_cannot_be_
 
 async def test_a_head_that_begins_in_the_future_begins_now(space: Namespace) -> None:
     inc = await busy(space)
-    await space.redis.hset(space.key("load"), str(inc), f"160 7000 5000 {2**50} 13 3 1 3")
+    await space.redis.hset(space.key("load"), str(inc), f"160 7000 5000 {2**49} 13 3 1 3")
     assert await space.renew(inc)
     assert (await space.load(inc)).head_since_ms <= await space.now_ms()
 
@@ -146,13 +163,17 @@ async def test_a_queue_that_was_deleted_or_spoilt_is_made_anew(space: Namespace)
     inc = await busy(space)
     queue = space.keys[f"prefills:{inc}"]
     await space.redis.delete(queue)
-    assert await space.renew(inc)
-    await books(space, inc)
-    await space.redis.delete(queue)
     await space.redis.rpush(queue, "junk", "r2", "r3", "r2", "r1")
+    last_ms = (await space.load(inc)).head_since_ms
+    before = await eventually(space.now_ms, lambda now: now > last_ms)
     assert await space.renew(inc)
     assert await space.redis.lrange(queue, 0, -1) == [b"r2", b"r1"], "the order is kept"
-    assert (await space.load(inc)).head_us == 2000
+    load = await space.load(inc)
+    assert load.head_us == 2000
+    assert before <= load.head_since_ms <= await space.now_ms()
+    await space.redis.delete(queue)
+    assert await space.renew(inc)
+    await books(space, inc)
 
 
 @pytest.mark.parametrize("key", ["reservations", "expiry"])
@@ -179,7 +200,9 @@ async def test_a_request_that_has_neither_is_forgotten(space: Namespace) -> None
     assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r2"]
 
 
-@pytest.mark.parametrize("record", ["", "spoilt", "100 5000 7 p", "100 5000 7 x -", "9" * 20])
+@pytest.mark.parametrize(
+    "record", ["", "spoilt", "100 5000 7 p", "100 5000 7 x -", f"1 1 {10**12} p -"]
+)
 async def test_a_request_whose_record_cannot_be_read_is_forgotten(
     space: Namespace, record: str
 ) -> None:
@@ -238,7 +261,8 @@ async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> 
     assert await space.renew(inc)
     assert (await space.loads()).loads == {inc: NO_LOAD}
     assert await space.get("current", "a:0") == str(inc)
-    assert not await space.redis.exists(space.key("metrics"), space.key("reservations"))
+    gone = ("metrics", "reservations", "expiry")
+    assert not await space.redis.exists(*(space.key(name) for name in gone))
 
 
 async def test_who_is_not_known_as_a_writer_any_more_must_register_again(
@@ -332,7 +356,7 @@ async def test_a_number_of_shards_that_makes_no_sense_is_set_right(
 async def test_the_count_of_incarnations_never_stays_behind(space: Namespace) -> None:
     await space.worker("a")
     inc = await space.worker("b")
-    for count in ("spoilt", "0", "1", "9" * 18):
+    for count in ("spoilt", "0", "1", "9" * 10):
         await space.redis.hset(space.key("meta"), "incarnations", count)
         assert await space.renew(inc)
         assert await space.get("meta", "incarnations") == "2"
@@ -350,3 +374,10 @@ async def test_metrics_after_which_no_more_could_come_are_dropped(space: Namespa
         await space.redis.xadd(metrics, {"worker": "a:0"})
     assert await space.renew(inc)
     assert await space.redis.xadd(metrics, {"worker": "a:0"})
+    # A clock that stepped back leaves entries a little ahead of it.
+    for ahead_ms, kept in ((50_000, 1), (70_000, 0)):
+        await space.redis.delete(metrics)
+        moment = await space.now_ms() + ahead_ms
+        await space.redis.xadd(metrics, {"worker": "a:0"}, id=str(moment))
+        assert await space.renew(inc)
+        assert await space.redis.xlen(metrics) == kept
