@@ -11,7 +11,7 @@ from app.core.errors import RedisFull
 from app.core.index import Change
 from app.core.predictions import PredictionSettings
 from app.core.types import Incarnation
-from tests.lua.conftest import DEVICE, HOST, A, B, C, Namespace, ticket
+from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, Namespace, ticket
 
 
 @pytest.fixture
@@ -46,6 +46,8 @@ async def test_what_adds_no_entries_is_applied(full: Namespace) -> None:
 
 async def test_workers_come_and_go_and_requests_too(full: Namespace) -> None:
     inc = Incarnation(1)
+    await full.redis.zrem(full.key("leases"), str(inc))
+    assert await full.lapse(grace_ms=LONG_MS) == 0
     assert await full.renew(inc)
     assert await full.reserve(inc, "r2") is None
     assert await full.prefill_complete("r1")

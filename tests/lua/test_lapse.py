@@ -8,8 +8,9 @@ from tests.lua.conftest import LONG_MS, NO_LOAD, A, Namespace
 
 
 async def test_what_waited_in_a_redis_that_hung_retires_nobody(space: Namespace) -> None:
-    inc = await space.worker("a", ttl_ms=1)
+    inc = await space.worker("a")
     heard_ms = await space.now_ms()
+    assert await space.do(leases.lapse(space.keys, 0, heard_ms + 2 * LONG_MS)) == 0
     await space.redis.zadd(space.keys["leases"], {str(inc): heard_ms + 50})
     await space.lease_lapses(inc)
     assert await space.do(leases.lapse(space.keys, 0, heard_ms)) == 0
@@ -70,7 +71,8 @@ async def test_a_lease_that_ends_later_than_its_worker_asks_for_is_brought_down(
     for far in (9e15, float("inf")):
         await space.redis.zadd(space.key("leases"), {str(inc): far})
         assert await space.lapse(grace_ms=1000) == 0
-        assert await space.expires_ms("leases", inc) <= await space.now_ms() + 5_000
+        left_ms = await space.expires_ms("leases", inc) - await space.now_ms()
+        assert 3_000 < left_ms <= 5_000
 
 
 @pytest.mark.parametrize("entry", ["spoilt", "", "5", "[]", '{"lease_ttl_ms": "x"}'])
@@ -88,7 +90,8 @@ async def test_who_has_no_lease_is_retired_unless_he_renews_it(space: Namespace,
     await space.redis.hset(space.key(name), "77", "junk")
     await space.redis.hset(space.key(name), "junk", "7")
     await space.redis.delete(space.key("leases"))
-    assert await space.lapse(grace_ms=LONG_MS) == 0
+    for _ in range(2):
+        assert await space.lapse(grace_ms=LONG_MS) == 0
     assert await space.redis.zcard(space.key("leases")) == 3
     assert await space.renew(inc)
     await space.lease_lapses(Incarnation(77))
@@ -97,10 +100,14 @@ async def test_who_has_no_lease_is_retired_unless_he_renews_it(space: Namespace,
 
 
 async def test_who_is_routed_to_under_a_number_that_is_not_his_is_dropped(space: Namespace) -> None:
-    inc = await space.worker("a")
-    await space.redis.hset(space.key("current"), mapping={"x:0": "77", "junk": "", "y:0": "1"})
-    await space.lapse()
-    assert await space.redis.hgetall(space.key("current")) == {b"a:0": b"%d" % inc}
+    inc, unread = await space.worker("a"), await space.worker("b")
+    await space.redis.hset(space.key("workers"), str(unread), "spoilt")
+    await space.redis.hset(space.key("current"), mapping={"x:0": "77", "y:0": "1"})
+    await space.lapse(grace_ms=LONG_MS)
+    assert await space.redis.hgetall(space.key("current")) == {
+        b"a:0": b"%d" % inc,
+        b"b:0": b"%d" % unread,
+    }
 
 
 async def test_requests_that_became_something_else_hinder_nobody(space: Namespace) -> None:
