@@ -61,6 +61,16 @@ async def test_a_flow_that_somebody_removed_is_back_with_the_next_call(space: Na
         assert await space.redis.exists(space.key(key)), key
 
 
+async def test_a_flow_whose_tickets_ended_begins_anew(space: Namespace) -> None:
+    """Its replica fell silent, but others keep the line."""
+    b = [ticket("normal:b", "y", n) for n in (2, 3)]
+    await space.wait("x", ticket("normal:a", "x", 1), *b)
+    await space.leave(*b, had_turn=True)
+    await space.redis.delete(space.key("waiting:normal:a"))
+    await space.wait("x", ticket("normal:a", "x", 4))
+    assert await space.redis.zscore(space.key("flows"), "normal:a") == 3200 + 1600
+
+
 def test_a_charge_is_a_whole_number_that_redis_can_add_up() -> None:
     def charge(tokens: int, weight: float) -> int:
         return int(ticket("normal:a", "x", 1, tokens=tokens, weight=weight).name.split()[1])
