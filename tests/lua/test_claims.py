@@ -16,9 +16,13 @@ async def test_all_that_the_index_shows_of_an_incarnation_is_found(space: Namesp
     a, b = await space.worker("a"), await space.worker("b")
     space.know([A])
     space.know([B])
-    await space.apply(a, 1, [(A, DEVICE), (B, HOST)])
+    small = SequenceHash(5 << 56)
+    space.know([small])
+    await space.apply(a, 1, [(A, DEVICE), (B, HOST), (small, DISK)])
     await space.apply(b, 1, [(A, HOST)])
-    assert await claims(space, a) == Claims(8, FIRST_PLACE, [(0xAA, DEVICE, A), (0xBB, HOST, B)])
+    assert await claims(space, a) == Claims(
+        8, FIRST_PLACE, [(5, DISK, small), (0xAA, DEVICE, A), (0xBB, HOST, B)]
+    )
     assert await claims(space, b) == Claims(8, FIRST_PLACE, [(0xAA, HOST, A)])
     assert await claims(space, Incarnation(11)) == Claims(8, FIRST_PLACE, [])
 

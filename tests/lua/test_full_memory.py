@@ -10,6 +10,7 @@ from app.core import index
 from app.core.errors import RedisFull
 from app.core.index import Change
 from app.core.predictions import PredictionSettings
+from app.core.scripts import call
 from app.core.types import Incarnation
 from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, Namespace, ticket
 
@@ -58,6 +59,16 @@ async def test_workers_come_and_go_and_requests_too(full: Namespace) -> None:
     await full.sweep()
     assert await full.owners(A) is None
     await full.prune(PredictionSettings(lifetime_s=60, max_entries=100))
+
+
+async def test_no_decision_is_recorded_but_those_that_are_there_stay(full: Namespace) -> None:
+    one = call("record", full.keys, 100, 1, "a", "1", parse=int)
+    await full.redis.config_set("maxmemory", 0)
+    assert await full.do(one) == 1
+    await full.redis.config_set("maxmemory", 1)
+    with pytest.raises(RedisFull, match="record"):
+        await full.do(one)
+    assert await full.redis.xlen(full.key("decisions")) == 1
 
 
 async def test_requests_wait_and_have_their_turns_but_sessions_are_forgotten(
