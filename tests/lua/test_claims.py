@@ -3,7 +3,7 @@ from __future__ import annotations
 from app.core import index
 from app.core.index import FIRST_PLACE, Claims
 from app.core.types import Incarnation, SequenceHash
-from tests.lua.conftest import CROWD, DEVICE, DISK, HOST, A, B, C, Namespace
+from tests.lua.conftest import CROWD, DEVICE, DISK, HOST, A, B, C, D, Namespace
 
 
 async def claims(
@@ -71,6 +71,7 @@ async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
     await space.redis.hset(bucket, f"{A:016x}", "1d1h")
     await space.redis.hset(bucket, f"{B:016x}", "1x")
     await space.redis.hset(bucket, f"{C:016x}", "001k")
+    await space.redis.hset(bucket, f"{D:016x}", "11d201h")
     found = await claims(space, inc)
     assert found is not None
     assert set(found.entries) == {

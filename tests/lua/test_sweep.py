@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from app.core import index
-from app.core.types import SequenceHash, TierOverlap
+from app.core.types import Incarnation, SequenceHash, TierOverlap
 from tests.lua.conftest import CROWD, HOST, LONG_MS, A, B, C, Namespace
 
 SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
@@ -30,6 +30,9 @@ async def test_without_dead_there_is_nothing_to_sweep(space: Namespace) -> None:
     await space.hold(inc, [A, B])
     before = await space.contents()
     assert await swept(space) == (0, 0)
+    # Another router has named this one too, and it was swept since.
+    lost = [Incarnation(77)]
+    await space.do(index.sweep(space.shard, lost, max_buckets=1, scrub_ms=LONG_MS))
     assert await space.contents() == before
 
 
@@ -186,7 +189,7 @@ async def test_in_the_end_nothing_is_left_of_the_dead(space: Namespace) -> None:
 async def test_a_pass_removes_what_nobody_s_death_explains(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
-    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "spoilt")
+    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "1xspoilt")
     await space.redis.hset(space.key("blocks:bb"), f"{B:016x}", "1d77h")
     await space.redis.set(space.key("blocks:cc"), "spoilt")
     assert await swept(space) == (0, 0), "it is not time yet"
@@ -266,6 +269,18 @@ async def test_a_pass_whose_place_is_lost_begins_again(space: Namespace, cursor:
     assert await swept(space, 8) == (8, 8)
     await space.redis.hset(space.key("sweep"), "cursor", cursor)
     assert await swept(space, 8) == (0, 8)
+    assert await swept(space, 8) == (8, 0)
+
+
+@pytest.mark.parametrize("within", ["spoilt", "-1", "9" * 20])
+async def test_a_bucket_in_which_the_place_is_lost_begins_again(
+    space: Namespace, within: str
+) -> None:
+    inc = await space.worker("a", bucket_bits=4)
+    await space.hold(inc, SPREAD)
+    await space.retire("a", inc)
+    assert await swept(space, 8) == (8, 8)
+    await space.redis.hset(space.key("sweep"), "within", within)
     assert await swept(space, 8) == (8, 0)
 
 
