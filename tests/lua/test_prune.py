@@ -56,6 +56,29 @@ async def test_where_nothing_was_predicted_there_is_nothing_to_prune(space: Name
     assert await space.redis.dbsize() == 0
 
 
+async def test_a_count_that_somebody_raised_ends_with_its_slice(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    [letter] = [f for f in await space.redis.hkeys(space.key("predictions")) if len(f) == 1]
+    await space.redis.hset(space.key("predictions"), letter, "500")
+    await space.grow_older(5)
+    assert await space.prune(HOURS) == 16
+    # Before its letter comes round again.
+    await space.grow_older(16)
+    assert await space.prune(HOURS) == 0
+    assert await space.predictions() == 0
+
+
+async def test_a_cutoff_that_is_still_to_come_is_dropped(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    slices = await space.now_ms() // HOURS.slice_ms
+    await space.redis.hset(space.key("predictions"), "cutoff", str(slices + 2))
+    assert await space.foresee(CHAIN, HOURS) == {}
+    assert await space.prune(HOURS) == 0
+    assert await space.foresee(CHAIN, HOURS) == {inc: 16}
+
+
 @pytest.mark.parametrize("field", ["bucket_bits", "cutoff", "cursor", "letter"])
 @pytest.mark.parametrize("value", ["spoilt", "", "-5", "9" * 15])
 async def test_what_makes_no_sense_is_made_anew(space: Namespace, field: str, value: str) -> None:
