@@ -14,6 +14,8 @@ from app.core.scripts import call
 from app.core.types import Incarnation
 from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, Namespace, ticket
 
+MINUTE = PredictionSettings(lifetime_s=60, max_entries=100)
+
 
 @pytest.fixture
 async def full(space: Namespace) -> AsyncIterator[Namespace]:
@@ -21,6 +23,7 @@ async def full(space: Namespace) -> AsyncIterator[Namespace]:
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     await space.reserve(inc, "r1")
+    await space.predict(inc, [A, B], MINUTE)
     await space.redis.config_set("maxmemory", 1)
     yield space
     await space.redis.config_set("maxmemory", 0)
@@ -33,7 +36,7 @@ async def test_new_blocks_are_refused_whole(full: Namespace) -> None:
         await full.apply(inc, 2, [(C, DEVICE)])
     assert await full.contents() == before
     with pytest.raises(RedisFull, match="predict"):
-        await full.predict(inc, [A] * 20, PredictionSettings(lifetime_s=60, max_entries=100))
+        await full.predict(inc, [A] * 20, MINUTE)
 
 
 async def test_what_adds_no_entries_is_applied(full: Namespace) -> None:
@@ -54,12 +57,12 @@ async def test_workers_come_and_go_and_requests_too(full: Namespace) -> None:
     assert await full.prefill_complete("r1")
     assert await full.release("r1")
     assert await full.worker("b") == 2
-    assert await full.expire() == 0
+    assert await full.expire(ttl_ms=LONG_MS // 2) == 0
     assert await full.retire("a", inc)
     while (await full.sweep(max_buckets=64)).buckets_left:
         pass
     assert await full.owners(A) is None
-    await full.prune(PredictionSettings(lifetime_s=60, max_entries=100))
+    await full.prune(MINUTE)
 
 
 async def test_no_decision_is_recorded_but_those_that_are_there_stay(full: Namespace) -> None:

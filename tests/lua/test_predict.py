@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 from app.core.predictions import PredictionSettings
 from app.core.types import SequenceHash
 from tests.lua.conftest import Namespace
@@ -18,12 +20,15 @@ async def test_what_was_routed_to_a_worker_is_foreseen_there(space: Namespace) -
 
 
 async def test_workers_are_told_apart(space: Namespace) -> None:
-    a, b = await space.worker("a"), await space.worker("b")
+    b, *_, a = [await space.worker(f"w{i}") for i in range(11)]  # 1 and 11
     await space.predict(a, CHAIN, HOURS)
     await space.predict(b, CHAIN[:12], HOURS)
     await space.predict(b, OTHER, HOURS)
     assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
     assert await space.foresee(OTHER, HOURS) == {a: 10, b: 30}
+    await space.grow_older(1)
+    await space.predict(a, CHAIN, HOURS)
+    assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
 
 
 async def test_what_is_recorded_in_this_slice_already_costs_nothing_more(space: Namespace) -> None:
@@ -58,6 +63,7 @@ async def test_use_keeps_a_prediction_alive_and_without_it_it_ends(space: Namesp
     await space.grow_older(4)
     assert await space.foresee(CHAIN, HOURS) == {inc: 64}
     assert await space.predict(inc, CHAIN[:20], HOURS) == 18
+    assert await space.predictions() == 32
     await space.grow_older(1)
     assert await space.foresee(CHAIN, HOURS) == {inc: 20}
     await space.grow_older(4)
@@ -68,19 +74,40 @@ async def test_at_the_bound_the_oldest_are_given_up(space: Namespace) -> None:
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
-    for chain in chains[:3]:
+    for chain, slices in zip(chains, (1, 1, 2), strict=False):
         await space.predict(inc, chain, few)
-        await space.grow_older(1)
+        await space.grow_older(slices)
     assert [await space.foresee(chain, few) for chain in chains[:3]] == [{inc: 64}] * 3
     await space.predict(inc, chains[3], few)  # 128 entries are too many; 80 are to be left
     foreseen = [await space.foresee(chain, few) for chain in chains]
     assert foreseen == [{}, {}, {inc: 64}, {inc: 64}]
 
 
+async def test_what_is_over_does_not_count_towards_the_bound(space: Namespace) -> None:
+    inc = await space.worker("a")
+    few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
+    chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
+    for chain, slices in ((chains[0], 0), (chains[1], 4), (chains[2], 1), (chains[3], 0)):
+        await space.predict(inc, chain, few)
+        await space.grow_older(slices)
+    assert await space.predictions() == 128
+    assert await space.foresee(chains[2], few) == {inc: 64}
+
+
+async def test_only_slices_are_counted(space: Namespace) -> None:
+    """`bucket_bits` begins with the letter of a slice that is not over."""
+    inc = await space.worker("a")
+    now = await space.now_ms()
+    lifetime_s = next(s for s in count(4 * 3600) if now // (s * 250) % 26 == ord("d") - ord("a"))
+    settings = PredictionSettings(lifetime_s=lifetime_s, max_entries=32)
+    assert await space.predict(inc, CHAIN, settings) == 32
+    assert await space.get("predictions", "cutoff") is None
+
+
 async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) -> None:
     """What is of the present slice is never given up, however much comes within it."""
     inc = await space.worker("a")
-    few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
+    few = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(8)]
     made = [await space.predict(inc, chain, few) for chain in chains]
     assert made == [32, 32, 32, 32, 0, 0, 0, 0]
@@ -89,3 +116,12 @@ async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) ->
     await space.grow_older(1)
     assert await space.predict(inc, chains[7], few) == 32
     assert await space.foresee(chains[7], few) == {inc: 64}
+
+
+async def test_who_predicts_first_lays_the_buckets_out(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.predict(inc, CHAIN, HOURS)
+    laid_out = await space.get("predictions", "bucket_bits")
+    await space.predict(inc, OTHER, PredictionSettings(lifetime_s=4 * 3600, max_entries=1_000_000))
+    assert await space.get("predictions", "bucket_bits") == laid_out
+    assert await space.foresee(CHAIN, HOURS) == {inc: 64}

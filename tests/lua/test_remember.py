@@ -27,13 +27,22 @@ async def test_the_same_session_again_takes_no_others_place(space: Namespace) ->
     assert await known(space) == {"a", "b"}
 
 
+async def test_a_session_does_not_give_way_to_itself(space: Namespace) -> None:
+    now = await space.now_ms()
+    times = {"a": now - 30, "b": now - 20, "c": now - 10, "over": 1}
+    sessions = {session: f"1 {at_ms}" for session, at_ms in times.items()}
+    await space.redis.hset(space.key("sessions"), mapping=sessions)
+    assert await space.remember("a", ONE, limit=1) == 2
+    assert await known(space) == {"a", "c"}
+
+
 async def test_sessions_that_are_long_over_are_forgotten_as_others_come(space: Namespace) -> None:
     long_ago = {f"old{n}": f"1 {n}" for n in range(40)}
     await space.redis.hset(space.key("sessions"), mapping=long_ago | {"junk": "junk"})
     await space.redis.hset(space.key("sessions"), "ahead", f"1 {await space.now_ms() + LONG_MS}")
 
     async def one_more() -> set[str]:
-        await space.remember("new", ONE)
+        await space.remember("new", ONE, limit=5)
         return await known(space)
 
     await eventually(one_more, lambda found: found == {"new"})
