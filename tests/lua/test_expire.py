@@ -75,6 +75,9 @@ async def test_an_expiry_without_reservation_goes_after_a_grace(space: Namespace
     assert await space.expire(grace_ms=2_000) == 0
     assert await space.expires_ms("expiry", "junk") <= await space.now_ms() + 2_000
     assert await space.expires_ms("expiry", "r1") == kept
+    soon = await space.expires_ms("expiry", "junk")
+    assert await space.expire(grace_ms=10_000) == 0
+    assert await space.expires_ms("expiry", "junk") == soon, "it is not put off"
     assert await space.expire(grace_ms=-1) == 1
     assert await space.redis.zrange(space.key("expiry"), 0, -1) == [b"r1"]
 
@@ -90,13 +93,14 @@ async def test_a_reservation_without_record_is_dropped(space: Namespace) -> None
 
 
 async def test_records_that_became_something_else_hold_up_nothing(space: Namespace) -> None:
-    inc = await space.worker("a")
+    inc, other = await space.worker("a"), await space.worker("b")
     for request_id in ("r1", "r2"):
         await space.reserve(inc, request_id)
-    await space.run_out("r1")
-    for family in ("requests", "prefills"):
-        await space.redis.set(space.keys[f"{family}:{inc}"], "spoilt")
-    assert await space.expire(grace_ms=-1) == 1
+    await space.reserve(other, "r3")
+    await space.run_out("r1", "r3")
+    for name in (f"requests:{inc}", f"prefills:{inc}", f"prefills:{other}"):
+        await space.redis.set(space.keys[name], "spoilt")
+    assert await space.expire(grace_ms=-1) == 2
     assert await space.expire(grace_ms=-1) == 1
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
 
