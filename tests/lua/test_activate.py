@@ -58,6 +58,17 @@ async def test_requests_in_flight_move_to_the_new_incarnation(space: Namespace) 
     assert load == replace(NO_LOAD, head_since_ms=load.head_since_ms, total=3)
 
 
+async def test_prefills_in_flight_keep_their_order(space: Namespace) -> None:
+    old = await space.worker("a")
+    requests = [f"r{n}" for n in range(10)]
+    for request_id in requests:
+        await space.reserve(old, request_id)
+    new = await space.worker("a", resync=True)
+    assert await space.activate("a", new)
+    queue = await space.redis.lrange(space.keys[f"prefills:{new}"], 0, -1)
+    assert [request_id.decode() for request_id in queue] == requests
+
+
 async def test_a_request_that_was_reserved_again_elsewhere_is_not_taken_along(
     space: Namespace,
 ) -> None:
