@@ -125,3 +125,4 @@ async def test_who_predicts_first_lays_the_buckets_out(space: Namespace) -> None
     await space.predict(inc, OTHER, PredictionSettings(lifetime_s=4 * 3600, max_entries=1_000_000))
     assert await space.get("predictions", "bucket_bits") == laid_out
     assert await space.foresee(CHAIN, HOURS) == {inc: 64}
+    assert await space.foresee(OTHER, HOURS) == {inc: 30}

@@ -63,6 +63,7 @@ async def test_a_count_that_somebody_raised_ends_with_its_slice(space: Namespace
     await space.redis.hset(space.key("predictions"), letter, "500")
     await space.grow_older(5)
     assert await space.prune(HOURS) == 16
+    assert b"484" in await space.redis.hvals(space.key("predictions"))
     # Before its letter comes round again.
     await space.grow_older(16)
     assert await space.prune(HOURS) == 0

@@ -158,9 +158,9 @@ async def test_reserving_again_takes_the_request_from_another_worker(space: Name
 
 async def test_expired_reservations_are_given_back_first(space: Namespace) -> None:
     inc = await space.worker("a")
-    await space.reserve(inc, "r0", ttl_ms=1, blocks=9)
-    await space.reserve(inc, "r1", ttl_ms=1, blocks=7)
-    await space.reservation_expires("r1")
+    await space.reserve(inc, "r0", blocks=9)
+    await space.reserve(inc, "r1", blocks=7)
+    await space.run_out("r0", "r1")
     assert await space.reserve(inc, "r2", blocks=5, max_requests=1) is None
     load = await space.load(inc)
     assert (load.requests, load.blocks) == (1, 5)
