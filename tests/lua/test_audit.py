@@ -46,6 +46,8 @@ async def test_a_block_in_another_tier_or_of_another_owner_is_missing(
     assert await missing(space, inc, (A, DEVICE)) == 1
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "1d11d")
     assert await missing(space, inc, (A, DEVICE)) == 0
+    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "7d1d")
+    assert await missing(space, inc, (A, DEVICE)) == 0
 
 
 async def test_who_may_not_write_is_lost(space: Namespace, inc: Incarnation) -> None:

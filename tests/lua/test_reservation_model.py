@@ -75,7 +75,8 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
     ):
         case "reserve":
             inc = rng.choice(list(model.totals))
-            held = Held(inc, rng.randrange(1000), rng.randrange(100_000), rng.randrange(1, 50))
+            us = rng.choice((0, rng.randrange(100_000)))
+            held = Held(inc, rng.randrange(1000), us, rng.randrange(1, 50))
             seen = rng.choice([None, None, model.totals[inc], model.totals[inc] - 1])
             if seen == -1:
                 seen = None
