@@ -36,6 +36,8 @@ async def test_a_number_that_another_process_has_is_refused(space: Namespace) ->
     assert await opened(space, 1, "nonce-x")
     assert not await opened(space, 1, "nonce-y")
     assert await space.get("applied", 1) == "0 nonce-x"
+    await space.redis.hset(space.key("applied"), "1", "")
+    assert not await opened(space, 1, "nonce-y")
 
 
 async def test_a_number_under_which_the_same_process_has_published_is_refused(
