@@ -45,9 +45,8 @@ SHARE_BYTES = 1 << 20
 SHARE_BYTES to do, a thread costs more than it saves."""
 _MAGIC = b"kvroute disk tier 1\n"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# magic, block size in bytes, number of slots, fingerprint, boot id; then a hash of all of these.
+# magic, block size in bytes, number of slots, fingerprint, boot id
 _HEADER = struct.Struct("<32sQQQ64s")
-_HASH = struct.Struct("<Q")
 _RECORD = np.dtype(
     [
         ("state", "<u8"),
@@ -63,7 +62,7 @@ _RECORD = np.dtype(
 RECORD_BYTES = _RECORD.itemsize
 _WHOLE = np.dtype(f"V{RECORD_BYTES}")
 """With this type numpy copies records ten times as fast as field by field."""
-_SEALED = struct.Struct(f"{RECORD_BYTES - _HASH.size}s{_HASH.size}x")
+_SEALED = struct.Struct(f"{RECORD_BYTES - 8}s8x")
 _VOID, _ROOT, _CHILD = range(3)
 
 Slots = NDArray[np.int64]
@@ -108,10 +107,10 @@ class SlotFile:
         self._changing = RLock()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk-tier")
         folder.mkdir(parents=True, exist_ok=True)
-        self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._lock(folder)
-            header = _sealed(_HEADER.pack(_MAGIC, block_bytes, num_slots, fingerprint, _boot_id()))
+            header = _HEADER.pack(_MAGIC, block_bytes, num_slots, fingerprint, _boot_id())
             self._index = self._open_index(folder, header)
         except BaseException:
             os.close(self._blocks)
@@ -235,12 +234,12 @@ class SlotFile:
         num_held = np.count_nonzero(self._records["state"])
         if num_held:
             log.info("disk tier %s: found %d blocks", folder, num_held)
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR)
 
     def _take_records(self, packed: bytes) -> None:
         count = min(self.num_slots, len(packed) // RECORD_BYTES)
         found = np.frombuffer(packed, _RECORD, count)
-        slots = np.flatnonzero(np.isin(found["state"], (_ROOT, _CHILD)))
+        slots = np.flatnonzero(found["state"] != _VOID)
         found = found[slots]
         right = found["seal"] == _seals(slots.tolist(), found)
         self._records[slots[right]] = found[right]
@@ -405,15 +404,11 @@ def _boot_id() -> bytes:
 
 def _compare(found: bytes, header: bytes) -> tuple[bool, bool]:
     """Whether `found` is the header of files like `header`'s, and whether they predate a reboot."""
-    if len(found) != len(header) or found != _sealed(found[: _HEADER.size]):
+    if len(found) != len(header):
         return False, False
-    *what, boot_id = _HEADER.unpack(found[: _HEADER.size])
-    *what_now, boot_id_now = _HEADER.unpack(header[: _HEADER.size])
+    *what, boot_id = _HEADER.unpack(found)
+    *what_now, boot_id_now = _HEADER.unpack(header)
     return what == what_now, boot_id != boot_id_now
-
-
-def _sealed(header: bytes) -> bytes:
-    return header + _HASH.pack(xxh3_64_intdigest(header))
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:
