@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,10 +30,9 @@ A, B, C = SequenceHash(0xA), SequenceHash(0xB), SequenceHash(0xC)
 
 
 @contextmanager
-def opened(folder: Path, num_slots: int = NUM_SLOTS, fingerprint: int = 7) -> Iterator[SlotFile]:
-    with closing(
-        SlotFile(folder, block_bytes=BLOCK_BYTES, num_slots=num_slots, fingerprint=fingerprint)
-    ) as file:
+def opened(folder: Path, **others: int) -> Iterator[SlotFile]:
+    options = {"block_bytes": BLOCK_BYTES, "num_slots": NUM_SLOTS, "fingerprint": 7, **others}
+    with closing(SlotFile(folder, **options)) as file:
         yield file
 
 
@@ -91,15 +91,16 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: Path) -> None:
-    with opened(tmp_path) as file:
+    folder, zero = tmp_path / "of" / "a worker", SequenceHash(0)
+    with opened(folder) as file:
         write(file, 3, 1, A, None, content(A))
         write(file, 5, 1, B, A, content(B))
+        write(file, 6, 1, C, zero, content(C))
         assert read(file, 5, 1) == content(B)
-    with opened(tmp_path) as file:
+    with opened(folder) as file:
         records = dict(file.records())
-        assert listed(file) == {3: A, 5: B}
-        assert records[3].parent is None
-        assert records[5].parent == A
+        assert listed(file) == {3: A, 5: B, 6: C}
+        assert [records[slot].parent for slot in (3, 5, 6)] == [None, A, zero]
         assert read(file, 3, 1) == content(A)
         assert read(file, 5, 1) == content(B)
 
@@ -111,33 +112,81 @@ def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path
         with pytest.raises(BlockLost, match="slot 0 no longer holds generation 1"):
             read(file, 0, 1)
         assert read(file, 0, 2) == content(B)
+        with pytest.raises(BlockLost, match="slot 1 no longer holds generation 0"):
+            read(file, 1, 0)
     with opened(tmp_path) as file:
         assert [record.generation for _, record in file.records()] == [2]
 
 
 def test_one_process_at_a_time_has_the_files(tmp_path: Path) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
     with opened(tmp_path), pytest.raises(ConfigError, match="in use by another process"):
         SlotFile(tmp_path, block_bytes=BLOCK_BYTES, num_slots=NUM_SLOTS)
     with opened(tmp_path):
         pass
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-@pytest.mark.parametrize(("num_slots", "fingerprint"), [(NUM_SLOTS, 8), (NUM_SLOTS + 1, 7)])
+@pytest.mark.parametrize(
+    "others", [{"fingerprint": 8}, {"num_slots": NUM_SLOTS + 1}, {"block_bytes": BLOCK_BYTES - 1}]
+)
 def test_files_of_another_model_or_size_are_begun_anew(
-    num_slots: int, fingerprint: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    others: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
-    with opened(tmp_path, num_slots, fingerprint) as file:
+    with opened(tmp_path, **others) as file:
         assert listed(file) == {}
         assert "of another model or size" in caplog.text
+        assert (tmp_path / "blocks").stat().st_blocks == 0
     with opened(tmp_path) as file:
         assert listed(file) == {}
 
 
-def test_a_size_that_holds_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="0 slots of 16 bytes"):
-        SlotFile(tmp_path, block_bytes=16, num_slots=0)
+def test_an_index_in_another_format_is_begun_anew(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        write(file, 1, 1, A, None, content(A))
+    spoil(tmp_path / "index", 5)
+    with opened(tmp_path) as file:
+        assert listed(file) == {}
+
+
+def test_files_that_were_not_begun_anew_to_the_end_hold_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as file:
+        write(file, 1, 1, A, None, content(A))
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_replace", fails)
+        with pytest.raises(OSError, match="no room"), opened(tmp_path, fingerprint=8):
+            pass
+    with opened(tmp_path) as file:
+        assert listed(file) == {}
+
+
+def test_a_new_index_is_on_disk_before_it_takes_the_old_ones_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, synced = tmp_path / "index", []
+
+    def noted(file: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{file}"), index.exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with opened(tmp_path):
+        assert synced == [(f"{index}.new", False), (str(tmp_path), True)]
+
+
+@pytest.mark.parametrize(("num_slots", "block_bytes"), [(0, 16), (1, 0)])
+def test_a_size_that_holds_nothing_is_refused(
+    num_slots: int, block_bytes: int, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{num_slots} slots of {block_bytes} bytes"):
+        SlotFile(tmp_path, block_bytes=block_bytes, num_slots=num_slots)
 
 
 def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -154,12 +203,35 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
         spoil(tmp_path / "blocks", 2 * SLOT_BYTES + 1234)
-        with pytest.raises(BlockLost, match="slot 2, block 000000000000000a: the checksum"):
-            read(file, 2, 1)
+        for room in (PAGE_BYTES, resource.RLIM_INFINITY):
+            with (
+                no_room_beyond(room),
+                pytest.raises(BlockLost, match="slot 2, block 000000000000000a: the checksum"),
+            ):
+                read(file, 2, 1)
         assert read(file, 3, 1) == content(B)
         assert listed(file) == {3: B}
     with opened(tmp_path) as file:
         assert listed(file) == {3: B}
+
+
+def test_a_bad_block_takes_nothing_from_the_one_that_is_written_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as file:
+        write(file, 2, 1, A, None, content(A))
+        spoil(tmp_path / "blocks", 2 * SLOT_BYTES)
+        spoilt = file._spoilt
+
+        def overtaken(*args: Any) -> str | None:
+            why = spoilt(*args)
+            write(file, 2, 2, B, None, content(B))
+            return why
+
+        monkeypatch.setattr(file, "_spoilt", overtaken)
+        with pytest.raises(BlockLost, match="the checksum is wrong"):
+            read(file, 2, 1)
+        assert read(file, 2, 2) == content(B)
 
 
 def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: Path) -> None:
@@ -172,6 +244,9 @@ def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: 
     with opened(tmp_path) as file:
         assert listed(file) == {2: A}
         assert read(file, 2, 1) == content(A)
+    os.truncate(tmp_path / "blocks", 2 * SLOT_BYTES + 5_000)
+    with opened(tmp_path) as file:
+        assert listed(file) == {}
 
 
 @pytest.mark.parametrize("offset", range(0, RECORD_BYTES, 7))
@@ -225,6 +300,27 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
         assert "all blocks were read" not in caplog.text
 
 
+def test_where_boots_cannot_be_told_apart_blocks_are_read_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_BOOT_ID", tmp_path / "none")
+    with opened(tmp_path) as file:
+        write_roots(file, [0, 1])
+    spoil(tmp_path / "blocks", SLOT_BYTES)
+    with opened(tmp_path) as file:
+        assert listed(file) == {0: 0}
+
+
+def test_a_read_that_comes_in_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda f, rows, *how: preadv(f, [rows[0][:999]], *how))
+    with opened(tmp_path) as file:
+        write(file, 1, 1, A, None, content(A))
+        assert read(file, 1, 1) == content(A)
+
+
 def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
@@ -264,6 +360,18 @@ def test_an_index_that_cannot_be_written_leaves_what_the_slots_held(tmp_path: Pa
         assert read_roots(file, [1, 2]) == ([content(1), content(2)], {})
     with opened(tmp_path) as file:
         assert listed(file) == {1: 1, 2: 2}
+
+
+def test_a_record_that_cannot_be_written_leaves_the_slot_as_it_was(tmp_path: Path) -> None:
+    size = PAGE_BYTES  # there is room for the block itself
+    with closing(SlotFile(tmp_path, block_bytes=size, num_slots=1)) as file:
+        with no_room_beyond(size), pytest.raises(OSError, match="File too large"):
+            write(file, 0, 1, A, None, content(A, size))
+        assert listed(file) == {}
+        write(file, 0, 1, A, None, content(A, size))
+        with no_room_beyond(size), pytest.raises(OSError, match="File too large"):
+            write(file, 0, 2, B, None, content(B, size))
+        assert read(file, 0, 1) == content(A, size)
 
 
 @pytest.mark.parametrize("slots", [[], [3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 6, 7]], ids=len)

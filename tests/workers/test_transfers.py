@@ -55,7 +55,7 @@ def moved(
 
 
 MAPS = {
-    "shuffled": ([7, 2, 9, 4], [3, 11, 0, 5]),
+    "shuffled": ([7, 2, 9, 4], [0, 3, 5, 11]),
     "packed": ([7, 2, 9, 4], [3, 4, 5, 6]),
     "runs": ([1, 2, 3, 8, 9, 0], [5, 6, 7, 1, 2, 0]),
     "all": (list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))),
@@ -169,10 +169,12 @@ def test_a_long_run_is_copied_in_parts_between_which_other_threads_run(
     monkeypatch.setattr(movers, "_bytes", lambda words: Noted(bytes_of(words), sizes))
     monkeypatch.setattr(movers, "UNINTERRUPTED_BYTES", 100_000)
     source, target = pool_of(WIDE, 1).words, pool_of(WIDE, 2).words
-    MOVERS["bytes"](source, target, *map(np.array, MAPS["all"]))
-    assert torch.equal(target, source)
+    run = np.arange(1, 8), np.arange(3, 10)
+    expected = moved(source, target, *map(np.ndarray.tolist, run))
+    MOVERS["bytes"](source, target, *run)
+    assert torch.equal(target, expected)
     assert max(sizes) == 100_000
-    assert sum(sizes) == NUM_BLOCKS * WIDE.block_bytes
+    assert sum(sizes) == 7 * WIDE.block_bytes
 
 
 def test_the_driver_is_told_of_runs_and_its_refusal_leaves_batches_out(
@@ -270,6 +272,7 @@ def test_a_stream_copies_the_groups_that_are_triggered_as_often_as_wanted() -> N
         stream.wait_layer(2)
         assert torch.equal(target.words[:, 2:4], after[:, 2:4])
         assert torch.equal(target.words[:, :2], before[:, :2])
+        source.words[:, 2:4].random_()  # copied already, and so not again
         stream.trigger_group(0)
         stream.trigger_all()
         for layer in range(5):
@@ -294,10 +297,12 @@ def test_a_stream_refuses_what_it_cannot_copy() -> None:
         with pytest.raises(ValueError, match="block 12 is not in a pool of 12 blocks"):
             stream.prepare([0], [12])
         stream.prepare([0], [1])
-        with pytest.raises(ValueError, match="layer 5 of 5"):
-            stream.trigger_layer(5)
-        with pytest.raises(ValueError, match="group 3 of 3"):
-            stream.trigger_group(3)
+        for layer in (-1, 5):
+            with pytest.raises(ValueError, match=f"layer {layer} of 5"):
+                stream.trigger_layer(layer)
+        for group in (-1, 3):
+            with pytest.raises(ValueError, match=f"group {group} of 3"):
+                stream.trigger_group(group)
         with pytest.raises(ValueError, match="layer 0 was not triggered"):
             stream.wait_layer(0)
         stream.trigger_layer(0)
@@ -323,6 +328,34 @@ def test_a_copy_that_failed_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyP
                 stream.wait()
         stream.trigger_all()
         stream.wait()
+
+
+def test_a_stream_whose_copies_fail_has_ended_all_of_them_when_it_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever is told may give the blocks away."""
+    told, num_ended = threading.Event(), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal num_ended
+        told.wait(0.1)
+        num_ended += 1
+        raise OSError("no such memory")
+
+    stream = copy_stream(pool_of(WIDE, 1), pool_of(WIDE, 2))
+    for name in MOVERS:
+        monkeypatch.setitem(MOVERS, name, fail)
+    stream.prepare([0], [1])
+    stream.trigger_all()
+    with pytest.raises(OSError, match="no such memory"):
+        stream.wait()
+    assert num_ended == stream.num_groups
+    told.set()
+    stream.trigger_all()
+    with pytest.raises(OSError, match="no such memory"):
+        stream.close()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        stream.trigger_all()
 
 
 class Tiers:
@@ -432,6 +465,28 @@ def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path: Path) -> None:
         Transfers({DEVICE: pool_of(SMALL, 1)}, disk)
 
 
+@pytest.mark.parametrize(
+    ("block_ids", "slots", "message"),
+    [
+        ([0, NUM_BLOCKS], [0, 1], "block 12 is not in a pool of 12 blocks"),
+        ([0, 1], [0, NUM_BLOCKS], "block 12 is not in a pool of 12 blocks"),
+        ([0, 0], [0, 1], "block 0 is named twice"),
+        ([0, 1], [0], "2 blocks for 1 slots"),
+    ],
+)
+def test_slots_that_cannot_be_copied_to_disk_are_refused(
+    block_ids: list[int], slots: list[int], message: str, tmp_path: Path
+) -> None:
+    on_disk = [DiskBlock(0, block, None) for block in BLOCKS[:2]]
+    with (
+        closing(SlotFile(tmp_path, block_bytes=SMALL.block_bytes, num_slots=NUM_BLOCKS)) as disk,
+        pytest.raises(ValueError, match=message),
+    ):
+        Transfers({HOST: pool_of(SMALL, 1)}, disk).copy_blocks(
+            HOST, DISK, block_ids, slots, on_disk
+        )
+
+
 def test_blocks_go_all_the_way_down_and_come_back_as_they_were(tiers: Tiers) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
@@ -439,6 +494,21 @@ def test_blocks_go_all_the_way_down_and_come_back_as_they_were(tiers: Tiers) -> 
     assert tiers.manager.match(BLOCKS) == [DISK] * 6
     tiers.pools[DEVICE].words.random_()
     assert tiers.load(BLOCKS) == 6
+
+
+def test_slots_that_held_other_blocks_hold_new_ones(tmp_path: Path) -> None:
+    with closing(Tiers(tmp_path, SMALL, len(BLOCKS))) as tiers:
+        for blocks in (BLOCKS, [SequenceHash(200 + n) for n in range(6)]):
+            # The disk has no room for the others, so its slots are given away less often.
+            tiers.compute(blocks)
+            tiers.evict(DEVICE)
+            tiers.evict(HOST)
+        tiers.evict(DISK)
+        tiers.compute(BLOCKS)
+        tiers.evict(DEVICE)
+        tiers.evict(HOST)
+        assert tiers.manager.match(BLOCKS) == [DISK] * 6
+        assert tiers.load(BLOCKS) == 6
 
 
 def test_blocks_on_disk_outlive_the_process(tmp_path: Path) -> None:
@@ -515,10 +585,13 @@ def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
     tiers.load(BLOCKS)
 
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize(
+    ("shape", "staged_bytes"), [(SMALL, 1), (WIDE, 32 << 20)], ids=["small", "wide"]
+)
 def test_what_counts_as_copied_ends_at_the_first_bad_block_in_the_order_of_the_request(
-    shape: KVShape, tmp_path: Path
+    shape: KVShape, staged_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfers, "STAGED_BYTES", staged_bytes)
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
         on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(5)]
@@ -646,13 +719,36 @@ def test_a_block_that_is_rewritten_while_it_is_read_is_not_taken_for_whole(
         writer.join()
 
 
-def test_what_a_fence_took_away_in_mid_transfer_does_not_count_as_copied(tiers: Tiers) -> None:
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_what_a_fence_took_away_in_mid_transfer_does_not_count_as_copied(
+    is_copied: bool, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.manager.prepare(BLOCKS, 6)
     (load,) = tiers.manager.take_moves()
-    tiers.manager.fence()
+    copy = tiers.transfers.copy_blocks
+
+    def copy_then_fence(*args: Any) -> int:
+        done = copy(*args)
+        tiers.manager.fence()
+        return done
+
+    if is_copied:
+        monkeypatch.setattr(tiers.transfers, "copy_blocks", copy_then_fence)
+    else:
+        tiers.manager.fence()
     assert tiers.transfers.carry_out(load) == 0
+
+
+def test_what_a_fence_took_away_is_not_stored_for_the_next_process(tiers: Tiers) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.manager.evict(HOST, 6)
+    (store,) = tiers.manager.take_moves()
+    tiers.manager.fence()
+    assert tiers.transfers.carry_out(store) == 0
+    assert not list(tiers.disk.records())
 
 
 @pytest.mark.gpu
