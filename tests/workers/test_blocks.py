@@ -311,6 +311,25 @@ def test_a_pin_holds_for_a_block_that_is_used_and_released_meanwhile() -> None:
     assert idle(manager) == 1
 
 
+def test_a_pin_that_ends_while_its_block_is_used_has_ended_when_it_is_released() -> None:
+    clock = Clock()
+    manager = manager_of(4, clock=clock)
+    table = computed(manager, "A")
+    manager.pin(chain("A"), ttl_s=10.0)
+    clock.now_s += 10
+    manager.release(table)
+    assert idle(manager) == 1
+    manager.check()
+
+
+def test_a_pin_for_no_time_changes_nothing() -> None:
+    manager = manager_of(4)
+    cached(manager, "A")
+    cached(manager, "X")
+    manager.pin(chain("A"), ttl_s=0.0)
+    assert [slot.block for slot in manager.evict(DEVICE, 1).leaving] == [block("A")]
+
+
 def test_an_evicted_block_moves_down_and_comes_back_from_there() -> None:
     manager = manager_of(4, host=4)
     cached(manager, "ABCD")
@@ -614,6 +633,19 @@ def test_prefetching_fills_free_slots_only_and_is_shared_like_any_load() -> None
     manager.check()
     assert table.num_whole == 5
     assert manager.prefetch(chain("ABCDE")) == 0
+
+
+def test_a_block_that_is_computed_while_it_is_loaded_keeps_its_own_slot() -> None:
+    manager = manager_of(4, host=4)
+    table = manager.prepare(chain("A"), 1)
+    cached(manager, "A")
+    evict(manager, DEVICE, 1)
+    assert manager.prefetch(chain("A")) == 1
+    (own,) = table.slots
+    manager.register(table, chain("A"))
+    assert table.slots == [own]
+    finish_all(manager, num_done=0)
+    assert own.references == 1
 
 
 def test_a_load_from_a_slot_whose_own_load_failed_has_nothing_to_copy() -> None:
