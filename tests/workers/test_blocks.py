@@ -273,6 +273,10 @@ def test_what_was_called_back_and_chosen_again_is_not_reclaimed_by_the_first_cho
     first = manager.evict(DEVICE, 1)
     manager.withdraw(first)
     cached(manager, "A")
+    manager.take_events()
+    manager.evict(DEVICE, 1)
+    cached(manager, "A")
+    assert manager.take_events() == [], "it was not withdrawn"
     second = manager.evict(DEVICE, 1)
     assert manager.reclaim(first) == 0
     assert manager.match(chain("A")) == [DEVICE]
@@ -690,11 +694,15 @@ def test_behind_a_fence_nothing_of_before_is_found() -> None:
 
 
 def test_only_a_manager_that_nobody_uses_is_reset() -> None:
-    manager = manager_of(4)
+    manager = manager_of(4, host=4)
     table = computed(manager, "AB")
     with pytest.raises(ValueError, match="1 requests and 0 copies remain"):
         manager.reset()
     manager.release(table)
+    manager.evict(DEVICE, 1)
+    with pytest.raises(ValueError, match="0 requests and 1 copies remain"):
+        manager.reset()
+    finish_all(manager)
     manager.reset()
     assert free(manager) == 4
 

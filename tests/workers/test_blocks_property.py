@@ -124,6 +124,7 @@ class Run:
 
     def is_whole(self, request: Request) -> bool:
         assert request.real.num_whole == self.model.num_whole(request.plain)
+        assert request.real.chain == request.plain.chain
         return request.real.num_whole == request.real.num_matched
 
     def release(self) -> None:
