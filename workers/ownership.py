@@ -62,7 +62,7 @@ class _Node:
             self.children = child
         elif isinstance(self.children, set):
             self.children.add(child)
-        elif self.children != child:
+        else:
             self.children = {self.children, child}
 
     def disown(self, child: SequenceHash) -> None:
@@ -269,7 +269,7 @@ class Ownership:
 
     def _remove(self, block: SequenceHash, tier: Tier) -> None:
         node = self._nodes.get(block)
-        if node is not None and node.held >> tier & 1:
+        if node is not None:
             node.held &= ~(1 << tier)
             self._republish(block)
             self._prune(block, node)
