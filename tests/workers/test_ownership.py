@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
-from app.core.index import FIRST_PLACE, Change, Claims
+from app.core.index import FIRST_PLACE, GROUP_BLOCKS, Change, Claims
 from app.core.types import SequenceHash, Tier
 from workers.ownership import Ownership
 
@@ -72,6 +72,20 @@ def test_the_blocks_of_a_group_are_told_together(ownership: Ownership) -> None:
     assert [c.tier for c in changes] == [DEVICE] * 60
 
 
+def test_groups_are_told_from_the_root_outward_whatever_their_hashes(ownership: Ownership) -> None:
+    blocks = [SequenceHash(n) for n in range(2 * GROUP_BLOCKS, 0, -1)]
+    assert told(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
+
+
+def test_what_redis_refused_is_told_when_its_block_comes_back(ownership: Ownership) -> None:
+    told(ownership, stored(A, tier=HOST))
+    ownership.apply([stored(A)])
+    refused = ownership.drain(0)
+    ownership.apply([removed(A), removed(A, tier=HOST)])
+    ownership.untell(0, refused)
+    assert told(ownership, stored(A)) == [(A, DEVICE)]
+
+
 def test_chains_go_to_the_shard_of_their_first_block(ownership: Ownership) -> None:
     ownership.forget(shards=2)
     ownership.apply([stored(A, D), stored(B, C)])
@@ -108,6 +122,12 @@ def test_audits_take_turns_and_skip_what_is_gone(abcd: Ownership) -> None:
     told(abcd, removed(B))
     assert abcd.next_to_audit(9) == [[A]]
     assert abcd.as_told(0, [A, B]) == [Change(A, DEVICE, A)]
+
+
+def test_an_audit_skips_what_has_gone_since_its_round_began(abcd: Ownership) -> None:
+    assert abcd.next_to_audit(3) == [[B, C, D]]
+    told(abcd, removed(A, B, C, D))
+    assert abcd.next_to_audit(3) == [[]]
 
 
 def test_what_was_to_be_looked_for_in_a_shard_is_not_where_chains_lie_elsewhere_by_now(
@@ -162,6 +182,7 @@ def test_a_root_takes_all_its_branches_along(ownership: Ownership) -> None:
     changes = told(ownership, removed(A))
     assert set(changes[:2]) == {(B, None), (C, None)}
     assert changes[2:] == [(A, None)]
+    assert told(ownership, removed(B), removed(C)) == []
 
 
 def test_a_block_is_published_in_the_slowest_tier_on_its_path(ownership: Ownership) -> None:
