@@ -42,13 +42,18 @@ def info(worker_id: str = "w0", block_size: int = 16) -> WorkerInfo:
 
 
 def new_agent(
-    redis: Redis, *, ttl_s: float = 0.3, runner: ScriptRunner | None = None, **told: Any
+    redis: Redis,
+    *,
+    ttl_s: float = 0.3,
+    shards: int = 1,
+    runner: ScriptRunner | None = None,
+    **told: Any,
 ) -> Agent:
     return Agent(
         runner or ScriptRunner(redis, timeout_s=0.2),
         KEYS,
         info(**told),
-        AgentSettings(lease_ttl_s=ttl_s, index_blocks=128),
+        AgentSettings(lease_ttl_s=ttl_s, index_blocks=128, shards=shards),
         lambda: (MEASURED, LEARNED),
         lambda: READ,
     )
@@ -597,8 +602,9 @@ async def test_what_is_right_is_left_as_it_is(redis: Redis) -> None:
 async def test_a_number_that_is_not_free_in_the_index_is_given_back(
     redis: Redis, observer: Observer
 ) -> None:
-    await redis.hset(SHARD["applied"], mapping={"1": "5 stranger", "2": "0 stranger"})
-    agent = new_agent(redis)
+    await redis.hset(SHARD["applied"], mapping={"1": "5 stranger"})
+    await redis.hset(KEYS.of_shard(1)["applied"], mapping={"2": "0 stranger"})
+    agent = new_agent(redis, shards=2)
     await agent.start()
     assert await observer.live() == {3: "w0:0"}
     for name in ("workers", "writers", "load"):
@@ -607,8 +613,9 @@ async def test_a_number_that_is_not_free_in_the_index_is_given_back(
 
 
 async def test_once_settled_redis_shows_nothing_of_what_had_gone(
-    redis: Redis, observer: Observer
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.agent.AUDIT_INTERVAL_S", 3600.0)
     agent = new_agent(redis)
     assert await agent.settled()  # not registered yet: nothing is shown
     async with running(agent):
@@ -619,6 +626,8 @@ async def test_once_settled_redis_shows_nothing_of_what_had_gone(
         agent.notify([Removed((SequenceHash(LATER),))])  # nobody knows it: there is nothing to tell
         await agent.settled()
         assert await observer.overlaps() == {1: TierOverlap(device=5)}
+        agent.notify([Removed((SequenceHash(LATER),))])
+        await agent.settled()
 
 
 async def test_what_goes_while_a_batch_is_under_way_is_settled_with_the_next_one(
