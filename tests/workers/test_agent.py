@@ -26,6 +26,7 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerI
 from tests.eventually import eventually
 from tests.redis_servers import stopped
 from workers.agent import BATCH_BLOCKS, Agent, AgentSettings
+from workers.ownership import Ownership
 
 LATER = 1 << 53
 KEYS = Keyspace("agents")
@@ -586,8 +587,18 @@ class CountingRunner(ScriptRunner):
 
 
 @pytest.mark.usefixtures("_audits_often")
-async def test_what_is_right_is_left_as_it_is(redis: Redis) -> None:
+async def test_what_is_right_is_searched_once_a_round_and_left_as_it_is(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = CountingRunner(redis, timeout_s=1.0)
+    num_rounds, next_to_audit = 0, Ownership.next_to_audit
+
+    def counted(ownership: Ownership, count: int) -> list[list[SequenceHash]]:
+        nonlocal num_rounds
+        num_rounds += 1
+        return next_to_audit(ownership, count)
+
+    monkeypatch.setattr(Ownership, "next_to_audit", counted)
     async with running(new_agent(redis, runner=runner)) as agent:
 
         async def searches() -> int:
@@ -597,6 +608,7 @@ async def test_what_is_right_is_left_as_it_is(redis: Redis) -> None:
             agent.notify([Stored(tuple(CHAIN[:n]), None), Removed(tuple(CHAIN[n - 2 : n - 1]))])
             await eventually(searches, lambda seen, n=n: seen >= n)
         assert agent.resyncs == 0
+        assert runner.searches <= num_rounds
 
 
 async def test_a_number_that_is_not_free_in_the_index_is_given_back(
@@ -664,6 +676,38 @@ async def test_a_redis_that_is_away_is_not_waited_for(own_redis_server: Embedded
             own_redis_server.start()
             await eventually(agent.settled, lambda confirmed: confirmed)
             assert await observer.overlaps() == {1: TierOverlap(device=4)}
+
+
+class PartedRunner(GatedRunner):
+    """In addition, the first of two shards cannot be reached while `is_parted`."""
+
+    is_parted = False
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        if self.is_parted and any(SHARD["applied"] in c.keys for c in calls):
+            return [RedisUnavailable("parted")] * len(calls)
+        return await super().run_each(calls)
+
+
+async def test_a_shard_that_is_away_does_not_hide_that_another_has_yet_to_hear(
+    redis: Redis,
+) -> None:
+    runner = PartedRunner(redis, "apply")
+    first, second = SequenceHash(10), SequenceHash(11)  # each in the shard of that name
+    async with running(new_agent(redis, ttl_s=60.0, shards=2, runner=runner)) as agent:
+        agent.notify([Stored((first,), None), Stored((second,), None)])
+        assert await agent.settled()
+        runner.is_parted = True
+        agent.notify([Removed((first,))])
+        assert not await agent.settled()
+        runner.gate.clear()
+        runner.reached.clear()
+        agent.notify([Removed((second,))])
+        settled = asyncio.ensure_future(agent.settled())
+        await runner.reached.wait()
+        assert not settled.done()
+        runner.gate.set()
+        assert not await settled
 
 
 async def test_an_agent_that_resyncs_is_settled_once_nobody_asks_its_old_incarnation(
