@@ -27,7 +27,7 @@ A, B, C, D, E = (SequenceHash(digit * 0x1111_1111_1111_1111) for digit in range(
 """Blocks whose hashes in hex are one digit repeated: aaaaaaaaaaaaaaaa and so on."""
 
 CROWD = [SequenceHash(0xAA << 56 | n) for n in range(3000)]
-"""Too many blocks to scan in one step; all in one of 256 buckets if each begins a chain."""
+"""Too many blocks to scan in one step. If each begins a chain, all lie in one bucket of 256."""
 
 DEVICE, HOST, DISK = Tier
 LONG_MS = 60_000
@@ -46,7 +46,7 @@ class Namespace:
         self._leaders: dict[SequenceHash, SequenceHash] = {}
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._held: dict[tuple[str, str], Incarnation] = {}
-        """The incarnation that a worker's process acts as, or acted as before."""
+        """Worker and nonce -> the incarnation that this process acts as, or last acted as."""
         self._staged: set[Incarnation] = set()
 
     async def do(self, call: Call[T]) -> T:
@@ -63,9 +63,9 @@ class Namespace:
         bucket_bits: int = 8,
         shards: int = 1,
     ) -> Registration:
-        """Register, open shard 0 too, and activate the worker unless its predecessor is live.
+        """Register, open shard 0, and activate the worker unless its predecessor is live.
 
-        resync: the process registers again.
+        resync: the same process registers again.
         """
         nonce = nonce or f"nonce-{worker}"
         held = self._held.get((worker, nonce)) if resync else None
@@ -127,15 +127,15 @@ class Namespace:
         changes: Iterable[tuple[SequenceHash, Tier | None]],
         nonce: str | None = None,
     ) -> bool:
-        """Apply a batch; blocks that were in no chain before now form one."""
+        """Apply a batch. Those of its blocks that belong to no chain yet form a new one."""
         nonce = nonce or self._nonces[inc]
         changes = list(changes)
-        self.know([block for block, _ in changes if block not in self._leaders])
+        self.set_chain([block for block, _ in changes if block not in self._leaders])
         placed = [Change(block, tier, self._leaders[block]) for block, tier in changes]
         return await self.do(index.apply(self.shard, inc, nonce, seq, placed))
 
-    def know(self, chain: Sequence[SequenceHash]) -> None:
-        """From now on, these blocks are a chain, starting at its root."""
+    def set_chain(self, chain: Sequence[SequenceHash]) -> None:
+        """Make these blocks a chain from its root, whatever they belonged to before."""
         for i, block in enumerate(chain):
             self._leaders[block] = chain[i - i % GROUP_BLOCKS]
 
@@ -148,21 +148,21 @@ class Namespace:
     async def match(
         self, *chains: Sequence[SequenceHash], boundaries: Boundaries | None = None
     ) -> list[Overlaps]:
-        """Overlaps of incarnations that have not ended; a router knows nothing of the others."""
+        """Overlaps of incarnations that have not ended; a router ignores the others."""
         overlaps, _ = await matching.match(self.runner, self.keys, chains, boundaries=boundaries)
-        over = set(await self.lost())
-        return [{inc: o for inc, o in found.items() if inc not in over} for found in overlaps]
+        ended = set(await self.lost())
+        return [{inc: o for inc, o in found.items() if inc not in ended} for found in overlaps]
 
     async def lapse(self, grace_ms: int = 0) -> int:
         return await self.do(leases.lapse(self.keys, grace_ms, await self.now_ms()))
 
     async def lost(self) -> list[Incarnation]:
-        """Incarnations that may publish in the shard although they have ended."""
+        """Incarnations that the shard still lets publish, although they have ended."""
         writers = await self.redis.hkeys(self.shard["applied"])
         return await self.do(leases.absent(self.keys, [Incarnation(int(w)) for w in writers]))
 
     async def sweep(self, max_buckets: int = 256, scrub_ms: int = LONG_MS) -> SweepStep:
-        """One step, once the shard has been told which incarnations are lost."""
+        """One step, which is given the incarnations that are lost now."""
         lost = await self.lost()
         return await self.do(
             index.sweep(self.shard, lost, max_buckets=max_buckets, scrub_ms=scrub_ms)
@@ -211,14 +211,14 @@ class Namespace:
     async def turns(
         self, replica: str, limit: int = 100, max_picky: int = turns.MAX_PICKY
     ) -> list[str]:
-        """Names of the replica's tickets among the first `limit` of all."""
+        """Names of those of the replica's tickets that are among the first `limit` of all."""
         call = turns.turns(self.keys, replica, limit, max_picky)
         return [name for _, name in await self.do(call)]
 
     async def leave(self, *tickets: Ticket, had_turn: bool = False) -> None:
         await self.do(turns.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))
 
-    async def waits(self) -> dict[str, list[str]]:
+    async def waiting(self) -> dict[str, list[str]]:
         """Flow -> names of the tickets waiting in it, the longest-waiting first."""
         prefix = self.keys["waiting:"]
         return {
@@ -240,7 +240,7 @@ class Namespace:
         return (await self.loads()).loads[inc]
 
     async def owners(self, block: SequenceHash, bucket_bits: int = 8) -> str | None:
-        """A block's owners as Redis holds them, dead ones included."""
+        """A block's owners as stored in Redis, dead ones included."""
         bucket = bucket_name(self._leaders.get(block, block), bucket_bits)
         return await self.get(f"blocks:{bucket}", f"{block:016x}")
 
@@ -258,17 +258,17 @@ class Namespace:
         return (await self.do(predictions.prune(self.shard, settings, max_buckets))).removed
 
     async def predictions(self) -> int:
-        """Number of predictions, on which counters and entries must agree."""
+        """Number of predictions; counters and entries must agree on it."""
         counters = await self.redis.hgetall(self.key("predictions"))
         counted = sum(int(n) for name, n in counters.items() if len(name) == 1)
-        there = 0
+        stored = 0
         async for key in self.redis.scan_iter(match=self.key("predicted:") + "*"):
-            there += sum(len(re.findall(rb"\d+[a-z]", v)) for v in await self.redis.hvals(key))
-        assert counted == there
-        return there
+            stored += sum(len(re.findall(rb"\d+[a-z]", v)) for v in await self.redis.hvals(key))
+        assert counted == stored
+        return stored
 
-    async def grow_older(self, slices: int) -> None:
-        """Age every prediction by `slices` slices of time."""
+    async def age_predictions(self, slices: int) -> None:
+        """Make every prediction older by `slices` slices of time."""
 
         def older(letter: str) -> str:
             return chr(97 + (ord(letter) - 97 - slices) % 26)
@@ -290,7 +290,7 @@ class Namespace:
         return None if text is None else str(text.decode())
 
     def key(self, name: str) -> str:
-        """The full name of a key: the shard's, if it is one of the shard's keys."""
+        """The full name of a key, which is the shard's or the namespace's."""
         of_shard = name in ("shard", "applied", "dead", "sweep", "predictions")
         of_shard = of_shard or name.startswith(("blocks:", "predicted:"))
         return (self.shard if of_shard else self.keys)[name]
@@ -321,18 +321,18 @@ class Namespace:
         seconds, micros = await self.redis.time()
         return int(seconds) * 1000 + int(micros) // 1000
 
-    async def lease_lapses(self, inc: Incarnation) -> None:
-        """Returns once the Redis clock is past the lease's expiry."""
+    async def until_lease_lapses(self, inc: Incarnation) -> None:
+        """Return once the Redis clock is past the lease's expiry."""
         moment_ms = await self.expires_ms("leases", inc)
         await eventually(self.now_ms, lambda now: now >= moment_ms)
 
-    async def reservation_expires(self, request_id: str) -> None:
-        """Returns once the Redis clock is past the reservation's expiry."""
+    async def until_reservation_expires(self, request_id: str) -> None:
+        """Return once the Redis clock is past the reservation's expiry."""
         moment_ms = await self.expires_ms("expiry", request_id)
         await eventually(self.now_ms, lambda now: now >= moment_ms)
 
-    async def run_out(self, *request_ids: str) -> None:
-        """Set the expiry of reservations to long ago, the first one's being the earliest."""
+    async def backdate_expiry(self, *request_ids: str) -> None:
+        """Set the expiry of reservations to long ago; the first one given expires first."""
         times = {request_id: 1 + i for i, request_id in enumerate(request_ids)}
         await self.redis.zadd(self.keys["expiry"], times, xx=True)
 
@@ -357,7 +357,7 @@ def ticket(
     picky: bool = False,
     since_ms: int | None = None,
 ) -> Ticket:
-    """A ticket that has waited since `number`, unless `since_ms` is given."""
+    """A ticket that has waited since `since_ms`, or else since `number`."""
     return turns.ticket(
         flow,
         replica,

@@ -162,7 +162,7 @@ async def test_removal_by_the_last_owner_leaves_no_empty_field(space: Namespace)
 async def test_removing_what_was_never_published_is_harmless(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A])
-    space.know([A, B])
+    space.set_chain([A, B])
     assert await space.apply(b, 1, [(A, None), (B, None)])
     assert await space.owners(A) == "1d"
     assert await space.owners(B) is None
@@ -178,7 +178,7 @@ async def test_a_batch_may_be_larger_than_lua_can_unpack(space: Namespace) -> No
 async def test_buckets_that_became_something_else_are_made_anew(space: Namespace) -> None:
     inc = await space.worker("a")
     for block in (A, B, C):
-        space.know([block])
+        space.set_chain([block])
     await space.redis.set(space.key("blocks:aa"), "spoilt")
     await space.redis.sadd(space.key("blocks:bb"), "spoilt")
     assert await space.apply(inc, 1, [(A, DEVICE), (B, None), (C, HOST)])
@@ -192,7 +192,7 @@ async def test_owners_that_make_no_sense_take_entries_all_the_same(
     space: Namespace, owners: str
 ) -> None:
     inc = await space.worker("a")
-    space.know([A])
+    space.set_chain([A])
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", owners)
     assert await space.apply(inc, 1, [(A, DEVICE)])
     assert "1d" in (await space.owners(A) or "")
@@ -213,7 +213,7 @@ async def test_every_entry_of_an_incarnation_gives_way_with_zeros_before_its_num
     space: Namespace, owners: str, moved: str, removed: str | None
 ) -> None:
     inc = await space.worker("a")
-    space.know([A])
+    space.set_chain([A])
     for seq, (tier, expected) in enumerate([(HOST, moved), (None, removed)], 1):
         await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", owners)
         assert await space.apply(inc, seq, [(A, tier)])

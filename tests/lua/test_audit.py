@@ -21,7 +21,7 @@ async def inc(space: Namespace) -> Incarnation:
     """Worker a, which holds three blocks of chains of their own."""
     made = await space.worker("a")
     for block in (A, B, C):
-        space.know([block])
+        space.set_chain([block])
     assert await space.apply(made, 1, [(A, DEVICE), (B, DEVICE), (C, HOST)])
     return made
 

@@ -14,10 +14,10 @@ async def claims(
 
 async def test_all_that_the_index_shows_of_an_incarnation_is_found(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
-    space.know([A])
-    space.know([B])
+    space.set_chain([A])
+    space.set_chain([B])
     small = SequenceHash(5 << 56)
-    space.know([small])
+    space.set_chain([small])
     await space.apply(a, 1, [(A, DEVICE), (B, HOST), (small, DISK)])
     await space.apply(b, 1, [(A, HOST)])
     assert await claims(space, a) == Claims(
@@ -31,7 +31,7 @@ async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace
     inc = await space.worker("a", bucket_bits=4)
     blocks = [SequenceHash(n << 60) for n in range(16)]
     for block in blocks:
-        space.know([block])
+        space.set_chain([block])
     await space.hold(inc, blocks)
     first = await claims(space, inc, 0, 6)
     assert first is not None
@@ -46,7 +46,7 @@ async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace
 async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
     inc = await space.worker("a")
     for block in (*CROWD, B):
-        space.know([block])
+        space.set_chain([block])
     await space.hold(inc, [*CROWD, B])
     place, found = (0xA9, 0), []
     while place[0] <= 0xBB:

@@ -9,7 +9,7 @@ async def test_a_reservation_past_its_time_gives_everything_back(space: Namespac
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
     await space.prefill_complete("r1")
-    await space.run_out("r1", "r2")
+    await space.backdate_expiry("r1", "r2")
     assert await space.expire() == 2
     load = await space.load(inc)
     assert load == Load(head_since_ms=load.head_since_ms, total=2)
@@ -21,7 +21,7 @@ async def test_a_reservation_within_its_time_stays(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r2")
     await space.reserve(inc, "r1", ttl_ms=1)
-    await space.reservation_expires("r1")
+    await space.until_reservation_expires("r1")
     assert await space.expire() == 1
     assert await space.expire() == 0
     assert (await space.load(inc)).requests == 1
@@ -33,7 +33,7 @@ async def test_no_more_than_the_limit_expire_in_one_step(space: Namespace) -> No
     requests = ["r0", "r1", "r2", "r3", "r4"]
     for request_id in requests:
         await space.reserve(inc, request_id)
-    await space.run_out(*requests)
+    await space.backdate_expiry(*requests)
     assert await space.expire(limit=2) == 2
     assert (await space.load(inc)).requests == 3
     assert await space.redis.zrange(space.keys["expiry"], 0, -1) == [b"r2", b"r3", b"r4"]
@@ -47,8 +47,8 @@ async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space: Names
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.renew(inc, ttl_ms=1)
-    await space.lease_lapses(inc)
-    await space.run_out("r1")
+    await space.until_lease_lapses(inc)
+    await space.backdate_expiry("r1")
     assert await space.expire() == 1
     assert await space.get("load", inc) is not None
     assert not await space.redis.exists(space.keys["reservations"])
@@ -97,7 +97,7 @@ async def test_records_that_became_something_else_hold_up_nothing(space: Namespa
     for request_id in ("r1", "r2"):
         await space.reserve(inc, request_id)
     await space.reserve(other, "r3")
-    await space.run_out("r1", "r3")
+    await space.backdate_expiry("r1", "r3")
     for name in (f"requests:{inc}", f"prefills:{inc}", f"prefills:{other}"):
         await space.redis.set(space.keys[name], "spoilt")
     assert await space.expire(grace_ms=-1) == 2
@@ -120,7 +120,7 @@ async def test_one_whose_worker_cannot_be_read_expires_all_the_same(space: Names
         await space.reserve(inc, request_id)
     await space.redis.hset(space.key("load"), str(inc), "spoilt")
     await space.redis.hset(space.keys[f"requests:{inc}"], "r2", "spoilt")
-    await space.run_out("r1", "r2")
+    await space.backdate_expiry("r1", "r2")
     assert await space.expire() == 2
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
     assert await space.renew(inc)

@@ -12,7 +12,7 @@ async def test_what_waited_in_a_redis_that_hung_retires_nobody(space: Namespace)
     heard_ms = await space.now_ms()
     assert await space.do(leases.lapse(space.keys, 0, heard_ms + 2 * LONG_MS)) == 0
     await space.redis.zadd(space.keys["leases"], {str(inc): heard_ms + 50})
-    await space.lease_lapses(inc)
+    await space.until_lease_lapses(inc)
     assert await space.do(leases.lapse(space.keys, 0, heard_ms)) == 0
     assert await space.lapse() == 1
 
@@ -21,7 +21,7 @@ async def test_a_lapsed_lease_is_retired(space: Namespace) -> None:
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
     await space.hold(a, [A])
     await space.hold(b, [A])
-    await space.lease_lapses(a)
+    await space.until_lease_lapses(a)
     assert await space.lapse() == 1
     assert await space.get("current", "a:0") is None
     assert await space.get("current", "b:0") == str(b)
@@ -34,7 +34,7 @@ async def test_reservations_on_a_lapsed_worker_are_dropped(space: Namespace) -> 
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.renew(inc, ttl_ms=1)
-    await space.lease_lapses(inc)
+    await space.until_lease_lapses(inc)
     assert await space.lapse() == 1
     assert not await space.release("r1")
     keys = [f"requests:{inc}", f"prefills:{inc}", "reservations", "expiry", "load"]
@@ -46,7 +46,7 @@ async def test_a_lapsed_incarnation_that_was_staged_does_not_take_the_worker_alo
 ) -> None:
     serving = await space.worker("a")
     staged = await space.worker("a", resync=True, ttl_ms=1)
-    await space.lease_lapses(staged)
+    await space.until_lease_lapses(staged)
     assert await space.lapse() == 1
     assert await space.get("current", "a:0") == str(serving)
     assert set((await space.loads()).loads) == {serving}
@@ -55,7 +55,7 @@ async def test_a_lapsed_incarnation_that_was_staged_does_not_take_the_worker_alo
 async def test_a_step_retires_no_more_than_sixteen(space: Namespace) -> None:
     for i in range(20):
         last = await space.worker(f"w{i}", ttl_ms=1)
-    await space.lease_lapses(last)
+    await space.until_lease_lapses(last)
     assert await space.lapse() == 16
     assert await space.lapse() == 4
     assert await space.lapse() == 0
@@ -94,7 +94,7 @@ async def test_who_has_no_lease_is_retired_unless_he_renews_it(space: Namespace,
         assert await space.lapse(grace_ms=LONG_MS) == 0
     assert await space.redis.zcard(space.key("leases")) == 3
     assert await space.renew(inc)
-    await space.lease_lapses(Incarnation(77))
+    await space.until_lease_lapses(Incarnation(77))
     assert await space.lapse() == 2
     assert await space.redis.hkeys(space.key(name)) == [b"1"]
 
@@ -112,7 +112,7 @@ async def test_who_is_routed_to_under_a_number_that_is_not_his_is_dropped(space:
 
 async def test_requests_that_became_something_else_hinder_nobody(space: Namespace) -> None:
     inc = await space.worker("a", ttl_ms=1)
-    await space.lease_lapses(inc)
+    await space.until_lease_lapses(inc)
     await space.redis.set(space.keys[f"requests:{inc}"], "spoilt")
     assert await space.lapse() == 1
     assert not await space.redis.exists(space.keys[f"requests:{inc}"])

@@ -26,7 +26,7 @@ async def test_a_lapsed_lease_is_revived_with_all_that_was_reserved(space: Names
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.renew(inc, ttl_ms=1)
-    await space.lease_lapses(inc)
+    await space.until_lease_lapses(inc)
     assert (await space.loads()).loads == {}
     assert await space.lapse(grace_ms=60_000) == 0
     assert await space.renew(inc)
@@ -35,7 +35,7 @@ async def test_a_lapsed_lease_is_revived_with_all_that_was_reserved(space: Names
 
 async def test_a_lease_that_was_retired_cannot_be_renewed(space: Namespace) -> None:
     inc = await space.worker("a", ttl_ms=1)
-    await space.lease_lapses(inc)
+    await space.until_lease_lapses(inc)
     assert await space.lapse() == 1
     assert not await space.renew(inc)
     assert (await space.loads()).loads == {}

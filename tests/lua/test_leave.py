@@ -7,7 +7,7 @@ async def test_once_nobody_waits_nothing_is_left(space: Namespace) -> None:
     a, b = ticket("normal:a", "x", 1), ticket("low:b", "x", 2)
     await space.wait("x", a, b)
     await space.leave(a, had_turn=True)
-    assert await space.waits() == {"low:b": [b.name]}
+    assert await space.waiting() == {"low:b": [b.name]}
     for _ in range(2):
         await space.leave(b)
         assert await space.contents() == ""

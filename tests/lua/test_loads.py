@@ -36,7 +36,7 @@ async def test_a_worker_whose_lease_lapsed_is_not_among_them_even_before_a_sweep
     space: Namespace,
 ) -> None:
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
-    await space.lease_lapses(a)
+    await space.until_lease_lapses(a)
     assert set((await space.loads()).loads) == {b}
     assert await space.get("load", a) is not None
 

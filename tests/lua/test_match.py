@@ -35,7 +35,7 @@ async def run_script(space: Namespace, *args: str) -> list[list[int | bytes]] | 
 
 async def test_known_owners_of_the_ends_are_not_looked_up(space: Namespace) -> None:
     inc = await space.worker("a")
-    space.know([D, B, C])
+    space.set_chain([D, B, C])
     await space.hold(inc, [B, C])
     # Of these ends Redis knows nothing: only B and C are looked at.
     stretch = text_of([D, B, C, E])
@@ -96,7 +96,7 @@ async def test_a_chain_of_any_length_is_matched_to_its_end(space: Namespace, len
 async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> None:
     inc = await space.worker("a")
     chain = chain_of(random.Random(2), WHOLE_CHAIN)
-    space.know(chain)
+    space.set_chain(chain)
     await space.hold(inc, chain[:300])
     await space.redis.config_resetstat()
     assert await space.match(chain) == [{inc: TierOverlap(device=300)}]
@@ -108,7 +108,7 @@ async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> Non
 async def test_a_change_is_looked_for_where_it_is_guessed_first(space: Namespace) -> None:
     inc = await space.worker("a")
     chain = chain_of(random.Random(2), WHOLE_CHAIN)
-    space.know(chain)
+    space.set_chain(chain)
     await space.hold(inc, chain[:300])
 
     async def looks(guesses: str) -> int:
@@ -134,7 +134,7 @@ async def test_where_prompts_part_is_looked_for_once(space: Namespace, shared: i
     first, second = chain_of(rng, 2000), chain_of(rng, 1800)
     second[:shared] = first[:shared]
     for inc, chain in ((a, first), (b, second)):
-        space.know(chain)
+        space.set_chain(chain)
         await space.hold(inc, chain)
 
     boundaries = Boundaries()
@@ -200,7 +200,7 @@ async def test_in_a_missing_shard_nobody_holds_anything(space: Namespace) -> Non
 async def test_a_bucket_that_somebody_spoilt_holds_nothing(space: Namespace) -> None:
     inc = await space.worker("a")
     chain = chain_of(random.Random(1), 17)
-    space.know([A, *chain[1:16], B])
+    space.set_chain([A, *chain[1:16], B])
     await space.hold(inc, [A, *chain[1:16], B])
     await space.redis.set(space.key("blocks:bb"), "spoilt")
     assert await space.match([A, *chain[1:16], B]) == [{inc: TierOverlap(device=16)}]
@@ -253,7 +253,7 @@ async def test_overlaps_are_what_a_plain_walk_finds(space: Namespace) -> None:
     chains[5][:300] = chains[4][:300]
     chains[7][:600] = chains[6][:600]
     for chain in chains:
-        space.know(chain)
+        space.set_chain(chain)
     held: dict[Incarnation, dict[SequenceHash, Tier]] = {}
     for i in range(6):
         inc = await space.worker(f"w{i}")

@@ -26,7 +26,7 @@ async def test_workers_are_told_apart(space: Namespace) -> None:
     await space.predict(b, OTHER, HOURS)
     assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
     assert await space.foresee(OTHER, HOURS) == {a: 10, b: 30}
-    await space.grow_older(1)
+    await space.age_predictions(1)
     await space.predict(a, CHAIN, HOURS)
     assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
 
@@ -60,13 +60,13 @@ async def test_use_keeps_a_prediction_alive_and_without_it_it_ends(space: Namesp
     """Ages are set by moving the slices of the entries back."""
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
-    await space.grow_older(4)
+    await space.age_predictions(4)
     assert await space.foresee(CHAIN, HOURS) == {inc: 64}
     assert await space.predict(inc, CHAIN[:20], HOURS) == 18
     assert await space.predictions() == 32
-    await space.grow_older(1)
+    await space.age_predictions(1)
     assert await space.foresee(CHAIN, HOURS) == {inc: 20}
-    await space.grow_older(4)
+    await space.age_predictions(4)
     assert await space.foresee(CHAIN, HOURS) == {}
 
 
@@ -76,7 +76,7 @@ async def test_at_the_bound_the_oldest_are_given_up(space: Namespace) -> None:
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
     for chain, slices in zip(chains, (1, 1, 2), strict=False):
         await space.predict(inc, chain, few)
-        await space.grow_older(slices)
+        await space.age_predictions(slices)
     assert [await space.foresee(chain, few) for chain in chains[:3]] == [{inc: 64}] * 3
     await space.predict(inc, chains[3], few)  # 128 entries are too many; 80 are to be left
     foreseen = [await space.foresee(chain, few) for chain in chains]
@@ -89,7 +89,7 @@ async def test_what_is_over_does_not_count_towards_the_bound(space: Namespace) -
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
     for chain, slices in ((chains[0], 0), (chains[1], 4), (chains[2], 1), (chains[3], 0)):
         await space.predict(inc, chain, few)
-        await space.grow_older(slices)
+        await space.age_predictions(slices)
     assert await space.predictions() == 128
     assert await space.foresee(chains[2], few) == {inc: 64}
 
@@ -113,7 +113,7 @@ async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) ->
     assert made == [32, 32, 32, 32, 0, 0, 0, 0]
     assert await space.predictions() == 128
     assert await space.foresee(chains[3], few) == {inc: 64}
-    await space.grow_older(1)
+    await space.age_predictions(1)
     assert await space.predict(inc, chains[7], few) == 32
     assert await space.foresee(chains[7], few) == {inc: 64}
 

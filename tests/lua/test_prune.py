@@ -15,7 +15,7 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
 async def test_what_is_over_is_removed_and_what_is_not_stays(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.predict(a, CHAIN, HOURS)
-    await space.grow_older(5)
+    await space.age_predictions(5)
     await space.predict(b, CHAIN, HOURS)
     assert await space.prune(HOURS) == 16
     assert await space.prune(HOURS) == 0
@@ -37,17 +37,17 @@ async def test_steps_are_bounded_and_go_round(space: Namespace) -> None:
     inc = await space.worker("a")
     spread = [SequenceHash(bucket << 62) for bucket in range(4)]
     await space.predict(inc, spread, HOURS)
-    await space.grow_older(5)
+    await space.age_predictions(5)
     assert [await space.prune(HOURS, 3) for _ in range(4)] == [3, 1, 0, 0]
     await space.predict(inc, spread, HOURS)
-    await space.grow_older(5)
+    await space.age_predictions(5)
     assert await space.prune(HOURS, 3) + await space.prune(HOURS, 3) == 4
 
 
 async def test_a_step_tells_how_many_buckets_a_round_goes_through(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
-    await space.grow_older(5)
+    await space.age_predictions(5)
     assert await space.do(prune(space.shard, HOURS, 3)) == PruneStep(removed=16, buckets=4)
 
 
@@ -61,11 +61,11 @@ async def test_a_count_that_somebody_raised_ends_with_its_slice(space: Namespace
     await space.predict(inc, CHAIN, HOURS)
     [letter] = [f for f in await space.redis.hkeys(space.key("predictions")) if len(f) == 1]
     await space.redis.hset(space.key("predictions"), letter, "500")
-    await space.grow_older(5)
+    await space.age_predictions(5)
     assert await space.prune(HOURS) == 16
     assert b"484" in await space.redis.hvals(space.key("predictions"))
     # Before its letter comes round again.
-    await space.grow_older(16)
+    await space.age_predictions(16)
     assert await space.prune(HOURS) == 0
     assert await space.predictions() == 0
 

@@ -33,7 +33,7 @@ async def filled(space: Namespace) -> Namespace:
     await space.reserve(inc, "req-8", tokens=300, us=7000, blocks=9)
     await space.prefill_complete("req-7")
     await space.redis.xadd(space.keys["metrics"], {"worker": "w3:0", "incarnation": str(inc)})
-    await space.lease_lapses(stale)
+    await space.until_lease_lapses(stale)
     await space.retire("w2", dead)
     await space.sweep(max_buckets=3)
     return space

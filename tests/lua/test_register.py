@@ -108,7 +108,7 @@ async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space: Namespa
     old = await space.worker("a")
     await space.reserve(old, "r1", tokens=100, us=5000, blocks=7)
     assert await space.renew(old, ttl_ms=1)
-    await space.lease_lapses(old)
+    await space.until_lease_lapses(old)
     new = await space.register("a", resync=True)
     assert not new.predecessor_lives
     load = await space.load(new.incarnation)

@@ -97,7 +97,7 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
         case "release":
             assert await space.release(request_id) == model.release(request_id)
         case "expire":
-            await space.run_out(request_id)
+            await space.backdate_expiry(request_id)
             assert await space.expire() == model.release(request_id)
 
 

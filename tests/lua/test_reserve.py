@@ -63,7 +63,7 @@ async def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head(
 async def test_a_lapsed_worker_is_refused_with_fresh_loads(space: Namespace) -> None:
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
     await space.reserve(b, "r0", tokens=30)
-    await space.lease_lapses(a)
+    await space.until_lease_lapses(a)
     refused = await space.reserve(a, "r1")
     assert refused is not None
     assert refused.reason == "lapsed"
@@ -160,7 +160,7 @@ async def test_expired_reservations_are_given_back_first(space: Namespace) -> No
     inc = await space.worker("a")
     await space.reserve(inc, "r0", blocks=9)
     await space.reserve(inc, "r1", blocks=7)
-    await space.run_out("r0", "r1")
+    await space.backdate_expiry("r0", "r1")
     assert await space.reserve(inc, "r2", blocks=5, max_requests=1) is None
     load = await space.load(inc)
     assert (load.requests, load.blocks) == (1, 5)

@@ -16,7 +16,7 @@ SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
 def roots(space: Namespace) -> None:
     """Each of them begins a chain of its own."""
     for block in (A, B, C, *SPREAD):
-        space.know([block])
+        space.set_chain([block])
 
 
 async def swept(space: Namespace, max_buckets: int = 256) -> tuple[int, int]:
@@ -45,7 +45,7 @@ async def test_a_bucket_is_compact_again_once_few_own_its_blocks(space: Namespac
     assert await space.redis.object("encoding", bucket) == b"hashtable"
     for i, inc in enumerate(others[1:], 2):
         await space.retire(f"w{i}", inc)
-    space.know([A])
+    space.set_chain([A])
     await space.sweep()
     assert await space.redis.object("encoding", bucket) in (b"listpack", b"ziplist")
     assert await space.owners(A) == f"{first}d{others[0]}d"
@@ -74,7 +74,7 @@ async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace
 async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     for block in CROWD:
-        space.know([block])
+        space.set_chain([block])
     await space.hold(a, CROWD)
     await space.hold(b, CROWD[::2])
     await space.retire("a", a)
@@ -142,7 +142,7 @@ async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space: Namespace)
     b = await space.worker("b")
     # Sixteen groups, each in a bucket of its own.
     chain = [SequenceHash(leader + i) for leader in SPREAD for i in range(16)]
-    space.know(chain)
+    space.set_chain(chain)
     await space.hold(a, chain)
     await space.hold(b, chain[:150])
     await space.retire("a", a)
@@ -169,8 +169,8 @@ async def test_in_the_end_nothing_is_left_of_the_dead(space: Namespace) -> None:
     await space.hold(staged, [A])
     await space.retire("ghost2", retired)
     await space.renew(lapsed, ttl_ms=1)
-    await space.lease_lapses(lapsed)
-    await space.lease_lapses(staged)
+    await space.until_lease_lapses(lapsed)
+    await space.until_lease_lapses(staged)
     before = await space.contents()
     assert before.count("ghost") > 5
     assert before.count("777777") > 5

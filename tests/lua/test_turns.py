@@ -93,7 +93,7 @@ async def test_tickets_of_a_replica_that_is_gone_are_taken_out(space: Namespace)
     # Nothing is charged for those that are gone: mine come before the other flow's.
     assert await space.turns("x", 3) == [t.name for t in (*mine, other)]
     assert await space.get("line", "tag") is None
-    assert await space.waits() == {"normal:a": [t.name for t in mine], "normal:b": [other.name]}
+    assert await space.waiting() == {"normal:a": [t.name for t in mine], "normal:b": [other.name]}
 
 
 async def test_a_replica_that_came_back_has_its_place_back(space: Namespace) -> None:

@@ -10,10 +10,10 @@ async def test_who_waits_again_keeps_its_place(space: Namespace) -> None:
     assert await space.wait("x", second) == 1
     assert await space.wait("x", first, second) == 1
     assert await space.wait("x", first, second) == 0
-    assert await space.waits() == {"normal:a": [first.name, second.name]}
+    assert await space.waiting() == {"normal:a": [first.name, second.name]}
     await space.redis.zadd(space.key("waiting:normal:a"), {second.name: 0})
     assert await space.wait("x", first, second) == 0
-    assert await space.waits() == {"normal:a": [first.name, second.name]}
+    assert await space.waiting() == {"normal:a": [first.name, second.name]}
 
 
 async def test_a_router_sees_whether_anybody_waits(space: Namespace) -> None:
