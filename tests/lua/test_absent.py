@@ -10,7 +10,7 @@ async def absent(space: Namespace, *incarnations: int) -> list[int]:
     return list(found)
 
 
-async def test_who_is_no_writer_is_absent(space: Namespace) -> None:
+async def test_an_incarnation_that_is_no_writer_is_absent(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     assert await absent(space, a, b, 77) == [77]
     await space.retire("a", a)
@@ -23,9 +23,9 @@ async def test_a_staged_incarnation_is_not_absent(space: Namespace) -> None:
     assert await absent(space, staged) == []
 
 
-async def test_of_none_none_is_absent(space: Namespace) -> None:
+async def test_an_empty_call_finds_none_absent(space: Namespace) -> None:
     assert await absent(space) == []
 
 
-async def test_in_an_emptied_redis_all_are_absent(space: Namespace) -> None:
+async def test_every_incarnation_is_absent_from_an_emptied_redis(space: Namespace) -> None:
     assert await absent(space, *range(1, 3001)) == list(range(1, 3001))

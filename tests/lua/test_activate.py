@@ -69,7 +69,7 @@ async def test_prefills_in_flight_keep_their_order(space: Namespace) -> None:
     assert [request_id.decode() for request_id in queue] == requests
 
 
-async def test_a_request_that_was_reserved_again_elsewhere_is_not_taken_along(
+async def test_a_request_reserved_again_on_another_worker_is_not_moved(
     space: Namespace,
 ) -> None:
     old, other = await space.worker("a"), await space.worker("b")
@@ -108,7 +108,7 @@ async def test_a_switch_by_another_process_is_refused(space: Namespace) -> None:
     assert await space.get("current", "a:0") == str(old)
 
 
-async def test_an_incarnation_that_was_retired_cannot_be_switched_to(space: Namespace) -> None:
+async def test_a_retired_incarnation_cannot_be_activated(space: Namespace) -> None:
     old = await space.worker("a")
     new = await space.worker("a", resync=True)
     assert await space.retire("a", new)
@@ -124,7 +124,7 @@ async def test_a_staged_incarnation_cannot_replace_another_process(space: Namesp
     assert await space.get("current", "a:0") == str(other)
 
 
-async def test_a_new_process_takes_no_requests_along(space: Namespace) -> None:
+async def test_a_new_process_inherits_no_requests(space: Namespace) -> None:
     old = await space.worker("a", nonce="first")
     await space.reserve(old, "r1")
     new = await space.worker("a", nonce="second")
@@ -132,7 +132,7 @@ async def test_a_new_process_takes_no_requests_along(space: Namespace) -> None:
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
 
 
-async def test_requests_that_cannot_be_read_are_not_taken_along(space: Namespace) -> None:
+async def test_unreadable_requests_are_not_moved(space: Namespace) -> None:
     old = await space.worker("a")
     for request_id in ("r1", "r2", "r3"):
         await space.reserve(old, request_id, tokens=100, us=5000, blocks=7)
@@ -149,7 +149,7 @@ async def test_requests_that_cannot_be_read_are_not_taken_along(space: Namespace
     }
 
 
-async def test_requests_that_became_something_else_are_lost(space: Namespace) -> None:
+async def test_requests_in_a_key_of_another_type_are_lost(space: Namespace) -> None:
     old = await space.worker("a")
     await space.reserve(old, "r1")
     await space.redis.set(space.keys[f"requests:{old}"], "spoilt")
@@ -159,8 +159,8 @@ async def test_requests_that_became_something_else_are_lost(space: Namespace) ->
     assert (load.requests, load.blocks) == (0, 0)
 
 
-async def test_requests_that_stood_under_the_new_number_are_nobody_s(space: Namespace) -> None:
-    """Redis lost all of an earlier life but these, and gave its number again."""
+async def test_requests_left_under_a_reused_number_are_discarded(space: Namespace) -> None:
+    """Redis lost everything else of an earlier incarnation and gave out its number again."""
     await space.worker("a")
     await space.redis.hset(space.keys["requests:2"], "r1", "100 5000 7 p -")
     await space.redis.hset(space.key("reservations"), "r1", "2")
@@ -169,7 +169,7 @@ async def test_requests_that_stood_under_the_new_number_are_nobody_s(space: Name
     assert (await space.load(Incarnation(2))) == NO_LOAD
 
 
-async def test_where_nothing_says_who_was_routed_to_the_one_held_before_is_retired(
+async def test_the_incarnation_held_before_is_retired_even_if_current_was_lost(
     space: Namespace,
 ) -> None:
     old = await space.worker("a")
@@ -181,7 +181,7 @@ async def test_where_nothing_says_who_was_routed_to_the_one_held_before_is_retir
     assert (await space.load(new)).requests == 1
 
 
-async def test_another_worker_is_not_retired_in_its_place(space: Namespace) -> None:
+async def test_an_incarnation_of_another_worker_in_current_is_not_retired(space: Namespace) -> None:
     old, other = await space.worker("a"), await space.worker("b")
     new = await space.worker("a", resync=True)
     await space.redis.hset(space.key("current"), "a:0", str(other))

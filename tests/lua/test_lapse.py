@@ -7,7 +7,7 @@ from app.core.types import Incarnation
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, Namespace
 
 
-async def test_what_waited_in_a_redis_that_hung_retires_nobody(space: Namespace) -> None:
+async def test_a_call_held_up_in_a_hung_redis_retires_nobody(space: Namespace) -> None:
     inc = await space.worker("a")
     heard_ms = await space.now_ms()
     assert await space.do(leases.lapse(space.keys, 0, heard_ms + 2 * LONG_MS)) == 0
@@ -17,7 +17,7 @@ async def test_what_waited_in_a_redis_that_hung_retires_nobody(space: Namespace)
     assert await space.lapse() == 1
 
 
-async def test_a_lapsed_lease_is_retired(space: Namespace) -> None:
+async def test_an_incarnation_whose_lease_lapsed_is_retired(space: Namespace) -> None:
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
     await space.hold(a, [A])
     await space.hold(b, [A])
@@ -41,7 +41,7 @@ async def test_reservations_on_a_lapsed_worker_are_dropped(space: Namespace) -> 
     assert not await space.redis.exists(*(space.key(key) for key in keys))
 
 
-async def test_a_lapsed_incarnation_that_was_staged_does_not_take_the_worker_along(
+async def test_a_lapsed_staged_incarnation_leaves_its_worker_serving(
     space: Namespace,
 ) -> None:
     serving = await space.worker("a")
@@ -52,7 +52,7 @@ async def test_a_lapsed_incarnation_that_was_staged_does_not_take_the_worker_alo
     assert set((await space.loads()).loads) == {serving}
 
 
-async def test_a_step_retires_no_more_than_sixteen(space: Namespace) -> None:
+async def test_a_step_retires_at_most_sixteen_incarnations(space: Namespace) -> None:
     for i in range(20):
         last = await space.worker(f"w{i}", ttl_ms=1)
     await space.until_lease_lapses(last)
@@ -61,7 +61,7 @@ async def test_a_step_retires_no_more_than_sixteen(space: Namespace) -> None:
     assert await space.lapse() == 0
 
 
-async def test_a_lease_that_ends_later_than_its_worker_asks_for_is_brought_down(
+async def test_a_lease_that_ends_later_than_its_worker_asks_for_is_lowered(
     space: Namespace,
 ) -> None:
     inc = await space.worker("a", ttl_ms=5_000)
@@ -76,16 +76,18 @@ async def test_a_lease_that_ends_later_than_its_worker_asks_for_is_brought_down(
 
 
 @pytest.mark.parametrize("entry", ["spoilt", "", "5", "[]", '{"lease_ttl_ms": "x"}'])
-async def test_where_nothing_says_how_long_it_lapses_now(space: Namespace, entry: str) -> None:
+async def test_a_lease_of_unreadable_length_lapses_now(space: Namespace, entry: str) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("workers"), str(inc), entry)
     assert await space.lapse(grace_ms=1000) == 0
     assert await space.expires_ms("leases", inc) <= await space.now_ms()
-    assert await space.renew(inc), "its heartbeat sets both right"
+    assert await space.renew(inc), "its heartbeat restores the entry and the lease"
 
 
 @pytest.mark.parametrize("name", ["workers", "writers", "load"])
-async def test_who_has_no_lease_is_retired_unless_he_renews_it(space: Namespace, name: str) -> None:
+async def test_an_incarnation_without_a_lease_is_retired_unless_it_renews(
+    space: Namespace, name: str
+) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key(name), "77", "junk")
     await space.redis.hset(space.key(name), "junk", "7")
@@ -99,18 +101,20 @@ async def test_who_has_no_lease_is_retired_unless_he_renews_it(space: Namespace,
     assert await space.redis.hkeys(space.key(name)) == [b"1"]
 
 
-async def test_who_is_routed_to_under_a_number_that_is_not_his_is_dropped(space: Namespace) -> None:
-    inc, unread = await space.worker("a"), await space.worker("b")
-    await space.redis.hset(space.key("workers"), str(unread), "spoilt")
+async def test_a_current_entry_whose_number_is_not_its_worker_s_is_dropped(
+    space: Namespace,
+) -> None:
+    inc, unreadable = await space.worker("a"), await space.worker("b")
+    await space.redis.hset(space.key("workers"), str(unreadable), "spoilt")
     await space.redis.hset(space.key("current"), mapping={"x:0": "77", "y:0": "1"})
     await space.lapse(grace_ms=LONG_MS)
     assert await space.redis.hgetall(space.key("current")) == {
         b"a:0": b"%d" % inc,
-        b"b:0": b"%d" % unread,
+        b"b:0": b"%d" % unreadable,
     }
 
 
-async def test_requests_that_became_something_else_hinder_nobody(space: Namespace) -> None:
+async def test_requests_of_another_type_do_not_prevent_retirement(space: Namespace) -> None:
     inc = await space.worker("a", ttl_ms=1)
     await space.until_lease_lapses(inc)
     await space.redis.set(space.keys[f"requests:{inc}"], "spoilt")

@@ -22,7 +22,7 @@ async def test_renewing_extends_the_lease_from_now(space: Namespace) -> None:
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
 
 
-async def test_a_lapsed_lease_is_revived_with_all_that_was_reserved(space: Namespace) -> None:
+async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.renew(inc, ttl_ms=1)
@@ -33,7 +33,7 @@ async def test_a_lapsed_lease_is_revived_with_all_that_was_reserved(space: Names
     assert (await space.load(inc)).requests == 1
 
 
-async def test_a_lease_that_was_retired_cannot_be_renewed(space: Namespace) -> None:
+async def test_a_retired_incarnation_cannot_renew_its_lease(space: Namespace) -> None:
     inc = await space.worker("a", ttl_ms=1)
     await space.until_lease_lapses(inc)
     assert await space.lapse() == 1
@@ -48,7 +48,7 @@ async def test_another_process_cannot_renew_a_lease(space: Namespace) -> None:
     assert await space.expires_ms("leases", inc) == expires_ms
 
 
-async def test_an_unknown_incarnation_cannot_be_renewed(space: Namespace) -> None:
+async def test_an_unknown_incarnation_cannot_renew_a_lease(space: Namespace) -> None:
     await space.worker("a")
     assert not await space.renew(Incarnation(99), nonce="nonce-a")
     assert await space.redis.zscore(space.keys["leases"], "99") is None
@@ -61,12 +61,14 @@ async def test_a_staged_incarnation_renews_its_lease_like_any_other(space: Names
     assert await space.renew(staged)
 
 
-BOOKS = {"r1": "100 5000 7 p -", "r2": "60 2000 4 p -", "r3": "30 1000 2 d -"}
-"""Of `busy`."""
-WHOLE = Load(prefill_tokens=160, prefill_us=7000, head_us=5000, blocks=13, requests=3, decoding=1)
+RECORDS = {"r1": "100 5000 7 p -", "r2": "60 2000 4 p -", "r3": "30 1000 2 d -"}
+"""The requests of `busy_worker`."""
+BUSY_LOAD = Load(
+    prefill_tokens=160, prefill_us=7000, head_us=5000, blocks=13, requests=3, decoding=1
+)
 
 
-async def busy(space: Namespace) -> Incarnation:
+async def busy_worker(space: Namespace) -> Incarnation:
     """Worker a with two requests that prefill and one that decodes."""
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
@@ -76,10 +78,10 @@ async def busy(space: Namespace) -> Incarnation:
     return inc
 
 
-async def books(space: Namespace, inc: Incarnation) -> Load:
-    """The load without its moments, once the rest of the books agrees with `BOOKS`."""
+async def repaired_load(space: Namespace, inc: Incarnation) -> Load:
+    """The load without its time and total, once all other keys agree with `RECORDS`."""
     records = await space.redis.hgetall(space.keys[f"requests:{inc}"])
-    assert {k.decode(): v.decode() for k, v in records.items()} == BOOKS
+    assert {k.decode(): v.decode() for k, v in records.items()} == RECORDS
     reservations = await space.redis.hgetall(space.key("reservations"))
     assert reservations == dict.fromkeys(records, str(inc).encode())
     assert set(await space.redis.zrange(space.key("expiry"), 0, -1)) == set(records)
@@ -87,18 +89,18 @@ async def books(space: Namespace, inc: Incarnation) -> Load:
     return replace(await space.load(inc), head_since_ms=0, total=0)
 
 
-async def test_of_a_whole_worker_only_the_lease_changes(space: Namespace) -> None:
+async def test_renewing_an_intact_worker_changes_only_its_lease(space: Namespace) -> None:
     async def everything() -> tuple[str, object]:
         expiry = await space.redis.zrange(space.key("expiry"), 0, -1, withscores=True)
         return await space.contents(), expiry
 
-    inc = await busy(space)
+    inc = await busy_worker(space)
     before = await everything()
     assert await space.renew(inc)
     assert await everything() == before
 
 
-async def test_more_requests_than_a_command_takes_are_counted_too(space: Namespace) -> None:
+async def test_more_requests_than_one_command_takes_are_counted(space: Namespace) -> None:
     inc = await space.worker("a")
     ids = [f"r{n}" for n in range(1001)]
     await space.redis.hset(space.keys[f"requests:{inc}"], mapping=dict.fromkeys(ids, "1 1 2 d -"))
@@ -125,42 +127,42 @@ async def test_more_requests_than_a_command_takes_are_counted_too(space: Namespa
         "160 7000 5000 0 13 3 0 3",
     ],
 )
-async def test_a_load_that_is_not_that_of_the_requests_is_counted_anew(
+async def test_a_load_that_does_not_match_the_requests_is_recounted(
     space: Namespace, load: str
 ) -> None:
-    inc = await busy(space)
+    inc = await busy_worker(space)
     await space.redis.hset(space.key("load"), str(inc), load)
     assert await space.renew(inc)
-    assert await books(space, inc) == WHOLE
+    assert await repaired_load(space, inc) == BUSY_LOAD
 
 
-async def test_a_load_that_was_deleted_is_counted_anew(space: Namespace) -> None:
-    inc = await busy(space)
+async def test_a_deleted_load_is_recounted(space: Namespace) -> None:
+    inc = await busy_worker(space)
     await space.redis.delete(space.key("load"))
     assert await space.renew(inc)
-    assert await books(space, inc) == WHOLE
+    assert await repaired_load(space, inc) == BUSY_LOAD
 
 
-async def test_a_renewal_that_is_not_thorough_counts_only_a_load_that_cannot_be_read(
+async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(
     space: Namespace,
 ) -> None:
-    inc = await busy(space)
-    for load, counted in (("99 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
+    inc = await busy_worker(space)
+    for load, tokens in (("99 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
         await space.redis.hset(space.key("load"), str(inc), load)
         call = leases.renew(space.keys, info("a"), inc, "nonce-a", ttl_ms=LONG_MS, thorough=False)
         assert await space.do(call)
-        assert (await space.load(inc)).prefill_tokens == counted
+        assert (await space.load(inc)).prefill_tokens == tokens
 
 
-async def test_a_head_that_begins_in_the_future_begins_now(space: Namespace) -> None:
-    inc = await busy(space)
+async def test_a_head_that_began_in_the_future_begins_now(space: Namespace) -> None:
+    inc = await busy_worker(space)
     await space.redis.hset(space.key("load"), str(inc), f"160 7000 5000 {2**49} 13 3 1 3")
     assert await space.renew(inc)
     assert (await space.load(inc)).head_since_ms <= await space.now_ms()
 
 
-async def test_a_queue_that_was_deleted_or_spoilt_is_made_anew(space: Namespace) -> None:
-    inc = await busy(space)
+async def test_a_deleted_or_corrupt_queue_is_rebuilt(space: Namespace) -> None:
+    inc = await busy_worker(space)
     queue = space.keys[f"prefills:{inc}"]
     await space.redis.delete(queue)
     await space.redis.rpush(queue, "junk", "r2", "r3", "r2", "r1")
@@ -173,23 +175,25 @@ async def test_a_queue_that_was_deleted_or_spoilt_is_made_anew(space: Namespace)
     assert before <= load.head_since_ms <= await space.now_ms()
     await space.redis.delete(queue)
     assert await space.renew(inc)
-    await books(space, inc)
+    await repaired_load(space, inc)
 
 
 @pytest.mark.parametrize("key", ["reservations", "expiry"])
-async def test_of_a_request_s_two_other_traces_either_is_enough(space: Namespace, key: str) -> None:
-    inc = await busy(space)
+async def test_a_lost_reservation_or_expiry_is_restored_from_the_other(
+    space: Namespace, key: str
+) -> None:
+    inc = await busy_worker(space)
     await space.redis.delete(space.key(key))
     assert await space.renew(inc)
-    assert await books(space, inc) == WHOLE
-    # Until a router has seen to it, it does not expire.
+    assert await repaired_load(space, inc) == BUSY_LOAD
+    # It does not expire until a router has lowered its expiry.
     assert await space.expires_ms("expiry", "r1") == float("inf")
     assert await space.expire(ttl_ms=5_000) == 0
     assert await space.expires_ms("expiry", "r1") <= await space.now_ms() + 5_000
 
 
-async def test_a_request_that_has_neither_is_forgotten(space: Namespace) -> None:
-    inc = await busy(space)
+async def test_a_request_with_neither_reservation_nor_expiry_is_forgotten(space: Namespace) -> None:
+    inc = await busy_worker(space)
     await space.redis.hdel(space.key("reservations"), "r1", "r3")
     await space.redis.zrem(space.key("expiry"), "r1", "r3")
     assert await space.renew(inc)
@@ -203,10 +207,10 @@ async def test_a_request_that_has_neither_is_forgotten(space: Namespace) -> None
 @pytest.mark.parametrize(
     "record", ["", "spoilt", "100 5000 7 p", "100 5000 7 x -", f"1 1 {10**12} p -"]
 )
-async def test_a_request_whose_record_cannot_be_read_is_forgotten(
+async def test_a_request_with_an_unreadable_record_is_forgotten(
     space: Namespace, record: str
 ) -> None:
-    inc = await busy(space)
+    inc = await busy_worker(space)
     await space.redis.hset(space.keys[f"requests:{inc}"], "r1", record)
     assert await space.renew(inc)
     load = await space.load(inc)
@@ -215,8 +219,8 @@ async def test_a_request_whose_record_cannot_be_read_is_forgotten(
     assert await space.redis.zscore(space.key("expiry"), "r1") is None
 
 
-async def test_requests_that_were_deleted_count_no_more(space: Namespace) -> None:
-    inc = await busy(space)
+async def test_deleted_requests_no_longer_count(space: Namespace) -> None:
+    inc = await busy_worker(space)
     await space.redis.delete(space.keys[f"requests:{inc}"])
     assert await space.renew(inc)
     load = await space.load(inc)
@@ -230,17 +234,17 @@ async def test_requests_that_were_deleted_count_no_more(space: Namespace) -> Non
     assert await space.release("r1"), "its reservation is still known"
 
 
-async def test_a_reservation_that_names_another_worker_is_set_right(space: Namespace) -> None:
-    inc, other = await busy(space), await space.worker("b")
+async def test_a_reservation_that_names_another_worker_is_corrected(space: Namespace) -> None:
+    inc, other = await busy_worker(space), await space.worker("b")
     await space.redis.hset(space.key("reservations"), "r1", str(other))
     assert await space.renew(inc)
-    assert await books(space, inc) == WHOLE
+    assert await repaired_load(space, inc) == BUSY_LOAD
 
 
-async def test_a_request_that_was_reserved_again_elsewhere_is_left_there(
+async def test_a_request_reserved_again_on_another_worker_stays_there(
     space: Namespace,
 ) -> None:
-    inc, other = await busy(space), await space.worker("b")
+    inc, other = await busy_worker(space), await space.worker("b")
     await space.redis.hdel(space.key("reservations"), "r1")
     await space.redis.zrem(space.key("expiry"), "r1")
     await space.reserve(other, "r1", blocks=9)
@@ -251,7 +255,7 @@ async def test_a_request_that_was_reserved_again_elsewhere_is_left_there(
     assert (await space.load(other)).blocks == 0
 
 
-async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> None:
+async def test_keys_of_another_type_are_dropped(space: Namespace) -> None:
     inc = await space.worker("a")
     for name in (f"requests:{inc}", f"prefills:{inc}", "reservations", "expiry", "metrics"):
         await space.redis.set(space.keys[name], "spoilt")
@@ -265,7 +269,7 @@ async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> 
     assert not await space.redis.exists(*(space.key(name) for name in gone))
 
 
-async def test_who_is_not_known_as_a_writer_any_more_must_register_again(
+async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(
     space: Namespace,
 ) -> None:
     inc = await space.worker("a")
@@ -279,7 +283,7 @@ async def test_who_is_not_known_as_a_writer_any_more_must_register_again(
 
 
 @pytest.mark.parametrize("name", ["leases", "load", "current", "workers", "meta"])
-async def test_anything_else_that_was_deleted_is_put_back(space: Namespace, name: str) -> None:
+async def test_any_other_deleted_key_is_restored(space: Namespace, name: str) -> None:
     inc = await space.worker("a")
     before = await space.contents()
     await space.redis.delete(space.key(name))
@@ -291,7 +295,7 @@ async def test_anything_else_that_was_deleted_is_put_back(space: Namespace, name
     assert after == before
 
 
-async def test_an_entry_that_says_something_else_is_put_back_and_routers_are_told(
+async def test_a_wrong_worker_entry_is_corrected_and_updates_workers_ms(
     space: Namespace,
 ) -> None:
     inc, other = await space.worker("a"), await space.worker("b")
@@ -306,10 +310,8 @@ async def test_an_entry_that_says_something_else_is_put_back_and_routers_are_tol
 
 
 @pytest.mark.parametrize("entry", ["spoilt", "", "2", "77"])
-async def test_who_is_routed_to_under_another_number_by_mistake_is_put_back(
-    space: Namespace, entry: str
-) -> None:
-    """2 is another worker's, 77 nobody's."""
+async def test_a_wrong_current_entry_is_corrected(space: Namespace, entry: str) -> None:
+    """Number 2 is another worker's, 77 nobody's."""
     inc = await space.worker("a")
     assert await space.worker("b") == 2
     await space.redis.hset(space.key("current"), "a:0", entry)
@@ -317,7 +319,7 @@ async def test_who_is_routed_to_under_another_number_by_mistake_is_put_back(
     assert await space.get("current", "a:0") == str(inc)
 
 
-async def test_who_was_replaced_while_redis_did_not_know_of_him_is_told(space: Namespace) -> None:
+async def test_a_process_replaced_after_redis_lost_it_cannot_renew(space: Namespace) -> None:
     inc = await space.worker("a", nonce="first")
     await space.redis.delete(space.key("current"), space.key("workers"))
     other = await space.worker("a", nonce="second")
@@ -325,7 +327,7 @@ async def test_who_was_replaced_while_redis_did_not_know_of_him_is_told(space: N
     assert await space.get("current", "a:0") == str(other)
 
 
-async def test_a_block_size_that_somebody_changed_is_set_right(space: Namespace) -> None:
+async def test_a_wrong_block_size_is_corrected(space: Namespace) -> None:
     inc = await space.worker("a", block_size=4)
     for block_size in ("32", "spoilt", "0", "-4", ""):
         await space.redis.hset(space.key("meta"), "block_size", block_size)
@@ -333,7 +335,7 @@ async def test_a_block_size_that_somebody_changed_is_set_right(space: Namespace)
         assert await space.get("meta", "block_size") == "4"
 
 
-async def test_in_an_index_of_other_shards_all_register_again(space: Namespace) -> None:
+async def test_workers_register_again_if_the_number_of_shards_changed(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("meta"), "shards", "3")
     assert not await space.renew(inc)
@@ -342,9 +344,7 @@ async def test_in_an_index_of_other_shards_all_register_again(space: Namespace) 
 
 
 @pytest.mark.parametrize("shards", ["spoilt", "0", "-1", "1025", "1.5", "0x2", ""])
-async def test_a_number_of_shards_that_makes_no_sense_is_set_right(
-    space: Namespace, shards: str
-) -> None:
+async def test_an_invalid_number_of_shards_is_corrected(space: Namespace, shards: str) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("meta"), "shards", shards)
     with pytest.raises(NamespaceMissing):
@@ -353,7 +353,7 @@ async def test_a_number_of_shards_that_makes_no_sense_is_set_right(
     assert (await space.loads()).shards == 1
 
 
-async def test_the_count_of_incarnations_never_stays_behind(space: Namespace) -> None:
+async def test_a_wrong_count_of_incarnations_is_corrected(space: Namespace) -> None:
     await space.worker("a")
     inc = await space.worker("b")
     for count in ("spoilt", "0", "1", "9" * 10):
@@ -362,7 +362,7 @@ async def test_the_count_of_incarnations_never_stays_behind(space: Namespace) ->
         assert await space.get("meta", "incarnations") == "2"
 
 
-async def test_metrics_after_which_no_more_could_come_are_dropped(space: Namespace) -> None:
+async def test_metrics_with_an_entry_from_the_future_are_dropped(space: Namespace) -> None:
     inc = await space.worker("a")
     metrics = space.key("metrics")
     await space.redis.xadd(metrics, {"worker": "a:0"})

@@ -9,7 +9,7 @@ from app.core.types import Incarnation, TierOverlap
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, Namespace, info
 
 
-async def test_the_first_registration_makes_the_namespace(space: Namespace) -> None:
+async def test_the_first_registration_creates_the_namespace(space: Namespace) -> None:
     before = await space.now_ms()
     registration = await space.register("a", block_size=4, shards=3)
     assert registration == Registration(Incarnation(1), predecessor_lives=False, shards=3)
@@ -20,20 +20,20 @@ async def test_the_first_registration_makes_the_namespace(space: Namespace) -> N
     assert before <= workers_ms <= await space.now_ms()
 
 
-async def test_shards_count_only_where_the_namespace_is_new(space: Namespace) -> None:
+async def test_the_number_of_shards_is_used_only_if_the_namespace_is_new(space: Namespace) -> None:
     assert (await space.register("a", shards=3)).shards == 3
     assert (await space.register("b", shards=5)).shards == 3
     assert await space.get("meta", "shards") == "3"
 
 
-async def test_a_number_in_use_is_not_given_again(space: Namespace) -> None:
+async def test_a_number_in_use_is_not_given_out_again(space: Namespace) -> None:
     assert await space.worker("a") == 1
     assert await space.worker("b") == 2
     await space.redis.delete(space.key("meta"))
     assert await space.worker("c") == 3
 
 
-async def test_incarnations_are_counted_up_and_never_reused(space: Namespace) -> None:
+async def test_incarnation_numbers_count_up_and_are_never_reused(space: Namespace) -> None:
     assert await space.worker("a") == 1
     assert await space.worker("b") == 2
     assert await space.retire("b", (await space.register("b")).incarnation)
@@ -51,7 +51,7 @@ async def test_a_registered_worker_is_live_and_empty(space: Namespace) -> None:
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
 
 
-async def test_another_block_size_than_the_namespace_s_is_refused(space: Namespace) -> None:
+async def test_a_block_size_that_differs_from_the_namespace_is_refused(space: Namespace) -> None:
     await space.worker("a", block_size=4)
     with pytest.raises(
         NamespaceMismatch, match="worker b:0 has block_size 16, but namespace test has 4"
@@ -61,7 +61,7 @@ async def test_another_block_size_than_the_namespace_s_is_refused(space: Namespa
     assert await space.get("meta", "incarnations") == "1"
 
 
-async def test_a_registration_replaces_the_last_life_at_once(space: Namespace) -> None:
+async def test_a_new_process_replaces_the_previous_incarnation_at_once(space: Namespace) -> None:
     old = await space.worker("a", nonce="first")
     await space.hold(old, [A, B])
     assert await space.reserve(old, "r1") is None
@@ -125,7 +125,7 @@ async def test_a_resync_in_an_emptied_redis_starts_afresh(space: Namespace) -> N
     assert (await space.loads()).loads == {other: NO_LOAD, again.incarnation: NO_LOAD}
 
 
-async def test_who_was_replaced_by_another_process_cannot_resync(space: Namespace) -> None:
+async def test_a_process_replaced_by_a_live_one_cannot_resync(space: Namespace) -> None:
     await space.worker("a")
     other = await space.worker("a", nonce="other")
     with pytest.raises(WorkerReplaced, match="worker a:0"):
@@ -134,17 +134,17 @@ async def test_who_was_replaced_by_another_process_cannot_resync(space: Namespac
     await space.redis.zadd(space.key("leases"), {str(other): 1})
     assert (await space.loads()).loads == {}
     again = await space.worker("a", resync=True)
-    assert await space.get("current", "a:0") == str(again), "the other one has died since"
+    assert await space.get("current", "a:0") == str(again), "the other process has died since"
 
 
-async def test_a_process_whose_entry_was_lost_is_replaced_all_the_same(space: Namespace) -> None:
+async def test_a_process_whose_entry_was_lost_can_still_be_replaced(space: Namespace) -> None:
     await space.worker("a", nonce="first")
     await space.redis.delete(space.key("workers"))
     new = await space.worker("a", nonce="second")
     assert set((await space.loads()).loads) == {new}
 
 
-async def test_who_does_not_know_of_his_own_switch_may_resync(space: Namespace) -> None:
+async def test_a_process_that_does_not_know_of_its_own_switch_may_resync(space: Namespace) -> None:
     """The answer to `activate` was lost."""
     old = await space.worker("a")
     new = await space.worker("a", resync=True)
@@ -158,7 +158,7 @@ async def registered(space: Namespace, worker: str, held: Incarnation | None = N
     return (await space.do(call)).incarnation
 
 
-async def test_nobody_is_routed_to_by_registering_alone(space: Namespace) -> None:
+async def test_registering_alone_does_not_change_routing(space: Namespace) -> None:
     old = await space.worker("a")
     new = await registered(space, "a")
     assert set((await space.loads()).loads) == {old}
@@ -167,7 +167,7 @@ async def test_nobody_is_routed_to_by_registering_alone(space: Namespace) -> Non
 
 
 @pytest.mark.parametrize("left", ["workers", "leases", "writers", "load"])
-async def test_a_number_is_not_given_again_while_anything_is_known_of_it(
+async def test_a_number_is_not_given_out_again_while_any_trace_of_it_is_left(
     space: Namespace, left: str
 ) -> None:
     assert await space.worker("a") == 1
@@ -177,7 +177,7 @@ async def test_a_number_is_not_given_again_while_anything_is_known_of_it(
 
 
 @pytest.mark.parametrize("count", ["spoilt", "", "-5", "1.5", "9" * 10, "9" * 30])
-async def test_a_count_that_makes_no_sense_begins_anew(space: Namespace, count: str) -> None:
+async def test_an_invalid_count_of_incarnations_starts_over(space: Namespace, count: str) -> None:
     assert await space.worker("a") == 1
     await space.redis.hset(space.key("meta"), "incarnations", count)
     assert await registered(space, "b") == 2
@@ -185,7 +185,7 @@ async def test_a_count_that_makes_no_sense_begins_anew(space: Namespace, count: 
 
 @pytest.mark.parametrize("field", ["block_size", "shards"])
 @pytest.mark.parametrize("value", ["spoilt", "", "0", "-1", "1e3"])
-async def test_a_namespace_that_makes_no_sense_is_made_anew(
+async def test_a_namespace_with_invalid_settings_is_created_again(
     space: Namespace, field: str, value: str
 ) -> None:
     await space.worker("a", shards=1)
@@ -195,7 +195,7 @@ async def test_a_namespace_that_makes_no_sense_is_made_anew(
     assert len((await space.loads()).loads) == 2
 
 
-async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> None:
+async def test_keys_of_another_type_are_dropped(space: Namespace) -> None:
     names = ("meta", "workers", "current", "leases", "writers", "load", "reservations", "expiry")
     for name in names:
         await space.redis.set(space.key(name), "spoilt")
@@ -204,7 +204,7 @@ async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> 
     assert await space.reserve(inc, "r1") is None
 
 
-async def test_who_was_not_replaced_but_whose_nonce_was_spoilt_goes_on(space: Namespace) -> None:
+async def test_a_process_whose_nonce_was_overwritten_may_resync(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("writers"), str(inc), "stranger")
     new = await space.register("a", resync=True)
@@ -212,18 +212,20 @@ async def test_who_was_not_replaced_but_whose_nonce_was_spoilt_goes_on(space: Na
     assert await space.activate("a", new.incarnation)
 
 
-async def test_an_entry_of_another_worker_is_no_successor(space: Namespace) -> None:
+async def test_a_current_entry_with_another_worker_s_number_replaces_nobody(
+    space: Namespace,
+) -> None:
     inc, other = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("current"), "a:0", str(other))
     new = await space.register("a", resync=True)
-    assert new.predecessor_lives, "by what is known of 1 itself"
+    assert new.predecessor_lives, "by the entry of incarnation 1 itself"
     assert await space.activate("a", new.incarnation)
     assert set((await space.loads()).loads) == {other, new.incarnation}
     assert inc not in (await space.loads()).loads
 
 
 @pytest.mark.parametrize("entry", [None, "5"])
-async def test_an_entry_of_whom_nothing_is_known_any_more_replaces_nobody(
+async def test_a_current_entry_with_an_unknown_worker_s_number_replaces_nobody(
     space: Namespace, entry: str | None
 ) -> None:
     await space.worker("a")

@@ -15,12 +15,12 @@ async def test_a_retired_worker_is_gone_at_once(space: Namespace) -> None:
     assert refused.reason == "lapsed"
 
 
-async def test_its_reservations_are_dropped(space: Namespace) -> None:
+async def test_a_retired_worker_s_reservations_are_dropped(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "r1")
     await space.reserve(a, "r2")
     await space.reserve(b, "r3")
-    # Reserved again elsewhere, though its record is still here.
+    # Reserved again on b, though its record on a is left.
     await space.reserve(a, "r4")
     await space.redis.hdel(space.key("reservations"), "r4")
     await space.reserve(b, "r4")
@@ -32,7 +32,7 @@ async def test_its_reservations_are_dropped(space: Namespace) -> None:
     assert not await space.release("r2")
 
 
-async def test_its_blocks_are_left_to_the_sweep(space: Namespace) -> None:
+async def test_a_retired_worker_s_blocks_are_left_to_the_sweep(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A])
     assert await space.retire("a", inc)
@@ -52,7 +52,7 @@ async def test_another_process_cannot_retire_an_incarnation(space: Namespace) ->
     assert set((await space.loads()).loads) == {inc}
 
 
-async def test_retiring_an_incarnation_that_was_replaced_keeps_its_successor(
+async def test_retiring_a_replaced_incarnation_keeps_its_successor(
     space: Namespace,
 ) -> None:
     old = await space.worker("a", nonce="first")
