@@ -43,7 +43,7 @@ def test_sixteen_blocks_of_a_chain_are_a_group() -> None:
         (9, "f78"),
     ],
 )
-async def test_a_bucket_is_the_hash_s_top_bits_the_rest_of_its_last_digit_zero(
+async def test_a_bucket_is_named_by_the_top_bits_of_the_hash_padded_with_zero_bits(
     space: Namespace, bits: int, bucket: str
 ) -> None:
     inc = await space.worker("a", bucket_bits=bits)
@@ -88,7 +88,7 @@ async def test_an_older_batch_that_arrives_again_is_not_applied(space: Namespace
 
 
 @pytest.mark.parametrize("first", [2, 7])
-async def test_a_missing_batch_is_found_out(space: Namespace, first: int) -> None:
+async def test_a_batch_after_a_missing_one_is_refused(space: Namespace, first: int) -> None:
     inc = await space.worker("a")
     assert not await space.apply(inc, first, [(A, DEVICE)])
     assert await space.owners(A) is None
@@ -114,7 +114,7 @@ async def test_an_emptied_redis_takes_no_batch(space: Namespace) -> None:
     assert await space.redis.dbsize() == 0
 
 
-async def test_owners_stand_in_ascending_order_whoever_came_first(space: Namespace) -> None:
+async def test_owners_are_in_ascending_order_whoever_published_first(space: Namespace) -> None:
     workers = [await space.worker(f"w{i}") for i in range(12)]
     await space.hold(workers[8], [A])
     assert await space.owners(A) == "9d"
@@ -140,7 +140,7 @@ async def test_a_tier_moves_in_place(space: Namespace) -> None:
     assert await space.owners(A) == "1d2d11k"
 
 
-async def test_removal_takes_out_only_the_remover(space: Namespace) -> None:
+async def test_a_removal_leaves_the_other_owners(space: Namespace) -> None:
     workers = [await space.worker(f"w{i}") for i in range(11)]
     for inc in (workers[0], workers[1], workers[10]):
         await space.hold(inc, [A])
@@ -159,7 +159,7 @@ async def test_removal_by_the_last_owner_leaves_no_empty_field(space: Namespace)
     assert not await space.redis.exists(space.key("blocks:aa"))
 
 
-async def test_removing_what_was_never_published_is_harmless(space: Namespace) -> None:
+async def test_removing_unpublished_blocks_is_harmless(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A])
     space.set_chain([A, B])
@@ -175,7 +175,7 @@ async def test_a_batch_may_be_larger_than_lua_can_unpack(space: Namespace) -> No
     assert await space.owners(blocks[0]) == await space.owners(blocks[-1]) == "1d"
 
 
-async def test_buckets_that_became_something_else_are_made_anew(space: Namespace) -> None:
+async def test_buckets_of_another_type_are_replaced(space: Namespace) -> None:
     inc = await space.worker("a")
     for block in (A, B, C):
         space.set_chain([block])
@@ -188,9 +188,7 @@ async def test_buckets_that_became_something_else_are_made_anew(space: Namespace
 
 
 @pytest.mark.parametrize("owners", ["", "spoilt", "d", "77", "1d1h"])
-async def test_owners_that_make_no_sense_take_entries_all_the_same(
-    space: Namespace, owners: str
-) -> None:
+async def test_corrupt_owners_still_take_entries(space: Namespace, owners: str) -> None:
     inc = await space.worker("a")
     space.set_chain([A])
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", owners)
@@ -209,7 +207,7 @@ async def test_owners_that_make_no_sense_take_entries_all_the_same(
         ("2d10d", "1h2d10d", "2d10d"),
     ],
 )
-async def test_every_entry_of_an_incarnation_gives_way_with_zeros_before_its_number_or_none(
+async def test_a_change_replaces_every_entry_of_the_incarnation_even_with_leading_zeros(
     space: Namespace, owners: str, moved: str, removed: str | None
 ) -> None:
     inc = await space.worker("a")
@@ -221,17 +219,17 @@ async def test_every_entry_of_an_incarnation_gives_way_with_zeros_before_its_num
 
 
 @pytest.mark.parametrize("mark", ["spoilt", "", "7", "-1 nonce-a", "0 stranger", "x nonce-a"])
-async def test_a_mark_that_makes_no_sense_leads_to_a_resync(space: Namespace, mark: str) -> None:
+async def test_an_invalid_mark_leads_to_a_resync(space: Namespace, mark: str) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("applied"), str(inc), mark)
     assert not await space.apply(inc, 1, [(A, DEVICE)])
 
 
 @pytest.mark.parametrize("bits", ["spoilt", "", "0", "25", "1e1"])
-async def test_a_layout_that_makes_no_sense_leads_to_a_resync(space: Namespace, bits: str) -> None:
+async def test_an_invalid_layout_leads_to_a_resync(space: Namespace, bits: str) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("shard"), "bucket_bits", bits)
     assert not await space.apply(inc, 1, [(A, DEVICE)])
-    assert await space.match([A]) == [{}], "who asks meanwhile finds nothing"
+    assert await space.match([A]) == [{}], "queries find nothing meanwhile"
     again = await space.worker("a", resync=True)
     assert await space.apply(again, 1, [(A, DEVICE)])

@@ -12,7 +12,7 @@ async def claims(
     return await space.do(index.claims(space.shard, inc, (first, 0), buckets))
 
 
-async def test_all_that_the_index_shows_of_an_incarnation_is_found(space: Namespace) -> None:
+async def test_every_entry_of_an_incarnation_is_found(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     space.set_chain([A])
     space.set_chain([B])
@@ -27,7 +27,7 @@ async def test_all_that_the_index_shows_of_an_incarnation_is_found(space: Namesp
     assert await claims(space, Incarnation(11)) == Claims(8, FIRST_PLACE, [])
 
 
-async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace) -> None:
+async def test_a_step_searches_no_more_buckets_than_allowed(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=4)
     blocks = [SequenceHash(n << 60) for n in range(16)]
     for block in blocks:
@@ -58,13 +58,13 @@ async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
     assert sorted(found) == sorted([(0xAA, DEVICE, block) for block in CROWD] + [(0xBB, DEVICE, B)])
 
 
-async def test_past_the_last_bucket_it_begins_again(space: Namespace) -> None:
+async def test_a_start_past_the_last_bucket_means_the_first(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=4)
     found = await claims(space, inc, 16, 5)
     assert found == Claims(4, (5, 0), [])
 
 
-async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
+async def test_tampered_entries_of_an_incarnation_are_found(space: Namespace) -> None:
     inc = await space.worker("a")
     bucket = space.key("blocks:aa")
     await space.redis.hset(bucket, "junk", "1d")
@@ -83,13 +83,13 @@ async def test_whatever_somebody_wrote_of_it_is_shown(space: Namespace) -> None:
     }
 
 
-async def test_a_bucket_that_became_something_else_shows_nothing(space: Namespace) -> None:
+async def test_a_bucket_of_another_type_shows_nothing(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.redis.set(space.key("blocks:aa"), "1d")
     assert await claims(space, inc) == Claims(8, FIRST_PLACE, [])
 
 
-async def test_where_the_layout_is_lost_nothing_can_be_said(space: Namespace) -> None:
+async def test_there_is_no_answer_without_a_layout(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("shard"), "bucket_bits", "spoilt")
     assert await claims(space, inc) is None

@@ -7,7 +7,7 @@ from tests.lua.conftest import A, Namespace
 
 
 async def dropped(space: Namespace, *names: str) -> set[str]:
-    """Of hashes made under these names, those that are gone afterwards."""
+    """Create hashes under these names, call the script, and return those it removed."""
     for name in names:
         await space.redis.hset(space.shard[name], "f", "1d")
     count = await space.do(index.drop_buckets(space.shard, names))
@@ -24,7 +24,7 @@ async def dropped(space: Namespace, *names: str) -> set[str]:
         (8, ["00", "a9", "ff"], ["0", "000", "fF", " f"]),
     ],
 )
-async def test_a_bucket_stays_only_where_the_layout_leads_to_it(
+async def test_a_bucket_stays_only_if_the_layout_leads_to_it(
     space: Namespace, bits: int, fit: list[str], stray: list[str]
 ) -> None:
     await space.redis.hset(space.key("shard"), "bucket_bits", str(bits))
@@ -32,7 +32,7 @@ async def test_a_bucket_stays_only_where_the_layout_leads_to_it(
     assert await dropped(space, *names) == {f"blocks:{bucket}" for bucket in stray}
 
 
-async def test_every_bucket_that_is_published_in_stays(space: Namespace) -> None:
+async def test_a_bucket_with_published_blocks_stays(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=6)
     await space.hold(inc, [A])
     assert await space.do(index.drop_buckets(space.shard, ["blocks:a8"])) == 0
@@ -47,7 +47,9 @@ async def test_predictions_have_a_layout_of_their_own(space: Namespace) -> None:
 
 
 @pytest.mark.parametrize("bits", [None, "spoilt"])
-async def test_while_there_is_no_layout_all_stay(space: Namespace, bits: str | None) -> None:
+async def test_all_buckets_stay_while_there_is_no_layout(
+    space: Namespace, bits: str | None
+) -> None:
     if bits:
         await space.redis.hset(space.key("shard"), "bucket_bits", bits)
     assert await dropped(space, "blocks:aa", "blocks:a", "predicted:a") == set()

@@ -19,7 +19,7 @@ def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
 
 
 async def runs(space: Namespace, *chains: list[SequenceHash]) -> list[list[int | bytes]] | None:
-    """What lua/match.lua itself answers."""
+    """What lua/match.lua itself returns."""
     args = [arg for chain in chains for arg in (text_of(chain), "16", "", "", "", "")]
     return await run_script(space, *args)
 
@@ -37,7 +37,7 @@ async def test_known_owners_of_the_ends_are_not_looked_up(space: Namespace) -> N
     inc = await space.worker("a")
     space.set_chain([D, B, C])
     await space.hold(inc, [B, C])
-    # Of these ends Redis knows nothing: only B and C are looked at.
+    # Redis holds nothing for D and E, the ends: only B and C are looked up.
     stretch = text_of([D, B, C, E])
     assert await run_script(space, stretch, "16", "", "", "1d2d", "-") == [[1, b"1d2d", 3, b"1d"]]
     assert await run_script(space, stretch, "16", "", "", "1d", "1d") == [[4, b"1d"]]
@@ -45,7 +45,7 @@ async def test_known_owners_of_the_ends_are_not_looked_up(space: Namespace) -> N
     assert await run_script(space, text_of([D, B]), "16", "", "", "1d", "1d") == [[2, b"1d"]]
 
 
-async def test_owners_come_as_runs_with_the_position_each_one_ends_at(space: Namespace) -> None:
+async def test_owners_are_returned_as_runs_with_their_last_positions(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B, C])
     await space.hold(b, [A])
@@ -61,13 +61,13 @@ async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space: Namespac
     assert await space.match([A, B, C]) == [overlaps]
 
 
-async def test_overlap_is_told_by_tier(space: Namespace) -> None:
+async def test_overlap_is_counted_by_tier(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.apply(inc, 1, [(A, DEVICE), (B, DEVICE), (C, HOST), (D, DISK)])
     assert await space.match([A, B, C, D, E]) == [{inc: TierOverlap(device=2, host=1, disk=1)}]
 
 
-async def test_a_worker_that_only_has_the_slow_tier_counts_too(space: Namespace) -> None:
+async def test_a_worker_with_blocks_only_on_disk_counts_too(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A, B], DISK)
     assert await space.match([A, B]) == [{inc: TierOverlap(disk=2)}]
@@ -101,34 +101,36 @@ async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> Non
     await space.redis.config_resetstat()
     assert await space.match(chain) == [{inc: TierOverlap(device=300)}]
     stats = await space.redis.info("commandstats")
-    # The layout, both ends, and a step for each halving.
+    # The layout, both ends, and a block for each halving.
     assert stats["cmdstat_hget"]["calls"] == 1 + 2 + math.log2(WHOLE_CHAIN)
 
 
-async def test_a_change_is_looked_for_where_it_is_guessed_first(space: Namespace) -> None:
+async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space: Namespace) -> None:
     inc = await space.worker("a")
     chain = chain_of(random.Random(2), WHOLE_CHAIN)
     space.set_chain(chain)
     await space.hold(inc, chain[:300])
 
-    async def looks(guesses: str) -> int:
+    async def lookups(guesses: str) -> int:
         await space.redis.config_resetstat()
         answer = await run_script(space, text_of(chain), "16", "", guesses, "", "")
         assert answer == [[300, b"1d"]]
         calls: int = (await space.redis.info("commandstats"))["cmdstat_hget"]["calls"]
         return calls
 
-    # The layout, both ends, and both sides of the change. A position that is none is left out.
-    assert await looks("301 300") == 1 + 2 + 2
-    assert await looks("0 1 301 300 512 9999") == 1 + 2 + 2
-    # A wrong guess before it costs one more, one behind it two.
-    assert await looks("101 100 301 300") == 1 + 2 + 3
-    assert await looks("401 400 301 300") == 1 + 2 + 4
+    # The layout, both ends, and both sides of the change. Guesses not between the ends are ignored.
+    assert await lookups("301 300") == 1 + 2 + 2
+    assert await lookups("0 1 301 300 512 9999") == 1 + 2 + 2
+    # A wrong guess before the change costs one more lookup, one after it two.
+    assert await lookups("101 100 301 300") == 1 + 2 + 3
+    assert await lookups("401 400 301 300") == 1 + 2 + 4
 
 
 @pytest.mark.parametrize("shared", [1, 700, 703, 704])
-async def test_where_prompts_part_is_looked_for_once(space: Namespace, shared: int) -> None:
-    """A long prompt that begins like another one is looked up in one round trip."""
+async def test_the_point_where_prompts_diverge_is_searched_for_once(
+    space: Namespace, shared: int
+) -> None:
+    """A long prompt that begins like an earlier one is looked up in one round trip."""
     a, b = await space.worker("a"), await space.worker("b")
     rng = random.Random(3)
     first, second = chain_of(rng, 2000), chain_of(rng, 1800)
@@ -149,7 +151,7 @@ async def test_where_prompts_part_is_looked_for_once(space: Namespace, shared: i
     assert calls == [2, 1, 1]
 
 
-async def test_a_hole_that_somebody_made_does_not_spoil_the_answer(space: Namespace) -> None:
+async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     chain = [A, B, C, D, E]
     await space.hold(a, chain)
@@ -158,7 +160,7 @@ async def test_a_hole_that_somebody_made_does_not_spoil_the_answer(space: Namesp
     assert await runs(space, chain) == [[1, b"1d2d", 2, b"1d", 5, b"1d"]]
 
 
-async def test_several_chains_are_answered_in_their_order(space: Namespace) -> None:
+async def test_several_chains_are_answered_in_order(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B])
     await space.hold(b, [D])
@@ -170,10 +172,10 @@ async def test_several_chains_are_answered_in_their_order(space: Namespace) -> N
     ]
 
 
-async def test_entries_of_the_dead_are_invisible(space: Namespace) -> None:
+async def test_entries_of_dead_incarnations_are_ignored(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B, C, D, E])
-    # Half swept already, in an order that no live incarnation's blocks would have.
+    # Half swept already, with holes that no live incarnation's blocks would have.
     await space.apply(a, 2, [(A, None), (C, None)])
     await space.hold(b, [A, B, C])
     await space.retire("a", a)
@@ -183,7 +185,9 @@ async def test_entries_of_the_dead_are_invisible(space: Namespace) -> None:
     assert await runs(space, [A, B, C, D, E]) == [[3, b"2d"]]
 
 
-async def test_only_whole_incarnation_numbers_are_taken_for_dead(space: Namespace) -> None:
+async def test_a_dead_incarnation_does_not_hide_one_whose_number_contains_its_own(
+    space: Namespace,
+) -> None:
     workers = [await space.worker(f"w{i}") for i in range(11)]
     await space.hold(workers[0], [A])
     await space.hold(workers[10], [A])
@@ -197,7 +201,7 @@ async def test_in_a_missing_shard_nobody_holds_anything(space: Namespace) -> Non
     assert await runs(space, [A]) == [[]]
 
 
-async def test_a_bucket_that_somebody_spoilt_holds_nothing(space: Namespace) -> None:
+async def test_a_bucket_of_another_type_holds_nothing(space: Namespace) -> None:
     inc = await space.worker("a")
     chain = chain_of(random.Random(1), 17)
     space.set_chain([A, *chain[1:16], B])
@@ -206,7 +210,7 @@ async def test_a_bucket_that_somebody_spoilt_holds_nothing(space: Namespace) -> 
     assert await space.match([A, *chain[1:16], B]) == [{inc: TierOverlap(device=16)}]
 
 
-async def test_each_shard_is_asked_for_the_chains_that_begin_with_its_blocks(
+async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(
     space: Namespace,
 ) -> None:
     inc = await space.worker("a")
@@ -221,7 +225,7 @@ async def test_each_shard_is_asked_for_the_chains_that_begin_with_its_blocks(
     assert overlaps == [{inc: TierOverlap(device=2)}, {inc: TierOverlap(device=1, host=1)}]
 
 
-async def test_a_call_sent_along_is_answered_with_the_first_round_trip(space: Namespace) -> None:
+async def test_a_call_sent_along_is_answered_too(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A])
     overlaps, [snapshot] = await matching.match(
@@ -235,7 +239,7 @@ async def test_a_call_sent_along_is_answered_with_the_first_round_trip(space: Na
     ("device", "host"),
     [(1, 0), (511, 1), (512, 0), (1000, 600), (0, 1999), (1999, 1), (2000, 0), (1234, 765)],
 )
-async def test_a_long_chain_is_sampled_and_still_exact(
+async def test_the_overlap_of_a_long_sampled_chain_is_exact(
     space: Namespace, device: int, host: int
 ) -> None:
     blocks = chain_of(random.Random(1), 2000)
@@ -246,7 +250,7 @@ async def test_a_long_chain_is_sampled_and_still_exact(
     assert await space.match(blocks) == [{inc: TierOverlap(device, host)}]
 
 
-async def test_overlaps_are_what_a_plain_walk_finds(space: Namespace) -> None:
+async def test_overlaps_equal_those_of_a_plain_walk(space: Namespace) -> None:
     """Eight chains, some sharing prefixes, and six workers with random prefix-closed blocks."""
     rng = random.Random(7)
     chains = [chain_of(rng, length) for length in (1, 2, 13, 100, 512, 513, 700, 3000)]
@@ -272,10 +276,10 @@ async def test_overlaps_are_what_a_plain_walk_finds(space: Namespace) -> None:
         assert await space.match(chain, boundaries=boundaries) == [overlaps]
     assert await space.match(*prompts, boundaries=boundaries) == found
     for _ in range(10):
-        assert await space.match(*prompts, boundaries=Wrong(rng)) == found
+        assert await space.match(*prompts, boundaries=WrongBoundaries(rng)) == found
 
 
-class Wrong(Boundaries):
+class WrongBoundaries(Boundaries):
     """Guesses at random."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -296,7 +300,7 @@ def random_holdings(
         ends = sorted(rng.choices(range(len(chain) + 1), k=3))
         for tier, start, end in zip(Tier, [0, *ends], ends, strict=False):
             for block in chain[start:end]:
-                # Where chains share a prefix, the one that came first has settled its tiers.
+                # Where chains share a prefix, the first of them settles its tiers.
                 held.setdefault(block, tier)
     return {b: t for chain in chains for b, t in published(held, chain)}
 

@@ -11,7 +11,7 @@ async def opened(space: Namespace, inc: int, nonce: str = "nonce-x", bits: int =
     return await space.do(index.open_shard(space.shard, Incarnation(inc), nonce, bits))
 
 
-async def test_who_opens_a_shard_first_lays_it_out(space: Namespace) -> None:
+async def test_the_first_to_open_a_shard_sets_its_layout(space: Namespace) -> None:
     before = await space.now_ms()
     assert await opened(space, 1, bits=6)
     assert await opened(space, 2, bits=9)
@@ -19,7 +19,7 @@ async def test_who_opens_a_shard_first_lays_it_out(space: Namespace) -> None:
     assert before <= int(await space.get("shard", "swept_ms") or 0) <= await space.now_ms()
 
 
-async def test_who_opened_a_shard_may_publish(space: Namespace) -> None:
+async def test_an_incarnation_may_publish_once_it_has_opened_the_shard(space: Namespace) -> None:
     assert not await space.apply(ONE, 1, [], nonce="nonce-x")
     assert await opened(space, 1)
     assert await space.apply(ONE, 1, [], nonce="nonce-x")
@@ -32,7 +32,7 @@ async def test_opening_again_before_publishing_changes_nothing(space: Namespace)
     assert await space.contents() == before
 
 
-async def test_a_number_that_another_process_has_is_refused(space: Namespace) -> None:
+async def test_a_number_of_another_process_is_refused(space: Namespace) -> None:
     assert await opened(space, 1, "nonce-x")
     assert not await opened(space, 1, "nonce-y")
     assert await space.get("applied", 1) == "0 nonce-x"
@@ -43,7 +43,7 @@ async def test_a_number_that_another_process_has_is_refused(space: Namespace) ->
 async def test_a_number_under_which_the_same_process_has_published_is_refused(
     space: Namespace,
 ) -> None:
-    """Its next batch has number 1 again, and would pass for one that was applied before."""
+    """Its next batch has number 1 again, and would be taken for one already applied."""
     assert await opened(space, 1)
     assert await space.apply(ONE, 1, [], nonce="nonce-x")
     assert not await opened(space, 1)
@@ -61,7 +61,7 @@ async def test_a_number_whose_entries_are_not_swept_yet_is_refused(space: Namesp
     assert await opened(space, inc)
 
 
-async def test_keys_that_became_something_else_are_made_anew(space: Namespace) -> None:
+async def test_keys_of_another_type_are_replaced(space: Namespace) -> None:
     for key in ("shard", "applied", "dead"):
         await space.redis.set(space.key(key), "spoilt")
     assert await opened(space, 1)
@@ -69,7 +69,7 @@ async def test_keys_that_became_something_else_are_made_anew(space: Namespace) -
     assert await space.get("applied", 1) == "0 nonce-x"
 
 
-async def test_a_layout_that_makes_no_sense_is_replaced(space: Namespace) -> None:
+async def test_an_invalid_layout_is_replaced(space: Namespace) -> None:
     for bits in ("spoilt", "", "0", "25", "-3", "4.5", "0x8"):
         await space.redis.hset(space.key("shard"), "bucket_bits", bits)
         await space.redis.delete(space.key("applied"))

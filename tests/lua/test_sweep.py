@@ -14,7 +14,7 @@ SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
 
 @pytest.fixture(autouse=True)
 def roots(space: Namespace) -> None:
-    """Each of them begins a chain of its own."""
+    """Let each of these blocks begin a chain of its own."""
     for block in (A, B, C, *SPREAD):
         space.set_chain([block])
 
@@ -25,18 +25,18 @@ async def swept(space: Namespace, max_buckets: int = 256) -> tuple[int, int]:
     return step.removed, step.buckets_left
 
 
-async def test_without_dead_there_is_nothing_to_sweep(space: Namespace) -> None:
+async def test_without_dead_incarnations_there_is_nothing_to_sweep(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     before = await space.contents()
     assert await swept(space) == (0, 0)
-    # Another router has named this one too, and it was swept since.
+    # Another router reported this one as lost, too, and it has been swept since.
     lost = [Incarnation(77)]
     await space.do(index.sweep(space.shard, lost, max_buckets=1, scrub_ms=LONG_MS))
     assert await space.contents() == before
 
 
-async def test_a_bucket_is_compact_again_once_few_own_its_blocks(space: Namespace) -> None:
+async def test_a_bucket_is_compact_again_once_its_blocks_have_few_owners(space: Namespace) -> None:
     first, *others = [await space.worker(f"w{i}") for i in range(60)]
     for inc in (first, *others):
         await space.hold(inc, [A])
@@ -56,7 +56,7 @@ async def test_a_missing_namespace_has_nothing_to_sweep(space: Namespace) -> Non
     assert await space.redis.dbsize() == 0
 
 
-async def test_a_step_looks_through_no_more_buckets_than_it_may(space: Namespace) -> None:
+async def test_a_step_searches_no_more_buckets_than_allowed(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
@@ -101,7 +101,7 @@ async def test_live_owners_stay_as_they_are(space: Namespace) -> None:
     assert not await space.redis.exists(space.key("blocks:bb"))
 
 
-async def test_several_dead_are_swept_in_one_pass(space: Namespace) -> None:
+async def test_several_dead_incarnations_are_swept_in_one_pass(space: Namespace) -> None:
     workers = [await space.worker(f"w{i}") for i in range(4)]
     for inc in workers:
         await space.hold(inc, [A, B])
@@ -112,7 +112,9 @@ async def test_several_dead_are_swept_in_one_pass(space: Namespace) -> None:
     assert await space.redis.hkeys(space.key("applied")) == [b"2"]
 
 
-async def test_one_who_dies_during_a_pass_is_swept_by_the_next(space: Namespace) -> None:
+async def test_an_incarnation_that_dies_during_a_pass_is_swept_by_the_next(
+    space: Namespace,
+) -> None:
     a = await space.worker("a", bucket_bits=4)
     b = await space.worker("b")
     await space.hold(a, SPREAD)
@@ -151,10 +153,10 @@ async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space: Namespace)
         assert await space.match(chain) == [{b: TierOverlap(device=150)}]
 
 
-async def test_in_the_end_nothing_is_left_of_the_dead(space: Namespace) -> None:
+async def test_nothing_is_left_of_dead_incarnations_in_the_end(space: Namespace) -> None:
     keeper = await space.worker("keeper", nonce="nonce-k")
     await space.hold(keeper, [A])
-    # Numbers and names that occur nowhere else by chance.
+    # These numbers and names occur nowhere else by chance.
     await space.redis.hset(space.key("meta"), "incarnations", "7777770")
     lapsed = await space.worker("ghost1", nonce="ghost1")
     await space.hold(lapsed, [A, B])
@@ -186,13 +188,13 @@ async def test_in_the_end_nothing_is_left_of_the_dead(space: Namespace) -> None:
     assert await space.match([A]) == [{keeper: TierOverlap(device=1)}]
 
 
-async def test_a_pass_removes_what_nobody_s_death_explains(space: Namespace) -> None:
+async def test_a_scrub_removes_corrupt_entries_and_buckets(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "1xspoilt")
     await space.redis.hset(space.key("blocks:bb"), f"{B:016x}", "1d77h")
     await space.redis.set(space.key("blocks:cc"), "spoilt")
-    assert await swept(space) == (0, 0), "it is not time yet"
+    assert await swept(space) == (0, 0), "no scrub is due yet"
     await space.redis.hset(space.key("shard"), "swept_ms", "1")
     assert await swept(space) == (2, 0)
     assert await space.owners(A) is None
@@ -201,14 +203,14 @@ async def test_a_pass_removes_what_nobody_s_death_explains(space: Namespace) -> 
     assert await swept(space) == (0, 0)
 
 
-async def test_who_has_opened_the_shard_is_named(space: Namespace) -> None:
+async def test_a_step_returns_the_incarnations_that_may_publish(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     assert sorted((await space.sweep()).writers) == [a, b]
     await space.retire("a", a)
     assert (await space.sweep()).writers == [b]
 
 
-async def test_an_entry_without_owners_is_removed_too(space: Namespace) -> None:
+async def test_a_scrub_removes_an_entry_without_owners(space: Namespace) -> None:
     await space.worker("a")
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "")
     await space.redis.hset(space.key("shard"), "swept_ms", "1")
@@ -216,7 +218,7 @@ async def test_an_entry_without_owners_is_removed_too(space: Namespace) -> None:
     assert not await space.redis.exists(space.key("blocks:aa"))
 
 
-async def test_marks_and_dead_that_are_no_numbers_go_at_once(space: Namespace) -> None:
+async def test_invalid_numbers_in_applied_and_dead_are_removed_at_once(space: Namespace) -> None:
     inc = await space.worker("a")
     junk = ["junk", "", "-1", "05", "0", "a b", "1.5", "9" * 5000]
     await space.redis.hset(space.key("applied"), mapping=dict.fromkeys(junk, "0 x"))
@@ -227,7 +229,7 @@ async def test_marks_and_dead_that_are_no_numbers_go_at_once(space: Namespace) -
     assert not await space.redis.exists(space.key("dead"))
 
 
-async def test_a_mark_of_one_who_never_was_is_swept_like_the_dead(space: Namespace) -> None:
+async def test_an_incarnation_that_never_existed_is_swept_like_a_dead_one(space: Namespace) -> None:
     await space.worker("a")
     await space.redis.hset(space.key("applied"), "77", "3 x")
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "77d")
@@ -236,7 +238,7 @@ async def test_a_mark_of_one_who_never_was_is_swept_like_the_dead(space: Namespa
     assert not await space.redis.exists(space.key("dead"), space.key("blocks:aa"))
 
 
-async def test_one_who_lives_is_not_kept_among_the_dead(space: Namespace) -> None:
+async def test_a_live_incarnation_does_not_stay_in_dead(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A])
     await space.redis.sadd(space.key("dead"), str(inc))
@@ -245,7 +247,7 @@ async def test_one_who_lives_is_not_kept_among_the_dead(space: Namespace) -> Non
     assert await space.match([A]) == [{inc: TierOverlap(device=1)}]
 
 
-async def test_without_the_dead_their_entries_are_removed_by_the_next_scrub(
+async def test_entries_of_the_dead_are_removed_by_the_next_scrub_if_dead_is_lost(
     space: Namespace,
 ) -> None:
     a, b = await space.worker("a", bucket_bits=4), await space.worker("b")
@@ -262,7 +264,7 @@ async def test_without_the_dead_their_entries_are_removed_by_the_next_scrub(
 
 
 @pytest.mark.parametrize("cursor", ["spoilt", "", "-1", "16", "1e9", "3.5"])
-async def test_a_pass_whose_place_is_lost_begins_again(space: Namespace, cursor: str) -> None:
+async def test_a_pass_with_an_invalid_cursor_starts_over(space: Namespace, cursor: str) -> None:
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
@@ -273,7 +275,7 @@ async def test_a_pass_whose_place_is_lost_begins_again(space: Namespace, cursor:
 
 
 @pytest.mark.parametrize("within", ["spoilt", "-1", "9" * 20])
-async def test_a_bucket_in_which_the_place_is_lost_begins_again(
+async def test_a_pass_with_an_invalid_position_in_a_bucket_starts_that_bucket_over(
     space: Namespace, within: str
 ) -> None:
     inc = await space.worker("a", bucket_bits=4)
@@ -284,7 +286,7 @@ async def test_a_bucket_in_which_the_place_is_lost_begins_again(
     assert await swept(space, 8) == (8, 0)
 
 
-async def test_a_pass_that_has_lost_whom_it_is_for_leaves_them_to_the_next(
+async def test_a_pass_that_lost_its_targets_leaves_them_to_the_next(
     space: Namespace,
 ) -> None:
     inc = await space.worker("a", bucket_bits=4)
@@ -299,7 +301,7 @@ async def test_a_pass_that_has_lost_whom_it_is_for_leaves_them_to_the_next(
 
 
 @pytest.mark.parametrize("moment", ["spoilt", "", "-1", "9" * 15, None])
-async def test_when_nobody_knows_of_the_last_pass_another_is_made(
+async def test_a_pass_is_made_if_the_time_of_the_last_one_is_unreadable(
     space: Namespace, moment: str | None
 ) -> None:
     inc = await space.worker("a", bucket_bits=4)
@@ -314,7 +316,7 @@ async def test_when_nobody_knows_of_the_last_pass_another_is_made(
 
 
 @pytest.mark.parametrize("key", ["shard", "applied", "dead", "sweep"])
-async def test_keys_that_became_something_else_are_dropped(space: Namespace, key: str) -> None:
+async def test_keys_of_another_type_are_dropped(space: Namespace, key: str) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A])
     await space.redis.set(space.key(key), "spoilt")
