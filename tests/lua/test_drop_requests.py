@@ -6,14 +6,14 @@ from app.core import leases
 from tests.lua.conftest import Namespace
 
 
-async def test_requests_of_an_incarnation_that_there_is_stay(space: Namespace) -> None:
+async def test_requests_of_an_existing_incarnation_stay(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     assert await space.do(leases.drop_requests(space.keys, [str(inc)])) == 0
     assert await space.release("r1")
 
 
-async def test_requests_and_queues_of_none_are_removed(space: Namespace) -> None:
+async def test_requests_and_queues_of_no_incarnation_are_removed(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     for name in ("requests:", "prefills:"):
@@ -25,7 +25,7 @@ async def test_requests_and_queues_of_none_are_removed(space: Namespace) -> None
 
 
 @pytest.mark.parametrize("left", ["workers", "leases", "writers", "load"])
-async def test_any_trace_of_the_incarnation_keeps_them(space: Namespace, left: str) -> None:
+async def test_any_trace_of_an_incarnation_keeps_its_requests(space: Namespace, left: str) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.redis.delete(

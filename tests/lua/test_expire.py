@@ -4,7 +4,7 @@ from app.core.reservations import Load
 from tests.lua.conftest import LONG_MS, Namespace
 
 
-async def test_a_reservation_past_its_time_gives_everything_back(space: Namespace) -> None:
+async def test_an_expired_reservation_gives_everything_back(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
@@ -17,7 +17,7 @@ async def test_a_reservation_past_its_time_gives_everything_back(space: Namespac
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_reservation_within_its_time_stays(space: Namespace) -> None:
+async def test_a_reservation_stays_until_it_expires(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r2")
     await space.reserve(inc, "r1", ttl_ms=1)
@@ -54,7 +54,7 @@ async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space: Names
     assert not await space.redis.exists(space.keys["reservations"])
 
 
-async def test_an_expiry_later_than_routers_ask_for_is_brought_down(space: Namespace) -> None:
+async def test_an_expiry_later_than_routers_ask_for_is_lowered(space: Namespace) -> None:
     inc = await space.worker("a")
     for i, far in enumerate((9e15, float("inf"))):
         await space.reserve(inc, f"r{i}")
@@ -67,7 +67,9 @@ async def test_an_expiry_later_than_routers_ask_for_is_brought_down(space: Names
     assert await space.expires_ms("expiry", "near") == near
 
 
-async def test_an_expiry_without_reservation_goes_after_a_grace(space: Namespace) -> None:
+async def test_an_expiry_without_a_reservation_is_removed_after_a_grace_period(
+    space: Namespace,
+) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     kept = await space.expires_ms("expiry", "r1")
@@ -77,12 +79,12 @@ async def test_an_expiry_without_reservation_goes_after_a_grace(space: Namespace
     assert await space.expires_ms("expiry", "r1") == kept
     soon = await space.expires_ms("expiry", "junk")
     assert await space.expire(grace_ms=10_000) == 0
-    assert await space.expires_ms("expiry", "junk") == soon, "it is not put off"
+    assert await space.expires_ms("expiry", "junk") == soon, "it is not postponed"
     assert await space.expire(grace_ms=-1) == 1
     assert await space.redis.zrange(space.key("expiry"), 0, -1) == [b"r1"]
 
 
-async def test_a_reservation_without_record_is_dropped(space: Namespace) -> None:
+async def test_a_reservation_without_a_record_is_dropped(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.redis.hset(
@@ -92,7 +94,7 @@ async def test_a_reservation_without_record_is_dropped(space: Namespace) -> None
     assert await space.redis.hgetall(space.key("reservations")) == {b"r1": b"%d" % inc}
 
 
-async def test_records_that_became_something_else_hold_up_nothing(space: Namespace) -> None:
+async def test_records_of_another_type_do_not_block_expiry(space: Namespace) -> None:
     inc, other = await space.worker("a"), await space.worker("b")
     for request_id in ("r1", "r2"):
         await space.reserve(inc, request_id)
@@ -105,7 +107,7 @@ async def test_records_that_became_something_else_hold_up_nothing(space: Namespa
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
 
 
-async def test_what_is_left_of_a_request_without_record_goes(space: Namespace) -> None:
+async def test_what_is_left_of_a_request_without_a_record_is_removed(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.redis.delete(space.keys[f"requests:{inc}"])
@@ -114,7 +116,9 @@ async def test_what_is_left_of_a_request_without_record_goes(space: Namespace) -
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
 
 
-async def test_one_whose_worker_cannot_be_read_expires_all_the_same(space: Namespace) -> None:
+async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(
+    space: Namespace,
+) -> None:
     inc = await space.worker("a")
     for request_id in ("r1", "r2"):
         await space.reserve(inc, request_id)

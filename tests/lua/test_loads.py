@@ -19,7 +19,7 @@ async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(
     assert snapshot.loads == {a: NO_LOAD, b: NO_LOAD}
 
 
-async def test_a_load_is_what_is_reserved(space: Namespace) -> None:
+async def test_a_load_adds_up_what_is_reserved(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(b, "r2", tokens=50, us=2000, blocks=3)
@@ -32,7 +32,7 @@ async def test_a_load_is_what_is_reserved(space: Namespace) -> None:
     assert 0 <= snapshot.now_ms - load.head_since_ms < 5000
 
 
-async def test_a_worker_whose_lease_lapsed_is_not_among_them_even_before_a_sweep(
+async def test_a_worker_whose_lease_lapsed_is_left_out_even_before_it_is_retired(
     space: Namespace,
 ) -> None:
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
@@ -41,7 +41,7 @@ async def test_a_worker_whose_lease_lapsed_is_not_among_them_even_before_a_sweep
     assert await space.get("load", a) is not None
 
 
-async def test_a_staged_incarnation_is_not_among_them(space: Namespace) -> None:
+async def test_a_staged_incarnation_is_left_out(space: Namespace) -> None:
     old = await space.worker("a")
     await space.worker("a", resync=True)
     assert set((await space.loads()).loads) == {old}
@@ -53,7 +53,7 @@ async def test_a_namespace_without_live_workers_has_no_loads(space: Namespace) -
     assert (await space.loads()).loads == {}
 
 
-async def test_a_missing_namespace_is_told_from_an_empty_one(space: Namespace) -> None:
+async def test_a_missing_namespace_is_an_error(space: Namespace) -> None:
     with pytest.raises(NamespaceMissing, match="no worker has registered yet"):
         await space.loads()
 
@@ -65,8 +65,8 @@ async def test_a_missing_namespace_is_told_from_an_empty_one(space: Namespace) -
         *(" ".join("9" * 16 if i == field else "0" for i in range(8)) for field in range(8)),
     ],
 )
-async def test_a_load_that_cannot_be_read_is_not_among_them(space: Namespace, text: str) -> None:
-    """Nor would `reserve` take its worker."""
+async def test_an_unreadable_load_is_left_out(space: Namespace, text: str) -> None:
+    """`reserve` refuses its worker, too."""
     a, b = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("load"), str(a), text)
     assert set((await space.loads()).loads) == {b}
@@ -75,7 +75,7 @@ async def test_a_load_that_cannot_be_read_is_not_among_them(space: Namespace, te
     assert set(refused.fresh.loads) == {b}
 
 
-async def test_leases_and_loads_of_nobody_are_not_among_them(space: Namespace) -> None:
+async def test_leases_and_loads_of_no_incarnation_are_left_out(space: Namespace) -> None:
     inc = await space.worker("a")
     endless = "9" * 5000
     await space.redis.zadd(space.key("leases"), {"junk": 9e15, "77": 9e15, endless: 9e15})
@@ -86,7 +86,7 @@ async def test_leases_and_loads_of_nobody_are_not_among_them(space: Namespace) -
     assert snapshot.lapsed == {78}
 
 
-async def test_routers_are_told_that_something_else_of_workers_changed(space: Namespace) -> None:
+async def test_workers_ms_changes_only_when_a_worker_registers(space: Namespace) -> None:
     await space.worker("a")
     before = (await space.loads()).workers_ms
     assert (await space.loads()).workers_ms == before
@@ -96,9 +96,7 @@ async def test_routers_are_told_that_something_else_of_workers_changed(space: Na
 
 
 @pytest.mark.parametrize("value", ["spoilt", "", None])
-async def test_a_moment_that_cannot_be_read_is_another_moment(
-    space: Namespace, value: str | None
-) -> None:
+async def test_an_unreadable_workers_ms_is_zero(space: Namespace, value: str | None) -> None:
     inc = await space.worker("a")
     if value is None:
         await space.redis.hdel(space.key("meta"), "workers_ms")
@@ -108,7 +106,7 @@ async def test_a_moment_that_cannot_be_read_is_another_moment(
     assert (snapshot.workers_ms, snapshot.loads) == (0, {inc: NO_LOAD})
 
 
-async def test_while_the_first_to_come_back_are_on_their_way_there_is_no_namespace_yet(
+async def test_there_is_no_namespace_until_the_first_worker_is_activated(
     space: Namespace,
 ) -> None:
     call = leases.register(space.keys, info("a"), "nonce-a", ttl_ms=60_000)
@@ -120,7 +118,7 @@ async def test_while_the_first_to_come_back_are_on_their_way_there_is_no_namespa
     assert (await space.loads()).loads == {inc: NO_LOAD}
 
 
-async def test_once_all_have_left_there_is_nobody_but_a_namespace(space: Namespace) -> None:
+async def test_the_namespace_stays_once_all_workers_have_left(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.retire("a", inc)
     assert (await space.loads()).loads == {}

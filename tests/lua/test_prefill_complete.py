@@ -5,7 +5,7 @@ from tests.eventually import eventually
 from tests.lua.conftest import Namespace
 
 
-async def test_a_first_token_takes_the_prefill_off_and_keeps_the_blocks(space: Namespace) -> None:
+async def test_a_first_token_removes_the_prefill_and_keeps_the_blocks(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     assert await space.prefill_complete("r1")
@@ -25,7 +25,7 @@ async def test_a_repeated_first_token_changes_nothing(space: Namespace) -> None:
     assert await space.contents() == before
 
 
-async def test_the_next_in_line_becomes_the_head_and_starts_to_drain_now(space: Namespace) -> None:
+async def test_the_next_prefill_becomes_the_head_and_starts_to_drain_now(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
@@ -57,12 +57,12 @@ async def test_a_first_token_out_of_order_leaves_the_head_alone(space: Namespace
     assert (await space.load(inc)).head_us == 1000
 
 
-async def test_an_unknown_request_has_no_first_token(space: Namespace) -> None:
+async def test_a_first_token_of_an_unknown_request_is_rejected(space: Namespace) -> None:
     await space.worker("a")
     assert not await space.prefill_complete("r1")
 
 
-async def test_a_first_token_changes_nothing_that_cannot_be_read(space: Namespace) -> None:
+async def test_a_first_token_leaves_unreadable_requests_and_loads_alone(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.reserve(inc, "r2")
@@ -76,7 +76,7 @@ async def test_a_first_token_changes_nothing_that_cannot_be_read(space: Namespac
     assert await space.contents() == before
 
 
-async def test_a_released_request_has_no_first_token(space: Namespace) -> None:
+async def test_a_first_token_of_a_released_request_is_rejected(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.release("r1")

@@ -40,7 +40,7 @@ async def test_a_repeated_release_changes_nothing(space: Namespace) -> None:
     assert await space.contents() == before
 
 
-async def test_a_release_keeps_what_others_were_promised(space: Namespace) -> None:
+async def test_a_release_leaves_the_other_reservations_alone(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
@@ -52,7 +52,7 @@ async def test_a_release_keeps_what_others_were_promised(space: Namespace) -> No
     assert (load.blocks, load.requests, load.decoding, load.total) == (6, 2, 1, 3)
 
 
-async def test_releasing_one_who_waits_leaves_the_head_alone(space: Namespace) -> None:
+async def test_releasing_a_queued_prefill_leaves_the_head_alone(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
@@ -69,10 +69,10 @@ async def test_an_unknown_request_cannot_be_released(space: Namespace) -> None:
     assert not await space.release("r1")
 
 
-async def test_only_the_attempt_that_reserved_is_released_where_one_is_named(
+async def test_a_release_that_names_an_attempt_releases_only_that_attempt(
     space: Namespace,
 ) -> None:
-    """A router that gave an attempt up does not take the next one's reservation away."""
+    """A router that gives up an attempt does not release the next attempt's reservation."""
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="x-1")
     await space.reserve(inc, "r1", attempt="y-1")
@@ -84,14 +84,14 @@ async def test_only_the_attempt_that_reserved_is_released_where_one_is_named(
     assert (await space.load(inc)).requests == 0
 
 
-async def test_without_an_attempt_whichever_is_released(space: Namespace) -> None:
+async def test_a_release_without_an_attempt_releases_any(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="x-1")
     assert await space.release("r1")
     assert not await space.release("r1", "x-1")
 
 
-async def test_a_release_leaves_nothing_of_a_reservation_that_was_damaged(
+async def test_a_release_and_a_heartbeat_leave_nothing_of_a_damaged_reservation(
     space: Namespace,
 ) -> None:
     inc, other = await space.worker("a"), await space.worker("b")
@@ -112,12 +112,12 @@ async def test_a_release_leaves_nothing_of_a_reservation_that_was_damaged(
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_load_that_falls_below_zero_is_counted_anew(space: Namespace) -> None:
+async def test_a_load_that_falls_below_zero_is_recounted(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.redis.hset(space.key("load"), str(inc), "50 0 0 0 1 1 0 1")
     assert await space.release("r1")
-    assert (await space.loads()).loads == {}, "not routed to meanwhile"
+    assert (await space.loads()).loads == {}, "the worker is not routed to meanwhile"
     assert await space.renew(inc)
     assert (await space.load(inc)).prefill_tokens == 0
 

@@ -1,4 +1,4 @@
-"""Random sequences of reservation calls, through Redis and through a plain model of them."""
+"""Random sequences of reservation calls, made in Redis and in a plain model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Held:
 
 @dataclass
 class Model:
-    """What lua/ should do; knows no clock."""
+    """What the scripts should do, apart from times."""
 
     totals: dict[Incarnation, int]
     held: dict[str, Held] = field(default_factory=dict)
@@ -102,7 +102,7 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
 
 
 async def loads(space: Namespace) -> dict[Incarnation, Load]:
-    """As the scripts have it, but for the time at which a head began."""
+    """The loads in Redis, except for the times at which their heads began."""
     found = (await space.loads()).loads
     return {inc: replace(load, head_since_ms=0) for inc, load in found.items()}
 

@@ -88,7 +88,7 @@ async def test_a_worker_whose_lease_was_lost_is_refused(space: Namespace) -> Non
     assert refused.reason == "lapsed"
 
 
-async def test_a_full_worker_is_refused_even_when_taken_as_it_is(space: Namespace) -> None:
+async def test_a_full_worker_is_refused_even_when_the_router_insists(space: Namespace) -> None:
     inc = await space.worker("a")
     assert await space.reserve(inc, "r1", max_requests=2) is None
     assert await space.reserve(inc, "r2", max_requests=2) is None
@@ -117,7 +117,9 @@ async def test_a_worker_that_got_another_request_meanwhile_is_refused(space: Nam
     assert await space.reserve(inc, "r2", seen_total=fresh.total) is None
 
 
-async def test_a_worker_that_only_became_freer_is_not_refused(space: Namespace) -> None:
+async def test_a_worker_that_only_finished_requests_meanwhile_is_not_refused(
+    space: Namespace,
+) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     seen = (await space.load(inc)).total
@@ -168,7 +170,7 @@ async def test_expired_reservations_are_given_back_first(space: Namespace) -> No
     assert not await space.release("r1")
 
 
-async def test_of_requests_in_one_call_each_is_made_or_refused_by_itself_and_in_order(
+async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_order(
     space: Namespace,
 ) -> None:
     a, b = await space.worker("a"), await space.worker("b")
@@ -189,12 +191,12 @@ async def test_of_requests_in_one_call_each_is_made_or_refused_by_itself_and_in_
     assert queued == [b"r1", b"r2"]
 
 
-async def test_who_counted_on_one_that_was_overtaken_is_overtaken_too(space: Namespace) -> None:
+async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "other", seen_total=0)
     replies = await space.reserve_all(
         wish(a, "r1", seen_total=0),
-        # The count is right, but it is the other's reservation, not that of r1.
+        # The total is right, but it counts `other`, not r1.
         wish(a, "r2", seen_total=1),
         wish(b, "r3", seen_total=0),
         wish(a, "r4"),
@@ -203,7 +205,7 @@ async def test_who_counted_on_one_that_was_overtaken_is_overtaken_too(space: Nam
     assert ((await space.load(a)).total, (await space.load(b)).total) == (2, 1)
 
 
-async def test_a_request_that_comes_twice_in_one_call_holds_its_last_reservation(
+async def test_a_request_that_comes_twice_in_one_call_keeps_its_last_reservation(
     space: Namespace,
 ) -> None:
     a, b = await space.worker("a"), await space.worker("b")
@@ -213,7 +215,7 @@ async def test_a_request_that_comes_twice_in_one_call_holds_its_last_reservation
     assert ((await space.load(a)).requests, (await space.load(b)).requests) == (0, 1)
 
 
-async def test_no_more_are_granted_than_a_worker_takes_however_many_ask_at_once(
+async def test_concurrent_requests_are_granted_no_more_than_a_worker_takes(
     redis_server: EmbeddedRedis, space: Namespace
 ) -> None:
     inc = await space.worker("a")
@@ -236,7 +238,7 @@ async def test_no_more_are_granted_than_a_worker_takes_however_many_ask_at_once(
     assert await space.redis.llen(space.keys[f"prefills:{inc}"]) == 20
 
 
-async def test_of_many_who_saw_the_same_load_one_is_granted(
+async def test_one_of_many_requests_that_saw_the_same_load_is_granted(
     redis_server: EmbeddedRedis, space: Namespace
 ) -> None:
     inc = await space.worker("a")
@@ -253,7 +255,7 @@ async def race(
     max_requests: int,
     seen_total: int | None,
 ) -> Counter[str]:
-    """How 200 requests at once fared, from eight clients, two a call."""
+    """Outcomes of 200 concurrent requests from eight clients, two per call."""
     clients = [connect(server.url) for _ in range(8)]
     runners = [ScriptRunner(client, timeout_s=10) for client in clients]
     try:
