@@ -3,7 +3,7 @@ from __future__ import annotations
 from tests.lua.conftest import Namespace, ticket
 
 
-async def test_once_nobody_waits_nothing_is_left(space: Namespace) -> None:
+async def test_nothing_is_left_once_nobody_waits(space: Namespace) -> None:
     a, b = ticket("normal:a", "x", 1), ticket("low:b", "x", 2)
     await space.wait("x", a, b)
     await space.leave(a, had_turn=True)
@@ -13,7 +13,7 @@ async def test_once_nobody_waits_nothing_is_left(space: Namespace) -> None:
         assert await space.contents() == ""
 
 
-async def test_who_left_before_leaves_nothing_again(space: Namespace) -> None:
+async def test_leaving_again_changes_nothing(space: Namespace) -> None:
     a, b = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2)
     await space.wait("x", a, b)
     await space.leave(a, had_turn=True)
@@ -24,8 +24,8 @@ async def test_who_left_before_leaves_nothing_again(space: Namespace) -> None:
     assert await space.get("line", "tag") == tag == "1600"
 
 
-async def test_a_turn_out_of_order_is_charged_all_the_same(space: Namespace) -> None:
-    # Two replicas give turns at the same moment: who is second in its flow may be done first.
+async def test_a_turn_out_of_order_is_charged_too(space: Namespace) -> None:
+    # Two replicas give turns at the same moment, so the second of a flow may leave first.
     a = [ticket("normal:a", "x", n) for n in range(1, 4)]
     b = [ticket("normal:b", "x", n, tokens=140) for n in range(4, 6)]
     await space.wait("x", *a, *b)
@@ -34,7 +34,7 @@ async def test_a_turn_out_of_order_is_charged_all_the_same(space: Namespace) -> 
     assert await space.turns("x") == [t.name for t in (*b, a[2])]
 
 
-async def test_a_flow_that_somebody_removed_goes_on_from_the_last_turn(space: Namespace) -> None:
+async def test_a_deleted_flow_continues_from_the_last_turn(space: Namespace) -> None:
     a = [ticket("normal:a", "x", n) for n in (1, 2)]
     b = ticket("normal:b", "x", 3)
     await space.wait("x", *a, b)
@@ -44,7 +44,7 @@ async def test_a_flow_that_somebody_removed_goes_on_from_the_last_turn(space: Na
     assert await space.redis.zscore(space.key("flows"), "normal:a") == 3 * 1600
 
 
-async def test_from_what_somebody_made_something_else_all_leave(space: Namespace) -> None:
+async def test_all_tickets_can_leave_even_if_a_key_has_another_type(space: Namespace) -> None:
     both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
     for key in ("line", "flows", "easy_flows", "waiting:normal:a", "picky:normal:a"):
         await space.wait("x", *both)
@@ -54,7 +54,7 @@ async def test_from_what_somebody_made_something_else_all_leave(space: Namespace
         assert await space.contents() == "", key
 
 
-async def test_who_left_is_taken_out_wherever_it_was_put(space: Namespace) -> None:
+async def test_a_ticket_is_removed_from_whichever_key_it_is_in(space: Namespace) -> None:
     one = ticket("normal:a", "x", 1)
     await space.wait("x", one)
     await space.redis.rename(space.key("waiting:normal:a"), space.key("picky:normal:a"))

@@ -4,12 +4,12 @@ from tests.lua.conftest import Namespace, ticket
 
 
 def short(name: str) -> str:
-    """x-7, of the ticket x-000000007 with its charge."""
+    """`x-7` for a ticket such as `x-000000007 1600 -`."""
     replica, _, number = name.split()[0].partition("-")
     return f"{replica}-{int(number)}"
 
 
-async def test_within_a_flow_who_waits_longest_is_first(space: Namespace) -> None:
+async def test_the_longest_wait_is_first_within_a_flow(space: Namespace) -> None:
     late, early = ticket("normal:a", "x", 1, since_ms=20), ticket("normal:a", "y", 2, since_ms=10)
     await space.wait("x", late)
     await space.wait("y", early)
@@ -19,7 +19,7 @@ async def test_within_a_flow_who_waits_longest_is_first(space: Namespace) -> Non
     assert await space.turns("x", 1) == [late.name]
 
 
-async def test_of_the_same_millisecond_who_came_first_is_first(space: Namespace) -> None:
+async def test_tickets_of_the_same_millisecond_are_ordered_by_number(space: Namespace) -> None:
     tickets = [
         ticket("normal:a", "x", n, since_ms=5, picky=n % 10 == 0) for n in (9, 10, 99, 100, 101)
     ]
@@ -27,7 +27,7 @@ async def test_of_the_same_millisecond_who_came_first_is_first(space: Namespace)
     assert await space.turns("x", 5) == [t.name for t in tickets]
 
 
-async def test_each_replica_is_told_of_its_own_alone(space: Namespace) -> None:
+async def test_each_replica_gets_only_its_own_tickets(space: Namespace) -> None:
     mine = [ticket("normal:a", "x", n) for n in (1, 3)]
     others = [ticket("normal:a", "xy", n) for n in (2, 4)]
     await space.wait("x", *mine)
@@ -37,8 +37,8 @@ async def test_each_replica_is_told_of_its_own_alone(space: Namespace) -> None:
     assert await space.turns("z", 3) == []
 
 
-async def test_flows_take_turns_by_weight_and_by_what_they_ask_for(space: Namespace) -> None:
-    # a weighs 3, so that three of its turns fit into one of b's.
+async def test_flows_take_turns_by_weight_and_by_tokens(space: Namespace) -> None:
+    # Flow a has weight 3, so three of its turns cost as much as one of b's.
     await space.wait("x", *(ticket("normal:a", "x", n, weight=3.0) for n in range(1, 10)))
     await space.wait("x", *(ticket("normal:b", "x", n) for n in range(10, 14)))
     await space.wait("x", *(ticket("normal:c", "x", n, tokens=250) for n in range(14, 16)))
@@ -47,7 +47,7 @@ async def test_flows_take_turns_by_weight_and_by_what_they_ask_for(space: Namesp
     assert "".join(flow_of[name] for name in order) == "aaabaaabacaabbc"
 
 
-async def test_a_flow_that_comes_late_neither_waits_for_what_others_had_nor_catches_up(
+async def test_a_late_flow_neither_waits_for_earlier_turns_of_others_nor_catches_up(
     space: Namespace,
 ) -> None:
     a = [ticket("normal:a", "x", n) for n in range(1, 9)]
@@ -60,7 +60,7 @@ async def test_a_flow_that_comes_late_neither_waits_for_what_others_had_nor_catc
     assert order == ["x-5", "x-9", "x-6", "x-10", "x-7", "x-11", "x-8"]
 
 
-async def test_who_gives_up_is_not_charged(space: Namespace) -> None:
+async def test_a_ticket_that_gives_up_is_not_charged(space: Namespace) -> None:
     a = [ticket("normal:a", "x", n) for n in range(1, 6)]
     b = [ticket("normal:b", "x", n) for n in range(6, 8)]
     await space.wait("x", *a, *b)
@@ -69,7 +69,7 @@ async def test_who_gives_up_is_not_charged(space: Namespace) -> None:
     assert order == ["x-4", "x-6", "x-5", "x-7"]
 
 
-async def test_a_ticket_that_excludes_workers_holds_up_nobody(space: Namespace) -> None:
+async def test_picky_tickets_hold_up_nobody(space: Namespace) -> None:
     picky = [ticket("normal:a", "x", n, picky=True) for n in range(1, 6)]
     await space.wait("x", *picky, ticket("normal:a", "x", 6), ticket("normal:a", "x", 7))
     names = [f"x-{n}" for n in range(1, 8)]
@@ -77,7 +77,7 @@ async def test_a_ticket_that_excludes_workers_holds_up_nobody(space: Namespace) 
     assert [short(name) for name in await space.turns("x", 2)] == names
 
 
-async def test_tickets_of_a_replica_that_is_gone_are_taken_out(space: Namespace) -> None:
+async def test_tickets_of_a_silent_replica_are_removed(space: Namespace) -> None:
     gone = [ticket("normal:a", "gone", n, picky=n % 2 == 0) for n in range(1, 6)]
     await space.wait("gone", *gone)
     await space.redis.hset(space.key("line"), "gone", "1")
@@ -90,13 +90,13 @@ async def test_tickets_of_a_replica_that_is_gone_are_taken_out(space: Namespace)
     assert await space.turns("x", 1) == []
     assert len((await space.contents()).split("gone-")) == 6
     await space.redis.hset(space.key("line"), "gone", "1")
-    # Nothing is charged for those that are gone: mine come before the other flow's.
+    # The removed tickets are not charged: mine come before the other flow's.
     assert await space.turns("x", 3) == [t.name for t in (*mine, other)]
     assert await space.get("line", "tag") is None
     assert await space.waiting() == {"normal:a": [t.name for t in mine], "normal:b": [other.name]}
 
 
-async def test_a_replica_that_came_back_has_its_place_back(space: Namespace) -> None:
+async def test_a_replica_that_comes_back_gets_its_place_back(space: Namespace) -> None:
     early, late = ticket("normal:a", "x", 1), ticket("normal:a", "y", 2)
     await space.wait("x", early)
     await space.wait("y", late)
@@ -107,7 +107,7 @@ async def test_a_replica_that_came_back_has_its_place_back(space: Namespace) -> 
     assert await space.turns("x", 1) == [early.name]
 
 
-async def test_what_somebody_wrote_there_is_nobodys_turn(space: Namespace) -> None:
+async def test_corrupt_tickets_and_flows_get_no_turn(space: Namespace) -> None:
     one = ticket("normal:a", "x", 1)
     await space.wait("x", one)
     for key in ("waiting:normal:a", "picky:normal:a"):
@@ -122,7 +122,7 @@ async def test_what_somebody_wrote_there_is_nobodys_turn(space: Namespace) -> No
     assert "nobody" not in contents
 
 
-async def test_more_than_are_looked_at_that_exclude_workers_hold_up_nobody_either(
+async def test_more_picky_tickets_than_have_turns_at_once_hold_up_nobody(
     space: Namespace,
 ) -> None:
     picky = [ticket("high:a", "x", n, picky=True, weight=16.0) for n in range(1, 71)]
@@ -134,7 +134,7 @@ async def test_more_than_are_looked_at_that_exclude_workers_hold_up_nobody_eithe
     assert await space.turns("x", 2) == [*first, behind.name, other.name]
 
 
-async def test_flows_of_those_that_exclude_workers_hold_up_no_other_flow(space: Namespace) -> None:
+async def test_flows_of_picky_tickets_hold_up_no_other_flow(space: Namespace) -> None:
     picky = [ticket(f"high:{n:03}", "x", n, picky=True, weight=16.0) for n in range(1, 201)]
     other = ticket("low:b", "x", 201)
     await space.wait("x", *picky, other)

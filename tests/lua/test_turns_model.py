@@ -1,4 +1,4 @@
-"""Random requests that come, have turns and give up, through Redis and through a plain model."""
+"""Random requests that come, have turns and give up, in Redis and in a plain model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_picky(one: Ticket) -> bool:
 
 @dataclass
 class Model:
-    """What the line is to be. starts: of each flow, the virtual time its first ticket began at."""
+    """What the line should be. starts: flow -> the virtual time when its first ticket begins."""
 
     now: int = 0
     starts: dict[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Model:
         found: list[Ticket] = []
         picky = 0
         while len(found) - picky < limit and any(queues.values()):
-            # Among equal tags, as Redis orders the flows by their present ones.
+            # Of equal tags, as in lua/turns.lua: flows that have begun, then those by name.
             flow = min(
                 (flow for flow in queues if queues[flow]),
                 key=lambda flow: (
@@ -81,7 +81,9 @@ class Model:
 
 @pytest.mark.parametrize("picky_share", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("seed", range(4))
-async def test_turns_are_as_in_the_model(space: Namespace, seed: int, picky_share: float) -> None:
+async def test_turns_equal_those_of_the_model(
+    space: Namespace, seed: int, picky_share: float
+) -> None:
     rng = random.Random(seed)
     model = Model()
     waiting: list[Ticket] = []
@@ -95,14 +97,14 @@ async def test_turns_are_as_in_the_model(space: Namespace, seed: int, picky_shar
                 tokens=rng.choice((16, 100, 5000)),
                 weight=WEIGHTS[flow],
                 picky=rng.random() < picky_share,
-                # A replica may be slow to say so.
+                # A replica may be slow to report it.
                 since_ms=number - rng.randrange(3),
             )
             waiting.append(one)
             model.wait(one)
             await space.wait(one.name.split("-")[0], one)
         else:
-            # Mostly one of the first, as several go at once.
+            # Mostly one of the first few, as several may go at once.
             one = rng.choice(model.turns(4, 4)) if rng.random() < 0.8 else rng.choice(waiting)
             had_turn = rng.random() < 0.7
             waiting.remove(one)
@@ -119,22 +121,22 @@ async def test_turns_are_as_in_the_model(space: Namespace, seed: int, picky_shar
     assert await space.contents() == ""
 
 
-async def test_a_tenant_most_of_whose_requests_give_up_has_its_share_all_the_same(
+async def test_a_tenant_whose_requests_mostly_give_up_still_gets_its_share(
     space: Namespace,
 ) -> None:
-    # In each step there is one turn; `flood` asks for ten and `modest` for one, and who has waited
-    # for ten steps gives up.
+    # Each step has one turn. `flood` asks for ten and `modest` for one; a request that has waited
+    # for more than ten steps gives up.
     waiting: list[Ticket] = []
     served = {"normal:flood": 0, "normal:modest": 0}
     for step in range(100):
-        come = [
+        arrived = [
             ticket(flow, "x", 100 * step + n, since_ms=step)
             for n, flow in enumerate(["normal:flood"] * 10 + ["normal:modest"])
         ]
-        late = [one for one in waiting if one.since_ms < step - 10]
-        waiting = [one for one in waiting if one.since_ms >= step - 10] + come
-        await space.leave(*late)
-        await space.wait("x", *come)
+        giving_up = [one for one in waiting if one.since_ms < step - 10]
+        waiting = [one for one in waiting if one.since_ms >= step - 10] + arrived
+        await space.leave(*giving_up)
+        await space.wait("x", *arrived)
         [name] = await space.turns("x", 1)
         one = next(one for one in waiting if one.name == name)
         waiting.remove(one)

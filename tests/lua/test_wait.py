@@ -5,7 +5,7 @@ from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace, ticket
 
 
-async def test_who_waits_again_keeps_its_place(space: Namespace) -> None:
+async def test_a_ticket_that_waits_again_keeps_its_place(space: Namespace) -> None:
     first, second = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2)
     assert await space.wait("x", second) == 1
     assert await space.wait("x", first, second) == 1
@@ -16,7 +16,7 @@ async def test_who_waits_again_keeps_its_place(space: Namespace) -> None:
     assert await space.waiting() == {"normal:a": [first.name, second.name]}
 
 
-async def test_a_router_sees_whether_anybody_waits(space: Namespace) -> None:
+async def test_a_router_sees_whether_any_request_waits(space: Namespace) -> None:
     await space.worker("w")
     assert not (await space.loads()).somebody_waits
     one = ticket("normal:a", "x", 1)
@@ -26,13 +26,13 @@ async def test_a_router_sees_whether_anybody_waits(space: Namespace) -> None:
     assert not (await space.loads()).somebody_waits
 
 
-async def test_nothing_is_left_of_replicas_that_say_no_more(space: Namespace) -> None:
+async def test_nothing_is_left_of_silent_replicas(space: Namespace) -> None:
     for replica in ("x", "y"):
         await space.wait(replica, ticket(f"normal:{replica}", replica, 1), ttl_ms=20)
     assert await eventually(space.contents, lambda found: not found) == ""
 
 
-async def test_everything_ends_by_itself_however_late(space: Namespace) -> None:
+async def test_every_key_of_the_line_expires(space: Namespace) -> None:
     await space.wait("x", ticket("normal:a", "x", 1), ticket("low:b", "x", 2, picky=True))
     keys = [key async for key in space.redis.scan_iter()]
     assert len(keys) == 5
@@ -43,7 +43,7 @@ async def test_everything_ends_by_itself_however_late(space: Namespace) -> None:
 LINE_KEYS = ("line", "flows", "easy_flows", "waiting:normal:a", "picky:normal:a")
 
 
-async def test_what_somebody_made_something_else_is_made_anew(space: Namespace) -> None:
+async def test_keys_of_another_type_are_replaced(space: Namespace) -> None:
     both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
     for key in LINE_KEYS:
         await space.wait("x", *both)
@@ -54,7 +54,7 @@ async def test_what_somebody_made_something_else_is_made_anew(space: Namespace) 
     assert await space.redis.zrange(space.key("easy_flows"), 0, -1) == [b"normal:a"]
 
 
-async def test_a_flow_that_somebody_removed_is_back_with_the_next_call(space: Namespace) -> None:
+async def test_a_deleted_key_is_restored_by_the_next_call(space: Namespace) -> None:
     both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
     for key in LINE_KEYS:
         await space.wait("x", *both)
@@ -64,8 +64,8 @@ async def test_a_flow_that_somebody_removed_is_back_with_the_next_call(space: Na
         assert await space.redis.exists(space.key(key)), key
 
 
-async def test_a_flow_whose_tickets_ended_begins_anew(space: Namespace) -> None:
-    """Its replica fell silent, but others keep the line."""
+async def test_a_flow_whose_tickets_expired_starts_over(space: Namespace) -> None:
+    """Its replica fell silent, but others keep the line alive."""
     b = [ticket("normal:b", "y", n) for n in (2, 3)]
     await space.wait("x", ticket("normal:a", "x", 1), *b)
     await space.leave(*b, had_turn=True)
