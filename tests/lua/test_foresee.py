@@ -9,7 +9,7 @@ from tests.lua.conftest import Namespace
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=100_000)
 
 
-async def test_it_agrees_with_a_plain_model_of_what_was_routed(space: Namespace) -> None:
+async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space: Namespace) -> None:
     """Prompts that branch off each other at random, routed to three workers."""
     rng = random.Random(5)
     workers = [await space.worker(f"w{i}") for i in range(3)]
@@ -34,7 +34,7 @@ async def test_it_agrees_with_a_plain_model_of_what_was_routed(space: Namespace)
         assert await space.foresee(asked, HOURS) == expected
 
 
-async def test_where_somebody_spoilt_it_nothing_is_foreseen(space: Namespace) -> None:
+async def test_nothing_is_foreseen_from_corrupt_predictions(space: Namespace) -> None:
     inc = await space.worker("a")
     chain = [SequenceHash(1 << 60)]
     await space.predict(inc, chain, HOURS)

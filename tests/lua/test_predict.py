@@ -11,7 +11,7 @@ OTHER = [*CHAIN[:10], *(SequenceHash((i + 1) << 32) for i in range(20))]
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 
 
-async def test_what_was_routed_to_a_worker_is_foreseen_there(space: Namespace) -> None:
+async def test_blocks_routed_to_a_worker_are_foreseen_there(space: Namespace) -> None:
     inc = await space.worker("a")
     assert await space.predict(inc, CHAIN, HOURS) == 32
     assert await space.foresee(CHAIN, HOURS) == {inc: 64}
@@ -19,7 +19,7 @@ async def test_what_was_routed_to_a_worker_is_foreseen_there(space: Namespace) -
     assert await space.foresee(OTHER, HOURS) == {inc: 10}
 
 
-async def test_workers_are_told_apart(space: Namespace) -> None:
+async def test_workers_with_similar_numbers_are_distinguished(space: Namespace) -> None:
     b, *_, a = [await space.worker(f"w{i}") for i in range(11)]  # 1 and 11
     await space.predict(a, CHAIN, HOURS)
     await space.predict(b, CHAIN[:12], HOURS)
@@ -31,7 +31,9 @@ async def test_workers_are_told_apart(space: Namespace) -> None:
     assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
 
 
-async def test_what_is_recorded_in_this_slice_already_costs_nothing_more(space: Namespace) -> None:
+async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(
+    space: Namespace,
+) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN[:40], HOURS)
     assert await space.predict(inc, CHAIN[:40], HOURS) == 0
@@ -40,14 +42,14 @@ async def test_what_is_recorded_in_this_slice_already_costs_nothing_more(space: 
     assert sum(int(n) for name, n in counted.items() if len(name) == 1) == 32
 
 
-async def test_a_chain_shorter_than_a_block_is_no_prediction(space: Namespace) -> None:
+async def test_an_empty_chain_predicts_nothing(space: Namespace) -> None:
     inc = await space.worker("a")
     assert await space.predict(inc, [], HOURS) == 0
     assert await space.foresee([], HOURS) == {}
     assert await space.foresee(CHAIN, HOURS) == {}
 
 
-async def test_who_is_over_gets_no_predictions(space: Namespace) -> None:
+async def test_a_retired_incarnation_gets_no_predictions(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.retire("a", inc)
@@ -56,8 +58,8 @@ async def test_who_is_over_gets_no_predictions(space: Namespace) -> None:
     assert await space.predict(inc, OTHER, HOURS) == 0
 
 
-async def test_use_keeps_a_prediction_alive_and_without_it_it_ends(space: Namespace) -> None:
-    """Ages are set by moving the slices of the entries back."""
+async def test_a_prediction_stays_while_it_is_used_and_then_expires(space: Namespace) -> None:
+    """Entries are aged by moving their slices back."""
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.age_predictions(4)
@@ -70,7 +72,7 @@ async def test_use_keeps_a_prediction_alive_and_without_it_it_ends(space: Namesp
     assert await space.foresee(CHAIN, HOURS) == {}
 
 
-async def test_at_the_bound_the_oldest_are_given_up(space: Namespace) -> None:
+async def test_the_oldest_predictions_are_given_up_at_the_limit(space: Namespace) -> None:
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
@@ -83,7 +85,7 @@ async def test_at_the_bound_the_oldest_are_given_up(space: Namespace) -> None:
     assert foreseen == [{}, {}, {inc: 64}, {inc: 64}]
 
 
-async def test_what_is_over_does_not_count_towards_the_bound(space: Namespace) -> None:
+async def test_expired_predictions_do_not_count_towards_the_limit(space: Namespace) -> None:
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
@@ -94,8 +96,8 @@ async def test_what_is_over_does_not_count_towards_the_bound(space: Namespace) -
     assert await space.foresee(chains[2], few) == {inc: 64}
 
 
-async def test_only_slices_are_counted(space: Namespace) -> None:
-    """`bucket_bits` begins with the letter of a slice that is not over."""
+async def test_only_slices_count_towards_the_limit(space: Namespace) -> None:
+    """The field `bucket_bits` begins with the letter of a slice that has not expired."""
     inc = await space.worker("a")
     now = await space.now_ms()
     lifetime_s = next(s for s in count(4 * 3600) if now // (s * 250) % 26 == ord("d") - ord("a"))
@@ -105,7 +107,7 @@ async def test_only_slices_are_counted(space: Namespace) -> None:
 
 
 async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) -> None:
-    """What is of the present slice is never given up, however much comes within it."""
+    """Entries of the current slice are never given up, however many requests come in it."""
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(8)]
@@ -118,11 +120,11 @@ async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) ->
     assert await space.foresee(chains[7], few) == {inc: 64}
 
 
-async def test_who_predicts_first_lays_the_buckets_out(space: Namespace) -> None:
+async def test_the_first_prediction_sets_the_bucket_layout(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
-    laid_out = await space.get("predictions", "bucket_bits")
+    bucket_bits = await space.get("predictions", "bucket_bits")
     await space.predict(inc, OTHER, PredictionSettings(lifetime_s=4 * 3600, max_entries=1_000_000))
-    assert await space.get("predictions", "bucket_bits") == laid_out
+    assert await space.get("predictions", "bucket_bits") == bucket_bits
     assert await space.foresee(CHAIN, HOURS) == {inc: 64}
     assert await space.foresee(OTHER, HOURS) == {inc: 30}

@@ -9,10 +9,10 @@ from tests.lua.conftest import Namespace
 CHAIN = [SequenceHash((i + 1) << 52) for i in range(16)]
 OTHER = [SequenceHash((i + 1) << 44) for i in range(16)]
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
-"""Laid out in four buckets."""
+"""With this limit, predictions are laid out in four buckets."""
 
 
-async def test_what_is_over_is_removed_and_what_is_not_stays(space: Namespace) -> None:
+async def test_only_expired_predictions_are_removed(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.predict(a, CHAIN, HOURS)
     await space.age_predictions(5)
@@ -23,7 +23,7 @@ async def test_what_is_over_is_removed_and_what_is_not_stays(space: Namespace) -
     assert await space.predictions() == 16
 
 
-async def test_what_was_routed_to_one_who_is_gone_is_removed(space: Namespace) -> None:
+async def test_predictions_for_a_retired_worker_are_removed(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.retire("a", inc)
@@ -33,7 +33,7 @@ async def test_what_was_routed_to_one_who_is_gone_is_removed(space: Namespace) -
     assert await space.redis.keys(space.key("predicted:") + "*") == []
 
 
-async def test_steps_are_bounded_and_go_round(space: Namespace) -> None:
+async def test_steps_are_bounded_and_start_over_after_the_last_bucket(space: Namespace) -> None:
     inc = await space.worker("a")
     spread = [SequenceHash(bucket << 62) for bucket in range(4)]
     await space.predict(inc, spread, HOURS)
@@ -44,19 +44,19 @@ async def test_steps_are_bounded_and_go_round(space: Namespace) -> None:
     assert await space.prune(HOURS, 3) + await space.prune(HOURS, 3) == 4
 
 
-async def test_a_step_tells_how_many_buckets_a_round_goes_through(space: Namespace) -> None:
+async def test_a_step_reports_the_number_of_buckets_in_a_round(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.age_predictions(5)
     assert await space.do(prune(space.shard, HOURS, 3)) == PruneStep(removed=16, buckets=4)
 
 
-async def test_where_nothing_was_predicted_there_is_nothing_to_prune(space: Namespace) -> None:
+async def test_without_predictions_there_is_nothing_to_prune(space: Namespace) -> None:
     assert await space.do(prune(space.shard, HOURS, 3)) == PruneStep(removed=0, buckets=0)
     assert await space.redis.dbsize() == 0
 
 
-async def test_a_count_that_somebody_raised_ends_with_its_slice(space: Namespace) -> None:
+async def test_an_inflated_count_is_dropped_after_its_slice(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     [letter] = [f for f in await space.redis.hkeys(space.key("predictions")) if len(f) == 1]
@@ -64,13 +64,13 @@ async def test_a_count_that_somebody_raised_ends_with_its_slice(space: Namespace
     await space.age_predictions(5)
     assert await space.prune(HOURS) == 16
     assert b"484" in await space.redis.hvals(space.key("predictions"))
-    # Before its letter comes round again.
+    # Before its letter is used again.
     await space.age_predictions(16)
     assert await space.prune(HOURS) == 0
     assert await space.predictions() == 0
 
 
-async def test_a_cutoff_that_is_still_to_come_is_dropped(space: Namespace) -> None:
+async def test_a_cutoff_in_the_future_is_dropped(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     slices = await space.now_ms() // HOURS.slice_ms
@@ -82,7 +82,9 @@ async def test_a_cutoff_that_is_still_to_come_is_dropped(space: Namespace) -> No
 
 @pytest.mark.parametrize("field", ["bucket_bits", "cutoff", "cursor", "letter"])
 @pytest.mark.parametrize("value", ["spoilt", "", "-5", "9" * 15])
-async def test_what_makes_no_sense_is_made_anew(space: Namespace, field: str, value: str) -> None:
+async def test_predictions_recover_from_an_invalid_field(
+    space: Namespace, field: str, value: str
+) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     letters = [f for f in await space.redis.hkeys(space.key("predictions")) if len(f) == 1]
@@ -94,7 +96,7 @@ async def test_what_makes_no_sense_is_made_anew(space: Namespace, field: str, va
     assert await space.foresee(CHAIN, HOURS) == {inc: 16}
 
 
-async def test_keys_that_became_something_else_are_dropped(space: Namespace) -> None:
+async def test_keys_of_another_type_are_dropped(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     [bucket, *_] = await space.redis.keys(space.key("predicted:") + "*")

@@ -11,23 +11,23 @@ async def known(space: Namespace) -> set[str]:
     return {session.decode() for session in await space.redis.hkeys(space.key("sessions"))}
 
 
-async def test_never_more_sessions_are_kept_than_the_limit(space: Namespace) -> None:
+async def test_no_more_sessions_are_kept_than_the_limit(space: Namespace) -> None:
     for n in range(100):
         await space.remember(f"s{n}", ONE, limit=20)
         assert f"s{n}" in await known(space)
         assert len(await known(space)) == min(n + 1, 20)
-    # The oldest of a few gives way each time, so that the latest are mostly still there.
+    # Each time the oldest of a few is evicted, so most of the latest are still there.
     latest = {f"s{n}" for n in range(80, 100)}
     assert len(await known(space) & latest) >= 10
 
 
-async def test_the_same_session_again_takes_no_others_place(space: Namespace) -> None:
+async def test_a_known_session_evicts_no_other(space: Namespace) -> None:
     for session in ("a", "b", "a", "b", "a"):
         assert await space.remember(session, ONE, limit=2) == 0
     assert await known(space) == {"a", "b"}
 
 
-async def test_a_session_does_not_give_way_to_itself(space: Namespace) -> None:
+async def test_a_session_does_not_evict_itself(space: Namespace) -> None:
     now = await space.now_ms()
     times = {"a": now - 30, "b": now - 20, "c": now - 10, "over": 1}
     sessions = {session: f"1 {at_ms}" for session, at_ms in times.items()}
@@ -36,7 +36,7 @@ async def test_a_session_does_not_give_way_to_itself(space: Namespace) -> None:
     assert await known(space) == {"a", "c"}
 
 
-async def test_sessions_that_are_long_over_are_forgotten_as_others_come(space: Namespace) -> None:
+async def test_expired_sessions_are_forgotten_as_others_come(space: Namespace) -> None:
     long_ago = {f"old{n}": f"1 {n}" for n in range(40)}
     await space.redis.hset(space.key("sessions"), mapping=long_ago | {"junk": "junk"})
     await space.redis.hset(space.key("sessions"), "ahead", f"1 {await space.now_ms() + LONG_MS}")
@@ -55,7 +55,7 @@ async def test_nothing_is_left_once_no_session_comes(space: Namespace) -> None:
     assert 0 < await space.redis.pttl(space.key("sessions")) <= LONG_MS
 
 
-async def test_what_somebody_made_something_else_is_made_anew(space: Namespace) -> None:
+async def test_a_key_of_another_type_is_replaced(space: Namespace) -> None:
     await space.redis.set(space.key("sessions"), "spoilt")
     await space.remember("a", ONE)
     assert await space.recall("a") == [ONE]
