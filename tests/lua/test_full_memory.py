@@ -1,4 +1,4 @@
-"""What Redis still takes once it has no memory left."""
+"""What still works once the memory of Redis is full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINUTE = PredictionSettings(lifetime_s=60, max_entries=100)
 
 @pytest.fixture
 async def full(space: Namespace) -> AsyncIterator[Namespace]:
-    """A worker holds a chain and has a request; from then on nothing more fits."""
+    """A Redis whose memory is full, with a worker that holds a chain and has a request."""
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     await space.reserve(inc, "r1")
@@ -29,7 +29,7 @@ async def full(space: Namespace) -> AsyncIterator[Namespace]:
     await space.redis.config_set("maxmemory", 0)
 
 
-async def test_new_blocks_are_refused_whole(full: Namespace) -> None:
+async def test_a_batch_with_new_blocks_is_refused_as_a_whole(full: Namespace) -> None:
     inc = Incarnation(1)
     before = await full.contents()
     with pytest.raises(RedisFull, match=r"apply: .*maxmemory"):
@@ -39,7 +39,7 @@ async def test_new_blocks_are_refused_whole(full: Namespace) -> None:
         await full.predict(inc, [A] * 20, MINUTE)
 
 
-async def test_what_adds_no_entries_is_applied(full: Namespace) -> None:
+async def test_a_batch_that_adds_no_entries_is_applied(full: Namespace) -> None:
     changes = [Change(B, None, A), Change(A, HOST, A)]
     assert await full.do(
         index.apply(full.shard, Incarnation(1), "nonce-a", 2, changes, essential=True)
@@ -48,7 +48,7 @@ async def test_what_adds_no_entries_is_applied(full: Namespace) -> None:
     assert await full.owners(B) is None
 
 
-async def test_workers_come_and_go_and_requests_too(full: Namespace) -> None:
+async def test_workers_and_requests_still_come_and_go(full: Namespace) -> None:
     inc = Incarnation(1)
     await full.redis.zrem(full.key("leases"), str(inc))
     assert await full.lapse(grace_ms=LONG_MS) == 0
@@ -65,7 +65,7 @@ async def test_workers_come_and_go_and_requests_too(full: Namespace) -> None:
     assert await full.owners(A) is None
 
 
-async def test_no_decision_is_recorded_but_those_that_are_there_stay(full: Namespace) -> None:
+async def test_no_decision_is_recorded_but_earlier_ones_stay(full: Namespace) -> None:
     one = call("record", full.keys, 100, 1, "a", "1", parse=int)
     await full.redis.config_set("maxmemory", 0)
     assert await full.do(one) == 1
@@ -75,7 +75,7 @@ async def test_no_decision_is_recorded_but_those_that_are_there_stay(full: Names
     assert await full.redis.xlen(full.key("decisions")) == 1
 
 
-async def test_requests_wait_and_have_their_turns_but_sessions_are_forgotten(
+async def test_requests_still_wait_and_have_turns_but_sessions_are_not_remembered(
     full: Namespace,
 ) -> None:
     one, two = ticket("normal:a", "x", 1), ticket("normal:b", "x", 2)

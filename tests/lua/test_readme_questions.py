@@ -1,4 +1,4 @@
-"""The redis-cli lines of lua/README.md answer what they say they answer."""
+"""The redis-cli commands in lua/README.md answer the questions above them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def filled(space: Namespace) -> Namespace:
 
 
 def answer(space: Namespace, question: str) -> list[str]:
-    """Lines that the question's block prints."""
+    """The lines that the commands below the question print."""
     prelude = PRELUDE.replace("{default'", "{test'")
     assert "{test'" in prelude
     pool = space.redis.connection_pool.connection_kwargs
@@ -56,11 +56,11 @@ def answer(space: Namespace, question: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_there_are_ten_questions_at_least() -> None:
+def test_there_are_at_least_ten_questions() -> None:
     assert len(QUESTIONS) >= 10
 
 
-async def test_who_is_alive_and_what_they_carry(filled: Namespace) -> None:
+async def test_live_and_stale_workers_and_their_loads(filled: Namespace) -> None:
     alive = answer(filled, "Who is alive, and until when?")
     assert alive[0] == "3"
     assert alive[2:] == ["w1:0", "1", "w3:0", "3"]
@@ -83,7 +83,7 @@ async def test_requests_and_their_reservations(filled: Namespace) -> None:
     assert ends[::2] == ["req-7", "req-8"]
 
 
-async def test_who_waits(filled: Namespace) -> None:
+async def test_waiting_tenants(filled: Namespace) -> None:
     await filled.wait("x", ticket("low:batch", "x", 1), ticket("high:acme", "x", 2, weight=16.0))
     question = "Which tenants wait for a worker, with what priority, the next in turn first?"
     assert answer(filled, question) == ["high:acme", "low:batch"]

@@ -8,7 +8,7 @@ from tests.lua.conftest import Namespace
 
 
 async def record(space: Namespace, *values: str, kept: int = 1000) -> int:
-    """Entries of two fields each."""
+    """Append entries of two fields each."""
     return await space.do(call("record", space.keys, kept, 2, "a", "b", *values, parse=int))
 
 
@@ -24,7 +24,7 @@ async def test_each_request_becomes_an_entry_in_order(space: Namespace) -> None:
     ]
 
 
-async def test_the_oldest_go_when_there_are_too_many(space: Namespace) -> None:
+async def test_the_oldest_entries_are_trimmed_when_there_are_too_many(space: Namespace) -> None:
     for n in range(40):
         await record(space, *map(str, range(n * 20, n * 20 + 20)), kept=100)
     assert 100 <= await space.redis.xlen(space.key("decisions")) < 250
@@ -32,7 +32,9 @@ async def test_the_oldest_go_when_there_are_too_many(space: Namespace) -> None:
 
 
 @pytest.mark.parametrize("spoilt", ["a string", "a stream that takes no more"])
-async def test_what_takes_no_entries_gives_way_to_a_stream(space: Namespace, spoilt: str) -> None:
+async def test_a_key_that_takes_no_entries_is_replaced_by_a_stream(
+    space: Namespace, spoilt: str
+) -> None:
     key = space.key("decisions")
     if spoilt == "a string":
         await space.redis.set(key, "x")
