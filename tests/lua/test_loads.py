@@ -116,9 +116,3 @@ async def test_there_is_no_namespace_until_the_first_worker_is_activated(
     assert await space.do(index.open_shard(space.shard, inc, "nonce-a", 8))
     assert await space.do(leases.activate(space.keys, WorkerKey("a"), inc, "nonce-a"))
     assert (await space.loads()).loads == {inc: NO_LOAD}
-
-
-async def test_the_namespace_stays_once_all_workers_have_left(space: Namespace) -> None:
-    inc = await space.worker("a")
-    await space.retire("a", inc)
-    assert (await space.loads()).loads == {}

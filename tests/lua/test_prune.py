@@ -94,6 +94,7 @@ async def test_predictions_recover_from_an_invalid_field(
         await space.prune(HOURS)
         await space.predict(inc, CHAIN, HOURS)
     assert await space.foresee(CHAIN, HOURS) == {inc: 16}
+    assert await space.redis.hget(space.key("predictions"), name) != value.encode()
 
 
 async def test_keys_of_another_type_are_dropped(space: Namespace) -> None:
