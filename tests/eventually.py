@@ -1,4 +1,4 @@
-"""Waiting for what other processes and tasks do, instead of sleeping for long enough."""
+"""Waits for what other processes and tasks do, instead of sleeping for a fixed time."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ async def eventually(
         seen = await look()
         if until(seen):
             return seen
-        assert asyncio.get_running_loop().time() < deadline, f"{within_s:g} s on, still {seen!r}"
+        assert asyncio.get_running_loop().time() < deadline, f"after {within_s:g} s still {seen!r}"
         await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Workers without engines: they register, publish blocks and report metrics, and answer nothing."""
+"""Workers without engines: they register, publish blocks and report metrics, but answer nothing."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TTL_MS = 60_000
 
 
 def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
-    """One call of what FakeWorkers do, for tests of the calls themselves."""
+    """The call that registers a worker, for tests of the calls themselves."""
     info = WorkerInfo(WorkerKey(worker), "http://a", 4, 1000, 256)
     return leases.register(keyspace, info, "nonce", ttl_ms=60_000)
 
 
 def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
-    """Those of the first nine incarnations that are registered."""
+    """The call that finds out which of the incarnations 1 to 9 are registered."""
     asked = [Incarnation(number) for number in range(1, 10)]
     absent = leases.absent(keyspace, asked)
     return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
@@ -63,7 +63,7 @@ class FakeWorkers:
     async def register(
         self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100_000
     ) -> Incarnation:
-        """A new incarnation of `name` at http://<worker_id>-<dp_rank>:80, leased for a minute."""
+        """Register `name` anew at http://<worker_id>-<dp_rank>:80, leased for a minute."""
         key = _key(name)
         info = WorkerInfo(
             key,
@@ -133,7 +133,7 @@ class FakeWorkers:
         assert await self._runner.one(call)
 
     async def load(self, name: str) -> Load:
-        """What is reserved on `name`, as Redis has it."""
+        """The load reserved on `name`, as Redis has it."""
         snapshot = await self._runner.one(reservations.loads(KEYS))
         return snapshot.loads[self._workers[_key(name)].incarnation]
 

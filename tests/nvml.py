@@ -37,7 +37,7 @@ SIGNATURES = {
 class Gpu:
     """A GPU, in the library's units. failing: function -> code returned; `""` means any function.
 
-    mig: an instance of this card, which can be found only by its UUID.
+    mig: a MIG instance of this card, which can be found only by its UUID.
     """
 
     name: str = "NVIDIA H100 80GB HBM3"
@@ -54,7 +54,7 @@ class Gpu:
 
 
 class StandIn:
-    """The loaded library. failing: what functions that concern no particular GPU return."""
+    """The loaded library. failing: function -> code returned, whatever the GPU."""
 
     def __init__(self, *gpus: Gpu) -> None:
         self.gpus = list(gpus)
@@ -156,7 +156,7 @@ def _write_text(address: int, size: int, text: str) -> int:
 
 
 def stand_in(patch: pytest.MonkeyPatch, *gpus: Gpu) -> StandIn:
-    """Have pynvml find this library from here on, with none loaded yet."""
+    """Make pynvml find this library from now on, as if none had been loaded yet."""
     library = StandIn(*gpus)
     patch.setattr(pynvml, "CDLL", library.load)
     patch.setattr(pynvml, "nvmlLib", None)

@@ -28,7 +28,7 @@ OPTIONAL_KIND = "valkey"
 VERSION = re.compile(r"\bv=(\d+)\.(\d+)")
 
 
-def absent(what: str) -> NoReturn:
+def skip_or_fail(what: str) -> NoReturn:
     """Skips a test that lacks `what`; fails it under CI=true, where no test may be skipped."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what} is not installed, and CI must not skip")
@@ -36,10 +36,10 @@ def absent(what: str) -> NoReturn:
 
 
 def require_binary(name: str) -> Path:
-    """Path of an installed program such as haproxy; calls `absent` if it is not installed."""
+    """Path of an installed program such as haproxy; calls `skip_or_fail` if it is not installed."""
     found = system_binary(name)
     if found is None:
-        absent(name)
+        skip_or_fail(name)
     return found
 
 
@@ -68,10 +68,10 @@ def kinds_here() -> tuple[str, ...]:
 
 
 def require_redis(kind: str) -> Path:
-    """Like `installed`, but calls `absent` if there is none."""
+    """Like `installed`, but calls `skip_or_fail` if there is none."""
     found = installed(kind)
     if found is None:
-        absent(kind)
+        skip_or_fail(kind)
     return found
 
 
@@ -82,7 +82,7 @@ def newest_kind() -> str:
 
 @contextmanager
 def stopped(pid: int | None) -> Iterator[None]:
-    """The server takes connections but answers nothing."""
+    """Within this context, the server accepts connections but answers nothing."""
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -122,14 +122,14 @@ class SentinelServers(topologies.SentinelServers):
 
     async def hand_over(self, *, within_s: float) -> None:
         """Has the sentinels, which must agree, make the other server the master."""
-        (before,) = await self.named()
+        (before,) = await self.named_masters()
 
         async def handed_over() -> bool:
-            if await self.named() == {before}:
+            if await self.named_masters() == {before}:
                 async with Redis(port=self.sentinels[0].port) as sentinel:
-                    # Refused while a failover is under way; sentinels give up a slow one.
+                    # Refused while a failover is under way; sentinels abandon a slow one.
                     with suppress(ResponseError):
                         await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
-            return before not in await self.named()
+            return before not in await self.named_masters()
 
         await eventually(handed_over, within_s=within_s)

@@ -286,7 +286,7 @@ class Trouble:
         return (master, replica) if await self._is_master(master) else (replica, master)
 
     async def _is_master(self, server: EmbeddedRedis) -> bool:
-        return await self._servers.named() == {server.port}
+        return await self._servers.named_masters() == {server.port}
 
     async def _is_in_step(self) -> bool:
         """Whether the replica follows the master, and the sentinels would promote it next."""
