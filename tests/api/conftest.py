@@ -26,7 +26,7 @@ class StartReplica(Protocol):
 async def _replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     chosen = {"seed": 7, "redis_timeout_ms": 5000} | settings
     app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen))
-    # Errors of the application itself must appear as a client would see them.
+    # Exceptions in the application must appear as a client would see them.
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
@@ -43,7 +43,7 @@ def replica() -> StartReplica:
 
 @pytest.fixture
 async def workers(redis: Redis) -> FakeWorkers:
-    """A fleet, as yet without workers, on the Redis of `client`."""
+    """A fleet, without workers so far, on the Redis of `client`."""
     return FakeWorkers(redis)
 
 

@@ -31,7 +31,7 @@ async def one(workers: FakeWorkers) -> FakeWorkers:
 async def assert_refused(
     response: httpx.Response, workers: FakeWorkers, field: str, message: str
 ) -> None:
-    """A 422 that names `field` and says `message`; nothing was reserved."""
+    """A 422 that names `field` and contains `message`; nothing was reserved."""
     assert response.status_code == 422, response.text
     assert list(response.json()) == ["error"]
     error = response.json()["error"]
@@ -48,22 +48,22 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     "empty tokens": ({"token_ids": []}, "token_ids", "0 tokens"),
     "negative token": ({"token_ids": [1, 2, -1]}, "token_ids.2", "got -1"),
     "token too large": ({"token_ids": [1, 2**32]}, "token_ids.1", "got 4294967296"),
-    "token no integer": ({"token_ids": [1, 2.5]}, "token_ids.1", "got 2.5"),
+    "token not an integer": ({"token_ids": [1, 2.5]}, "token_ids.1", "got 2.5"),
     "token a list": ({"token_ids": [[1], [2]]}, "token_ids.0", "got [1]"),
-    "token a list beside a field of lists": (
+    "token a list with another field of lists": (
         {"token_ids": [1, [2], 3, 4], "mm_hashes": [[7]]},
         "token_ids.1",
         "got [2]",
     ),
     "token a boolean": ({"token_ids": [True]}, "token_ids.0", "got True"),
-    "token a boolean beside a field that is one": (
+    "token a boolean with a boolean field": (
         {"reserve": True, "token_ids": [1, False]},
         "token_ids.1",
         "got False",
     ),
-    "tokens no list": ({"token_ids": "1 2"}, "token_ids", "got '1 2'"),
+    "tokens not a list": ({"token_ids": "1 2"}, "token_ids", "got '1 2'"),
     "no num_tokens": ({"local_hashes": LOCAL}, "num_tokens", "required with local_hashes"),
-    "num_tokens beside tokens": (
+    "num_tokens with tokens": (
         TOKENS | {"num_tokens": 9},
         "num_tokens",
         "only allowed with local_hashes",
@@ -95,14 +95,18 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     ),
     "hash a float": (HASHES | {"local_hashes": [1.0]}, "local_hashes.0", "1.0"),
     "hash a boolean": (HASHES | {"local_hashes": [True]}, "local_hashes.0", "True"),
-    "hash a boolean beside a field that is one": (
+    "hash a boolean with a boolean field": (
         HASHES | {"explain": False, "local_hashes": [True]},
         "local_hashes.0",
         "True",
     ),
-    "items of too few blocks": (TOKENS | {"mm_hashes": []}, "mm_hashes", "0 lists"),
-    "items no lists": (TOKENS | {"mm_hashes": [1]}, "mm_hashes.0", "got 1"),
-    "items and hashes": (HASHES | {"mm_hashes": [[]]}, "mm_hashes", "only allowed with token_ids"),
+    "multimodal items of too few blocks": (TOKENS | {"mm_hashes": []}, "mm_hashes", "0 lists"),
+    "multimodal items not lists": (TOKENS | {"mm_hashes": [1]}, "mm_hashes.0", "got 1"),
+    "multimodal items with hashes": (
+        HASHES | {"mm_hashes": [[]]},
+        "mm_hashes",
+        "only allowed with token_ids",
+    ),
     "a JSON array": ([1, 2], "body", "got [1, 2]"),
     "unknown field": (TOKENS | {"polcy": "logit"}, "polcy", "got 'logit'"),
     "unknown policy": (TOKENS | {"policy": "fastest"}, "policy", "got 'fastest'"),
@@ -111,15 +115,15 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
     "id with a newline": (TOKENS | {"request_id": "ab\n"}, "request_id", r"got 'ab\n'"),
     "empty id": (TOKENS | {"request_id": ""}, "request_id", "got ''"),
     "id too long": (TOKENS | {"request_id": "x" * 300}, "request_id", "got 'xxx"),
-    "id no text": (TOKENS | {"request_id": 7}, "request_id", "got 7"),
-    "exclude no list": (TOKENS | {"exclude": "w1"}, "exclude", "got 'w1'"),
+    "id not text": (TOKENS | {"request_id": 7}, "request_id", "got 7"),
+    "exclude not a list": (TOKENS | {"exclude": "w1"}, "exclude", "got 'w1'"),
 }
 
 
 @pytest.mark.parametrize(
     ("body", "field", "message"), BAD_BODIES.values(), ids=[n.replace(" ", "-") for n in BAD_BODIES]
 )
-async def test_a_bad_body_is_refused_by_field_and_value(
+async def test_a_bad_body_is_refused_with_its_field_and_value(
     client: httpx.AsyncClient, one: FakeWorkers, body: Any, field: str, message: str
 ) -> None:
     await assert_refused(await client.post("/v1/route", json=body), one, field, message)
@@ -136,7 +140,7 @@ async def test_a_bad_body_is_refused_by_field_and_value(
         (HASHES | {"token_ids": [1]}, "token_ids", "not permitted"),
     ],
 )
-async def test_find_best_worker_refuses_alike(
+async def test_find_best_worker_refuses_a_bad_body_in_the_same_way(
     client: httpx.AsyncClient, one: FakeWorkers, body: Any, field: str, message: str
 ) -> None:
     await assert_refused(await client.post("/find_best_worker", json=body), one, field, message)
@@ -146,7 +150,7 @@ async def test_find_best_worker_refuses_alike(
     ("body", "shown"), [(b"", "''"), (b"token_ids=1", "token_ids=1"), (b'{"token_ids": [1,', "[1,")]
 )
 @pytest.mark.parametrize("path", ["/v1/route", "/find_best_worker"])
-async def test_a_body_that_is_no_json_is_refused(
+async def test_a_body_that_is_not_json_is_refused(
     client: httpx.AsyncClient, one: FakeWorkers, path: str, body: bytes, shown: str
 ) -> None:
     response = await client.post(path, content=body)
@@ -173,35 +177,35 @@ async def test_bad_raw_tokens_and_options_are_refused(
     await assert_refused(response, one, field, message)
 
 
-async def test_a_header_that_is_no_request_id_is_refused(
+async def test_a_bad_request_id_in_the_header_is_refused(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
     response = await client.post("/v1/route", json=TOKENS, headers={"x-request-id": "a b"})
     await assert_refused(response, one, "request_id", "got 'a b'")
 
 
-async def test_a_long_value_is_cut_in_the_message(
+async def test_a_long_value_is_shortened_in_the_message(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
     response = await client.post("/v1/route", json=TOKENS | {"request_id": "x" * 300})
     assert f"got '{'x' * 76}..." in response.json()["error"]["message"]
 
 
-async def test_a_long_hash_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
+async def test_a_long_hash_is_shortened_in_the_message(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/route", json=HASHES | {"local_hashes": [10**4000]})
     message = response.json()["error"]["message"]
     assert message.endswith(f"does not fit in 64 bits, got 1{'0' * 76}...")
     assert len(message) < 200
 
 
-async def test_a_long_number_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
+async def test_a_long_number_is_shortened_in_the_message(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/route", json=HASHES | {"num_tokens": 10**4000})
     message = response.json()["error"]["message"]
     assert message.startswith(f"num_tokens: got 1{'0' * 76}... tokens")
     assert len(message) < 200
 
 
-async def test_a_long_name_is_cut_in_the_message(client: httpx.AsyncClient) -> None:
+async def test_a_long_field_name_is_shortened_in_the_message(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/route", json=TOKENS | {"x" * 300: 1})
     assert response.status_code == 422
     error = response.json()["error"]
@@ -214,11 +218,11 @@ class TestLimits:
     async def small(
         self, one_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> AsyncIterator[httpx.AsyncClient]:
-        """Takes 8 tokens at most, and bodies of 64 bytes."""
+        """Accepts prompts of up to 8 tokens, and bodies of up to 64 bytes."""
         async with replica(one_redis_server.url, max_prompt_tokens=8, max_body_bytes=64) as client:
             yield client
 
-    async def test_a_prompt_as_long_as_allowed_is_taken(
+    async def test_a_prompt_of_the_longest_length_allowed_is_accepted(
         self, small: httpx.AsyncClient, one: FakeWorkers
     ) -> None:
         for response in await self.routed_in_every_form(small, num_tokens=8):
@@ -245,7 +249,7 @@ class TestLimits:
         ]
 
     @pytest.mark.parametrize("path", ["/v1/route", "/find_best_worker"])
-    async def test_a_body_too_large_is_refused_by_its_announced_length_unread(
+    async def test_a_body_whose_content_length_is_too_large_is_refused_unread(
         self, small: httpx.AsyncClient, one: FakeWorkers, path: str
     ) -> None:
         read = 0
@@ -275,7 +279,7 @@ class TestLimits:
         self.assert_too_large(response)
         assert read <= 8
 
-    async def test_a_body_as_large_as_allowed_is_read(
+    async def test_a_body_of_the_largest_size_allowed_is_accepted(
         self, small: httpx.AsyncClient, one: FakeWorkers
     ) -> None:
         body = orjson.dumps({"token_ids": [1]}).ljust(64)
@@ -288,7 +292,9 @@ class TestLimits:
         }
 
 
-async def test_an_unknown_path_is_answered_in_the_one_shape(client: httpx.AsyncClient) -> None:
+async def test_an_unknown_path_gets_an_error_in_the_common_format(
+    client: httpx.AsyncClient,
+) -> None:
     response = await client.get("/v2/route")
     assert response.status_code == 404
     assert response.json() == {
@@ -296,7 +302,7 @@ async def test_an_unknown_path_is_answered_in_the_one_shape(client: httpx.AsyncC
     }
 
 
-async def test_a_wrong_method_is_answered_in_the_one_shape(client: httpx.AsyncClient) -> None:
+async def test_a_wrong_method_gets_an_error_in_the_common_format(client: httpx.AsyncClient) -> None:
     response = await client.get("/v1/route")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert response.json() == {
@@ -305,7 +311,7 @@ async def test_a_wrong_method_is_answered_in_the_one_shape(client: httpx.AsyncCl
 
 
 @pytest.mark.parametrize("path", ["/v1/route", "/v1/workers"])
-async def test_a_fault_of_the_router_itself_is_answered_in_the_one_shape(
+async def test_an_internal_fault_gets_an_error_in_the_common_format(
     client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     def fault(self: Fleet, snapshot: Snapshot) -> View:
@@ -318,7 +324,7 @@ async def test_a_fault_of_the_router_itself_is_answered_in_the_one_shape(
     assert response.json()["error"]["code"] == "internal"
 
 
-async def test_an_answer_that_the_router_gets_wrong_is_not_blamed_on_the_caller(
+async def test_an_invalid_answer_is_an_internal_error_and_not_blamed_on_the_caller(
     client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fleet, "load_statistics", lambda fleet, now_ms: (None, None))
@@ -348,7 +354,7 @@ class TestOpenApi:
             ("/metrics", "get"),
         }
 
-    async def test_every_reference_leads_somewhere(self, document: dict[str, Any]) -> None:
+    async def test_every_reference_resolves(self, document: dict[str, Any]) -> None:
         references = [ref for ref in walk(document) if ref.startswith("#/")]
         assert len(references) > 10
         for reference in references:
@@ -356,7 +362,7 @@ class TestOpenApi:
             for part in reference[2:].split("/"):
                 target = target[part]
 
-    async def test_every_operation_has_its_parameters_and_an_answer(
+    async def test_every_operation_documents_its_parameters_and_a_response(
         self, document: dict[str, Any]
     ) -> None:
         operation_ids = set()
@@ -407,7 +413,9 @@ class TestOpenApi:
             "text/plain"
         }
 
-    async def test_errors_are_documented_in_the_one_shape(self, document: dict[str, Any]) -> None:
+    async def test_errors_are_documented_in_the_common_format(
+        self, document: dict[str, Any]
+    ) -> None:
         error = {"$ref": "#/components/schemas/ErrorBody"}
         of_decisions, of_requests = {"413", "422", "429", "503"}, {"422", "503"}
         for path, method, statuses in (
@@ -422,7 +430,9 @@ class TestOpenApi:
             for status in statuses:
                 assert responses[status]["content"]["application/json"]["schema"] == error
 
-    async def test_readiness_is_documented_as_it_answers(self, document: dict[str, Any]) -> None:
+    async def test_readiness_documents_the_same_body_for_both_statuses(
+        self, document: dict[str, Any]
+    ) -> None:
         responses = document["paths"]["/readiness"]["get"]["responses"]
         shape = {"$ref": "#/components/schemas/Readiness"}
         assert {s: r["content"]["application/json"]["schema"] for s, r in responses.items()} == {

@@ -25,7 +25,7 @@ async def two(workers: FakeWorkers) -> FakeWorkers:
     return workers
 
 
-async def test_the_answer_names_the_worker_and_the_blocks_it_holds_in_any_tier(
+async def test_the_answer_names_the_worker_and_counts_its_blocks_of_all_tiers(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     response = await client.post("/find_best_worker", json=BODY)
@@ -54,7 +54,7 @@ async def test_hashes_may_be_signed_or_hex(
     assert (answer["worker_id"], answer["overlap_blocks"]) == ("w2", 2)
 
 
-async def test_a_prompt_without_a_full_block_overlaps_nowhere(
+async def test_a_prompt_without_a_full_block_has_no_overlap(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     body = {"local_hashes": [], "num_tokens": 3}
@@ -62,14 +62,16 @@ async def test_a_prompt_without_a_full_block_overlaps_nowhere(
     assert (answer["overlap_blocks"], answer["isl_blocks"]) == (0, 1)
 
 
-async def test_looking_reserves_nothing(client: httpx.AsyncClient, two: FakeWorkers) -> None:
+async def test_find_best_worker_reserves_nothing(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
     for _ in range(3):
         await client.post("/find_best_worker", json=BODY)
     assert await two.reserved() == {}
     assert (await two.load("w2:3")).total == 0
 
 
-async def test_it_sees_what_is_reserved(
+async def test_find_best_worker_takes_reservations_into_account(
     one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
 ) -> None:
     async with replica(one_redis_server.url, policy="least_loaded") as client:
