@@ -1,4 +1,4 @@
-"""Routed requests, looked at afterwards: their stream, and the commands that read it."""
+"""Recorded decisions: the stream that they are kept in, and the commands that read it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers
 
 PROMPT = list(range(1, 42))
-"""Ten full blocks of four, and one begun."""
+"""Ten full blocks of four tokens, and a partial one."""
 SHORT = PROMPT[:9]
 OTHER = list(range(100, 141))
 
@@ -72,7 +72,7 @@ async def as_json(url: str, *arguments: str) -> Any:
     return json.loads(result.output)
 
 
-async def test_a_record_says_what_was_chosen_and_what_held_most(
+async def test_a_record_names_the_chosen_worker_and_the_one_with_the_longest_overlap(
     client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis
 ) -> None:
     await route(client, "r1", exclude=["w1"])
@@ -88,7 +88,7 @@ async def test_a_record_says_what_was_chosen_and_what_held_most(
 
 
 async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body: Any) -> str:
-    """As the answer, the record and the counter have it."""
+    """The locality of a request, on which its answer, record and counter must agree."""
 
     async def counted() -> dict[str, float]:
         text = (await client.get("/metrics")).text
@@ -109,7 +109,7 @@ async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body:
     return found.locality
 
 
-async def test_why_locality_was_lost(
+async def test_locality_is_reported_as_kept_or_with_the_reason_for_its_loss(
     client: httpx.AsyncClient,
     two: FakeWorkers,
     one_redis_server: EmbeddedRedis,
@@ -129,7 +129,7 @@ async def test_why_locality_was_lost(
     assert random == {"kept", "tie"}
     await client.delete("/v1/requests/random-7")
 
-    # A long prompt that prefills on w1 makes w2 the one that starts sooner.
+    # While w1 is busy with a long prefill, w2 can start sooner.
     await route(client, "long", token_ids=list(range(1000, 60_000)), exclude=["w2"])
     assert await locality(client, url, "load") == "load"
     await route(client, "second", exclude=["w2"])
@@ -140,7 +140,7 @@ async def test_why_locality_was_lost(
     assert (await recorded(url, "lease")).best == "#1"
 
 
-async def test_a_degraded_decision_is_counted_as_one(
+async def test_a_degraded_decision_has_degraded_locality(
     own_redis_server: EmbeddedRedis, replica: StartReplica
 ) -> None:
     async with replica(own_redis_server.url, redis_timeout_ms=2000) as client:
@@ -155,7 +155,7 @@ async def test_a_degraded_decision_is_counted_as_one(
         assert 'kvroute_locality_total{reason="degraded"} 1.0' in text
 
 
-async def test_nothing_is_recorded_where_nothing_is_to_be_kept(
+async def test_recording_and_its_details_can_be_switched_off(
     one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers, redis: Redis
 ) -> None:
     async with replica(one_redis_server.url, decisions_kept=0) as client:
@@ -168,7 +168,7 @@ async def test_nothing_is_recorded_where_nothing_is_to_be_kept(
     assert await redis.xlen(KEYS["decisions"]) == 2
 
 
-async def test_the_stream_is_trimmed(
+async def test_the_stream_of_decisions_is_trimmed(
     one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers, redis: Redis
 ) -> None:
     async with replica(one_redis_server.url, decisions_kept=20) as client:
@@ -176,11 +176,11 @@ async def test_the_stream_is_trimmed(
             await route(client, f"r{n}")
             await client.delete(f"/v1/requests/r{n}")
         await recorded(one_redis_server.url, "r299")
-    # Redis drops whole nodes of its stream, of about 4 kB.
+    # Redis trims a stream by whole nodes of about 4 kB.
     assert 20 <= await redis.xlen(KEYS["decisions"]) < 60
 
 
-async def test_a_key_that_somebody_made_into_something_else_is_made_anew(
+async def test_a_key_that_cannot_be_appended_to_is_replaced_by_a_new_stream(
     client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     await redis.set(KEYS["decisions"], "mine")
@@ -190,7 +190,7 @@ async def test_a_key_that_somebody_made_into_something_else_is_made_anew(
     await redis.xadd(KEYS["decisions"], {"a": "b"}, id=f"{2**64 - 1}-{2**64 - 1}")
     await route(client, "r2")
     assert (await recorded(one_redis_server.url, "r2")).worker
-    # An entry that is none does not hide the others.
+    # A malformed entry does not hide the others.
     await redis.xadd(KEYS["decisions"], {"request_id": "r9"})
     assert (await recorded(one_redis_server.url, "r2")).worker
 
@@ -199,7 +199,7 @@ async def test_a_key_that_somebody_made_into_something_else_is_made_anew(
 async def decided(
     client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis
 ) -> str:
-    """Three requests with one prefix, and one with another; URL of their Redis."""
+    """URL of a Redis with decisions about three requests with one prefix and one with another."""
     for n in range(3):
         await route(client, f"r{n}", explain=True, exclude=["w1"] if n == 2 else [])
         await client.delete(f"/v1/requests/r{n}")
@@ -208,7 +208,7 @@ async def decided(
     return one_redis_server.url
 
 
-async def test_explain_shows_every_candidate_and_why(decided: str) -> None:
+async def test_explain_shows_every_candidate_and_the_reason_for_the_choice(decided: str) -> None:
     text = (await kvroute(decided, "explain", "r2")).output
     assert "r2: 41 tokens to w2:0 by latency; the worker held 2 of 10 full blocks" in text
     assert (
@@ -228,19 +228,19 @@ async def test_explain_shows_every_candidate_and_why(decided: str) -> None:
     assert sum(cheapest[term] for term in terms) == pytest.approx(cheapest["cost"])
 
 
-async def test_explain_knows_only_what_is_kept(decided: str) -> None:
+async def test_explain_fails_for_a_decision_that_is_not_kept(decided: str) -> None:
     result = await kvroute(decided, "explain", "r77")
     assert result.exit_code == 1
     assert "no decision about 'r77' is kept (any longer)" in result.output
 
 
-async def test_whatif_scores_again_with_another_policy(decided: str) -> None:
+async def test_whatif_scores_decisions_again_with_another_policy(decided: str) -> None:
     same = await as_json(decided, "whatif", "--policy", "latency")
     # r3 is a tie.
     assert (same["decisions"], same["changed"]) == (4, 0)
     assert all(mean["were"] == mean["would be"] for mean in same["mean"].values())
-    away = await as_json(decided, "whatif", "--policy", "blocks", "--prefill-weight", "0")
-    assert away["mean"]["overlap blocks"]["were"] == (10 + 10 + 2 + 0) / 4
+    load_only = await as_json(decided, "whatif", "--policy", "blocks", "--prefill-weight", "0")
+    assert load_only["mean"]["overlap blocks"]["were"] == (10 + 10 + 2 + 0) / 4
     assert (await as_json(decided, "whatif", "--policy", "latency", "--last", "2"))[
         "decisions"
     ] == 2
@@ -258,7 +258,7 @@ async def test_whatif_scores_again_with_another_policy(decided: str) -> None:
         (("--policy", "fastest"), "'fastest' is not one of"),
     ],
 )
-async def test_whatif_refuses_what_makes_no_sense(
+async def test_whatif_refuses_options_that_make_no_sense(
     decided: str, arguments: tuple[str, ...], message: str
 ) -> None:
     result = await kvroute(decided, "whatif", *arguments)
@@ -266,7 +266,7 @@ async def test_whatif_refuses_what_makes_no_sense(
     assert message in result.output
 
 
-async def test_whatif_wants_decisions_with_their_candidates(
+async def test_whatif_needs_decisions_kept_with_their_candidates(
     workers: FakeWorkers, one_redis_server: EmbeddedRedis
 ) -> None:
     await workers.register("w1")
@@ -281,11 +281,11 @@ async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
     assert [(p["num_blocks"], p["requests"]) for p in found["prefixes"]] == [(10, 3), (10, 1)]
     text = (await kvroute(decided, "inspect", "usage")).output
     assert text.splitlines()[-2].split() == [found["prefixes"][0]["block"], "10", "3"]
-    none = await as_json(decided, "inspect", "usage", "--window-s", "0.001")
-    assert none["decisions"] >= 1
+    newest = await as_json(decided, "inspect", "usage", "--window-s", "0.001")
+    assert newest["decisions"] >= 1
 
 
-async def test_explain_and_whatif_know_what_a_session_was_worth(
+async def test_explain_and_whatif_apply_session_affinity_as_the_decision_did(
     workers: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
 ) -> None:
     for name in ("w1", "w2"):
@@ -310,7 +310,7 @@ async def test_explain_and_whatif_know_what_a_session_was_worth(
 
 
 @pytest.mark.parametrize("session", ["a b", "x" * 129])
-async def test_a_bad_session_is_refused(
+async def test_a_bad_session_id_is_refused(
     workers: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, session: str
 ) -> None:
     await workers.register("w1")

@@ -1,4 +1,4 @@
-"""From a GPU's driver to what a router shows: a whole worker process, Redis and a router."""
+"""GPU readings on their way from the driver to a router, through a whole worker process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fake_workers import NAMESPACE
 
 pytest.importorskip("pynvml")
 
-SAID = {
+READINGS = {
     "memory_used_bytes": 60_129_542_145,
     "memory_total_bytes": 85_899_345_920,
     "utilisation": 0.37,
@@ -43,15 +43,15 @@ if sys.argv.pop(1) == "hangs":
     workers.probe.START_TIMEOUT_S = 0.1
 main()
 """
-"""`kvroute` behind the stand-in of tests/nvml.py for a driver that `answers` or `hangs`."""
+"""`kvroute` on the stand-in of tests/nvml.py for a driver, which `answers` or `hangs`."""
 
 
 @contextmanager
-def worker_whose_driver(does: str, redis_url: str) -> Iterator[None]:
-    """It must end well when asked to."""
+def worker_whose_driver(behaviour: str, redis_url: str) -> Iterator[None]:
+    """Runs a worker, which must then exit with status 0 on SIGTERM."""
     settings = ["--port=0", "--worker-id=w0", f"--namespace={NAMESPACE}", "--log-level=error"]
     command = ["worker", f"--redis-url={redis_url}", *settings]
-    process = subprocess.Popen([sys.executable, "-c", WORKER, does, *command], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", WORKER, behaviour, *command], cwd=ROOT)
     try:
         yield
         assert process.poll() is None
@@ -63,7 +63,7 @@ def worker_whose_driver(does: str, redis_url: str) -> Iterator[None]:
 
 
 async def reporting_worker(client: httpx.AsyncClient) -> dict[str, Any]:
-    """What /v1/workers says of the one worker, once its metrics come."""
+    """The only worker's entry in /v1/workers, once its metrics have arrived."""
 
     async def fresh() -> list[dict[str, Any]]:
         found = (await client.get("/v1/workers")).json()["workers"]
@@ -74,7 +74,7 @@ async def reporting_worker(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
-    """What /metrics says of the worker's GPU."""
+    """The GPU readings of the worker in /metrics."""
     text = (await client.get("/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     return {
@@ -85,17 +85,17 @@ async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
     }
 
 
-async def test_what_a_workers_gpu_says_is_shown_by_a_router(
+async def test_a_router_shows_the_gpu_readings_of_a_worker(
     client: httpx.AsyncClient, one_redis_server: EmbeddedRedis
 ) -> None:
     with worker_whose_driver("answers", one_redis_server.url):
         worker = await reporting_worker(client)
         assert worker["accelerator"] == "NVIDIA H100 80GB HBM3"
-        assert worker["gpu"] == SAID
-        assert await eventually(lambda: scraped(client)) == SAID
+        assert worker["gpu"] == READINGS
+        assert await eventually(lambda: scraped(client)) == READINGS
 
 
-async def test_a_worker_whose_driver_hangs_reports_all_else_and_ends_when_asked(
+async def test_a_worker_whose_gpu_driver_hangs_reports_everything_else_and_stops_on_sigterm(
     client: httpx.AsyncClient, one_redis_server: EmbeddedRedis
 ) -> None:
     with worker_whose_driver("hangs", one_redis_server.url):

@@ -17,12 +17,12 @@ from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import FakeWorkers
 
-# Two full blocks of four, and a third begun.
+# Two full blocks of four tokens, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 class Scraped:
-    """The samples of one scrape: `scraped("name", label="value")`, 0 where there is none."""
+    """The samples of one scrape: `scraped("name", label="value")` is 0 if there is none."""
 
     def __init__(self, text: str) -> None:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -57,7 +57,7 @@ async def two(workers: FakeWorkers) -> FakeWorkers:
     return workers
 
 
-async def test_every_name_is_ours_and_explained(
+async def test_every_metric_has_our_prefix_and_a_help_text(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     await route(client)
@@ -107,7 +107,7 @@ async def test_decisions_are_counted_by_policy_and_outcome(
     assert scraped("degraded_decisions_total") == 0
 
 
-async def test_requests_that_find_no_worker_at_all_are_counted(
+async def test_requests_to_a_fleet_without_workers_are_counted(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     hashes = {"local_hashes": [1], "num_tokens": 4}
@@ -121,14 +121,16 @@ async def test_requests_that_find_no_worker_at_all_are_counted(
     assert scraped("decisions_total", policy="logit", outcome="no_workers") == 1
 
 
-async def test_a_refused_body_is_no_decision(client: httpx.AsyncClient, two: FakeWorkers) -> None:
+async def test_a_refused_body_does_not_count_as_a_decision(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
     assert (await route(client, policy="fastest")).status_code == 422
     scraped = await scrape(client)
     assert scraped("decision_seconds_count") == 0
     assert scraped.families["kvroute_decisions"].samples == []
 
 
-async def test_hits_are_counted_for_what_was_sent_and_not_for_looks(
+async def test_hits_are_counted_only_for_requests_that_reserve(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     await route(client, exclude=["w2"])
@@ -146,7 +148,7 @@ async def test_hits_are_counted_for_what_was_sent_and_not_for_looks(
     assert scraped("hit_fraction_bucket", le="0.7") == 2
 
 
-async def test_reservations_are_counted_by_what_became_of_them(
+async def test_reservations_are_counted_by_event(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     for request_id in ("a", "b", "c"):
@@ -164,7 +166,7 @@ async def test_reservations_are_counted_by_what_became_of_them(
     assert scraped("decision_retries_total") == 0
 
 
-async def test_reservations_that_expire_are_counted_by_one_replica(
+async def test_a_reservation_that_expires_is_counted_by_only_one_replica(
     one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
 ) -> None:
     async with (
@@ -180,7 +182,9 @@ async def test_reservations_that_expire_are_counted_by_one_replica(
         assert await two.reserved() == {}
 
 
-async def test_redis_seconds_are_told_by_step(client: httpx.AsyncClient, two: FakeWorkers) -> None:
+async def test_redis_round_trip_times_are_reported_by_step(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
     # Learns the block size first.
     await route(client)
     before = await scrape(client)
@@ -192,12 +196,12 @@ async def test_redis_seconds_are_told_by_step(client: httpx.AsyncClient, two: Fa
         name = "redis_round_trip_seconds_count"
         return after(name, step=step) - before(name, step=step)
 
-    # Not those of the scrapes themselves.
+    # Round trips for the scrapes themselves are not counted.
     assert (growth("look_up"), growth("reserve")) == (3, 3)
     assert 0 < after("redis_round_trip_seconds_sum", step="reserve") < 10
 
 
-async def test_worker_load_shows_what_is_reserved_and_what_is_reported(
+async def test_worker_load_shows_reservations_and_reported_metrics(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     await two.occupy("w2", "a", "b", blocks=5)
@@ -212,7 +216,7 @@ async def test_worker_load_shows_what_is_reserved_and_what_is_reported(
     )
     await two.report("w2", ForwardPassMetrics(kv_active_blocks=60, kv_total_blocks=100))
     scraped = await scrape(client)
-    # The metrics are followed, not asked for: look until they have come.
+    # The replica reads metrics in the background: scrape until they have arrived.
     while scraped("worker_stale", worker="w2:0"):
         scraped = await scrape(client)
 
@@ -231,11 +235,11 @@ async def test_worker_load_shows_what_is_reserved_and_what_is_reported(
     assert 0 <= scraped("metrics_stream_lag_seconds") < 10
 
 
-async def test_what_gpus_told_is_shown_until_it_is_stale(
+async def test_gpu_readings_are_shown_until_they_are_stale(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
-    told = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0, power_w=312.345)
-    await two.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, told)
+    readings = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0, power_w=312.345)
+    await two.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, readings)
     await two.report("w2", ForwardPassMetrics())
     while not (shown := gpu_samples(scraped := await scrape(client))):
         pass
@@ -258,14 +262,14 @@ async def test_the_stream_lag_grows_while_nobody_reports(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     assert (await scrape(client))("metrics_stream_lag_seconds") == 0.0
-    # The entry says that it is from 1970, so its age is that of the clock.
+    # The entry is dated 1970, so its age is the whole time since then.
     await two.redis.xadd("kvroute:1:{test}:metrics", {"worker": "w1:0"}, id="1-0")
     while (lag := (await scrape(client))("metrics_stream_lag_seconds")) == 0.0:
         pass
     assert lag > 1_600_000_000
 
 
-async def test_the_stream_lag_grows_while_redis_is_away(
+async def test_the_stream_lag_grows_while_redis_is_unreachable(
     own_redis_server: EmbeddedRedis, replica: StartReplica
 ) -> None:
     async with (
@@ -284,7 +288,7 @@ async def test_the_stream_lag_grows_while_redis_is_away(
         await eventually(lag, lambda seconds: seconds > before + 0.5, within_s=5)
 
 
-async def test_a_worker_that_is_gone_is_shown_no_more(
+async def test_a_worker_that_has_left_is_no_longer_shown(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     assert "w1:0" in shown_workers(await scrape(client))
@@ -292,7 +296,7 @@ async def test_a_worker_that_is_gone_is_shown_no_more(
     assert shown_workers(await scrape(client)) == {"w2:0"}
 
 
-async def test_without_redis_degraded_decisions_count_and_no_load_is_vouched_for(
+async def test_without_redis_degraded_decisions_are_counted_and_no_load_is_shown(
     own_redis_server: EmbeddedRedis, replica: StartReplica
 ) -> None:
     async with (

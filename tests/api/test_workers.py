@@ -21,18 +21,18 @@ async def listed(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def listed_once_fresh(client: httpx.AsyncClient, num_fresh: int) -> dict[str, Any]:
-    """The list, when the metrics of so many workers have come; looks until then."""
+    """The list, once the metrics of `num_fresh` workers have arrived."""
     while True:
         answer = await listed(client)
         if sum(not worker["stale"] for worker in answer["workers"]) == num_fresh:
             return answer
 
 
-async def test_a_fleet_that_never_was_is_an_empty_list(client: httpx.AsyncClient) -> None:
+async def test_a_fleet_without_workers_is_an_empty_list(client: httpx.AsyncClient) -> None:
     assert await listed(client) == {"workers": [], "load_avg": 0.0, "load_std": 0.0}
 
 
-async def test_a_worker_is_listed_with_what_it_said_and_what_is_reserved_on_it(
+async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     incarnation = await workers.register("w1:2", max_requests=8, kv_total_blocks=100)
@@ -61,11 +61,11 @@ async def test_a_worker_is_listed_with_what_it_said_and_what_is_reserved_on_it(
         "gpu": None,
         "stale": True,
     }
-    # One prefill of 1 ms is left, and drains.
+    # One prefill of 1 ms is left, and is draining.
     assert 0.0 <= queue_s <= 0.001
 
 
-async def test_what_a_worker_reports_is_shown_and_makes_it_fresh(
+async def test_metrics_of_a_worker_are_shown_and_end_its_staleness(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1")
@@ -90,12 +90,12 @@ async def test_what_a_worker_reports_is_shown_and_makes_it_fresh(
     assert worker["kv_idle_before_evict_s"] == 412.5
 
 
-async def test_what_a_gpu_told_is_shown_and_the_rest_is_null(
+async def test_gpu_readings_are_shown_and_missing_ones_are_null(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1")
-    told = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0)
-    await workers.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, told)
+    readings = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0)
+    await workers.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, readings)
     (worker,) = (await listed_once_fresh(client, 1))["workers"]
     assert worker["gpu"] == {
         "memory_used_bytes": 60_129_542_145,
@@ -122,7 +122,7 @@ async def test_load_statistics_leave_out_workers_that_report_nothing(
     assert [w["stale"] for w in answer["workers"]] == [False, False, False, True]
 
 
-async def test_a_worker_registered_again_is_listed_once_in_its_new_life(
+async def test_a_worker_registered_again_is_listed_only_as_its_new_incarnation(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1")
@@ -132,7 +132,9 @@ async def test_a_worker_registered_again_is_listed_once_in_its_new_life(
     assert (worker["incarnation"], worker["active_requests"]) == (second, 0)
 
 
-async def test_a_retired_worker_is_gone(client: httpx.AsyncClient, workers: FakeWorkers) -> None:
+async def test_a_retired_worker_is_no_longer_listed(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
     await workers.register("w1")
     await workers.register("w2")
     await workers.retire("w1")
@@ -149,7 +151,9 @@ async def test_without_redis_the_list_is_unavailable(
         assert response.json()["error"]["code"] == "redis_unavailable"
 
 
-async def test_health_needs_nothing(own_redis_server: EmbeddedRedis, replica: StartReplica) -> None:
+async def test_health_does_not_depend_on_redis(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
     own_redis_server.kill()
     async with replica(own_redis_server.url) as client:
         response = await client.get("/health")
@@ -158,19 +162,19 @@ async def test_health_needs_nothing(own_redis_server: EmbeddedRedis, replica: St
         assert (response.status_code, response.content) == (200, b"")
 
 
-async def test_a_router_is_ready_while_a_worker_lives(
+async def test_a_router_is_ready_while_a_worker_is_alive(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     async def readiness() -> tuple[int, dict[str, Any]]:
         response = await client.get("/readiness")
         return response.status_code, response.json()
 
-    nobody = (503, {"ready": False, "missing": ["workers: none is alive"]})
-    assert await readiness() == nobody
+    not_ready = (503, {"ready": False, "missing": ["workers: none is alive"]})
+    assert await readiness() == not_ready
     await workers.register("w1")
     assert await readiness() == (200, {"ready": True, "missing": []})
     await workers.retire("w1")
-    assert await readiness() == nobody
+    assert await readiness() == not_ready
 
 
 async def test_without_redis_a_router_that_knows_workers_is_ready_and_says_what_is_missing(
