@@ -1,4 +1,4 @@
-"""Clients of several replicas that ask at the same moment for what is left."""
+"""Clients of several replicas that compete at the same moment for the last slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = list(range(1, 42))
 
 
 async def route(client: httpx.AsyncClient, request_id: str) -> str | int:
-    """The worker, or the status where there is none."""
+    """The worker's id, or the status code if there is none."""
     answer = await client.post("/v1/route", json={"token_ids": PROMPT, "request_id": request_id})
     if answer.status_code == 200:
         assert answer.json()["reserved"]
@@ -34,7 +34,7 @@ async def route(client: httpx.AsyncClient, request_id: str) -> str | int:
 
 
 @pytest.mark.parametrize("slots", [{"w1": 1}, {"w1": 1, "w2": 1}, {"w1": 3, "w2": 40, "w3": 7}])
-async def test_never_more_is_promised_than_there_is(
+async def test_replicas_together_reserve_exactly_the_slots_that_there_are(
     workers: FakeWorkers,
     one_redis_server: EmbeddedRedis,
     replica: StartReplica,
@@ -56,7 +56,7 @@ async def test_never_more_is_promised_than_there_is(
                 f"r{n}": f"{answer}:0" for n, answer in enumerate(answers) if answer != 429
             }
             assert {name: (await workers.load(name)).requests for name in slots} == slots
-            # Given back twice, through whichever replica, and by some who had nothing.
+            # Every request is released twice, through any replica, even if it was refused.
             ended = [f"r{n}" for n in range(CLIENTS)] * 2
             random.Random(turn).shuffle(ended)
             await asyncio.gather(
@@ -79,7 +79,7 @@ async def test_never_more_is_promised_than_there_is(
         won, asked = 3 * sum(slots.values()), 3 * CLIENTS
         assert counted("decisions", policy="latency", outcome="routed") == won
         assert counted("decisions", policy="latency", outcome="all_busy") == asked - won
-        # Whoever was refused was decided again, with or without success.
+        # Every refused reservation was decided again, with or without success.
         refused = sum(
             counted("reserve_conflicts", reason=why) for why in ("changed", "full", "lapsed")
         )

@@ -32,7 +32,7 @@ async def route(client: httpx.AsyncClient, request_id: str) -> None:
     assert (await client.post("/v1/route", json=body)).json()["reserved"]
 
 
-async def test_prefill_complete_leaves_the_blocks_and_takes_the_prefill(
+async def test_prefill_complete_releases_the_prefill_but_not_the_blocks(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
     before = await one.load("w1")
@@ -46,7 +46,7 @@ async def test_prefill_complete_leaves_the_blocks_and_takes_the_prefill(
     assert (after.requests, after.decoding) == (1, 1)
 
 
-async def test_release_gives_everything_back(
+async def test_release_frees_everything(
     client: httpx.AsyncClient, one: FakeWorkers, redis: Redis
 ) -> None:
     response = await client.delete("/v1/requests/r1")
@@ -57,7 +57,9 @@ async def test_release_gives_everything_back(
     assert await redis.zcard(KEYS["expiry"]) == 0
 
 
-async def test_both_may_be_told_twice(client: httpx.AsyncClient, one: FakeWorkers) -> None:
+async def test_prefill_complete_and_release_may_be_repeated(
+    client: httpx.AsyncClient, one: FakeWorkers
+) -> None:
     await route(client, "r2")
     for _ in range(2):
         answer = await client.post("/v1/requests/r1/prefill_complete")
@@ -72,7 +74,7 @@ async def test_both_may_be_told_twice(client: httpx.AsyncClient, one: FakeWorker
     assert (load.prefill_tokens, load.blocks, load.requests, load.decoding) == (10, 3, 1, 0)
 
 
-async def test_an_unknown_request_is_not_found_and_no_error(
+async def test_an_unknown_request_is_reported_as_not_found_but_is_no_error(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
     for response in (
@@ -86,7 +88,7 @@ async def test_an_unknown_request_is_not_found_and_no_error(
     assert (await one.load("w1")).requests == 1
 
 
-async def test_a_prefill_that_completes_after_its_release_is_not_found(
+async def test_prefill_complete_after_the_release_finds_nothing(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
     await client.delete("/v1/requests/r1")
@@ -95,7 +97,7 @@ async def test_a_prefill_that_completes_after_its_release_is_not_found(
     assert (await one.load("w1")).decoding == 0
 
 
-async def test_any_replica_may_be_told(
+async def test_any_replica_accepts_prefill_complete_and_release(
     client: httpx.AsyncClient,
     one_redis_server: EmbeddedRedis,
     replica: StartReplica,
@@ -108,7 +110,7 @@ async def test_any_replica_may_be_told(
 
 
 @pytest.mark.parametrize("request_id", ["chat/7", "a?b#c", "50%", "a:b|c", "prefill_complete"])
-async def test_every_id_that_may_be_routed_may_be_ended(
+async def test_every_request_id_that_can_be_routed_can_be_released(
     client: httpx.AsyncClient, one: FakeWorkers, request_id: str
 ) -> None:
     await route(client, request_id)
@@ -120,7 +122,7 @@ async def test_every_id_that_may_be_routed_may_be_ended(
     assert set(await one.reserved()) == {"r1"}
 
 
-async def test_without_redis_the_caller_is_told_to_come_again(
+async def test_without_redis_the_caller_is_told_to_retry(
     own_redis_server: EmbeddedRedis, replica: StartReplica
 ) -> None:
     own_redis_server.kill()
@@ -134,7 +136,7 @@ async def test_without_redis_the_caller_is_told_to_come_again(
 
 
 class TestHangingUp:
-    """events: what the application receives, then http.disconnect for ever."""
+    """The application receives `events`, and after them only http.disconnect."""
 
     @pytest.fixture
     async def app(
@@ -146,7 +148,7 @@ class TestHangingUp:
             yield app
 
     async def ask(self, app: FastAPI, *events: dict[str, Any]) -> list[dict[str, Any]]:
-        """What is sent in answer."""
+        """The messages that the application sends in answer."""
         left = iter(events)
         sent: list[dict[str, Any]] = []
 
@@ -166,14 +168,14 @@ class TestHangingUp:
         await app(scope, receive, send)
         return sent
 
-    async def test_what_was_reserved_for_a_caller_that_hung_up_is_given_back(
+    async def test_the_reservation_of_a_caller_that_hung_up_is_released(
         self, app: FastAPI, workers: FakeWorkers
     ) -> None:
         await self.ask(app, {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'})
         assert (await workers.load("w1")).total == 1
         await eventually(workers.reserved, lambda reserved: reserved == {})
 
-    async def test_one_who_hangs_up_before_all_is_said_is_not_answered(
+    async def test_a_caller_that_hangs_up_in_mid_body_gets_no_answer(
         self, app: FastAPI, workers: FakeWorkers
     ) -> None:
         begin = {"type": "http.request", "body": b'{"token_ids": [1,', "more_body": True}

@@ -15,11 +15,11 @@ from app.core.types import Tier
 from tests.api.conftest import StartReplica
 from tests.fake_workers import KEYS, FakeWorkers
 
-# Ten tokens: two full blocks of four, and a third begun.
+# Ten tokens: two full blocks of four, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 OTHER = [11, 12, 13, 14, 15, 16, 17, 18]
 LOCAL = [14643705804678351452, 16777012769546811212]
-"""Of the full blocks of PROMPT."""
+"""The local hashes of the full blocks of PROMPT."""
 
 RAW = {"content-type": "application/octet-stream"}
 
@@ -59,7 +59,7 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(
     assert (await routed(client, token_ids=OTHER))["worker_id"] == "w2"
 
 
-async def test_overlap_is_told_by_the_tier_it_would_be_read_from(
+async def test_overlap_is_reported_by_the_tier_it_would_be_read_from(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1")
@@ -88,7 +88,7 @@ async def test_tokens_and_hashes_of_any_form_route_alike(
     assert (answer["isl_tokens"], answer["isl_blocks"]) == (10, 3)
 
 
-async def test_raw_tokens_route_like_a_list_with_their_options_in_the_query(
+async def test_raw_tokens_route_like_a_list_and_take_options_from_the_query(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     for name in ("w1", "w2", "w3"):
@@ -112,7 +112,7 @@ async def test_raw_tokens_route_like_a_list_with_their_options_in_the_query(
     assert "r1" not in await workers.reserved()
 
 
-async def test_the_raw_content_type_is_known_in_any_case_and_with_parameters(
+async def test_the_raw_content_type_is_recognised_in_any_case_and_with_parameters(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     raw = struct.pack("<8I", *OTHER)
@@ -137,7 +137,7 @@ async def test_a_lora_finds_the_blocks_computed_with_it(
     assert (await routed(client, lora_name="sql"))["worker_id"] == "w2"
 
 
-async def test_a_prompt_with_another_image_shares_no_blocks_from_there_on(
+async def test_a_prompt_with_another_image_shares_no_blocks_from_the_image_on(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     image, other = "00000000000000ff", 2**63 + 1
@@ -148,7 +148,7 @@ async def test_a_prompt_with_another_image_shares_no_blocks_from_there_on(
     assert found["overlap_blocks"]["device"] == 1
 
 
-async def test_a_prompt_below_one_block_is_routed_without_overlap(
+async def test_a_prompt_shorter_than_a_block_is_routed_without_overlap(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     answer = await routed(client, token_ids=[1, 2, 3])
@@ -209,7 +209,7 @@ async def test_a_request_routed_again_moves_its_reservation(
     assert ((await two.load("w1")).blocks, (await two.load("w2")).blocks) == (0, 3)
 
 
-async def test_the_request_id_is_the_bodys_else_the_headers_else_made_up(
+async def test_the_request_id_comes_from_the_body_or_else_the_header_or_else_is_generated(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     header = {"x-request-id": "balancer-1"}
@@ -223,8 +223,8 @@ async def test_the_request_id_is_the_bodys_else_the_headers_else_made_up(
     assert empty.json()["request_id"].startswith("req-")
     neither = [(await routed(client))["request_id"] for _ in range(2)]
     assert neither[0] != neither[1]
-    made_up = {*neither, empty.json()["request_id"]}
-    assert set(await two.reserved()) == {"body-1", "balancer-1", *made_up}
+    generated = {*neither, empty.json()["request_id"]}
+    assert set(await two.reserved()) == {"body-1", "balancer-1", *generated}
 
 
 async def test_a_request_may_name_its_policy(client: httpx.AsyncClient, two: FakeWorkers) -> None:
@@ -238,7 +238,7 @@ async def test_a_request_may_name_its_policy(client: httpx.AsyncClient, two: Fak
     assert turns[:2] == turns[2:]
 
 
-async def test_the_replicas_policy_counts_where_a_request_names_none(
+async def test_a_request_that_names_no_policy_is_routed_by_the_replicas(
     one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
 ) -> None:
     await two.occupy("w1", "a")
@@ -266,7 +266,7 @@ async def test_explain_shows_every_candidate_with_terms_that_add_up(
     assert min(eligible, key=lambda c: c["cost"])["worker_id"] == answer["worker_id"]
 
 
-async def test_explain_shows_what_the_decision_saw_before_it_reserved(
+async def test_explain_shows_the_loads_from_before_the_decision_reserved(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     await two.occupy("w2", "a", blocks=5)
@@ -290,7 +290,7 @@ async def test_a_worker_that_the_policy_rules_out_has_no_cost(
 ) -> None:
     full = ForwardPassMetrics(kv_active_blocks=100, kv_total_blocks=100)
     await two.report("w1", full)
-    # The metrics are followed, not asked for: look until they have come.
+    # The replica reads metrics in the background: route until they have arrived.
     while True:
         answer = await routed(client, policy="balance", explain=True)
         if answer["candidates"][0]["cost"] is None:
@@ -299,7 +299,7 @@ async def test_a_worker_that_the_policy_rules_out_has_no_cost(
     assert answer["worker_id"] == "w2"
 
 
-async def test_a_prompt_that_fits_nowhere_is_refused(
+async def test_a_prompt_too_large_for_every_worker_is_refused(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1", kv_total_blocks=1)
@@ -320,7 +320,7 @@ async def test_options_in_the_query_of_a_json_request_are_not_ignored(
     assert await workers.reserved() == {}
 
 
-async def test_a_full_fleet_asks_to_come_again_later(
+async def test_a_full_fleet_asks_callers_to_retry_later(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1", max_requests=1)
@@ -331,12 +331,12 @@ async def test_a_full_fleet_asks_to_come_again_later(
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert response.json()["error"]["code"] == "all_workers_busy"
     assert set(await workers.reserved()) == {"r0", "r1", "r2"}
-    # One who leaves makes room for one.
+    # A request that ends makes room for another.
     await client.delete("/v1/requests/r1")
     assert (await routed(client, request_id="r3"))["reserved"]
 
 
-async def test_a_full_fleet_names_the_time_until_its_shortest_queue_is_done(
+async def test_a_full_fleets_retry_after_is_its_shortest_queue_but_at_most_a_minute(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1", max_requests=1)
@@ -354,7 +354,7 @@ async def test_a_full_fleet_names_the_time_until_its_shortest_queue_is_done(
     assert await retry_after() == 60
 
 
-async def test_without_a_live_worker_there_is_no_answer(
+async def test_a_request_without_a_live_worker_is_refused(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     async def refusal(**body: Any) -> tuple[int, str]:
@@ -376,7 +376,7 @@ def restart(server: EmbeddedRedis) -> None:
 
 
 class TestWithoutRedis:
-    async def test_requests_go_by_the_last_loads_seen(
+    async def test_requests_are_placed_by_the_last_loads_seen(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
         async with (
@@ -403,7 +403,7 @@ class TestWithoutRedis:
                 "degraded": True,
                 "reserved": False,
             }
-            # Two requests were on w1; r1 and this one make two on w2; then they take turns.
+            # w1 had two requests. r1 and the first of these make two on w2; then they alternate.
             chosen = [(await routed(client))["worker_id"] for _ in range(5)]
             assert chosen[0] == "w2"
             assert sorted(chosen[1:3]) == sorted(chosen[3:5]) == ["w1", "w2"]
@@ -429,7 +429,7 @@ class TestWithoutRedis:
             response = await client.post("/v1/route", json=body)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "no_workers")
 
-    async def test_a_router_that_never_saw_a_worker_says_what_is_missing(
+    async def test_a_router_that_never_saw_a_worker_reports_redis_as_unavailable(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
         own_redis_server.kill()
@@ -438,7 +438,7 @@ class TestWithoutRedis:
             assert (response.status_code, response.headers["retry-after"]) == (503, "1")
             assert response.json()["error"]["code"] == "redis_unavailable"
 
-    async def test_a_redis_that_came_back_empty_is_no_redis_until_workers_register(
+    async def test_a_redis_that_came_back_empty_counts_as_unavailable_until_workers_register(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
         async with (
@@ -465,7 +465,7 @@ class TestWithoutRedis:
             )
             assert answer["overlap_blocks"]["device"] == 0
 
-    async def test_after_an_empty_restart_nobody_is_taken_for_who_had_the_number_before(
+    async def test_after_an_empty_restart_a_reused_incarnation_is_not_taken_for_the_old_worker(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
         async with (

@@ -44,10 +44,10 @@ async def test_an_answer_says_how_long_it_waited(
     full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
 ) -> None:
     async with replica(one_redis_server.url, **WAITS) as client:
-        waits = asyncio.ensure_future(route(client, "r1"))
+        waiting = asyncio.ensure_future(route(client, "r1"))
         await eventually(lambda: flows(redis))
         await client.delete("/v1/requests/x")
-        answer = await waits
+        answer = await waiting
         assert answer.status_code == 200
         assert answer.json()["waited_ms"] > 0
         await client.delete("/v1/requests/r1")
@@ -66,7 +66,7 @@ async def test_an_answer_says_how_long_it_waited(
     assert 'kvroute_waits_total{outcome="routed",priority="normal",tenant="other"} 1.0' in metrics
 
 
-async def test_who_waited_in_vain_is_told_when_to_come_again(
+async def test_a_request_that_waited_in_vain_is_told_when_to_retry(
     full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica
 ) -> None:
     async with replica(one_redis_server.url, **WAITS | {"wait_timeout_s": 0.05}) as client:
@@ -86,7 +86,7 @@ async def test_who_waited_in_vain_is_told_when_to_come_again(
         ({"tenant": "a:b}{*", "priority": "low"}, "low:a:b}{*"),
     ],
 )
-async def test_the_tenant_is_that_of_the_body_else_of_the_header(
+async def test_the_tenant_comes_from_the_body_or_else_from_the_header(
     full: FakeWorkers,
     one_redis_server: EmbeddedRedis,
     replica: StartReplica,
@@ -95,10 +95,10 @@ async def test_the_tenant_is_that_of_the_body_else_of_the_header(
     flow: str,
 ) -> None:
     async with replica(one_redis_server.url, **WAITS) as client:
-        waits = asyncio.ensure_future(route(client, "r1", **asked))
+        waiting = asyncio.ensure_future(route(client, "r1", **asked))
         assert await eventually(lambda: flows(redis)) == {flow}
         await client.delete("/v1/requests/x")
-        assert (await waits).status_code == 200
+        assert (await waiting).status_code == 200
     assert await flows(redis) == set()
 
 
@@ -124,7 +124,7 @@ async def test_a_bad_tenant_or_priority_is_refused(
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
 
 
-async def test_an_operator_sees_who_waits_in_the_order_of_turns(
+async def test_inspect_waiting_lists_tenants_and_priorities_in_the_order_of_turns(
     full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
 ) -> None:
     async def kvroute(*arguments: str) -> str:
@@ -155,7 +155,7 @@ async def test_an_operator_sees_who_waits_in_the_order_of_turns(
             task.cancel()
 
 
-async def test_metrics_have_a_label_for_tenants_with_a_weight_only(
+async def test_only_tenants_with_a_weight_have_a_label_of_their_own_in_metrics(
     full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica
 ) -> None:
     settings = WAITS | {"wait_timeout_s": 0.02, "tenant_weights": "gold=4"}
@@ -172,7 +172,7 @@ async def test_metrics_have_a_label_for_tenants_with_a_weight_only(
     ]
 
 
-async def test_replicas_give_turns_in_one_order_however_unevenly_requests_come_in(
+async def test_turns_follow_arrival_order_however_unevenly_replicas_are_used(
     full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -182,7 +182,7 @@ async def test_replicas_give_turns_in_one_order_however_unevenly_requests_come_i
         ]
         order: list[str] = []
 
-        async def waits(client: httpx.AsyncClient, request_id: str) -> None:
+        async def take_turn(client: httpx.AsyncClient, request_id: str) -> None:
             assert (await route(client, request_id)).status_code == 200
             order.append(request_id)
             await client.delete(f"/v1/requests/{request_id}")
@@ -190,9 +190,9 @@ async def test_replicas_give_turns_in_one_order_however_unevenly_requests_come_i
         tasks = []
         key = KEYS["waiting:normal:"]
         for n in range(12):
-            # Three in four come in at one replica.
+            # Three in four arrive at one replica.
             client = clients[0] if n % 4 else clients[n // 4 + 1]
-            tasks.append(asyncio.ensure_future(waits(client, f"r{n:02}")))
+            tasks.append(asyncio.ensure_future(take_turn(client, f"r{n:02}")))
             await eventually(lambda: redis.zcard(key), lambda found, n=n: found == n + 1)
         await clients[0].delete("/v1/requests/x")
         await asyncio.gather(*tasks)
