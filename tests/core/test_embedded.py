@@ -14,7 +14,7 @@ from tests.redis_servers import kinds_here, require_redis
 
 
 def exists(pid: int) -> bool:
-    """Whether a process has this id; one that ended and was not waited for counts."""
+    """Whether a process has this id, even one that has ended but was not waited for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -35,7 +35,7 @@ def test_a_started_server_answers_and_a_stopped_one_leaves_no_process(kind: str)
     assert not exists(pid)
 
 
-def test_a_server_killed_and_started_again_is_empty_on_the_same_port(
+def test_a_server_killed_and_restarted_is_empty_and_on_the_same_port(
     own_redis_server: EmbeddedRedis,
 ) -> None:
     url = own_redis_server.url
@@ -73,7 +73,7 @@ def test_stopping_twice_is_harmless() -> None:
     assert server.pid is None
 
 
-def test_a_port_held_by_a_stranger_is_an_error_even_if_the_stranger_answers(
+def test_a_port_held_by_another_server_is_an_error_even_if_that_one_answers(
     redis_server: EmbeddedRedis,
 ) -> None:
     second = EmbeddedRedis(redis_server.binary, port=redis_server.port)

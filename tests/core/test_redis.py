@@ -22,13 +22,13 @@ IN_URL = "router:p%40ss%2Fw%3Frd%231%3A%25@"
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Of 127.0.0.1, signed by itself. key, certificate: PEM files."""
+    """Self-signed, for 127.0.0.1. key, certificate: PEM files."""
 
     key: Path
     certificate: Path
 
     def options(self, port: int) -> list[str]:
-        """A server's, to speak TLS at `port` beside its other one."""
+        """Options with which a server also takes TLS connections, on `port`."""
         of_server = f"--tls-port {port} --tls-auth-clients no --tls-replication yes"
         files = f"--tls-key-file {self.key} --tls-cert-file {self.certificate}"
         return f"{of_server} {files} --tls-ca-cert-file {self.certificate}".split()
@@ -75,7 +75,7 @@ async def test_a_database_is_chosen_in_the_path(one_redis_server: EmbeddedRedis)
         assert await zero.get("a") is None
 
 
-async def test_a_unix_socket_is_a_url_too(tmp_path: Path) -> None:
+async def test_a_unix_socket_is_reached_by_its_url(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     options = ["--unixsocket", str(path)]
     with EmbeddedRedis(require_redis(newest_kind()), options=options):
@@ -83,19 +83,21 @@ async def test_a_unix_socket_is_a_url_too(tmp_path: Path) -> None:
             assert await redis.ping()
 
 
-async def test_user_and_password_are_unquoted(guarded: EmbeddedRedis) -> None:
+async def test_user_and_password_are_percent_decoded(guarded: EmbeddedRedis) -> None:
     async with connect(f"redis://{IN_URL}{LOOPBACK}:{guarded.port}/0") as redis:
         assert await redis.acl_whoami() == USER
 
 
-async def test_a_wrong_password_is_told_without_showing_it(guarded: EmbeddedRedis) -> None:
+async def test_a_wrong_password_is_reported_without_showing_it(guarded: EmbeddedRedis) -> None:
     async with connect(f"redis://router:secret@{LOOPBACK}:{guarded.port}/0") as redis:
         with pytest.raises(RedisUnavailable, match="AuthenticationError") as refused:
             await check_server(redis, timeout_s=5)
     assert "secret" not in str(refused.value)
 
 
-async def test_tls_is_spoken_with_a_trusted_server_only(certificate: Certificate) -> None:
+async def test_tls_connects_only_to_a_server_with_a_trusted_certificate(
+    certificate: Certificate,
+) -> None:
     port = free_port()
     with EmbeddedRedis(require_redis("redis-7"), options=certificate.options(port)):
         url = f"rediss://{LOOPBACK}:{port}/0"
@@ -106,7 +108,7 @@ async def test_tls_is_spoken_with_a_trusted_server_only(certificate: Certificate
                 await check_server(redis, timeout_s=5)
 
 
-async def test_a_cluster_speaks_tls_and_is_none_while_nobody_has_its_slots(
+async def test_a_cluster_over_tls_is_unavailable_until_its_slots_are_assigned(
     certificate: Certificate,
 ) -> None:
     port = free_port()
@@ -125,7 +127,7 @@ async def test_a_cluster_speaks_tls_and_is_none_while_nobody_has_its_slots(
             assert await master.ping()
 
 
-async def test_a_sentinel_and_its_master_speak_tls_and_have_passwords_of_their_own(
+async def test_a_sentinel_and_its_master_are_reached_over_tls_with_different_passwords(
     certificate: Certificate, tmp_path: Path
 ) -> None:
     binary = require_redis("redis-7")
@@ -174,7 +176,7 @@ async def test_a_sentinel_and_its_master_speak_tls_and_have_passwords_of_their_o
         ("redis://host?max_connections=many", "Invalid value for 'max_connections'"),
     ],
 )
-def test_a_bad_url_is_named(url: str, message: str) -> None:
+def test_a_bad_url_is_refused_with_the_reason(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match="REDIS_URL") as refused:
         connect(url)
     assert message in str(refused.value)
@@ -195,7 +197,7 @@ def test_a_bad_url_is_named(url: str, message: str) -> None:
         "redis://router:secret@host?nonsense=secret",
     ],
 )
-def test_a_bad_url_is_named_without_its_password(url: str) -> None:
+def test_a_bad_url_is_refused_without_showing_its_password(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         connect(url)
     assert "secret" not in str(refused.value)
@@ -211,9 +213,7 @@ def test_a_bad_url_is_named_without_its_password(url: str) -> None:
         ("", ("localhost", 6379)),
     ],
 )
-async def test_hosts_may_be_names_and_addresses_of_ipv6(
-    host: str, address: tuple[str, int]
-) -> None:
+async def test_hosts_may_be_names_or_ipv6_addresses(host: str, address: tuple[str, int]) -> None:
     for scheme in ("redis", "redis+cluster"):
         async with connect(f"{scheme}://{host}") as redis:
             chosen = redis.connection_pool.connection_kwargs
@@ -221,30 +221,32 @@ async def test_hosts_may_be_names_and_addresses_of_ipv6(
 
 
 @pytest.fixture
-def full_policy(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
+def server_with_policy(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
     options = ["--maxmemory-policy", request.param]
     with EmbeddedRedis(require_redis(newest_kind()), options=options) as server:
         yield server
 
 
 @pytest.mark.parametrize(
-    "full_policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random"], indirect=True
+    "server_with_policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random"], indirect=True
 )
-async def test_a_redis_that_would_drop_our_keys_is_refused(full_policy: EmbeddedRedis) -> None:
-    async with connect(full_policy.url) as redis:
+async def test_a_redis_that_would_evict_our_keys_is_refused(
+    server_with_policy: EmbeddedRedis,
+) -> None:
+    async with connect(server_with_policy.url) as redis:
         with pytest.raises(ConfigError, match=r"maxmemory-policy allkeys-\w+: .* noeviction"):
             await check_server(redis, timeout_s=5)
 
 
-@pytest.mark.parametrize("full_policy", ["noeviction", "volatile-lru"], indirect=True)
-async def test_a_redis_that_keeps_keys_without_a_lifetime_will_do(
-    full_policy: EmbeddedRedis,
+@pytest.mark.parametrize("server_with_policy", ["noeviction", "volatile-lru"], indirect=True)
+async def test_a_redis_that_evicts_no_keys_without_a_ttl_is_accepted(
+    server_with_policy: EmbeddedRedis,
 ) -> None:
-    async with connect(full_policy.url) as redis:
+    async with connect(server_with_policy.url) as redis:
         await check_server(redis, timeout_s=5)
 
 
-async def test_a_redis_that_will_not_say_what_it_drops_is_let_pass(
+async def test_a_redis_that_does_not_disclose_its_policy_is_accepted_with_a_warning(
     guarded: EmbeddedRedis, redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     await redis.acl_setuser(USER, enabled=True, commands=["-info"])
@@ -253,22 +255,24 @@ async def test_a_redis_that_will_not_say_what_it_drops_is_let_pass(
     assert "maxmemory-policy was not checked" in caplog.text
 
 
-async def test_a_redis_that_is_not_there_cannot_be_checked() -> None:
+async def test_checking_an_unreachable_redis_raises_redis_unavailable() -> None:
     async with connect(f"redis://{LOOPBACK}:{free_port()}/0") as redis:
         with pytest.raises(RedisUnavailable, match="ConnectionError"):
             await check_server(redis, timeout_s=5)
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ResponseError("no"), "ResponseError: no"),
         (ConnectionResetError("cut"), "ConnectionResetError: cut"),
         (TimeoutError("of a socket"), "TimeoutError: of a socket"),
     ],
 )
-async def test_a_deadline_tells_what_failed_inside(error: Exception, told: str) -> None:
-    with pytest.raises(RedisUnavailable, match=f"^{told}$"):
+async def test_a_deadline_reports_connection_and_redis_errors_as_redis_unavailable(
+    error: Exception, message: str
+) -> None:
+    with pytest.raises(RedisUnavailable, match=f"^{message}$"):
         async with deadline(60):
             raise error
 
@@ -279,7 +283,7 @@ async def test_a_deadline_leaves_other_errors_alone() -> None:
             raise ValueError("not Redis's")
 
 
-async def test_of_two_deadlines_the_earlier_one_ends_what_is_inside() -> None:
+async def test_of_two_nested_deadlines_the_earlier_one_applies() -> None:
     with pytest.raises(RedisUnavailable, match=r"^no answer within 20 ms$"):
         async with deadline(60), deadline(0.02):
             await asyncio.sleep(60)
@@ -288,14 +292,14 @@ async def test_of_two_deadlines_the_earlier_one_ends_what_is_inside() -> None:
             await asyncio.sleep(60)
 
 
-async def test_a_deadline_that_has_passed_ends_what_waits() -> None:
+async def test_a_deadline_that_has_already_passed_ends_a_wait_at_once() -> None:
     began = asyncio.get_running_loop().time() - 2
     with pytest.raises(RedisUnavailable, match=r"^no answer within 1000 ms$"):
         async with deadline(1, since=began):
             await asyncio.sleep(60)
 
 
-async def test_what_is_cancelled_before_its_deadline_is_cancelled() -> None:
+async def test_a_cancellation_before_the_deadline_remains_a_cancellation() -> None:
     async def wait() -> None:
         async with deadline(60):
             await asyncio.sleep(60)

@@ -52,7 +52,7 @@ def test_includes_are_pasted_into_a_script() -> None:
     assert text.startswith("-- lease_renew: ")
 
 
-def test_a_call_s_keys_are_those_of_the_header_in_its_order() -> None:
+def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order() -> None:
     one = call("apply", KEYS.of_shard(3), 7, "nonce", 1, "", parse=bool)
     assert one.keys == (
         "kvroute:1:{test#3}:shard",
@@ -75,14 +75,14 @@ async def test_replies_come_in_the_order_of_the_calls(redis: Client) -> None:
     assert await runner.run([]) == []
 
 
-async def test_redis_forgetting_its_scripts_goes_unnoticed(redis: Client) -> None:
+async def test_calls_succeed_after_redis_has_lost_its_scripts(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE, RESERVE, LOADS, RELEASE])
     await redis.script_flush()
     assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 0
 
 
-async def test_where_redis_lacks_some_scripts_every_call_still_runs_once(redis: Client) -> None:
+async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE])
     await redis.script_flush()
@@ -104,7 +104,7 @@ async def test_an_error_reply_means_that_redis_is_unavailable(redis: Client) -> 
         await runner.one(LOADS)
 
 
-async def test_a_redis_that_is_full_says_so_and_writes_nothing(redis_client: Client) -> None:
+async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(redis_client: Client) -> None:
     runner, shard, inc = ScriptRunner(redis_client, timeout_s=5), KEYS.of_shard(0), Incarnation(1)
     await runner.run([REGISTER, index.open_shard(shard, inc, "nonce", 4), ACTIVATE])
     store = index.apply(shard, inc, "nonce", 1, [Change(BLOCK, Tier.DEVICE, BLOCK)])
@@ -121,7 +121,7 @@ async def test_a_redis_that_is_full_says_so_and_writes_nothing(redis_client: Cli
         await redis_client.config_set("maxmemory", "0")
 
 
-async def test_a_call_without_an_answer_leaves_those_of_the_others(redis: Client) -> None:
+async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE])
     await redis.set(KEYS["metrics"], "no script touches this")
@@ -129,12 +129,12 @@ async def test_a_call_without_an_answer_leaves_those_of_the_others(redis: Client
     seen, lost, seen_too = await runner.run_each([LOADS, RELEASE, LOADS])
     assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
     assert isinstance(lost, RedisUnavailable)
-    # Up to 6.2 with where in the script.
+    # Up to 6.2, Redis puts the place in the script first.
     assert re.match("release: .*WRONGTYPE", str(lost))
 
 
 @pytest.mark.parametrize("kind", kinds_here())
-async def test_what_a_replica_refuses_to_write_is_sent_again_once_it_is_master(kind: str) -> None:
+async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: str) -> None:
     class Promoting(ScriptRunner):
         promote = False
 
@@ -158,13 +158,13 @@ async def test_what_a_replica_refuses_to_write_is_sent_again_once_it_is_master(k
             assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 1
 
 
-def test_only_scripts_that_read_may_be_sent_to_replicas(redis: Client) -> None:
+def test_only_scripts_that_do_not_write_may_be_sent_to_replicas(redis: Client) -> None:
     ScriptRunner(redis, timeout_s=5, on_replicas=["match", "loads"])
     with pytest.raises(AssertionError, match="reserve writes"):
         ScriptRunner(redis, timeout_s=5, on_replicas=["match", "reserve"])
 
 
-async def test_where_there_is_no_replica_the_master_is_read(redis: Client) -> None:
+async def test_without_a_replica_the_master_is_read(redis: Client) -> None:
     runner = ScriptRunner(redis, timeout_s=5, on_replicas=["loads"])
     await runner.run([REGISTER, ACTIVATE])
     assert (await runner.one(LOADS)).loads.keys() == {Incarnation(1)}
@@ -179,7 +179,7 @@ async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
         pytest.raises(RedisUnavailable, match="no answer within 100 ms"),
     ):
         await ScriptRunner(own_redis, timeout_s=0.1).run([LOADS, LOADS])
-    # The late answers must not be taken for those to a later call.
+    # The late answers must not be taken for answers to a later call.
     runner = ScriptRunner(own_redis, timeout_s=5)
     assert await runner.run([RESERVE, RELEASE]) == [[None], True]
 

@@ -15,7 +15,7 @@ from app.core.errors import KvrouteError
 from app.core.serving import listen, serve
 
 
-async def test_an_application_whose_tasks_fail_is_served_no_longer(
+async def test_serving_ends_when_a_task_of_the_application_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     @asynccontextmanager
@@ -35,7 +35,7 @@ async def test_an_application_whose_tasks_fail_is_served_no_longer(
     assert "nobody foresaw this" in caplog.text
 
 
-async def test_who_stops_leaves_the_rotation_while_still_accepting_requests() -> None:
+async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
     seen: list[int] = []
     app = FastAPI()
 
@@ -57,7 +57,7 @@ async def test_who_stops_leaves_the_rotation_while_still_accepting_requests() ->
     assert seen == [200]
 
 
-async def test_responses_that_take_too_long_are_told_to_end_and_still_answered(
+async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(serving, "SHUTDOWN_S", 0.1)

@@ -15,25 +15,30 @@ Ask = Callable[[], Awaitable[str]]
 PATIENCE_S = 0.01
 
 
-class Asked:
-    """People to ask. begun: in which order they were; cancelled: who was still thinking."""
+class Nodes:
+    """Nodes to ask. asked: in which order they were; cancelled: those that had yet to answer."""
 
     def __init__(self) -> None:
-        self.begun: list[str] = []
+        self.asked: list[str] = []
         self.cancelled: list[str] = []
 
-    def who_says(self, name: str, fails: bool = False) -> Ask:
+    def answering(self, name: str) -> Ask:
         async def ask() -> str:
-            self.begun.append(name)
-            if fails:
-                raise ConnectionError(f"{name} is gone")
+            self.asked.append(name)
             return name
 
         return ask
 
-    def who_hangs(self, name: str) -> Ask:
+    def failing(self, name: str) -> Ask:
         async def ask() -> str:
-            self.begun.append(name)
+            self.asked.append(name)
+            raise ConnectionError(f"{name} is gone")
+
+        return ask
+
+    def hanging(self, name: str) -> Ask:
+        async def ask() -> str:
+            self.asked.append(name)
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -44,59 +49,57 @@ class Asked:
         return ask
 
 
-async def test_only_one_is_asked_if_it_answers() -> None:
-    asked = Asked()
-    assert await first_answer([asked.who_says("a"), asked.who_says("b")], PATIENCE_S) == "a"
-    assert asked.begun == ["a"]
+async def test_only_the_first_node_is_asked_if_it_answers() -> None:
+    nodes = Nodes()
+    assert await first_answer([nodes.answering("a"), nodes.answering("b")], PATIENCE_S) == "a"
+    assert nodes.asked == ["a"]
 
 
-async def test_the_next_is_asked_when_one_fails_or_hangs() -> None:
-    asked = Asked()
-    asks = [asked.who_says("a", fails=True), asked.who_hangs("b"), asked.who_says("c")]
+async def test_the_next_node_is_asked_when_one_fails_or_hangs() -> None:
+    nodes = Nodes()
+    asks = [nodes.failing("a"), nodes.hanging("b"), nodes.answering("c")]
     assert await first_answer(asks, PATIENCE_S) == "c"
-    assert asked.begun == ["a", "b", "c"]
-    assert asked.cancelled == ["b"]
+    assert nodes.asked == ["a", "b", "c"]
+    assert nodes.cancelled == ["b"]
 
 
-async def test_where_all_fail_the_last_failure_is_told() -> None:
-    asked = Asked()
+async def test_if_all_nodes_fail_the_last_failure_is_raised() -> None:
+    nodes = Nodes()
     with pytest.raises(ConnectionError, match="b is gone"):
-        await first_answer(
-            [asked.who_says("a", fails=True), asked.who_says("b", fails=True)], PATIENCE_S
-        )
+        await first_answer([nodes.failing("a"), nodes.failing("b")], PATIENCE_S)
 
 
-async def test_who_hangs_is_let_go_of_at_the_deadline() -> None:
-    asked = Asked()
+async def test_questions_to_hanging_nodes_are_cancelled_at_the_deadline() -> None:
+    nodes = Nodes()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(5 * PATIENCE_S):
-            await first_answer([asked.who_hangs("a"), asked.who_hangs("b")], PATIENCE_S)
-    assert sorted(asked.cancelled) == ["a", "b"]
+            await first_answer([nodes.hanging("a"), nodes.hanging("b")], PATIENCE_S)
+    assert sorted(nodes.cancelled) == ["a", "b"]
 
 
-async def test_all_that_answer_soon_are_heard() -> None:
-    asked = Asked()
-    asks = [asked.who_hangs("a"), asked.who_says("b"), asked.who_says("c", fails=True)]
-    assert sorted(await answers([*asks, asked.who_says("d")], PATIENCE_S)) == ["b", "d"]
-    assert asked.cancelled == ["a"]
+async def test_the_answers_of_all_nodes_that_answer_soon_are_returned() -> None:
+    nodes = Nodes()
+    asks = [nodes.hanging("a"), nodes.answering("b"), nodes.failing("c")]
+    assert sorted(await answers([*asks, nodes.answering("d")], PATIENCE_S)) == ["b", "d"]
+    assert nodes.cancelled == ["a"]
 
 
-async def test_where_nobody_answers_soon_the_first_is_waited_for() -> None:
-    asked, thought = Asked(), asyncio.Event()
+async def test_if_no_node_answers_soon_the_first_answer_is_waited_for() -> None:
+    nodes, go_on = Nodes(), asyncio.Event()
 
-    async def who_thinks() -> str:
-        await thought.wait()
+    async def slow() -> str:
+        await go_on.wait()
         return "b"
 
-    asking = asyncio.ensure_future(answers([asked.who_hangs("a"), who_thinks], PATIENCE_S))
+    asking = asyncio.ensure_future(answers([nodes.hanging("a"), slow], PATIENCE_S))
     assert await asyncio.wait([asking], timeout=5 * PATIENCE_S) == (set(), {asking})
-    thought.set()
+    go_on.set()
     assert await asking == ["b"]
     with pytest.raises(ConnectionError, match="c is gone"):
-        await answers([asked.who_says("c", fails=True)], PATIENCE_S)
+        await answers([nodes.failing("c")], PATIENCE_S)
 
 
-async def test_an_exchange_has_a_reply_for_each_command_errors_among_them(redis: Redis) -> None:
+async def test_an_exchange_returns_a_reply_per_command_with_errors_as_values(redis: Redis) -> None:
     await redis.set("a", "1")
     commands = [("GET", "a"), ("HGET", "a", "b"), ("GET", "c")]
     one, error, none = await exchange(Node(redis), commands)
@@ -104,14 +107,14 @@ async def test_an_exchange_has_a_reply_for_each_command_errors_among_them(redis:
     assert "WRONGTYPE" in str(error)
 
 
-async def test_what_had_no_connection_was_not_sent() -> None:
+async def test_commands_that_got_no_connection_are_reported_as_not_sent() -> None:
     async with connect(f"redis://127.0.0.1:{free_port()}/0") as nowhere:
         replies = await exchange(Node(nowhere), [("GET", "a"), ("GET", "b")])
     assert [type(reply) for reply in replies] == [NotSent, NotSent]
     assert str(replies[0]).startswith("ConnectionError: ")
 
 
-async def test_who_finds_no_free_connection_waits_for_one(one_redis_server: EmbeddedRedis) -> None:
+async def test_an_exchange_waits_for_a_free_connection(one_redis_server: EmbeddedRedis) -> None:
     async with connect(one_redis_server.url, max_connections=2) as redis:
         ask = [exchange(Node(redis), [("CLIENT ID",)]) for _ in range(20)]
         replies = [reply for [reply] in await asyncio.gather(*ask)]
@@ -119,7 +122,7 @@ async def test_who_finds_no_free_connection_waits_for_one(one_redis_server: Embe
     assert all(isinstance(reply, int) for reply in replies)
 
 
-async def test_connections_are_given_to_those_who_wait_in_their_order(
+async def test_connections_are_handed_out_in_the_order_in_which_callers_ask(
     one_redis_server: EmbeddedRedis,
 ) -> None:
     turns: list[str] = []
@@ -134,7 +137,7 @@ async def test_connections_are_given_to_those_who_wait_in_their_order(
     assert "".join(turns) == "abc" * 5
 
 
-async def test_who_waits_too_long_for_a_connection_gets_none(
+async def test_an_exchange_that_waits_too_long_for_a_connection_is_not_sent(
     one_redis_server: EmbeddedRedis,
 ) -> None:
     async with connect(one_redis_server.url, max_connections=1, timeout_s=0.02) as redis:
@@ -146,20 +149,22 @@ async def test_who_waits_too_long_for_a_connection_gets_none(
         assert await exchange(Node(redis), [("PING",)]) == [b"PONG"]
 
 
-async def test_what_cannot_be_sent_takes_no_connection(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_command_that_cannot_be_encoded_takes_no_connection(
+    one_redis_server: EmbeddedRedis,
+) -> None:
     async with connect(one_redis_server.url, max_connections=1, timeout_s=0.5) as redis:
         with pytest.raises(TypeError):
             await exchange(Node(redis), [("GET", object())])
         assert await exchange(Node(redis), [("PING",)]) == [b"PONG"]
 
 
-async def test_a_connection_that_fails_is_not_in_use_for_ever() -> None:
+async def test_connections_that_fail_do_not_use_up_the_pool() -> None:
     async with connect(f"redis://127.0.0.1:{free_port()}/0", max_connections=2) as nowhere:
         failures = [str(*await exchange(Node(nowhere), [("PING",)])) for _ in range(4)]
     assert len(set(failures)) == 1, failures
 
 
-async def test_what_was_sent_may_have_run_when_the_connection_ends(
+async def test_a_connection_that_fails_after_sending_raises_since_commands_may_have_run(
     own_redis_server: EmbeddedRedis,
 ) -> None:
     async with connect(own_redis_server.url) as redis:
@@ -167,7 +172,7 @@ async def test_what_was_sent_may_have_run_when_the_connection_ends(
             await exchange(Node(redis), [("SET", "a", "1"), ("SHUTDOWN", "NOSAVE"), ("GET", "a")])
 
 
-async def test_a_cluster_s_client_closes_what_is_asked_for_while_it_closes() -> None:
+async def test_a_closing_cluster_client_also_closes_clients_created_meanwhile() -> None:
     redis = connect("redis+cluster://127.0.0.1:1,127.0.0.1:2", timeout_s=1.0)
     closed: list[Redis] = []
 
@@ -175,7 +180,7 @@ async def test_a_cluster_s_client_closes_what_is_asked_for_while_it_closes() -> 
         async def aclose() -> None:
             closed.append(node.client)
             if len(closed) == 1:
-                for _ in range(100):  # any node is picked at random
+                for _ in range(100):  # each call picks a node at random
                     watched(redis.node_of("key"))
 
         node.client.aclose = aclose  # type: ignore[method-assign, assignment]
