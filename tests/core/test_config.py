@@ -63,7 +63,7 @@ def test_a_flag_beats_a_variable_beats_the_default() -> None:
         WorkerSettings(worker_id="w-1", kv_pool_tokens=4096, speedup=2.5, namespace="m/x"),
     ],
 )
-def test_settings_survive_the_way_over_a_command_line(
+def test_settings_survive_a_round_trip_through_command_line_flags(
     settings: RouterSettings | WorkerSettings,
 ) -> None:
     assert run(type(settings), *flags(settings))[0] == settings
@@ -106,7 +106,7 @@ def test_every_field_has_a_default_a_help_text_and_a_variable_of_its_own(cls: ty
         ("--session-affinity", "KVROUTE_SESSION_AFFINITY", "1.5"),
     ],
 )
-def test_a_bad_value_stops_the_start_and_is_named_with_where_it_came_from(
+def test_a_bad_value_prevents_the_start_and_is_named_with_its_source(
     flag: str, name: str, value: str
 ) -> None:
     for settings, result in (
@@ -120,7 +120,7 @@ def test_a_bad_value_stops_the_start_and_is_named_with_where_it_came_from(
     assert name in result.output
 
 
-def test_weights_are_read_from_names_and_numbers() -> None:
+def test_tenant_weights_are_parsed_from_names_and_numbers() -> None:
     assert parse_weights("") == {}
     assert parse_weights("a=4,b=0.5,c=d=2") == {"a": 4.0, "b": 0.5, "c=d": 2.0}
 
@@ -129,12 +129,12 @@ def test_weights_are_read_from_names_and_numbers() -> None:
     "text",
     ["a", "a=", "a=heavy", "a=4,a=heavy", "=1", "a=1001", "a=4, b=1", f"{'a' * 65}=1", "ä=1"],
 )
-def test_what_is_no_weight_is_refused_with_what_is_wanted(text: str) -> None:
+def test_bad_tenant_weights_are_refused_with_the_expected_format(text: str) -> None:
     with pytest.raises(ValueError, match="needs a name and a weight from"):
         parse_weights(text)
 
 
-def test_the_threshold_of_waiting_counts_only_where_requests_wait() -> None:
+def test_wait_above_s_applies_only_if_requests_may_wait() -> None:
     assert RouterSettings(wait_above_s=2.0).max_queue_s == math.inf
     assert RouterSettings(wait_queue=1).max_queue_s == math.inf
     assert RouterSettings(wait_queue=1, wait_above_s=2.0).max_queue_s == 2.0
@@ -147,7 +147,7 @@ def test_a_field_may_be_left_out_of_the_options() -> None:
     assert run(RouterSettings, env={"KVROUTE_PORT": "9000"}, without=("port",))[0].port == 8080
 
 
-def test_a_worker_takes_its_name_and_address_from_the_host_unless_told(
+def test_a_workers_id_and_address_default_to_those_of_its_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
@@ -165,7 +165,7 @@ def test_a_worker_takes_its_name_and_address_from_the_host_unless_told(
 @pytest.mark.parametrize(
     "url", ["http://w1", "https://w1.example:8443/engines/1", "http://[::1]:9001", ""]
 )
-def test_the_address_of_a_worker_is_a_url_that_a_path_can_be_added_to(url: str) -> None:
+def test_a_base_url_is_accepted_as_a_workers_address(url: str) -> None:
     assert run(WorkerSettings, f"--address={url}")[0].address == url
 
 
@@ -185,7 +185,7 @@ def test_the_address_of_a_worker_is_a_url_that_a_path_can_be_added_to(url: str) 
         "http://w1#1",
     ],
 )
-def test_what_is_no_url_of_a_host_is_no_address(text: str) -> None:
+def test_an_address_that_is_not_the_base_url_of_a_host_is_refused(text: str) -> None:
     settings, result = run(WorkerSettings, f"--address={text}")
     assert settings is None
     assert f"{text!r} is not the http:// or https:// base URL of a host" in result.output

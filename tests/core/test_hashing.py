@@ -54,7 +54,7 @@ def test_a_chain_can_be_continued_one_block_at_a_time():
     assert next_sequence_hash(sequence[1], local[2]) == sequence[2]
 
 
-def test_prompts_of_many_lengths_leave_nothing_behind():
+def test_hashing_prompts_of_many_lengths_retains_no_memory():
     tracemalloc.start()
     try:
         for length in range(20_000, 20_010):
@@ -88,6 +88,6 @@ def test_multimodal_items_are_appended_to_their_block_in_sorted_order():
         (np.array([2**32]), r"\[0, 2\^32\)"),
     ],
 )
-def test_a_token_that_is_no_u32_is_refused(tokens, message):
+def test_a_token_that_is_not_a_u32_is_refused(tokens, message):
     with pytest.raises(InvalidRequest, match=message):
         compute_hashes(tokens, 4)

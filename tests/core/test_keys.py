@@ -18,7 +18,7 @@ def test_members_of_a_family_share_its_prefix() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "0", "Qwen/Qwen3-0.6B", "a" * 128, "x_1.b-2"])
-def test_names_of_models_are_namespaces(name: str) -> None:
+def test_a_model_name_is_a_valid_namespace(name: str) -> None:
     assert Keyspace(name).namespace == name
 
 
@@ -44,14 +44,16 @@ def test_a_name_that_cannot_be_a_hash_tag_is_refused(name: str) -> None:
         ("kvroute:1:{a/b}", None),
     ],
 )
-def test_a_key_is_read_as_it_is_spelt(key: str, parsed: tuple[int | None, str] | None) -> None:
+def test_a_key_is_parsed_into_its_shard_and_name(
+    key: str, parsed: tuple[int | None, str] | None
+) -> None:
     assert Keyspace("a/b").parse(key.encode()) == parsed
     if parsed:
         shard, name = parsed
         assert Keyspace("a/b", shard)[name] == key
 
 
-async def test_a_scan_finds_the_keys_of_a_namespace_and_of_all_its_shards(redis: Redis) -> None:
+async def test_a_scan_finds_only_the_keys_of_a_namespace_and_its_shards(redis: Redis) -> None:
     keyspace = Keyspace("a.b/c_d-e")
     own = {keyspace["leases"], keyspace.of_shard(0)["shard"], keyspace.of_shard(17)["blocks:f4"]}
     others = {Keyspace("a.b/c_d-e2")["leases"], Keyspace("axb/c_d-e")["leases"]}

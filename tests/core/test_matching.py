@@ -20,55 +20,56 @@ ONE, TWO, ELEVEN = Incarnation(1), Incarnation(2), Incarnation(11)
 CHAIN = [SequenceHash(n) for n in range(8192)]
 
 
-def test_a_short_chain_is_looked_at_whole() -> None:
+def test_a_short_chain_is_sampled_whole() -> None:
     assert list(_sample(0, [])) == []
     assert list(_sample(3, [1])) == [0, 1, 2]
     assert list(_sample(WHOLE_CHAIN, [])) == list(range(512))
 
 
-def test_of_a_long_chain_the_first_blocks_of_some_groups_are_looked_at() -> None:
+def test_a_long_chain_is_sampled_at_the_first_blocks_of_some_groups() -> None:
     # The step is about the root of half the length, in whole groups of 16. The last block comes
-    # behind the first one of its group.
+    # after the first one of its group.
     assert _sample(513, []) == list(range(0, 513, 16))
     assert _sample(515, []) == [*range(0, 513, 16), 514]
     assert _sample(2048, []) == [*range(0, 2032, 32), 2032, 2047]
     assert _sample(8192, []) == [*range(0, 8176, 64), 8176, 8191]
 
 
-def test_where_owners_are_guessed_to_change_both_sides_are_looked_at() -> None:
-    # And the first one of the group that each is in.
+def test_both_sides_of_a_guessed_boundary_are_sampled() -> None:
+    # With the first block of the group that each is in.
     assert _sample(2048, [112]) == sorted({*_sample(2048, []), 111, 112})
     assert _sample(2048, [117]) == sorted({*_sample(2048, []), 112, 116, 117})
     assert _sample(2048, [1, 2047]) == sorted({*_sample(2048, []), 1, 2046})
 
 
-def test_the_script_is_told_what_follows_its_group_and_where_to_look_first() -> None:
-    def told(length: int, guesses: list[int]) -> tuple[bytes | int, ...]:
+def test_the_script_gets_which_samples_continue_a_group_and_which_to_look_at_first() -> None:
+    def grouping_of(length: int, guesses: list[int]) -> tuple[bytes | int, ...]:
         _, *grouping, _, _ = _coarse(CHAIN[:length], _sample(length, guesses), guesses)
         return tuple(grouping)
 
-    assert told(512, []) == (16, b"", b"")
-    assert told(512, [5, 64]) == (16, b"", b"6 5 65 64")
-    # The first sample is the first block of a group, and so on, up to the last.
-    assert told(513, []) == (1, b"", b"")
-    assert told(515, []) == (1, b"34", b"")
-    # ... 0, 16, 31, 32, 48, 52, 53, 64, ...
-    assert told(515, [32, 53]) == (1, b"3 6 7 37", b"4 3 7 6")
+    assert grouping_of(512, []) == (16, b"", b"")
+    assert grouping_of(512, [5, 64]) == (16, b"", b"6 5 65 64")
+    # Every sample is the first block of its group, even the last one...
+    assert grouping_of(513, []) == (1, b"", b"")
+    # ...but here the 34th sample, the last, follows the first block of its group.
+    assert grouping_of(515, []) == (1, b"34", b"")
+    # The samples are 0, 16, 31, 32, 48, 52, 53, 64, ...
+    assert grouping_of(515, [32, 53]) == (1, b"3 6 7 37", b"4 3 7 6")
 
 
-def test_where_owners_changed_is_guessed_of_chains_that_begin_alike() -> None:
+def test_a_boundary_is_guessed_for_chains_with_the_same_prefix() -> None:
     boundaries = Boundaries()
     boundaries.learn(CHAIN, [Run(0, 70, b"1d2d"), Run(70, 3000, b"1d")])
     assert boundaries.recall(CHAIN) == [70, 3000]
     assert boundaries.recall(CHAIN[:3000]) == [70]
     assert boundaries.recall(CHAIN[:3001]) == [70, 3000]
-    # The block whose prefix counts is that of the power of two before the change.
+    # What must match is the prefix of 64 blocks: the largest power of two up to the change.
     parted = [SequenceHash(n + 10_000) for n in range(8192)]
     assert boundaries.recall([*CHAIN[:64], *parted[64:]]) == [70]
     assert boundaries.recall([*CHAIN[:63], *parted[63:]]) == []
 
 
-def test_of_each_doubling_of_the_length_the_last_change_seen_is_guessed() -> None:
+def test_for_each_doubling_of_the_length_only_the_last_boundary_seen_is_guessed() -> None:
     boundaries = Boundaries()
     boundaries.learn(CHAIN, [Run(0, 1, b"1d2d3d"), Run(1, 64, b"1d2d"), Run(64, 100, b"1d")])
     assert boundaries.recall(CHAIN) == [1, 100]
@@ -76,7 +77,7 @@ def test_of_each_doubling_of_the_length_the_last_change_seen_is_guessed() -> Non
     assert boundaries.recall(CHAIN) == [1, 80]
 
 
-def test_the_end_of_a_stretch_that_was_looked_at_apart_is_no_change() -> None:
+def test_adjoining_runs_with_the_same_owners_are_no_boundary() -> None:
     boundaries = Boundaries()
     boundaries.learn(CHAIN, [Run(0, 33, b"1d"), Run(33, 40, b"1d"), Run(40, 8192, b"1h")])
     assert boundaries.recall(CHAIN) == [40]
@@ -84,7 +85,7 @@ def test_the_end_of_a_stretch_that_was_looked_at_apart_is_no_change() -> None:
     assert boundaries.recall([]) == []
 
 
-def test_so_many_changes_are_kept_those_seen_last() -> None:
+def test_only_the_max_boundaries_seen_last_are_kept() -> None:
     boundaries = Boundaries()
     other, parting = CHAIN[:2], [SequenceHash(10_000), SequenceHash(10_001)]
     boundaries.learn(other, [Run(0, 1, b"1d")])
@@ -123,14 +124,14 @@ def test_owners_that_end_between_samples_leave_a_gap_as_well() -> None:
     ]
 
 
-def test_of_a_gap_only_what_the_samples_do_not_cover_is_added() -> None:
+def test_only_the_part_of_a_gap_that_the_samples_do_not_cover_is_added() -> None:
     gap = Gap(10, 20, b"1d2d", b"1d")
     runs = [Run(10, 13, b"1d2d"), Run(13, 21, b"1d")]
     assert _between(gap, runs) == [Run(11, 13, b"1d2d"), Run(13, 20, b"1d")]
     assert _between(gap, [Run(10, 11, b"1d2d"), Run(11, 21, b"1d")]) == [Run(11, 20, b"1d")]
 
 
-def test_samples_side_by_side_leave_no_gap() -> None:
+def test_adjacent_samples_leave_no_gap() -> None:
     assert _gaps([Run(0, 2, b"1d2d"), Run(2, 3, b"1d")], range(4)) == []
     assert _gaps([Run(0, 4, b"1d")], range(4)) == []
     assert _gaps([], [0, 10]) == []
@@ -146,12 +147,12 @@ def test_overlap_adds_up_the_runs_that_an_incarnation_is_in() -> None:
 
 
 def test_a_gap_ends_the_overlap() -> None:
-    """Owners may change between the two round trips: what is behind a hole does not count."""
+    """Owners may change between the two round trips: blocks after a gap do not count."""
     runs = [Run(0, 3, b"1d2d"), Run(3, 5, b"1d"), Run(5, 9, b"1d2d"), Run(12, 14, b"1d")]
     assert _overlaps(runs) == {ONE: TierOverlap(device=9), TWO: TierOverlap(device=3)}
 
 
-def test_one_who_does_not_hold_the_first_block_has_no_overlap() -> None:
+def test_an_incarnation_without_the_first_block_has_no_overlap() -> None:
     assert _overlaps([Run(2, 4, b"1d")]) == {}
 
 
@@ -163,7 +164,7 @@ def test_owners_are_read_as_incarnation_and_tier() -> None:
     )
 
 
-def test_what_is_no_owner_counts_for_nothing() -> None:
+def test_malformed_owners_are_ignored() -> None:
     assert parse_owners(b"1d" + b"7" * 5_000 + b"d2h" + b"x3") == (
         (ONE, Tier.DEVICE),
         (TWO, Tier.HOST),

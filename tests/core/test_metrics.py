@@ -34,18 +34,18 @@ READINGS = GpuReadings(
 )
 
 
-def test_metrics_are_read_as_they_are_written() -> None:
+def test_metrics_are_read_as_they_were_written() -> None:
     assert decode(encode(METRICS, SPEED, READINGS)) == (METRICS, SPEED, READINGS)
 
 
-def test_only_what_a_gpu_told_is_written() -> None:
+def test_only_readings_that_a_gpu_has_are_written() -> None:
     entry = encode(METRICS, SPEED, GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0))
-    told = entry.items() - encode(METRICS, SPEED).items()
-    assert told == {("gpu_memory_used_bytes", "60129542145"), ("gpu_power_w", "0")}
+    readings = entry.items() - encode(METRICS, SPEED).items()
+    assert readings == {("gpu_memory_used_bytes", "60129542145"), ("gpu_power_w", "0")}
     assert decode(entry)[2] == GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
 
 
-def test_every_field_is_short_text_under_its_own_name() -> None:
+def test_every_field_is_written_as_short_text_under_its_own_name() -> None:
     entry = encode(METRICS, SPEED)
     assert len(entry) == 15
     assert entry["kv_total_blocks"] == "25000"
@@ -72,7 +72,7 @@ def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> No
 
 @pytest.mark.parametrize("field", ["kv_active_blocks", "prefill_s_per_token", "gpu_power_w"])
 @pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e308"])
-def test_a_number_that_nothing_measures_is_refused(field: str, text: str) -> None:
+def test_a_number_that_no_measurement_gives_is_refused(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is {text}"):
         decode({field: text})
 
@@ -80,6 +80,6 @@ def test_a_number_that_nothing_measures_is_refused(field: str, text: str) -> Non
 @pytest.mark.parametrize(
     "field", ["kv_active_blocks", "mean_output_tokens", "gpu_memory_used_bytes"]
 )
-def test_a_field_that_is_no_number_is_refused(field: str) -> None:
+def test_a_field_that_is_not_a_number_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match="many"):
         decode({field: "many"})

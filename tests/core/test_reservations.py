@@ -27,7 +27,7 @@ BUSY = Load(
         (-30, 0.090),  # ...and one that began in our future has not drained
     ],
 )
-def test_the_head_drains_with_time_and_what_waits_behind_it_does_not(
+def test_the_head_of_the_prefill_queue_drains_with_time_and_the_rest_does_not(
     after_ms: int, queue_s: float
 ) -> None:
     assert BUSY.queue_s(1_000_000 + after_ms) == pytest.approx(queue_s)

@@ -26,7 +26,7 @@ async def names(redis: Redis) -> set[str]:
     return {key.decode() for key in await redis.keys()}
 
 
-async def test_what_belongs_to_something_stays(space: Namespace) -> None:
+async def test_keys_in_use_and_keys_of_others_stay(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=6)
     await space.hold(inc, [A, B])
     await space.reserve(inc, "r1")
@@ -37,11 +37,11 @@ async def test_what_belongs_to_something_stays(space: Namespace) -> None:
     assert await names(space.redis) == before
 
 
-async def test_what_belongs_to_nothing_goes(space: Namespace) -> None:
+async def test_members_of_families_that_belong_to_nothing_are_removed(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=6)
     await space.hold(inc, [A])
     await space.reserve(inc, "r1")
-    # Of no family, whatever they are called.
+    # Members of no family, though named like one.
     await space.redis.set(space.shard["blocks"], "x")
     await space.redis.set(space.keys["requests"], "x")
     before = await names(space.redis)
@@ -59,23 +59,23 @@ async def test_what_belongs_to_nothing_goes(space: Namespace) -> None:
     assert await names(space.redis) == before
 
 
-async def test_steps_are_bounded_and_go_round(
+async def test_steps_are_bounded_and_start_over_at_the_end(
     space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strays, "SCAN_KEYS", 10)
     await space.worker("a")
-    looking = strays_of(space)
+    steps = strays_of(space)
     for _ in range(2):
         junk = [space.keys[f"requests:{n}"] for n in range(100, 200)]
         await space.redis.mset(dict.fromkeys(junk, "x"))
-        await looking.drop_some(shards=1)
+        await steps.drop_some(shards=1)
         assert await space.redis.exists(*junk) > 70
         for _ in range(30):
-            await looking.drop_some(shards=1)
+            await steps.drop_some(shards=1)
         assert await space.redis.exists(*junk) == 0
 
 
-async def test_without_redis_it_says_so() -> None:
+async def test_without_redis_a_step_raises_redis_unavailable() -> None:
     async with connect("redis://127.0.0.1:1/0") as nowhere:
         runner = ScriptRunner(nowhere, timeout_s=1)
         with pytest.raises(RedisUnavailable):

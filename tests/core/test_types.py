@@ -13,14 +13,14 @@ def test_a_worker_key_is_written_with_its_rank() -> None:
 @pytest.mark.parametrize(
     "key", [WorkerKey("a"), WorkerKey("node.1_x-2", 12), WorkerKey("7", 65535)]
 )
-def test_a_worker_key_is_read_as_it_is_written(key: WorkerKey) -> None:
+def test_a_worker_key_is_read_as_it_was_written(key: WorkerKey) -> None:
     assert WorkerKey.parse(str(key)) == key
 
 
 @pytest.mark.parametrize(
     "text", ["", "a", "a:", ":0", "a:b", "a:-1", "a b:0", "a:0:0x", "a:123456", "-a:0", "a:0\n"]
 )
-def test_what_is_no_worker_key_is_refused_with_its_text(text: str) -> None:
+def test_text_that_is_not_a_worker_key_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(ValueError, match="not a worker key") as refusal:
         WorkerKey.parse(text)
     assert repr(text) in str(refusal.value)
@@ -31,6 +31,6 @@ def test_an_overlap_totals_its_tiers() -> None:
     assert TierOverlap().total == 0
 
 
-def test_a_slower_tier_is_the_larger_one() -> None:
+def test_a_slower_tier_compares_as_larger() -> None:
     assert max(Tier.DEVICE, Tier.HOST) is Tier.HOST
     assert max(Tier.HOST, Tier.DISK) is Tier.DISK
