@@ -63,7 +63,7 @@ class FakeWorkers:
     async def register(
         self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100_000
     ) -> Incarnation:
-        """Register `name` anew at http://<worker_id>-<dp_rank>:80, leased for a minute."""
+        """A new incarnation of `name` at http://<worker_id>-<dp_rank>:80, leased for a minute."""
         key = _key(name)
         info = WorkerInfo(
             key,
