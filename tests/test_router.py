@@ -30,7 +30,7 @@ from app.telemetry import Telemetry
 from tests.eventually import eventually
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 
-# Two full blocks of four, and a third begun.
+# Two full blocks of four tokens, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 TIMEOUT_S = 5.0
 HOUSEKEEPING = {"expire", "sweep", "absent", "drop_buckets", "drop_requests", "record"}
@@ -41,9 +41,9 @@ Hook = Callable[[], Awaitable[object]]
 class ScriptedRunner(ScriptRunner):
     """Records the round trips of decisions, and lets a test act between them.
 
-    round_trips: the scripts of each, in order. num_wishes: reservations that were asked for.
-    after_look_up, before_reserve: awaited each time. answer_is_lost: Redis reserves, but does not
-    say so in time.
+    round_trips: the scripts of each, in order. num_wishes: reservations that it asked for.
+    after_look_up, before_reserve: awaited each time. answer_is_lost: Redis reserves, but its
+    answer does not arrive in time.
     """
 
     def __init__(self, redis: Client) -> None:
@@ -71,7 +71,7 @@ class ScriptedRunner(ScriptRunner):
 
 
 class Replica(Router):
-    """A router on a connection pool of its own, with its runner in reach."""
+    """A router on a connection pool of its own, with its runner accessible."""
 
     def __init__(self, redis: Client, **settings: Any) -> None:
         chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
@@ -84,7 +84,7 @@ class Replica(Router):
         return self.telemetry.registry.get_sample_value(f"kvroute_{name}_total", labels) or 0.0
 
     def conflicts(self) -> dict[str, float]:
-        """By reason; without those that never happened."""
+        """The counts by reason, without zeros."""
         reasons = ("changed", "full", "lapsed")
         found = {r: self.counted("reserve_conflicts", reason=r) for r in reasons}
         return {reason: count for reason, count in found.items() if count}
@@ -92,7 +92,7 @@ class Replica(Router):
 
 @asynccontextmanager
 async def running(redis_url: str, **settings: Any) -> AsyncIterator[Replica]:
-    """A replica that decides."""
+    """A replica while it runs."""
     async with connect(redis_url) as redis, asyncio.TaskGroup() as tasks:
         replica = Replica(redis, **settings)
         task = tasks.create_task(replica.run())
@@ -118,7 +118,7 @@ async def route_all(replica: Router, *requests: RouteRequest) -> list[Decision |
 
 
 def placed(answers: Sequence[Decision | BaseException]) -> Counter[str]:
-    """Decisions by worker id, the others by the name of the error."""
+    """Counts decisions by worker id, and errors by name."""
     return Counter(
         a.worker.key.worker_id if isinstance(a, Decision) else type(a).__name__ for a in answers
     )
@@ -126,7 +126,7 @@ def placed(answers: Sequence[Decision | BaseException]) -> Counter[str]:
 
 @pytest.fixture
 async def workers(redis: Redis) -> FakeWorkers:
-    """A fleet, still without workers, on `one_redis_server`."""
+    """A fleet, without workers so far, on `one_redis_server`."""
     return FakeWorkers(redis)
 
 
@@ -136,7 +136,7 @@ async def router(one_redis_server: EmbeddedRedis) -> AsyncIterator[Replica]:
         yield replica
 
 
-async def test_a_worker_with_an_absurd_speed_costs_nobody_an_answer(
+async def test_a_worker_with_an_absurd_speed_makes_no_decision_fail(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers
 ) -> None:
     incarnation = await workers.register("w1")
@@ -166,7 +166,7 @@ class TestRoundTrips:
         assert router.runner.round_trips == [["loads", "match"], ["reserve"]]
         assert decision.tries == 1
 
-    async def test_a_long_prompt_that_begins_like_one_before_costs_two(
+    async def test_a_long_prompt_with_the_prefix_of_an_earlier_one_costs_two(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -185,7 +185,9 @@ class TestRoundTrips:
             *(look_up, ["reserve"]),
         ]
 
-    async def test_a_look_costs_one(self, router: Replica, workers: FakeWorkers) -> None:
+    async def test_a_decision_without_reservation_costs_one(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
         await workers.register("w1")
         await router.route(request("r0"))
         router.runner.round_trips.clear()
@@ -194,7 +196,7 @@ class TestRoundTrips:
 
     async def test_a_refusal_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
         await workers.register("w1", max_requests=1)
-        # The second loads the script into Redis.
+        # Refusing the second loads the script into Redis.
         assert placed(await route_all(router, request("r0"), request("r1"))) == {
             "w1": 1,
             "AllWorkersBusy": 1,
@@ -202,10 +204,10 @@ class TestRoundTrips:
         router.runner.round_trips.clear()
         with pytest.raises(AllWorkersBusy):
             await router.route(request("r2"))
-        # What it might have held itself, and be refused for.
+        # Releases what it may hold itself: that could be why it was refused.
         assert router.runner.round_trips == [["loads", "match"], ["release"]]
 
-    async def test_decisions_that_wait_together_share_them(
+    async def test_decisions_in_a_batch_share_them(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -217,11 +219,11 @@ class TestRoundTrips:
         assert MAX_BATCH == 64
         # Sixteen prompts are looked up by one call.
         assert router.runner.round_trips == [["loads", *["match"] * 4], ["reserve"]]
-        # As Redis counts: six runs of scripts, and what housekeeping adds.
+        # By Redis's own count: six script runs, plus those of housekeeping.
         stats = await workers.redis.info("commandstats")
         assert 6 <= stats["cmdstat_evalsha"]["calls"] < 17
 
-    async def test_one_more_than_a_batch_takes_another_two(
+    async def test_one_request_more_than_a_batch_takes_another_two(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -243,7 +245,7 @@ class TestOneReplica:
         assert placed(answers) == {"w1": 4, "w2": 4, "w3": 4}
         assert [(await workers.load(n)).requests for n in ("w1", "w2", "w3")] == [4, 4, 4]
 
-    async def test_what_a_prefill_will_take_is_reserved_whatever_the_policy(
+    async def test_predicted_prefill_time_is_reserved_whatever_the_policy(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         policies = ("latency", "least_loaded", "round_robin")
@@ -256,7 +258,7 @@ class TestOneReplica:
         assert len(prefill_us) == 1
         assert prefill_us.pop() > 0
 
-    async def test_it_is_never_in_conflict_with_itself(
+    async def test_a_replica_never_conflicts_with_itself(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=100)
@@ -269,7 +271,7 @@ class TestOneReplica:
         assert router.counted("decision_retries") == 0
         assert len(await workers.reserved()) == 150
 
-    async def test_a_batch_stops_exactly_where_the_fleet_is_full(
+    async def test_a_batch_stops_exactly_when_the_fleet_is_full(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=2)
@@ -278,13 +280,13 @@ class TestOneReplica:
         assert placed(answers) == {"w1": 2, "w2": 3, "AllWorkersBusy": 3}
         assert router.conflicts() == {}
 
-    async def test_who_routes_an_id_again_is_not_refused_because_of_what_it_holds(
+    async def test_a_request_routed_again_is_not_refused_because_of_the_slot_it_holds(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=2)
         await route_all(router, request("a"), request("b"))
         answers = await route_all(router, request("a"), request("c"), request("b"))
-        # One after another: c comes to what a has given up for itself.
+        # All three find w1 full; a and b then give up what they hold and are decided again.
         assert placed(answers) == {"w1": 2, "AllWorkersBusy": 1}
         assert len(await workers.reserved()) == 2
         for _ in range(2):
@@ -293,7 +295,9 @@ class TestOneReplica:
             assert placed(again) == {"w1": 2}
             assert set(await workers.reserved()) == held
 
-    async def test_a_look_takes_nobodys_turn(self, router: Replica, workers: FakeWorkers) -> None:
+    async def test_a_decision_without_reservation_takes_no_round_robin_turn(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
         for name in ("w1", "w2"):
             await workers.register(name)
         chosen = []
@@ -303,7 +307,7 @@ class TestOneReplica:
         assert placed(chosen) == {"w1": 4, "w2": 4}
 
     @pytest.mark.parametrize(("policy", "temperature"), [("power_of_two", 0.0), ("blocks", 1000.0)])
-    async def test_a_draw_is_not_taken_for_load(
+    async def test_a_random_draw_is_not_reported_as_load(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, policy: str, temperature: float
     ) -> None:
         for name in ("w1", "w2", "w3"):
@@ -315,13 +319,13 @@ class TestOneReplica:
             looks = [
                 await replica.route(request(f"r{n}", policy, reserve=False)) for n in range(30)
             ]
-        # w1 is the cheapest as well.
+        # w1 is also the cheapest, so only a draw leads elsewhere.
         assert {(d.worker.key.worker_id == "w1", d.locality) for d in looks} == {
             (True, "kept"),
             (False, "tie"),
         }
 
-    async def test_of_several_that_hold_most_each_keeps_the_locality(
+    async def test_any_of_several_workers_with_the_longest_overlap_keeps_the_locality(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         for name in ("w1", "w2"):
@@ -333,7 +337,7 @@ class TestOneReplica:
             assert decision.worker.key.worker_id == worker
             assert (decision.locality, decision.best) == ("kept", f"{worker}:0")
 
-    async def test_one_that_gets_no_worker_leaves_the_rest_of_its_batch_alone(
+    async def test_a_request_that_gets_no_worker_does_not_affect_the_rest_of_its_batch(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -343,7 +347,7 @@ class TestOneReplica:
         assert [type(a) for a in answers] == [Decision, NoWorkers, Decision]
         assert set(await workers.reserved()) == {"a", "c"}
 
-    async def test_a_fleet_that_all_workers_have_left_is_no_failure_of_the_router(
+    async def test_a_fleet_that_all_workers_have_left_raises_no_workers(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -351,7 +355,7 @@ class TestOneReplica:
         with pytest.raises(NoWorkers, match="no worker is alive"):
             await router.route(request("r1"))
 
-    async def test_too_many_that_wait_are_turned_away(
+    async def test_a_request_beyond_max_queued_is_refused(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=2000)
@@ -361,7 +365,7 @@ class TestOneReplica:
                 *(replica.route(request(f"r{n}")) for n in range(MAX_QUEUED + 1)),
                 return_exceptions=True,
             )
-            # Nobody decides until all have asked.
+            # Nothing is decided until all requests are queued.
             await asyncio.sleep(0)
             async with asyncio.TaskGroup() as tasks:
                 deciding = tasks.create_task(replica.run())
@@ -391,7 +395,7 @@ class TestOneReplica:
             assert replica.counted("decisions", policy=policy, outcome="routed") == 1
             assert replica.counted("decisions", policy=policy, outcome="failed") == 1
 
-    async def test_what_callers_that_are_gone_left_is_given_back_before_a_replica_stops(
+    async def test_reservations_of_callers_that_have_gone_are_released_before_a_replica_stops(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -400,7 +404,7 @@ class TestOneReplica:
         assert await workers.reserved() == {}
 
 
-async def test_shards_that_changed_since_the_last_look_cost_no_overlap(
+async def test_a_changed_number_of_shards_costs_no_overlap(
     router: Replica, workers: FakeWorkers
 ) -> None:
     await workers.register("w1")
@@ -445,7 +449,7 @@ class TestConflicts:
             assert refused == again >= 12
             assert tried == 16 + refused
 
-    async def test_who_was_overtaken_decides_again_from_fresh_loads(
+    async def test_a_request_that_was_overtaken_is_decided_again_from_fresh_loads(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -465,7 +469,7 @@ class TestConflicts:
         assert router.counted("decision_retries") == 1
         assert router.runner.round_trips[-2:] == [["reserve"], ["reserve"]]
 
-    async def test_who_passes_only_in_the_place_of_a_refused_one_decides_again_as_well(
+    async def test_a_request_planned_after_a_refused_one_is_decided_again_as_well(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -475,8 +479,8 @@ class TestConflicts:
             router.runner.before_reserve = None
             await workers.occupy("w1", "x")
 
-        # r1 saw no reservation on w1 and is refused; r2, planned behind it, saw one, and there is
-        # one by then: not r1's.
+        # r1 saw no reservation on w1 and is refused. r2, planned after r1, expects one, and
+        # there is one by then: x's instead of r1's.
         router.runner.before_reserve = overtake
         answers = await route_all(router, request("r1"), request("r2"))
         assert [a.tries for a in answers if isinstance(a, Decision)] == [2, 2]
@@ -484,7 +488,7 @@ class TestConflicts:
         assert await workers.reserved() == dict.fromkeys(("r1", "r2", "x"), "w1:0")
         assert (await workers.load("w1")).requests == 3
 
-    async def test_overlaps_found_before_still_count_in_the_next_try(
+    async def test_overlaps_already_found_still_count_in_the_next_try(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -518,21 +522,21 @@ class TestConflicts:
         assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
         assert router.conflicts() == {"lapsed": 1}
 
-    async def test_a_worker_that_came_meanwhile_may_be_chosen(
+    async def test_a_worker_that_joined_meanwhile_may_be_chosen(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
 
-        async def come() -> None:
+        async def join() -> None:
             router.runner.before_reserve = None
             await workers.occupy("w1", "x")
             await workers.register("w2")
 
-        router.runner.before_reserve = come
+        router.runner.before_reserve = join
         decision = await router.route(request("r1"))
         assert decision.worker.address == "http://w2-0:80"
 
-    async def test_the_last_try_takes_the_worker_as_it_is_by_then(
+    async def test_the_last_try_reserves_even_if_the_worker_has_changed(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=MAX_TRIES + 1)
@@ -586,11 +590,11 @@ class TestWithoutRedis:
             assert placed(answers) == {"w1": 2, "w2": 4}
             assert all(isinstance(a, Decision) and a.degraded and not a.reserved for a in answers)
             assert router.counted("degraded_decisions") == 6
-            # What the workers held is unknown.
+            # Without Redis it is unknown what the workers hold.
             assert router.counted("isl_blocks") == 0
             assert router.counted("worker_routed_blocks", worker="w2:0", what="isl") == 0
 
-    async def test_nobody_is_refused_for_what_was_decided_meanwhile(
+    async def test_degraded_decisions_refuse_nobody_however_many_there_are(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         async with (
@@ -605,7 +609,9 @@ class TestWithoutRedis:
             answers = await route_all(router, *(request(f"r{n}") for n in range(10)))
             assert placed(answers) == {"w1": 5, "w2": 5}
 
-    async def test_a_look_still_takes_nothing(self, own_redis_server: EmbeddedRedis) -> None:
+    async def test_a_degraded_decision_without_reservation_adds_no_load(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
         async with (
             connect(own_redis_server.url) as redis,
             running(own_redis_server.url) as router,
@@ -621,10 +627,10 @@ class TestWithoutRedis:
             assert router.counted("degraded_decisions") == 6
             assert router.counted("locality", reason="degraded") == 0
 
-    async def test_who_has_gone_meanwhile_counts_nowhere(
+    async def test_a_caller_that_has_gone_meanwhile_counts_in_no_metric(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
-        async def lose_it_and_a_caller() -> None:
+        async def lose_the_answer_and_a_caller() -> None:
             gone = asyncio.ensure_future(router.route(request("r2")))
             await asyncio.wait([gone], timeout=0.01)
             gone.cancel()
@@ -633,12 +639,12 @@ class TestWithoutRedis:
 
         await workers.register("w1")
         await router.refresh()
-        router.runner.after_look_up = lose_it_and_a_caller
+        router.runner.after_look_up = lose_the_answer_and_a_caller
         assert (await router.route(request("r1"))).degraded
         assert router.counted("degraded_decisions") == 1
         assert router.counted("locality", reason="degraded") == 1
 
-    async def test_redis_may_go_between_look_and_reservation(
+    async def test_redis_may_fail_between_lookup_and_reservation(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         async with (
@@ -649,16 +655,16 @@ class TestWithoutRedis:
             await workers.register("w1")
             await workers.publish("w1", PROMPT)
 
-            async def go() -> None:
+            async def fail() -> None:
                 await asyncio.to_thread(own_redis_server.kill)
 
-            router.runner.before_reserve = go
+            router.runner.before_reserve = fail
             decision = await router.route(request("r1"))
             assert (decision.worker.key.worker_id, decision.degraded) == ("w1", True)
             assert (decision.reserved, decision.overlap.total) == (False, 0)
 
     @pytest.mark.parametrize("hook", ["after_look_up", "before_reserve"])
-    async def test_after_one_question_without_an_answer_leases_may_run_out_for_a_while(
+    async def test_after_one_unanswered_call_lapsed_leases_are_tolerated_for_a_while(
         self, router: Replica, workers: FakeWorkers, hook: str
     ) -> None:
         async def lose() -> None:
@@ -671,7 +677,7 @@ class TestWithoutRedis:
         assert (await router.route(request("r1"))).degraded
         assert router.fleet.recovers
 
-    async def test_what_redis_reserved_without_saying_so_is_given_back(
+    async def test_a_reservation_whose_answer_was_lost_is_released(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -681,7 +687,7 @@ class TestWithoutRedis:
         await eventually(workers.reserved, lambda reserved: reserved == {})
         assert (await workers.load("w1")).requests == 0
 
-    async def test_a_request_that_was_routed_again_keeps_its_reservation(
+    async def test_a_request_routed_again_keeps_its_newer_reservation(
         self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -692,14 +698,14 @@ class TestWithoutRedis:
             again = await other.route(request("r1"))
             assert again.reserved
             router.abandon(given_up)
-            # Released after the others, as they come in order.
+            # Releases are made in order, so the others have been made once this one has.
             router.abandon(await other.route(request("r2")))
             await eventually(workers.reserved, lambda reserved: "r2" not in reserved)
             assert await workers.reserved() == {"r1": "w1:0"}
             other.abandon(again)
             await eventually(workers.reserved, lambda reserved: reserved == {})
 
-    async def test_what_was_to_be_released_is_once_redis_takes_it(
+    async def test_failed_releases_are_made_once_redis_accepts_writes(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         url = own_redis_server.url
@@ -709,7 +715,7 @@ class TestWithoutRedis:
             for name in ("r1", "r2", "r3"):
                 await other.route(request(name))
             await router.refresh()
-            # A master that nobody finds: Redis keeps what it has, and refuses to write.
+            # As the replica of an unreachable master, Redis keeps its data but refuses writes.
             await redis.execute_command("REPLICAOF", "127.0.0.1", free_port())
             for name in ("r1", "r2"):
                 with pytest.raises(RedisUnavailable):
@@ -717,13 +723,13 @@ class TestWithoutRedis:
             await redis.execute_command("REPLICAOF", "NO", "ONE")
             await eventually(lambda: other.route(request("r2")), lambda decision: decision.reserved)
             catching_up = tasks.create_task(router.run())
-            # Released after the others, as they come in order.
+            # Releases are made in order, so the others have been made once this one has.
             router.abandon(await other.route(request("r4")))
             await eventually(workers.reserved, lambda reserved: "r4" not in reserved)
             assert await workers.reserved() == {"r2": "w1:0", "r3": "w1:0"}
             catching_up.cancel()
 
-    async def test_of_much_that_is_to_be_released_nothing_waits_for_the_next_step(
+    async def test_many_pending_releases_do_not_wait_for_the_next_maintenance_step(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=1000)
@@ -731,10 +737,10 @@ class TestWithoutRedis:
         for decision in answers:
             assert isinstance(decision, Decision)
             router.abandon(decision)
-        # At 64 a step this took 2.5 s.
+        # At 64 per maintenance step, this took 2.5 s.
         await eventually(workers.reserved, lambda reserved: reserved == {}, within_s=1.5)
 
-    async def test_who_waits_meanwhile_does_not_wait_for_redis_again(
+    async def test_requests_queued_meanwhile_do_not_wait_for_redis_again(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         async with (
@@ -749,7 +755,7 @@ class TestWithoutRedis:
             assert placed(answers) == {"w1": 3 * MAX_BATCH}
             assert len(router.runner.round_trips) == 1
 
-    async def test_without_a_worker_ever_seen_there_is_none(
+    async def test_without_a_worker_ever_seen_requests_are_refused(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         async with running(own_redis_server.url) as router:
@@ -763,14 +769,14 @@ class TestWithoutRedis:
 async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
     one_redis_server: EmbeddedRedis, steps: int
 ) -> None:
-    # Its first connections open meanwhile; a cancellation that gets lost there is never repeated.
+    # Its first connections are being opened; a cancellation lost there is never repeated.
     app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
     async with asyncio.timeout(5.0), app.router.lifespan_context(app):
         for _ in range(steps):
             await asyncio.sleep(0)
 
 
-async def test_a_replica_learns_of_a_redis_that_moves_while_nothing_fails(
+async def test_a_replica_follows_changes_of_redis_that_cause_no_errors(
     one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follows = asyncio.Event()
@@ -784,12 +790,12 @@ async def test_a_replica_learns_of_a_redis_that_moves_while_nothing_fails(
 
 
 class TestPredictions:
-    async def test_without_kv_events_what_was_routed_there_counts_on_every_replica(
+    async def test_without_kv_events_routed_prompts_count_as_overlap_on_every_replica(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         for name in ("w1", "w2"):
             await workers.register(name)
-            # Were events believed, both would hold the prompt.
+            # If events counted, both would hold the prompt.
             await workers.publish(name, PROMPT)
         settings = {"kv_events": False, "prediction_ttl_s": 3600.0}
         async with (
@@ -799,14 +805,14 @@ class TestPredictions:
             cold = await first.route(request("r1", "latency"))
             assert cold.overlap == TierOverlap()
 
-            async def looked() -> Decision:
+            async def look() -> Decision:
                 return await second.route(request("look", "latency", reserve=False))
 
-            warm = await eventually(looked, lambda seen: seen.overlap.total > 0)
+            warm = await eventually(look, lambda seen: seen.overlap.total > 0)
             assert warm.overlap == TierOverlap(device=2)
             assert warm.worker == cold.worker
 
-    async def test_in_flight_requests_count_where_events_are_still_to_come(
+    async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
@@ -816,12 +822,12 @@ class TestPredictions:
             first = await replica.route(request("r1", "latency"))
             assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=1))
 
-            async def looked() -> Decision:
+            async def look() -> Decision:
                 return await replica.route(request("look", "latency", reserve=False))
 
-            await eventually(looked, lambda seen: seen.overlap == TierOverlap(device=2))
+            await eventually(look, lambda seen: seen.overlap == TierOverlap(device=2))
 
-    async def test_by_default_only_what_is_published_counts(
+    async def test_by_default_only_published_blocks_count_as_overlap(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")

@@ -32,7 +32,7 @@ async def remembered(redis: Redis, session: str) -> None:
 
 
 async def route(replica: Replica, request_id: str, session: str, **options: Any) -> Decision:
-    """Decided and over."""
+    """The decision about a request that then ends."""
     options = {"policy": "latency", "explain": True} | options
     decision = await replica.route(request(request_id, session=session, **options))
     await replica.release(request_id)
@@ -40,7 +40,7 @@ async def route(replica: Replica, request_id: str, session: str, **options: Any)
 
 
 class TestRoundTrips:
-    async def test_a_decision_costs_two_and_one_call_asks_for_all_sessions(
+    async def test_a_decision_with_a_session_costs_two(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
     ) -> None:
         async with running(one_redis_server.url, **HALF) as replica:
@@ -50,7 +50,7 @@ class TestRoundTrips:
             await replica.route(request("r1", session="a"))
             assert replica.runner.round_trips[:2] == [["loads", "recall", "match"], ["reserve"]]
 
-    async def test_without_the_setting_sessions_are_neither_asked_for_nor_kept(
+    async def test_without_the_setting_sessions_are_neither_looked_up_nor_kept(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
     ) -> None:
         async with running(one_redis_server.url) as replica:
@@ -61,7 +61,7 @@ class TestRoundTrips:
         assert not await redis.exists(KEYS["sessions"])
 
 
-async def test_each_session_is_written_once_and_nothing_for_a_request_without_one(
+async def test_each_session_is_written_once_and_requests_without_one_write_nothing(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
     async with running(one_redis_server.url, **HALF) as replica:
@@ -76,7 +76,7 @@ async def test_each_session_is_written_once_and_nothing_for_a_request_without_on
             await redis.delete(KEYS["sessions"])
 
 
-async def test_a_session_goes_where_it_went_whatever_the_replica(
+async def test_a_session_returns_to_its_worker_through_any_replica(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
     async with (
@@ -97,7 +97,7 @@ async def test_a_session_goes_where_it_went_whatever_the_replica(
             assert places == {str(first.worker.key): 6}
 
 
-async def test_it_is_soft_and_gives_way_to_load(
+async def test_affinity_gives_way_to_load(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
     async with running(one_redis_server.url, **HALF) as replica:
@@ -109,7 +109,7 @@ async def test_it_is_soft_and_gives_way_to_load(
         assert [c.terms["affinity"] for c in moved.candidates] == [0.0] * 4
 
 
-async def test_it_gives_way_to_blocks_that_are_known_to_be_elsewhere(
+async def test_affinity_gives_way_to_blocks_that_are_known_to_be_elsewhere(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
     async with running(one_redis_server.url, **HALF) as replica:
@@ -120,7 +120,7 @@ async def test_it_gives_way_to_blocks_that_are_known_to_be_elsewhere(
         assert str((await route(replica, "r1", "a")).worker.key) == f"{other}:0"
 
 
-async def test_where_the_session_made_the_difference_the_decision_says_so(
+async def test_a_decision_says_that_the_session_made_the_difference(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
     async with running(one_redis_server.url, session_affinity=1.0) as replica:
@@ -135,7 +135,7 @@ async def test_where_the_session_made_the_difference_the_decision_says_so(
         assert replica.counted("locality", reason="session") == 1
 
 
-async def test_another_life_of_the_worker_is_not_where_it_went(
+async def test_affinity_does_not_carry_over_to_a_new_incarnation_of_the_worker(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
     async with running(one_redis_server.url, **HALF) as replica:
@@ -149,7 +149,7 @@ async def test_another_life_of_the_worker_is_not_where_it_went(
         assert all("affinity" not in c.terms for c in again.candidates)
 
 
-async def test_a_spoilt_record_costs_no_decision(
+async def test_a_corrupted_sessions_key_fails_no_decision_and_is_replaced(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:
     async with running(one_redis_server.url, **HALF) as replica:
@@ -164,6 +164,6 @@ async def test_a_spoilt_record_costs_no_decision(
         await eventually(kind, lambda found: found == b"hash")
 
 
-def test_sessions_lie_where_the_loads_do() -> None:
+def test_sessions_are_in_the_same_hash_slot_as_the_loads() -> None:
     # So that a decision asks one node of a Redis Cluster for both.
     assert Keyspace("a")["sessions"].split("}")[0] == Keyspace("a")["load"].split("}")[0]
