@@ -30,7 +30,7 @@ WAITS: dict[str, Any] = {"wait_queue": 100, "wait_timeout_s": 60.0}
 
 @pytest.fixture
 async def workers(redis: Redis) -> FakeWorkers:
-    """A fleet, still without workers, on `one_redis_server`."""
+    """A fleet, without workers so far, on `one_redis_server`."""
     return FakeWorkers(redis)
 
 
@@ -47,7 +47,7 @@ async def waiting_at(*replicas: Replica) -> int:
 
 
 async def all_announced(redis: Redis, expected: int) -> None:
-    """Until so many tickets stand in the line that replicas share."""
+    """Waits until `expected` tickets are in the line that replicas share."""
 
     async def look() -> int:
         patterns = [KEYS[family].replace("{", r"\{") + "*" for family in ("waiting:", "picky:")]
@@ -57,17 +57,17 @@ async def all_announced(redis: Redis, expected: int) -> None:
 
 
 class Crowd:
-    """Requests that wait, one after the other, each behind those before it."""
+    """Requests that wait in line, in the order in which they joined."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._numbers = count(1)
         self.tasks: dict[str, asyncio.Task[Decision]] = {}
         self.order: list[str] = []
-        """Request ids as they were decided."""
+        """Request ids, in the order in which they were decided."""
 
-    async def joins(self, replica: Replica, request_id: str, **options: Any) -> None:
-        """Returns once it stands in line."""
+    async def join(self, replica: Replica, request_id: str, **options: Any) -> None:
+        """Returns once the request is in line."""
         task = asyncio.ensure_future(replica.route(request(request_id, **options)))
         task.add_done_callback(lambda _: self.order.append(request_id))
         self.tasks[request_id] = task
@@ -75,7 +75,7 @@ class Crowd:
 
 
 async def make_room(redis: Redis, crowd: Crowd, replica: Replica, first: str) -> None:
-    """Ends `first`, and then everybody who took the place, until all of the crowd had it."""
+    """Ends `first`, then each request that took its slot, until all of the crowd had a turn."""
     await replica.release(first)
     for ended in count(1):
         await eventually(lambda: _decided(crowd), lambda found, n=ended: found >= n)
@@ -99,7 +99,7 @@ class TestOff:
                 await replica.route(request("r1"))
             await workers.register("w2", max_requests=2)
             await workers.occupy("w2", "y", prefill_s=100.0)
-            # Who does not let wait takes a worker whatever its queue.
+            # Without wait_queue, wait_above_s has no effect: a worker with a long queue is taken.
             assert (await replica.route(request("r2"))).waited_ms == 0
 
 
@@ -114,13 +114,13 @@ class TestWhoWaits:
         assert router.runner.round_trips == [["loads", "match"], ["reserve"]]
         assert (decision.tries, decision.waited_ms) == (1, 0)
 
-    async def test_who_finds_all_full_is_decided_when_one_leaves(
+    async def test_a_request_that_finds_all_workers_full_is_decided_when_a_slot_is_freed(
         self, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         crowd = Crowd(redis)
-        await crowd.joins(router, "r1")
+        await crowd.join(router, "r1")
         assert await waiting_at(router) == 1
         assert await workers.reserved() == {"x": "w1:0"}
         await router.release("x")
@@ -141,41 +141,43 @@ class TestWhoWaits:
         await workers.register("w2")
         async with running(one_redis_server.url, **WAITS, wait_above_s=50.0) as replica:
             await workers.occupy("w1", "x", prefill_s=100.0)
-            # w2 is open: requests go there, or to w1 where the policy sees fit.
+            # w2 has room, so nothing waits: the policy chooses between w1 and w2.
             assert (await replica.route(request("r1", "latency"))).worker.key.worker_id == "w2"
             await workers.occupy("w2", "y", prefill_s=100.0)
             crowd = Crowd(redis)
-            await crowd.joins(replica, "r2")
+            await crowd.join(replica, "r2")
             assert replica.counted("decisions", policy="least_loaded", outcome="routed") == 0
             await replica.prefill_complete("x")
             assert (await crowd.tasks["r2"]).worker.key.worker_id == "w1"
 
-    async def test_a_look_does_not_wait(self, router: Replica, workers: FakeWorkers) -> None:
+    async def test_a_request_without_reservation_does_not_wait(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         with pytest.raises(AllWorkersBusy):
             await router.route(request("r1", reserve=False))
 
-    async def test_who_excludes_all_workers_does_not_wait(
+    async def test_a_request_that_excludes_all_workers_does_not_wait(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=1)
         with pytest.raises(NoWorkers):
             await router.route(request("r1", exclude=frozenset({"w1"})))
 
-    async def test_who_comes_later_waits_behind_those_who_do_even_at_another_replica(
+    async def test_a_later_request_waits_behind_earlier_ones_even_at_another_replica(
         self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         async with running(one_redis_server.url, **WAITS) as other:
             crowd = Crowd(redis)
-            await crowd.joins(router, "early")
-            await crowd.joins(other, "late")
+            await crowd.join(router, "early")
+            await crowd.join(other, "late")
             await make_room(redis, crowd, router, "x")
         assert crowd.order == ["early", "late"]
 
-    async def test_who_comes_while_one_waits_elsewhere_leaves_it_the_worker_that_is_free(
+    async def test_a_new_request_leaves_the_free_worker_to_one_waiting_at_another_replica(
         self,
         one_redis_server: EmbeddedRedis,
         router: Replica,
@@ -190,31 +192,31 @@ class TestWhoWaits:
         async with connect(one_redis_server.url) as other_redis:
             other = Replica(other_redis, **WAITS)
             running_task = asyncio.ensure_future(other.run())
-            await crowd.joins(other, "early")
-            # It stays in line, but does not ask for its turn.
+            await crowd.join(other, "early")
+            # The request stays in line, but nobody asks for its turn.
             running_task.cancel()
             await asyncio.wait([running_task])
             await router.release("x")
             assert not (await router.route(request("look", reserve=False))).reserved
-            await crowd.joins(router, "late")
+            await crowd.join(router, "late")
             assert await workers.reserved() == {}
             for task in crowd.tasks.values():
                 task.cancel()
 
-    async def test_who_is_routed_again_does_not_wait_for_what_it_holds_itself(
+    async def test_a_request_routed_again_does_not_wait_for_the_slot_it_holds_itself(
         self, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
         await workers.register("w1", max_requests=1)
         await router.route(request("again"))
         crowd = Crowd(redis)
-        await crowd.joins(router, "other")
+        await crowd.join(router, "other")
         crowd.tasks["again"] = asyncio.ensure_future(router.route(request("again")))
         assert (await crowd.tasks["other"]).reserved
         await router.release("other")
         assert (await crowd.tasks["again"]).reserved
         assert await workers.reserved() == {"again": "w1:0"}
 
-    async def test_a_request_that_may_go_nowhere_holds_up_nobody(
+    async def test_a_request_that_excludes_the_free_worker_holds_up_nobody(
         self, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
         await workers.register("w1", max_requests=1)
@@ -222,15 +224,15 @@ class TestWhoWaits:
         await workers.occupy("w1", "x")
         await workers.occupy("w2", "y")
         crowd = Crowd(redis)
-        await crowd.joins(router, "picky", exclude=frozenset({"w1"}))
-        await crowd.joins(router, "any")
+        await crowd.join(router, "picky", exclude=frozenset({"w1"}))
+        await crowd.join(router, "any")
         await router.release("x")
         assert (await crowd.tasks["any"]).worker.key.worker_id == "w1"
         assert await waiting_at(router) == 1
         await router.release("y")
         assert (await crowd.tasks["picky"]).worker.key.worker_id == "w2"
 
-    async def test_a_prompt_too_large_for_the_worker_that_is_free_holds_up_nobody(
+    async def test_a_prompt_too_large_for_the_free_worker_holds_up_nobody(
         self, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
         await workers.register("large", max_requests=1)
@@ -238,8 +240,8 @@ class TestWhoWaits:
         await workers.occupy("large", "x")
         await workers.occupy("small", "y")
         crowd = Crowd(redis)
-        await crowd.joins(router, "long", prompt=range(5 * BLOCK_SIZE))
-        await crowd.joins(router, "short")
+        await crowd.join(router, "long", prompt=range(5 * BLOCK_SIZE))
+        await crowd.join(router, "short")
         await router.release("y")
         assert (await crowd.tasks["short"]).worker.key.worker_id == "small"
         assert await waiting_at(router) == 1
@@ -248,7 +250,7 @@ class TestWhoWaits:
 
 
 class TestOrder:
-    """One slot, and a turn each: the order in which it is given."""
+    """The order in which waiting requests get the only slot."""
 
     @pytest.fixture
     async def full(self, workers: FakeWorkers) -> FakeWorkers:
@@ -266,14 +268,14 @@ class TestOrder:
                 await stack.enter_async_context(running(one_redis_server.url, **weighted))
                 for _ in range(3)
             ]
-            # All of gold's come in at one replica, those of plain at all three.
+            # All of gold's requests arrive at one replica, those of plain at all three.
             for n in range(4):
-                await crowd.joins(a, f"gold{n}", tenant="gold")
+                await crowd.join(a, f"gold{n}", tenant="gold")
             for n, replica in enumerate((a, b, c, a, b, c)):
-                await crowd.joins(replica, f"plain{n}", tenant="plain")
-            await crowd.joins(b, "new", tenant="new")
+                await crowd.join(replica, f"plain{n}", tenant="plain")
+            await crowd.join(b, "new", tenant="new")
             await make_room(redis, crowd, b, "x")
-        # By the time that gold has had two turns, each of the others has had one.
+        # By the time gold has had two turns, each of the others has had one.
         turns_of = [request_id.rstrip("0123456789") for request_id in crowd.order]
         assert Counter(turns_of[:4]) == {"gold": 2, "plain": 1, "new": 1}
         assert Counter(turns_of[4:7]) == {"gold": 2, "plain": 1}
@@ -289,14 +291,14 @@ class TestOrder:
             running(one_redis_server.url, **WAITS) as one,
             running(one_redis_server.url, **WAITS) as two,
         ):
-            await crowd.joins(one, "low", priority="low")
+            await crowd.join(one, "low", priority="low")
             for n in range(3):
-                await crowd.joins(two, f"normal{n}")
+                await crowd.join(two, f"normal{n}")
             for n in range(18):
-                await crowd.joins(one, f"high{n:02}", priority="high")
+                await crowd.join(one, f"high{n:02}", priority="high")
             await make_room(redis, crowd, two, "x")
         kinds = [request_id.rstrip("0123456789") for request_id in crowd.order]
-        # Sixteen turns of one are worth one of the next.
+        # A priority gets sixteen turns for each turn of the next lower one.
         assert kinds[:15] == ["high"] * 15
         assert sorted(kinds[15:17]) == ["high", "normal"]
         assert kinds[-1] == "low"
@@ -312,19 +314,19 @@ class TestOrder:
         crowd.tasks["long"] = task
         await all_announced(redis, next(crowd._numbers))
         for n in range(3):
-            await crowd.joins(router, f"short{n}", tenant="b")
+            await crowd.join(router, f"short{n}", tenant="b")
         await make_room(redis, crowd, router, "x")
         assert crowd.order == ["short0", "short1", "short2", "long"]
 
-    async def test_of_a_long_prompt_only_what_no_worker_holds_counts(
+    async def test_only_the_part_of_a_prompt_that_no_worker_holds_counts_towards_its_turn(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
         held = range(1000, 1400)
         await full.publish("w1", held)
         crowd = Crowd(redis)
-        await crowd.joins(router, "long", prompt=held, tenant="a")
+        await crowd.join(router, "long", prompt=held, tenant="a")
         for n in range(3):
-            await crowd.joins(router, f"short{n}", tenant="b")
+            await crowd.join(router, f"short{n}", tenant="b")
         await make_room(redis, crowd, router, "x")
         assert crowd.order == ["long", "short0", "short1", "short2"]
 
@@ -336,7 +338,7 @@ class TestWhoGivesUp:
         await workers.occupy("w1", "x", prefill_s=30.0)
         return workers
 
-    async def test_who_has_waited_for_too_long_is_told_to_come_again(
+    async def test_a_request_that_has_waited_too_long_is_told_when_to_retry(
         self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
     ) -> None:
         settings = WAITS | {"wait_timeout_s": 0.05}
@@ -350,13 +352,13 @@ class TestWhoGivesUp:
             assert replica.counted("decisions", policy="least_loaded", outcome="all_busy") == 1
         assert set(await full.reserved()) == {"x"}
 
-    async def test_who_hangs_up_leaves_the_line_and_gets_no_reservation(
+    async def test_a_caller_that_hangs_up_leaves_the_line_and_gets_no_reservation(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
         gone = asyncio.Event()
         crowd = Crowd(redis)
-        await crowd.joins(router, "gone", hung_up=gone.wait)
-        await crowd.joins(router, "stays")
+        await crowd.join(router, "gone", hung_up=gone.wait)
+        await crowd.join(router, "stays")
         gone.set()
         with pytest.raises(CallerGone):
             await crowd.tasks["gone"]
@@ -367,7 +369,7 @@ class TestWhoGivesUp:
         labels = {"tenant": "other", "priority": "normal"}
         assert router.counted("waits", **labels, outcome="gone") == 1
 
-    async def test_who_hangs_up_while_it_is_decided_keeps_nothing(
+    async def test_a_caller_that_hangs_up_during_its_decision_keeps_no_reservation(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
         gone = asyncio.Event()
@@ -379,7 +381,7 @@ class TestWhoGivesUp:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-        await crowd.joins(router, "gone", hung_up=gone.wait)
+        await crowd.join(router, "gone", hung_up=gone.wait)
         router.runner.before_reserve = hang_up
         await router.release("x")
         with pytest.raises(CallerGone):
@@ -387,21 +389,21 @@ class TestWhoGivesUp:
         await eventually(full.reserved, lambda found: found == {})
         await all_announced(redis, 0)
 
-    async def test_one_whose_task_is_cancelled_leaves_as_well(
+    async def test_a_request_whose_task_is_cancelled_leaves_the_line(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
         crowd = Crowd(redis)
-        await crowd.joins(router, "r1")
+        await crowd.join(router, "r1")
         crowd.tasks["r1"].cancel()
         await all_announced(redis, 0)
         await router.release("x")
         await eventually(full.reserved, lambda found: found == {})
 
-    async def test_a_replica_that_stops_lets_nobody_wait(
+    async def test_a_replica_that_stops_refuses_waiting_and_new_requests(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
         crowd = Crowd(redis)
-        await crowd.joins(router, "r1")
+        await crowd.join(router, "r1")
         await router.stop()
         with pytest.raises(AllWorkersBusy, match="this router replica is stopping"):
             await crowd.tasks["r1"]
@@ -409,13 +411,13 @@ class TestWhoGivesUp:
         with pytest.raises(AllWorkersBusy, match="this router replica is stopping"):
             await router.route(request("r2"))
 
-    async def test_where_too_many_wait_the_tenant_with_most_gives_way(
+    async def test_when_too_many_requests_wait_the_tenant_with_the_most_gives_way(
         self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
     ) -> None:
         async with running(one_redis_server.url, **WAITS | {"wait_queue": 3}) as replica:
             crowd = Crowd(redis)
             for n in range(3):
-                await crowd.joins(replica, f"flood{n}", tenant="flood")
+                await crowd.join(replica, f"flood{n}", tenant="flood")
             with pytest.raises(AllWorkersBusy, match="3 requests are already waiting for a worker"):
                 await replica.route(request("flood3", tenant="flood"))
             modest = asyncio.ensure_future(replica.route(request("modest", tenant="modest")))
@@ -431,7 +433,7 @@ class TestWhoGivesUp:
 
 
 class TestTrouble:
-    async def test_a_replica_that_is_gone_holds_up_the_others_for_a_moment_only(
+    async def test_a_replica_that_was_killed_holds_up_the_others_only_briefly(
         self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
     ) -> None:
         await workers.register("w1", max_requests=1)
@@ -440,18 +442,18 @@ class TestTrouble:
         async with connect(one_redis_server.url) as other_redis:
             killed = Replica(other_redis, **WAITS)
             running_task = asyncio.ensure_future(killed.run())
-            await crowd.joins(killed, "lost")
-            # As if by kill -9: nothing is said any more.
+            await crowd.join(killed, "lost")
+            # As after kill -9: no further calls.
             running_task.cancel()
             await asyncio.wait([running_task])
-            await crowd.joins(router, "r1")
+            await crowd.join(router, "r1")
             await router.release("x")
             assert (await crowd.tasks["r1"]).reserved
             assert await workers.reserved() == {"r1": "w1:0"}
             await all_announced(redis, 0)
             crowd.tasks["lost"].cancel()
 
-    async def test_who_waits_when_redis_goes_is_decided_as_all_others_are(
+    async def test_a_request_waiting_when_redis_fails_gets_a_degraded_decision(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         async with (
@@ -462,7 +464,7 @@ class TestTrouble:
             await workers.register("w1", max_requests=1)
             await workers.occupy("w1", "x")
             crowd = Crowd(redis)
-            await crowd.joins(router, "r1")
+            await crowd.join(router, "r1")
             await asyncio.to_thread(own_redis_server.kill)
             decision = await crowd.tasks["r1"]
             assert (decision.degraded, decision.reserved) == (True, False)
@@ -472,13 +474,13 @@ class TestTrouble:
         "key", ["line", "flows", "easy_flows", "waiting:normal:", "picky:normal:"]
     )
     @pytest.mark.parametrize("value", [None, "spoilt"])
-    async def test_a_line_that_somebody_spoilt_is_made_anew(
+    async def test_a_line_that_was_deleted_or_corrupted_is_rebuilt(
         self, router: Replica, workers: FakeWorkers, redis: Redis, key: str, value: str | None
     ) -> None:
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         crowd = Crowd(redis)
-        await crowd.joins(router, "r1")
+        await crowd.join(router, "r1")
         await redis.delete(KEYS[key])
         if value is not None:
             await redis.set(KEYS[key], value)
@@ -486,7 +488,7 @@ class TestTrouble:
         assert (await crowd.tasks["r1"]).reserved
         await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)
 
-    async def test_two_replicas_with_many_that_wait_promise_no_more_than_there_is(
+    async def test_two_replicas_with_many_waiting_requests_overfill_no_worker(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         await workers.register("w1", max_requests=3)
@@ -541,7 +543,7 @@ def test_a_room_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bo
                 held = Counter(w.ticket.flow for w in model)
                 crowding = {f: n / FLOWS[f] for f, n in held.items()}
                 assert gone is not None
-                # The latest of the flow that has most; among equals who comes gives way.
+                # The latest of the most crowded flow gives way; among equals, the newcomer.
                 assert crowding[gone.ticket.flow] == max(crowding.values())
                 assert gone is one or crowding[flow] < max(crowding.values())
                 assert gone is [w for w in model if w.ticket.flow == gone.ticket.flow][-1]
@@ -559,7 +561,7 @@ def test_a_room_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bo
             assert room.get(w.ticket.flow, w.ticket.name) is w
 
 
-def test_priorities_have_shares_in_their_order() -> None:
+def test_a_higher_priority_has_a_larger_share() -> None:
     shares = list(waiting.SHARES.values())
     assert shares == sorted(shares, reverse=True)
     assert waiting.SHARES["normal"] == 1.0
