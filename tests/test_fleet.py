@@ -41,7 +41,7 @@ async def publish(
     speed: Speed = DEFAULT_SPEED,
     entry_id: str = "*",
 ) -> None:
-    """As an agent does."""
+    """Publish metrics as an agent does."""
     entry = {"worker": "a:0", "incarnation": str(inc), **metrics.encode(measured, speed)}
     await space.redis.xadd(space.keys["metrics"], entry, id=entry_id)  # type: ignore[arg-type]
 
@@ -57,7 +57,7 @@ async def following(fleet: Fleet) -> AsyncIterator[None]:
 
 
 async def learned(fleet: Fleet, inc: Incarnation, waiting: int) -> Measured:
-    """What the fleet knows of `inc` once that says that so many requests wait."""
+    """What the fleet has learnt of `inc`, once that includes `waiting` requests."""
 
     async def look() -> Measured:
         return fleet.measured(inc)
@@ -69,7 +69,7 @@ def waiting(requests: int) -> ForwardPassMetrics:
     return ForwardPassMetrics(num_requests_waiting=requests)
 
 
-async def test_a_view_shows_who_is_live_and_what_is_reserved_on_them(space: Namespace) -> None:
+async def test_a_view_shows_the_live_workers_and_their_reservations(space: Namespace) -> None:
     fleet = fleet_of(space)
     assert fleet.block_size is None
     a, b = await space.worker("a"), await space.worker("b")
@@ -81,7 +81,7 @@ async def test_a_view_shows_who_is_live_and_what_is_reserved_on_them(space: Name
     assert fleet.last_view is view
 
 
-async def test_redis_is_asked_only_about_newcomers(space: Namespace) -> None:
+async def test_redis_is_asked_only_about_new_workers(space: Namespace) -> None:
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
@@ -92,7 +92,7 @@ async def test_redis_is_asked_only_about_newcomers(space: Namespace) -> None:
     assert view.incarnations == [ONE, b]
 
 
-async def test_one_of_whom_redis_knows_nothing_is_not_routed_to(space: Namespace) -> None:
+async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Namespace) -> None:
     await space.worker("a")
     await space.worker("b")
     await space.redis.hdel(space.keys["workers"], "1")
@@ -100,7 +100,7 @@ async def test_one_of_whom_redis_knows_nothing_is_not_routed_to(space: Namespace
     assert view.incarnations == [TWO]
 
 
-async def test_one_whose_entry_is_spoilt_is_not_routed_to(
+async def test_an_incarnation_whose_worker_entry_is_corrupted_is_not_routed_to(
     space: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     await space.worker("a")
@@ -111,7 +111,7 @@ async def test_one_whose_entry_is_spoilt_is_not_routed_to(
     assert "ignoring the worker of incarnation 1" in caplog.text
 
 
-async def test_who_is_gone_is_forgotten(space: Namespace) -> None:
+async def test_forget_except_drops_all_other_workers(space: Namespace) -> None:
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     await fleet.view(await space.loads())
@@ -120,7 +120,9 @@ async def test_who_is_gone_is_forgotten(space: Namespace) -> None:
     assert (await fleet.view(await space.loads())).incarnations == [b]
 
 
-async def test_a_namespace_made_anew_gives_old_numbers_to_other_workers(space: Namespace) -> None:
+async def test_a_namespace_created_again_may_give_old_numbers_to_other_workers(
+    space: Namespace,
+) -> None:
     fleet = fleet_of(space)
     await space.worker("a")
     await space.worker("b")
@@ -133,7 +135,7 @@ async def test_a_namespace_made_anew_gives_old_numbers_to_other_workers(space: N
     assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["b:0", "a:0"]
 
 
-async def test_without_redis_newcomers_cannot_be_learned(
+async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(
     own_redis_server: EmbeddedRedis,
 ) -> None:
     async with connect(own_redis_server.url) as redis:
@@ -152,7 +154,7 @@ async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
     for name in ("a", "b"):
         await space.worker(name)
     await fleet.view(await space.loads())
-    fleet.note(RedisUnavailable("away"))
+    fleet.note(RedisUnavailable("unreachable"))
     assert fleet.recovers
     await space.redis.zadd(space.keys["leases"], {"1": 1, "2": 1})
     with pytest.raises(RedisRecovering, match="2 leases lapsed while Redis was unreachable"):
@@ -164,30 +166,30 @@ async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
     assert fleet.last_view.incarnations == [ONE, TWO]
     assert await space.renew(TWO)
     assert (await fleet.view(await space.loads())).incarnations == [ONE, TWO]
-    # From then on a lease that runs out is its owner's fault.
+    # From then on, a lease that runs out means that its worker is gone.
     await space.redis.zadd(space.keys["leases"], {"2": 1})
     assert (await fleet.view(await space.loads())).incarnations == [ONE]
 
 
-async def test_who_does_not_renew_soon_after_an_outage_is_gone(
+async def test_a_worker_that_does_not_renew_soon_after_an_outage_is_gone(
     space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
     monkeypatch.setattr(fleets, "RECOVERY_S", 0.0)
-    fleet.note(RedisUnavailable("away"))
+    fleet.note(RedisUnavailable("unreachable"))
     assert not fleet.recovers
     await space.redis.zadd(space.keys["leases"], {"1": 1})
     assert (await fleet.view(await space.loads())).incarnations == []
 
 
-@pytest.mark.parametrize("error", [NoWorkers("none"), RedisRecovering("it comes back")])
-async def test_only_a_redis_that_does_not_answer_is_away(
+@pytest.mark.parametrize("error", [NoWorkers("none"), RedisRecovering("coming back")])
+async def test_only_a_redis_that_does_not_answer_counts_as_an_outage(
     space: Namespace, error: KvrouteError
 ) -> None:
     fleet = fleet_of(space)
-    # Else one that recovers would do so for ever.
+    # Otherwise each RedisRecovering would prolong the recovery.
     fleet.note(error)
     assert not fleet.recovers
 
@@ -225,7 +227,7 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
     assert seen.active_requests.tolist() == [0, 1]
     assert seen.max_requests.tolist() == [256, 256]
     assert seen.kv_active_blocks.tolist() == [250, 0]
-    assert seen.kv_total_blocks.tolist() == [900, 1000], "unmeasured: as registered"
+    assert seen.kv_total_blocks.tolist() == [900, 1000], "as registered, where not measured"
     assert seen.kv_idle_before_evict_s.tolist() == [60, 0]
     assert seen.prefill_s_per_token.tolist() == [1e-5, DEFAULT_SPEED.prefill_s_per_token]
     assert view.candidates({}).overlap_device.tolist() == [0, 0]
@@ -235,13 +237,13 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
     assert after.prefill_tokens.tolist() == [40, 100]
     assert after.prefill_s[0] == 0.002
     assert after.active_blocks.tolist() == [3, 7]
-    assert seen.active_blocks.tolist() == [0, 7], "what was handed out stays as it was"
+    assert seen.active_blocks.tolist() == [0, 7], "arrays handed out before must not change"
 
 
-async def test_openings_are_free_slots_or_where_queues_count_one_a_worker(
+async def test_openings_are_free_slots_or_one_per_worker_if_queues_are_limited(
     space: Namespace,
 ) -> None:
-    # Each takes 256 requests.
+    # Each takes up to 256 requests.
     a, b = await space.worker("a"), await space.worker("b")
     fleet = fleet_of(space)
     await space.reserve(a, "r1", us=30_000_000)
@@ -256,7 +258,7 @@ async def test_openings_are_free_slots_or_where_queues_count_one_a_worker(
     assert (empty.openings(math.inf), empty.shortest_queue_s) == (0, 0.0)
 
 
-def test_a_worker_that_is_full_or_more_has_no_opening_and_takes_none_from_others() -> None:
+def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -> None:
     measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
     known = Known([(inc, info(str(inc)), measured) for inc in (ONE, TWO, THREE)])
     loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
@@ -285,13 +287,13 @@ async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
     ("entries", "pages", "known"),
     [
         ("12 32", 3, {1: 0, 2: 3, 3: 2}),
-        # Who has long been silent is not looked for.
+        # A worker that has long been silent is not searched for.
         ("1 22 22", 2, {2: 4}),
-        # Of a worker whose newest entry makes no sense, an earlier one counts.
+        # If a worker's newest entry makes no sense, an earlier one counts.
         ("x1 1x", 2, {1: 2}),
     ],
 )
-async def test_only_as_many_pages_of_the_stream_are_read_as_name_other_workers(
+async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
     space: Namespace,
     monkeypatch: pytest.MonkeyPatch,
     entries: str,
@@ -346,7 +348,7 @@ async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> 
     assert view.candidates({}).num_requests_waiting.tolist() == [7]
 
 
-async def test_an_entry_that_makes_no_sense_is_passed_over(
+async def test_a_metrics_entry_that_makes_no_sense_is_skipped_and_logged(
     space: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet = fleet_of(space)
@@ -364,7 +366,7 @@ async def test_an_entry_that_makes_no_sense_is_passed_over(
         assert f"ignoring a metrics entry of {worker}" in caplog.text
 
 
-async def test_a_stream_that_begins_later_is_followed_too(space: Namespace) -> None:
+async def test_a_stream_that_is_created_later_is_followed_too(space: Namespace) -> None:
     fleet = fleet_of(space)
     async with following(fleet):
         await publish(space, ONE, waiting(4))
@@ -374,7 +376,7 @@ async def test_a_stream_that_begins_later_is_followed_too(space: Namespace) -> N
 async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_beginning(
     own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where its clock is behind, so that its entries are older than those seen before."""
+    """Even if its clock is behind, so that its entries seem older than those seen before."""
     caplog.set_level(logging.DEBUG, "app.fleet")
     async with connect(own_redis_server.url) as redis:
         space = Namespace(redis)
@@ -394,7 +396,7 @@ async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_begin
     assert measured.at_ms == 1_500_000_000_000
 
 
-def test_what_was_measured_a_second_ago_is_stale() -> None:
+def test_measurements_older_than_a_second_are_stale() -> None:
     measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=10_000)
     assert not measured.is_stale(11_000)
     assert measured.is_stale(11_001)
@@ -433,8 +435,8 @@ async def test_one_worker_has_a_mean_load_but_no_spread(space: Namespace) -> Non
     assert fleet.load_statistics(last.at_ms) == (0.25, 0.0)
 
 
-async def test_a_number_that_was_given_again_is_another_worker_s_at_once(space: Namespace) -> None:
-    """After a failover that lost the last registrations; not even the metrics are kept."""
+async def test_a_reused_incarnation_belongs_to_the_new_worker_at_once(space: Namespace) -> None:
+    """A failover may lose the last registrations. The old worker's metrics are dropped as well."""
     fleet = fleet_of(space)
     inc = await space.worker("a")
     await publish(space, inc, waiting(7))
@@ -452,7 +454,7 @@ async def test_a_number_that_was_given_again_is_another_worker_s_at_once(space: 
     assert view.measured[0].metrics == ForwardPassMetrics()
 
 
-async def test_an_entry_that_was_set_right_is_read_again(space: Namespace) -> None:
+async def test_a_worker_entry_that_was_repaired_is_read_again(space: Namespace) -> None:
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     other = await space.get("workers", b)
@@ -468,7 +470,7 @@ async def test_an_entry_that_was_set_right_is_read_again(space: Namespace) -> No
     }
 
 
-async def test_an_entry_that_was_deleted_does_not_stop_routing_to_who_is_known(
+async def test_deleting_worker_entries_does_not_stop_routing_to_known_workers(
     space: Namespace,
 ) -> None:
     fleet = fleet_of(space)
@@ -479,7 +481,7 @@ async def test_an_entry_that_was_deleted_does_not_stop_routing_to_who_is_known(
     assert (await fleet.view(await space.loads())).incarnations == [a, b]
 
 
-async def test_shards_that_somebody_changed_are_seen_at_once(space: Namespace) -> None:
+async def test_a_changed_number_of_shards_is_seen_at_once(space: Namespace) -> None:
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
@@ -488,7 +490,7 @@ async def test_shards_that_somebody_changed_are_seen_at_once(space: Namespace) -
     assert fleet.shards == 3
 
 
-async def test_an_entry_from_the_far_future_does_not_end_the_stream(space: Namespace) -> None:
+async def test_later_entries_are_read_even_after_one_from_the_far_future(space: Namespace) -> None:
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())

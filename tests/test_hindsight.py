@@ -1,4 +1,4 @@
-"""Decisions scored again: which of them count as changed."""
+"""Decisions that are scored again: which of them count as changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECISIONS = 400
 
 
 def record(worker: str, policy: str, *, overlaps: list[int], requests: list[int]) -> Record:
-    """Of a prompt of ten blocks of four tokens, to workers that are alike in all else."""
+    """A prompt of ten blocks of four tokens went to `worker`; in all else the workers are equal."""
     columns = {name: np.zeros(len(WORKERS)) for name in FIELDS}
     columns["prefill_s_per_token"] += 0.001
     columns["max_requests"] += 100
@@ -29,7 +29,7 @@ def record(worker: str, policy: str, *, overlaps: list[int], requests: list[int]
 
 
 def changed(found: Record, policy: str, prefill_weight: float | None = None) -> int:
-    """How many of DECISIONS like this one, each with draws of its own."""
+    """How many of DECISIONS like `found` change, each scored with random draws of its own."""
     cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
     comparison, rng = Comparison(), np.random.default_rng(1)
     for _ in range(DECISIONS):
@@ -39,13 +39,13 @@ def changed(found: Record, policy: str, prefill_weight: float | None = None) -> 
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_policy_that_scores_its_own_decision_between_equals_changes_nothing(policy: str) -> None:
+def test_a_policy_that_scores_its_own_choice_between_equals_changes_nothing(policy: str) -> None:
     for worker in WORKERS:
         alike = record(worker, policy, overlaps=[4] * 4, requests=[2] * 4)
         assert changed(alike, policy) == 0
 
 
-def test_a_draw_between_workers_that_another_policy_told_apart_is_a_change() -> None:
+def test_a_draw_between_workers_that_the_other_policy_tells_apart_is_a_change() -> None:
     kept = record("w2:0", "latency", overlaps=[0, 0, 10, 0], requests=[0] * 4)
     assert changed(kept, "latency") == 0
     # Three draws in four go elsewhere.
@@ -55,12 +55,12 @@ def test_a_draw_between_workers_that_another_policy_told_apart_is_a_change() -> 
     assert changed(drawn, "latency") == DECISIONS
 
 
-def test_a_draw_between_workers_that_are_alike_to_both_policies_is_none() -> None:
+def test_a_draw_between_workers_that_are_equal_to_both_policies_is_no_change() -> None:
     idle = record("w1:0", "latency", overlaps=[0, 0, 0, 0], requests=[0, 0, 9, 9])
     assert changed(idle, "blocks") == changed(idle, "least_loaded") == 0
 
 
-def test_another_pair_drawn_by_power_of_two_is_no_change_of_its_own_decisions() -> None:
+def test_power_of_two_does_not_change_its_own_decisions_by_drawing_another_pair() -> None:
     # w2 is not in every pair.
     drawn = record("w1:0", "power_of_two", overlaps=[0] * 4, requests=[3, 2, 1, 4])
     assert changed(drawn, "power_of_two") == 0
@@ -69,13 +69,13 @@ def test_another_pair_drawn_by_power_of_two_is_no_change_of_its_own_decisions() 
     assert 0 < changed(chosen, "power_of_two") < DECISIONS
 
 
-def test_another_weight_is_another_policy() -> None:
+def test_another_prefill_weight_is_treated_as_another_policy() -> None:
     kept = record("w2:0", "blocks", overlaps=[0, 0, 10, 0], requests=[0] * 4)
     assert changed(kept, "blocks", prefill_weight=1.0) == 0
     assert changed(kept, "blocks", prefill_weight=0.0) > DECISIONS / 2
 
 
-def test_a_decision_of_a_policy_that_there_is_not_any_more_is_left_out() -> None:
+def test_a_decision_by_a_policy_that_no_longer_exists_is_left_out() -> None:
     comparison = Comparison()
     gone = record("w1:0", "gone", overlaps=[0] * 4, requests=[0] * 4)
     comparison.add(gone, "latency", None, np.random.default_rng(1))

@@ -1,4 +1,4 @@
-"""What a router keeps in order, in a real Redis."""
+"""What a router does besides decisions, on a real Redis."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def running(maintenance: Maintenance) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def test_more_incarnations_than_one_script_may_ask_of_are_swept(redis: Client) -> None:
+async def test_more_incarnations_than_one_call_may_ask_about_are_swept(redis: Client) -> None:
     await FakeWorkers(redis).register("w1")
     lost = {str(n): "0 nonce" for n in range(10, 9010)}
     await redis.hset(SHARD["applied"], mapping=lost)
@@ -60,9 +60,11 @@ async def test_more_incarnations_than_one_script_may_ask_of_are_swept(redis: Cli
         await eventually(num_writers, lambda number: number == 1)
 
 
-async def test_a_prediction_that_is_over_stays_so_however_short_its_life(redis: Client) -> None:
-    """Letters of slices come round after 26 of them, 3.9 s here; at 64 of 2,048 buckets every
-    250 ms a round would take 8 s."""
+async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime(
+    redis: Client,
+) -> None:
+    """Slice letters repeat every 26 slices, 3.9 s here. With 64 of 2,048 buckets every 250 ms, a
+    round of pruning would take 8 s."""
     settings = PredictionSettings(lifetime_s=0.6, max_entries=65_536)
     inc = await FakeWorkers(redis).register("w1")
     runner = ScriptRunner(redis, 5.0)
@@ -81,7 +83,7 @@ async def test_a_prediction_that_is_over_stays_so_however_short_its_life(redis: 
             assert await num_foreseen() == 0
 
 
-async def test_a_release_that_comes_while_too_many_are_being_made_is_made_as_well(
+async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_made_too(
     redis: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = ["r3"]

@@ -62,11 +62,11 @@ CHAIN = [SequenceHash(2**63 + i) for i in range(100)]
 def test_a_record_is_read_as_it_was_written() -> None:
     written = record("r1", CHAIN)
     assert decode(as_redis_gives_it(encode(written))) == written
-    nobody = record("r1", [])
-    assert decode(as_redis_gives_it(encode(nobody))) == nobody
+    empty = record("r1", [])
+    assert decode(as_redis_gives_it(encode(empty))) == empty
 
 
-def test_what_a_choice_was_made_from_is_read_as_it_was_written() -> None:
+def test_the_candidates_of_a_decision_are_read_as_they_were_written() -> None:
     matrix = np.arange(len(FIELDS) * 3, dtype=np.float64).reshape(-1, 3) + 0.5
     seen = Seen(["w0:0", "w1:0", "w2:1"], 16, Candidates(*matrix), [True, False, True])
     found = decode(as_redis_gives_it(encode(record("r1", CHAIN, seen)))).seen
@@ -77,14 +77,14 @@ def test_what_a_choice_was_made_from_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("missing", ["worker", "best", "overlap", "blocks"])
-def test_an_entry_that_lacks_something_is_none(missing: str) -> None:
+def test_an_entry_that_lacks_a_field_is_refused(missing: str) -> None:
     entry = as_redis_gives_it(encode(record("r1", CHAIN)))
     del entry[missing.encode()]
     with pytest.raises(KeyError, match=missing):
         decode(entry)
 
 
-def test_candidates_that_do_not_fit_the_workers_are_none() -> None:
+def test_candidates_that_do_not_match_the_workers_are_refused() -> None:
     matrix = np.zeros((len(FIELDS), 2))
     seen = Seen(["w0:0"], 16, Candidates(*matrix), [True])
     with pytest.raises(ValueError, match="does not fit 1 workers"):
@@ -108,7 +108,7 @@ def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
     ]
 
 
-async def test_too_many_decisions_to_write_lose_the_oldest(redis: Redis) -> None:
+async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redis: Redis) -> None:
     recorder = Recorder(ScriptRunner(redis, timeout_s=5), KEYS, RouterSettings())
     for n in range(MAX_UNWRITTEN + 3):
         recorder.add(lambda _, n=n: record(f"r{n}", CHAIN))
