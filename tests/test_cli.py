@@ -1,4 +1,4 @@
-"""The `kvroute` command, as a person at a terminal or a process supervisor meets it."""
+"""The `kvroute` command, as a person at a terminal or a process supervisor sees it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kvroute(*arguments: str, inherits: tuple[int, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """A run that ends by itself. inherits: file descriptors."""
+    """Runs a command that ends by itself. inherits: file descriptors that it gets."""
     return subprocess.run(
         [sys.executable, "-m", "app.cli", *arguments],
         capture_output=True,
@@ -121,7 +121,7 @@ def test_the_help_lists_all_commands() -> None:
     ]
 
 
-def test_a_plain_install_has_help_and_says_what_its_other_commands_need(
+def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in ("loadtest.demo", "loadtest.replay"):
@@ -154,7 +154,7 @@ def test_a_bad_variable_is_named_with_its_value(command: str, variable: str, val
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[str, click.Command]]:
-    """All below `group`, with their names."""
+    """All commands below `group`, with their full names."""
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -179,7 +179,7 @@ NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
         *("inspect usage", "inspect verify"),
     ],
 )
-def test_no_option_takes_a_number_that_is_none_or_out_of_all_bounds(command: str) -> None:
+def test_no_option_accepts_a_number_that_is_not_finite_or_out_of_bounds(command: str) -> None:
     options = dict(commands(main))[command].params
     numbers = [option for option in options if isinstance(option.type, NUMBERS)]
     assert numbers
@@ -206,7 +206,7 @@ def taken_port() -> Iterator[int]:
     [["router"], ["worker"], [*UP, "--no-haproxy"], [*UP, "--haproxy"]],
     ids=["router", "worker", "up, shared socket", "up, haproxy"],
 )
-def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
+def test_a_port_in_use_is_reported_in_one_line(command: list[str]) -> None:
     if "--haproxy" in command:
         require_binary("haproxy")
     with taken_port() as port:
@@ -262,14 +262,14 @@ def test_a_port_in_use_is_one_clear_line(command: list[str]) -> None:
         ),
     ],
 )
-def test_a_bad_setting_is_one_clear_line(command: list[str], error: str) -> None:
+def test_a_bad_setting_is_reported_in_one_line(command: list[str], error: str) -> None:
     ended = kvroute(*command)
     assert ended.returncode == 1
     assert ended.stderr == f"{error}\n"
     assert ended.stdout == ""
 
 
-def test_a_shared_socket_that_does_not_listen_is_one_clear_line() -> None:
+def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line() -> None:
     with socket.socket() as idle:
         number = idle.fileno()
         ended = kvroute("router", "--port=0", f"--shared-fd={number}", inherits=(number,))
@@ -277,7 +277,7 @@ def test_a_shared_socket_that_does_not_listen_is_one_clear_line() -> None:
     assert ended.stderr == f"Error: shared_fd {number}: the socket is not listening\n"
 
 
-def test_a_worker_that_does_not_fit_its_namespace_is_one_clear_line() -> None:
+def test_a_worker_that_does_not_fit_its_namespace_is_reported_in_one_line() -> None:
     require_redis(newest_kind())
     with EmbeddedRedis() as redis:
         common = ["worker", "--port=0", "--log-level=error", f"--redis-url={redis.url}"]
@@ -306,7 +306,7 @@ def test_a_cluster_that_cannot_start_ends_with_status_1() -> None:
     ]
 
 
-def test_a_cluster_is_not_started_on_a_redis_that_is_not_there() -> None:
+def test_a_cluster_is_not_started_on_an_unreachable_redis() -> None:
     ended = kvroute(*UP, "--redis=redis://127.0.0.1:1", "--port=0")
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
@@ -314,11 +314,11 @@ def test_a_cluster_is_not_started_on_a_redis_that_is_not_there() -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that `pid` started, and those that they did."""
+    """Processes that `pid` started, those that they started, and so on."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The command's name stands in parentheses and may hold anything.
+            # The command's name is in parentheses and may contain anything.
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -336,7 +336,7 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.parametrize(
     ("number", "balancer"), [(signal.SIGINT, "--no-haproxy"), (signal.SIGTERM, "--haproxy")]
 )
-def test_up_prints_its_addresses_and_a_signal_ends_all_of_it(
+def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
     number: signal.Signals, balancer: str
 ) -> None:
     require_redis(newest_kind())
@@ -362,20 +362,20 @@ def test_up_prints_its_addresses_and_a_signal_ends_all_of_it(
         children = descendants(process.pid)
         assert len(children) == (4 if balancer == "--haproxy" else 3)
         process.send_signal(number)
-        # Would not return while any child held the pipes open.
+        # Does not return while any child holds the pipes open.
         rest, errors = process.communicate(timeout=20)
     finally:
         process.kill()
         process.wait()
     assert (process.returncode, rest) == (0, "stopped\n")
-    # haproxy has its own way of saying good-bye.
+    # haproxy prints messages of its own when it stops.
     assert [line for line in errors.splitlines() if not re.match(r"\[\w+\] +\(\d+\) :", line)] == []
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     assert [name for name, url in urls.items() if listens(url)] == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-def test_up_that_is_stopped_while_it_starts_leaves_nothing() -> None:
+def test_up_that_is_interrupted_while_it_starts_leaves_no_processes() -> None:
     require_redis(newest_kind())
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", *UP, "--no-haproxy", "--port=0"],
@@ -385,7 +385,7 @@ def test_up_that_is_stopped_while_it_starts_leaves_nothing() -> None:
     )
     try:
         children: set[int] = set()
-        # redis-server and the worker, of which neither is ready yet.
+        # redis-server and the worker, neither of which is ready yet.
         while len(children) < 2:
             assert process.poll() is None
             children = descendants(process.pid)
@@ -399,7 +399,7 @@ def test_up_that_is_stopped_while_it_starts_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("command", ["router", "worker", "up"])
-def test_a_redis_that_would_drop_keys_is_refused_with_the_reason(
+def test_a_redis_that_would_evict_keys_is_refused_with_the_reason(
     command: str, own_redis_server: EmbeddedRedis
 ) -> None:
     with Redis.from_url(own_redis_server.url) as client:
@@ -413,7 +413,7 @@ def test_a_redis_that_would_drop_keys_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("command", ["router", "worker"])
-def test_a_start_without_redis_is_told_with_the_reason(
+def test_a_start_without_redis_is_logged_with_the_reason(
     command: str, own_redis_server: EmbeddedRedis
 ) -> None:
     with Redis.from_url(own_redis_server.url) as client:

@@ -1,4 +1,4 @@
-"""What operators look at and move, with the commands they use."""
+"""The commands with which operators inspect, move and delete what is in Redis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHAIN = compute_hashes(PROMPT, BLOCK_SIZE)[1]
 
 @pytest.fixture
 def url(one_redis_server: EmbeddedRedis) -> str:
-    """A namespace in which w1 holds the prompt, and w2 its first ten blocks in host memory."""
+    """URL of a Redis where w1 holds the prompt, and w2 its first ten blocks in host memory."""
 
     async def fill() -> None:
         async with connect(one_redis_server.url) as redis:
@@ -91,7 +91,7 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
     ]
 
 
-def test_metrics_that_came_in_after_the_clock_was_read_are_new(url: str, raw: Redis) -> None:
+def test_metrics_dated_later_than_the_clock_have_an_age_of_zero(url: str, raw: Redis) -> None:
     ahead_ms = int(raw.time()[0]) * 1000 + 60_000
     raw.xadd(KEYS["metrics"], {"worker": "w1:0", "incarnation": "1"}, id=f"{ahead_ms}-0")
     summary = as_json(url, "inspect", "summary")["summary"]
@@ -106,14 +106,16 @@ def test_metrics_that_came_in_after_the_clock_was_read_are_new(url: str, raw: Re
         *("inspect usage", "explain req-7", "whatif --policy blocks"),
     ],
 )
-def test_a_namespace_that_is_not_there_is_an_error(url: str, command: str, form: list[str]) -> None:
+def test_a_namespace_that_does_not_exist_is_an_error(
+    url: str, command: str, form: list[str]
+) -> None:
     result = kvroute(url, *command.split(), *form, namespace="typo")
     assert (result.exit_code, result.stderr) == (1, "Error: namespace 'typo' does not exist\n")
-    # What there is instead is told where it is asked for.
+    # Only the summary lists the namespaces that exist.
     assert (NAMESPACE in result.stdout) == (command == "inspect summary")
 
 
-def test_an_overfull_index_is_called_that(
+def test_an_overfull_index_is_reported_as_such(
     url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.inspection.FULL_FACTOR", 1)
@@ -121,7 +123,7 @@ def test_an_overfull_index_is_called_that(
     assert "laid out for 16 (overfull" in kvroute(url, "inspect", "summary").output
 
 
-async def test_how_full_an_index_is_is_estimated_from_some_of_its_buckets(
+async def test_the_fill_of_an_index_is_estimated_from_a_sample_of_its_buckets(
     redis: AsyncRedis,
 ) -> None:
     assert await inspection.fill(redis, KEYS, 1, random.Random(1)) == 0
@@ -157,7 +159,7 @@ def test_a_shard_whose_layout_makes_no_sense_is_not_counted(
 
 
 def test_a_large_bucket_is_read_in_parts(url: str, raw: Redis) -> None:
-    """As it is where many chains part behind a common beginning, in the middle of a group."""
+    """Buckets grow large where many chains diverge in the middle of a group."""
     many = {f"{n:016x}": "1d" for n in range(5000)}
     raw.hset(SHARD["blocks:aa"], mapping=many)
     raw.config_resetstat()
@@ -169,7 +171,7 @@ def test_a_large_bucket_is_read_in_parts(url: str, raw: Redis) -> None:
 
 @pytest.mark.parametrize("field", ["shards", "block_size"])
 @pytest.mark.parametrize("text", ["spoilt", "", "0", "-1", "9" * 5000])
-def test_what_a_namespace_settled_and_somebody_spoilt_is_named(
+def test_a_corrupted_setting_of_a_namespace_is_named(
     url: str, raw: Redis, field: str, text: str
 ) -> None:
     raw.hset(KEYS["meta"], field, text)
@@ -186,7 +188,7 @@ def test_an_index_whose_layout_makes_no_sense_is_not_dumped(url: str, raw: Redis
     assert result.stderr == f"Error: {SHARD['shard']}: bucket_bits cannot be read\n"
 
 
-def test_names_that_somebody_spoilt_are_shown_as_far_as_they_can_be(url: str, raw: Redis) -> None:
+def test_corrupted_names_are_shown_as_far_as_possible(url: str, raw: Redis) -> None:
     raw.hset(KEYS["requests:1"], b"\xff", b"\xfe")
     raw.zadd(KEYS["waiting:normal:}:meta"], {"request": 1})
     raw.set(b"kvroute:1:{\xff}:meta", "")
@@ -217,13 +219,13 @@ def bucket_of(position: int) -> str:
         ("-1", "is negative"),
     ],
 )
-def test_what_is_no_hash_is_refused(wrong: str, why: str) -> None:
+def test_an_invalid_block_hash_is_refused(wrong: str, why: str) -> None:
     result = CliRunner().invoke(main, ["inspect", "block", "--", wrong])
     assert result.exit_code == 2
     assert f"{wrong!r} {why}" in result.output
 
 
-def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
+def test_a_worker_is_shown_with_its_reservations(url: str) -> None:
     [found] = as_json(url, "inspect", "worker", "w1")
     assert found["info"]["address"] == "http://w1-0:80"
     assert found["blocks"] == {"device": 40, "host": 0, "disk": 0}
@@ -241,11 +243,11 @@ def test_a_worker_is_shown_with_what_is_reserved_on_it(url: str) -> None:
     assert (missing.exit_code, missing.output) == (1, "Error: worker 'w9' does not exist\n")
 
 
-def test_a_worker_is_shown_with_what_its_gpu_told(one_redis_server: EmbeddedRedis) -> None:
+def test_a_worker_is_shown_with_the_readings_of_its_gpu(one_redis_server: EmbeddedRedis) -> None:
     async def fill() -> None:
         async with connect(one_redis_server.url) as redis:
             workers = FakeWorkers(redis)
-            for name, told in {
+            for name, readings in {
                 "all": GpuReadings(
                     60_129_542_145, 85_899_345_920, 0.37, 54, 312.345, 0, 87_654_321
                 ),
@@ -253,7 +255,7 @@ def test_a_worker_is_shown_with_what_its_gpu_told(one_redis_server: EmbeddedRedi
                 "none": GpuReadings(),
             }.items():
                 await workers.register(name)
-                await workers.report(name, ForwardPassMetrics(), DEFAULT_SPEED, told)
+                await workers.report(name, ForwardPassMetrics(), DEFAULT_SPEED, readings)
             spoilt = await workers.register("spoilt")
             entry = {"incarnation": str(spoilt), "gpu_power_w": "-1"}
             await redis.xadd(KEYS["metrics"], entry)
@@ -300,7 +302,9 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
     assert refused.stderr.startswith(f"Error: {text} is not JSON: ")
 
 
-def test_who_is_not_live_holds_nothing_of_a_prompt(url: str, raw: Redis, tmp_path: Path) -> None:
+def test_a_worker_without_a_valid_lease_is_not_shown_as_holding_a_prompt(
+    url: str, raw: Redis, tmp_path: Path
+) -> None:
     tokens = tmp_path / "prompt.json"
     tokens.write_text(json.dumps(PROMPT))
     raw.zadd(KEYS["leases"], {"1": 1})
@@ -321,13 +325,13 @@ def test_an_index_that_cannot_be_read_is_not_taken_for_an_empty_one(
     assert "the index cannot be read in 'test#0'" in result.output
 
 
-def test_nothing_is_wrong_with_a_namespace_that_nobody_touched(url: str) -> None:
+def test_verify_finds_nothing_wrong_with_an_intact_namespace(url: str) -> None:
     result = kvroute(url, "inspect", "verify")
     assert result.exit_code == 0
     assert "no contradictions found" in result.output
 
 
-def test_a_key_that_only_looks_like_a_bucket_is_none(url: str, raw: Redis) -> None:
+def test_a_key_that_only_looks_like_a_bucket_does_not_count(url: str, raw: Redis) -> None:
     raw.zadd(KEYS["waiting:normal:a:blocks:b"], {"replica-1 5 -": 1})
     raw.set("kvroute:1:{test#x}:blocks:0", "mine")
     verified = as_json(url, "inspect", "verify")
@@ -336,7 +340,7 @@ def test_a_key_that_only_looks_like_a_bucket_is_none(url: str, raw: Redis) -> No
     assert len(as_json(url, "inspect", "block", f"{CHAIN[3]:016x}")) == 2
 
 
-def test_buckets_that_were_not_looked_at_are_told_of(url: str) -> None:
+def test_verify_says_how_many_buckets_it_did_not_check(url: str) -> None:
     verified = as_json(url, "inspect", "verify", "--max-buckets", "1")
     assert verified == {"buckets": 1, "existing_buckets": 2, "findings": []}
     text = kvroute(url, "inspect", "verify", "--max-buckets", "1").output
@@ -373,7 +377,7 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(SHARD["blocks:0"], "00", "77d"), "an unknown owner"),
     ],
 )
-def test_what_contradicts_itself_is_found(
+def test_verify_finds_contradictions(
     url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch, damage: Damage, what: str
 ) -> None:
     monkeypatch.setattr("app.verification.LOOK_INTERVAL_S", 0.01)
@@ -393,7 +397,7 @@ def in_redis(url: str, work: Callable[[ScriptRunner], Awaitable[object]]) -> obj
 
 
 def overlaps(url: str, keyspace: Keyspace) -> dict[str, TierOverlap]:
-    """Of the prompt, by worker key."""
+    """Overlaps with the prompt, by worker key."""
 
     async def look(runner: ScriptRunner) -> dict[str, TierOverlap]:
         [found], _ = await matching.match(runner, keyspace, [CHAIN])
@@ -404,7 +408,7 @@ def overlaps(url: str, keyspace: Keyspace) -> dict[str, TierOverlap]:
     return in_redis(url, look)  # type: ignore[return-value]
 
 
-def test_what_was_dumped_answers_the_same_once_it_is_restored(url: str, tmp_path: Path) -> None:
+def test_an_index_has_the_same_overlaps_after_dump_and_restore(url: str, tmp_path: Path) -> None:
     file = tmp_path / "index.jsonl"
     before = overlaps(url, KEYS)
     assert before == {"w1:0": TierOverlap(device=40), "w2:1": TierOverlap(host=10)}
@@ -413,7 +417,7 @@ def test_what_was_dumped_answers_the_same_once_it_is_restored(url: str, tmp_path
     assert (head["block_size"], head["shards"], head["bucket_bits"]) == (4, 1, [4])
     assert sum(len(row["stored"]) for row in rest if "stored" in row) == 50
 
-    # Into another namespace, and, once it is gone, into its own.
+    # Into another namespace, and, after a reset, into its own.
     copied = kvroute(url, "restore", "--in", str(file), namespace="copy")
     assert copied.exit_code == 0, copied.output
     assert overlaps(url, Keyspace("copy")) == before
@@ -529,7 +533,7 @@ def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
         (dumped(HEAD, WORKER, STORED) + '{"stored"', "line 4 is not JSON"),
     ],
 )
-def test_a_damaged_dump_is_refused_with_its_line_before_anything_is_written(
+def test_a_damaged_dump_is_refused_by_line_before_anything_is_written(
     url: str, raw: Redis, lines: str, error: str
 ) -> None:
     result = kvroute(url, "restore", input=lines, namespace="copy")
@@ -550,7 +554,7 @@ def test_a_dump_is_restored_from_a_pipe(url: str) -> None:
     assert overlaps(url, Keyspace("copy")) == overlaps(url, KEYS)
 
 
-def test_what_nobody_looks_up_is_not_dumped(url: str, raw: Redis) -> None:
+def test_entries_that_no_lookup_would_find_are_not_dumped(url: str, raw: Redis) -> None:
     before = kvroute(url, "dump").stdout
     for stray in (
         KEYS["blocks:0"],
@@ -563,7 +567,7 @@ def test_what_nobody_looks_up_is_not_dumped(url: str, raw: Redis) -> None:
     assert sorted(kvroute(url, "dump").stdout.splitlines()) == sorted(before.splitlines())
 
 
-def test_a_number_that_a_shard_knows_from_before_is_not_used_again(url: str, raw: Redis) -> None:
+def test_a_restore_uses_no_incarnation_that_a_shard_knows_from_before(url: str, raw: Redis) -> None:
     lines = kvroute(url, "dump").stdout_bytes
     copy = Keyspace("copy")
     raw.hset(copy.of_shard(0)["applied"], mapping={"1": "7 other", "3": "7 other"})
@@ -572,7 +576,7 @@ def test_a_number_that_a_shard_knows_from_before_is_not_used_again(url: str, raw
     assert overlaps(url, copy) == overlaps(url, KEYS)
 
 
-def test_a_dump_goes_only_into_an_index_laid_out_alike(url: str, raw: Redis) -> None:
+def test_a_dump_is_restored_only_into_an_index_with_the_same_layout(url: str, raw: Redis) -> None:
     lines = kvroute(url, "dump").stdout
     raw.hset("kvroute:1:{copy#0}:shard", "bucket_bits", "9")
     result = kvroute(url, "restore", input=lines, namespace="copy")
@@ -603,9 +607,7 @@ def test_a_restore_over_a_live_worker_is_refused_and_changes_nothing(
     assert contents(raw) == before
 
 
-def test_leases_that_have_ended_or_are_of_nobody_knows_whom_are_no_reason_to_refuse(
-    url: str, raw: Redis
-) -> None:
+def test_a_restore_ignores_ended_leases_and_leases_of_unknown_workers(url: str, raw: Redis) -> None:
     lines = kvroute(url, "dump").stdout
     before = overlaps(url, KEYS)
     raw.zadd(KEYS["leases"], {"1": 1})
@@ -641,7 +643,7 @@ def test_a_restore_that_takes_longer_than_its_leases_keeps_them_alive(url: str, 
     assert raw.hgetall(Keyspace("copy")["current"]) == {b"w1:0": b"1"}
 
 
-def test_workers_are_restored_beside_others_that_live(url: str, raw: Redis) -> None:
+def test_workers_are_restored_next_to_other_live_ones(url: str, raw: Redis) -> None:
     head = HEAD | {"shards": 1, "bucket_bits": [4]}
     worker = WORKER | {"worker": "w9:0", "info": INFO | {"worker": "w9:0"}}
     stored = STORED | {"shard": 0, "bucket": "0"}
