@@ -1,4 +1,4 @@
-"""Who may import whom. Each case imports real modules in a fresh process and looks at what came."""
+"""Which package may import which. Real modules are imported in fresh processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDS_TORCH = frozenset(
     }
 )
 
-# Imports argv[1] and every module below it but those named after it; prints what is loaded then.
+# Imports argv[1] and all modules below it except those in argv[2:]; prints what is then loaded.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
@@ -40,7 +40,7 @@ print(*sys.modules, sep="\\n")
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """`package` with all below it, `without` some modules, `never` loads these packages."""
+    """`package` and all below it, `without` some modules, must load no package in `never`."""
 
     package: str
     never: frozenset[str]
@@ -87,7 +87,7 @@ def test_a_package_never_loads_what_lies_beyond_its_boundary(boundary: Boundary)
     assert loaded(boundary.package, boundary.without) & boundary.never == set()
 
 
-def test_a_module_that_crosses_its_boundary_is_seen_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path: Path) -> None:
     for path, text in {
         "shop/__init__.py": "",
         "shop/shelf/__init__.py": "",
@@ -104,7 +104,7 @@ def test_a_module_that_crosses_its_boundary_is_seen_wherever_it_lies(tmp_path: P
 
 
 def test_the_wall_clock_is_read_only_to_date_an_answer() -> None:
-    """Machines are compared by the Redis clock alone; nobody else's has to be right."""
+    """Machines compare times by the Redis clock alone, so no other clock has to be right."""
     reads = re.compile(
         r"time\.(time|gmtime|localtime|ctime)|(?<!_m)time_ns|datetime|from time |import time as"
     )

@@ -22,9 +22,9 @@ DECLARED_SLOT = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\] +(\S+) +(\S+)", r
 DOCUMENTED_KEY = re.compile(r"^    (\w+:?)(?:<\w+>)? +(hash|zset|set|list|stream) ", re.MULTILINE)
 INCLUDE = re.compile(r"^-- @include (\w+)$", re.MULTILINE)
 COMMAND = re.compile(r"\bredis\.p?call\(\s*'(\w+)'\s*,?\s*(?:(?<='OBJECT', )'ENCODING', )?(.)")
-"""A command, and how its first argument begins, which is a key."""
+"""A command, and the first character of its first argument, which is a key."""
 
-GIVEN = set(
+BUILT_IN = set(
     re.findall(
         r"\w+",
         """
@@ -34,7 +34,7 @@ GIVEN = set(
         """,
     )
 )
-"""Words of Lua, and what it and Redis give to every script."""
+"""Lua keywords, and the globals that Lua and Redis give to every script."""
 
 
 def raw(name: str) -> str:
@@ -42,7 +42,7 @@ def raw(name: str) -> str:
 
 
 def header(text: str) -> str:
-    """The comment lines before the first line of code, but for the includes."""
+    """The comment lines before the first line of code, except the includes."""
     lines = re.match(r"(?:--.*\n)*", text)
     assert lines
     return INCLUDE.sub("", lines[0])
@@ -54,7 +54,7 @@ def code(text: str) -> str:
 
 
 def declared(name: str, kind: str) -> list[tuple[int, bool]]:
-    """Number of each slot in the order of the header, and whether any number may follow."""
+    """The number of each slot in the header's order, and whether any number of others follow."""
     found = DECLARED_SLOT.findall(header(raw(name)))
     return [(int(number), bool(more)) for slot, number, more, *_ in found if slot == kind]
 
@@ -66,7 +66,7 @@ def used(name: str, kind: str) -> set[int]:
 
 
 def wants(lib: str) -> tuple[set[str], set[str]]:
-    """Locals and libs that a lib says it wants."""
+    """The locals and libs that a lib's header says it wants."""
     head = header(raw(f"lib/{lib}")).replace("\n-- ", " ")
     found_locals = re.search(r"\bWants locals: ([\w, ]+)", head)
     found_libs = re.search(r"\b(?:Wants|and) libs?:? ([\w, ]+)\.", head)
@@ -90,7 +90,7 @@ def free(text: str) -> set[str]:
     """Names that `text` uses and neither declares nor finds in Lua or Redis."""
     body = re.sub(r"'[^'\n]*'", "''", code(text))
     fields = r"(?<![.\w])([A-Za-z_]\w*)\b(?!\s*=[^=])"  # neither x.name nor {name = ...}
-    return set(re.findall(fields, body)) - GIVEN - defined(text)
+    return set(re.findall(fields, body)) - BUILT_IN - defined(text)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -148,7 +148,7 @@ async def test_a_script_writes_if_and_only_if_its_header_says_so(name: str, redi
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *(f"lib/{lib}" for lib in LIBS)])
-def test_no_command_gets_a_key_that_is_spelt_in_the_script(name: str) -> None:
+def test_no_script_spells_out_a_key_of_a_command(name: str) -> None:
     body = code(raw(name))
     calls = COMMAND.findall(body)
     assert len(calls) == len(re.findall(r"\bredis\.p?call\b", body))
@@ -157,7 +157,7 @@ def test_no_command_gets_a_key_that_is_spelt_in_the_script(name: str) -> None:
 
 
 @pytest.mark.parametrize("lib", LIBS)
-def test_a_lib_names_exactly_the_locals_and_libs_that_it_wants(lib: str) -> None:
+def test_a_lib_declares_exactly_the_locals_and_libs_that_it_uses(lib: str) -> None:
     wanted_locals, wanted_libs = wants(lib)
     functions = set().union(*(defined_at_top(raw(f"lib/{other}")) for other in wanted_libs))
     unexplained = free(raw(f"lib/{lib}"))
@@ -182,7 +182,7 @@ def test_a_script_defines_what_a_lib_wants_before_it_includes_it(name: str) -> N
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_uses_no_name_that_is_defined_nowhere(name: str) -> None:
+def test_a_script_uses_no_undefined_name(name: str) -> None:
     assert free(load_script(name).text) == set()
 
 

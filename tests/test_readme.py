@@ -27,16 +27,16 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/operating.md"])
-def test_every_metric_that_is_named_is_there(document: str) -> None:
+def test_every_metric_that_a_document_names_exists(document: str) -> None:
     families = list(Telemetry().registry.collect())
-    there = {family.name for family in families}
-    there |= {f"{f.name}_total" for f in families if f.type == "counter"}
-    there |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}
+    existing = {family.name for family in families}
+    existing |= {f"{f.name}_total" for f in families if f.type == "counter"}
+    existing |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}
     of_workers = (ROOT / "workers/telemetry.py").read_text()
-    there |= set(re.findall(r"kvroute_engine_[a-z_]+", of_workers))
-    there |= {f"{name}_total" for name in there if name.endswith("_events")}
+    existing |= set(re.findall(r"kvroute_engine_[a-z_]+", of_workers))
+    existing |= {f"{name}_total" for name in existing if name.endswith("_events")}
     assert (
-        set(re.findall(r"kvroute_[a-z_]+\b(?!\.\.\.)", (ROOT / document).read_text())) - there
+        set(re.findall(r"kvroute_[a-z_]+\b(?!\.\.\.)", (ROOT / document).read_text())) - existing
         == set()
     )
 

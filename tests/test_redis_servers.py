@@ -28,7 +28,7 @@ def test_a_missing_program_fails_the_test_in_ci(monkeypatch: pytest.MonkeyPatch)
         require_binary(MISSING)
 
 
-def test_the_optional_server_is_left_out_where_there_is_none(
+def test_the_optional_server_is_left_out_if_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("KVROUTE_TEST_SERVER", raising=False)
@@ -36,7 +36,9 @@ def test_the_optional_server_is_left_out_where_there_is_none(
     assert kinds_here() == KINDS
 
 
-def test_the_optional_server_may_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_optional_server_may_be_named_by_a_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("KVROUTE_TEST_SERVER", str(tmp_path / "redis-8"))
     assert require_redis(OPTIONAL_KIND) == tmp_path / "redis-8"
     assert kinds_here() == (*KINDS, OPTIONAL_KIND)
