@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -49,6 +50,10 @@ class TestRoundTrips:
             replica.runner.round_trips.clear()
             await replica.route(request("r1", session="a"))
             assert replica.runner.round_trips[:2] == [["loads", "recall", "match"], ["reserve"]]
+            replica.runner.round_trips.clear()
+            await asyncio.gather(*(replica.route(request(name, session=name)) for name in "xyz"))
+            calls = [name for trip in replica.runner.round_trips for name in trip]
+            assert calls.count("recall") == 1
 
     async def test_without_the_setting_sessions_are_neither_looked_up_nor_kept(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis

@@ -281,8 +281,14 @@ async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
     assert [(p["num_blocks"], p["requests"]) for p in found["prefixes"]] == [(10, 3), (10, 1)]
     text = (await kvroute(decided, "inspect", "usage")).output
     assert text.splitlines()[-2].split() == [found["prefixes"][0]["block"], "10", "3"]
-    newest = await as_json(decided, "inspect", "usage", "--window-s", "0.001")
-    assert newest["decisions"] >= 1
+    async with connect(decided) as redis:
+        entries = await redis.xrange(KEYS["decisions"])
+        await redis.delete(KEYS["decisions"])
+        for ahead_s, (_, fields) in zip((0, 0, 0, 5), entries, strict=True):
+            at_ms = int(fields[b"at_ms"]) + 1000 * ahead_s
+            await redis.xadd(KEYS["decisions"], fields | {b"at_ms": str(at_ms)})
+    assert (await as_json(decided, "inspect", "usage", "--window-s", "4"))["decisions"] == 1
+    assert (await as_json(decided, "inspect", "usage", "--window-s", "6"))["decisions"] == 4
 
 
 async def test_explain_and_whatif_apply_session_affinity_as_the_decision_did(
