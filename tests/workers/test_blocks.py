@@ -1,4 +1,4 @@
-"""Prompts are spelt as words: each letter is a block of its own, named by all letters up to it."""
+"""The block manager. Prompts are words: each letter is a block, named by the letters up to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 def chain(word: str) -> list[SequenceHash]:
-    """`ABC` is the blocks of A, AB and ABC."""
+    """The blocks of `word`: for `ABC`, those of A, AB and ABC."""
     return [SequenceHash(int.from_bytes(word[: n + 1].encode())) for n in range(len(word))]
 
 
@@ -44,7 +44,7 @@ def manager_of(
 
 
 def computed(manager: BlockManager, word: str, tail: int = 0) -> BlockTable:
-    """A request whose prompt is `word` and whose blocks are all full, but for `tail` more."""
+    """A request that has filled the blocks of `word` and holds `tail` more slots."""
     table = manager.prepare(chain(word), len(word) + tail)
     finish_all(manager)
     manager.register(table, chain(word)[table.num_matched :])
@@ -53,13 +53,13 @@ def computed(manager: BlockManager, word: str, tail: int = 0) -> BlockTable:
 
 
 def cached(manager: BlockManager, word: str, priority: int = 0) -> None:
-    """`word` was computed and is used no more."""
+    """Compute the blocks of `word` and release them."""
     manager.release(computed(manager, word), priority)
     manager.check()
 
 
 def finish_all(manager: BlockManager, num_done: int | None = None) -> list[Move]:
-    """Carry out all that is planned; only so many blocks of each, if told."""
+    """Finish all planned moves; in each, `num_done` blocks were copied, or all if None."""
     finished = []
     while moves := manager.take_moves():
         for move in moves:
@@ -70,7 +70,7 @@ def finish_all(manager: BlockManager, num_done: int | None = None) -> list[Move]
 
 
 def evict(manager: BlockManager, tier: Tier, count: int) -> Eviction:
-    """Choose, store what is to be stored, withdraw and reclaim."""
+    """A whole eviction: choose, store, withdraw and reclaim."""
     eviction = manager.evict(tier, count)
     finish_all(manager)
     manager.withdraw(eviction)
@@ -87,7 +87,7 @@ def idle(manager: BlockManager, tier: Tier = DEVICE) -> int:
     return manager.tiers[tier].num_idle
 
 
-def test_blocks_of_a_request_that_runs_are_shared() -> None:
+def test_blocks_of_a_running_request_are_shared() -> None:
     manager = manager_of(8)
     first = computed(manager, "ABCD", tail=1)
     second = manager.prepare(chain("ABXY"), 4)
@@ -103,7 +103,7 @@ def test_blocks_of_a_request_that_runs_are_shared() -> None:
     assert free(manager) == 4
 
 
-def test_a_request_gets_all_that_it_needs_or_nothing() -> None:
+def test_a_request_gets_all_the_slots_it_needs_or_none() -> None:
     manager = manager_of(8)
     computed(manager, "ABCD")
     with pytest.raises(NotEnoughBlocks, match="not enough blocks: 5 needed, 4 free") as refused:
@@ -115,12 +115,12 @@ def test_a_request_gets_all_that_it_needs_or_nothing() -> None:
     assert free(manager) == 0
 
 
-def test_more_blocks_than_a_request_has_slots_for_are_refused() -> None:
+def test_a_prefix_of_more_blocks_than_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="3 blocks do not fit into 2"):
         manager_of().prepare(chain("ABC"), 2)
 
 
-def test_a_block_that_two_computed_is_kept_once() -> None:
+def test_a_block_that_two_requests_computed_is_kept_once() -> None:
     manager = manager_of(8)
     first, second = (manager.prepare(chain("AB"), 3) for _ in range(2))
     manager.register(first, chain("AB"))
@@ -132,7 +132,7 @@ def test_a_block_that_two_computed_is_kept_once() -> None:
     assert manager.take_events() == [Stored(tuple(chain("AB")), None)]
 
 
-def test_blocks_that_were_never_full_are_the_first_to_be_taken_again() -> None:
+def test_slots_that_were_never_filled_are_reused_first() -> None:
     manager = manager_of(4)
     table = manager.prepare(chain("AB"), 4)
     manager.register(table, chain("AB"))
@@ -142,9 +142,7 @@ def test_blocks_that_were_never_full_are_the_first_to_be_taken_again() -> None:
     assert manager.match(chain("AB")) == [DEVICE] * 2
 
 
-def test_low_priority_goes_first_then_what_was_not_used_for_longest_and_tails_before_heads() -> (
-    None
-):
+def test_eviction_goes_by_priority_then_recency_then_tails_before_heads() -> None:
     manager = manager_of(10)
     cached(manager, "ABC")
     cached(manager, "XY", priority=1)
@@ -163,7 +161,7 @@ def test_a_block_keeps_the_highest_priority_that_it_was_released_with() -> None:
     assert [slot.block for slot in manager.evict(DEVICE, 1).leaving] == [block("X")]
 
 
-def test_the_tier_below_gives_blocks_up_in_the_same_order() -> None:
+def test_the_tier_below_evicts_in_the_same_order() -> None:
     manager = manager_of(device=8, host=8)
     cached(manager, "ABC")
     cached(manager, "XY")
@@ -181,18 +179,18 @@ def test_the_tier_below_gives_blocks_up_in_the_same_order() -> None:
     assert [s.block for s in from_host.leaving] == [s.block for s in from_device.leaving]
 
 
-def test_what_was_used_in_a_faster_tier_is_not_old_in_a_slower_one() -> None:
+def test_use_in_a_faster_tier_keeps_a_block_recent_in_a_slower_one() -> None:
     clock = Clock()
     manager = manager_of(device=8, host=8, clock=clock)
     cached(manager, "A")
     evict(manager, DEVICE, 1)
-    # It is loaded, and stays in host memory too.
+    # A is loaded, and stays in host memory too.
     table = manager.prepare(chain("A"), 1)
     finish_all(manager)
     manager.release(table, priority=1)
     clock.now_s += 10
     cached(manager, "X")
-    evict(manager, DEVICE, 1)  # X, as it has the lower priority
+    evict(manager, DEVICE, 1)  # X, which has the lower priority
     clock.now_s += 10
     cached(manager, "A")
     clock.now_s += 5
@@ -205,7 +203,7 @@ def test_what_was_used_in_a_faster_tier_is_not_old_in_a_slower_one() -> None:
     assert manager.idle_before_evict_s == pytest.approx(16 + (6 - 16) / 200)
 
 
-def test_room_for_a_request_is_not_made_of_what_it_found() -> None:
+def test_eviction_for_a_request_spares_the_blocks_it_found() -> None:
     manager = manager_of(8)
     cached(manager, "ABC")
     cached(manager, "WXYZ")
@@ -216,7 +214,7 @@ def test_room_for_a_request_is_not_made_of_what_it_found() -> None:
     assert manager.prepare(chain("ABCDE"), 5).num_matched == 3
 
 
-def test_where_not_all_can_be_stored_the_beginning_of_what_was_used_last_is() -> None:
+def test_if_not_all_can_be_stored_the_heads_of_the_most_recent_chains_are() -> None:
     manager = manager_of(device=8, host=3)
     cached(manager, "ABC")
     cached(manager, "XY")
@@ -226,7 +224,7 @@ def test_where_not_all_can_be_stored_the_beginning_of_what_was_used_last_is() ->
     assert manager.counts.stores_dropped == 2
 
 
-def test_it_tells_for_how_long_blocks_that_are_nowhere_any_more_were_not_used() -> None:
+def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier() -> None:
     clock = Clock()
     manager = manager_of(device=8, host=8, clock=clock)
     cached(manager, "AB")
@@ -238,11 +236,11 @@ def test_it_tells_for_how_long_blocks_that_are_nowhere_any_more_were_not_used() 
     assert manager.idle_before_evict_s == 0
     clock.now_s += 15
     evict(manager, HOST, 1)
-    # X, though it was stored there only 15 s ago.
+    # X, last used 75 s ago, though stored there only 15 s ago.
     assert manager.idle_before_evict_s == 75
     manager.admission = Admission(min_uses=9)
     evict(manager, DEVICE, 1)
-    # A, which is stored nowhere else: 45 s, as one of two hundred.
+    # A, which is stored nowhere else: its 45 s count for one two-hundredth.
     assert manager.idle_before_evict_s == pytest.approx(75 + (45 - 75) / 200)
 
 
@@ -267,7 +265,7 @@ def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back() -> None
     assert manager.counts.evicted == 1
 
 
-def test_what_was_called_back_and_chosen_again_is_not_reclaimed_by_the_first_choice() -> None:
+def test_a_block_called_back_and_chosen_again_is_not_reclaimed_by_the_first_eviction() -> None:
     manager = manager_of(4)
     cached(manager, "A")
     first = manager.evict(DEVICE, 1)
@@ -276,7 +274,7 @@ def test_what_was_called_back_and_chosen_again_is_not_reclaimed_by_the_first_cho
     manager.take_events()
     manager.evict(DEVICE, 1)
     cached(manager, "A")
-    assert manager.take_events() == [], "it was not withdrawn"
+    assert manager.take_events() == [], "the eviction was never withdrawn"
     second = manager.evict(DEVICE, 1)
     assert manager.reclaim(first) == 0
     assert manager.match(chain("A")) == [DEVICE]
@@ -295,7 +293,7 @@ def test_a_pin_keeps_blocks_until_it_ends() -> None:
     manager.check()
     clock.now_s += 5
     manager.pin(chain("A"), ttl_s=10.0)
-    manager.pin(chain("AB"), ttl_s=1.0)  # makes neither shorter
+    manager.pin(chain("AB"), ttl_s=1.0)  # shortens neither pin
     clock.now_s += 5
     assert [slot.block for slot in manager.evict(DEVICE, 4).leaving] == [block("AB")]
     clock.now_s += 5
@@ -315,7 +313,7 @@ def test_a_pin_holds_for_a_block_that_is_used_and_released_meanwhile() -> None:
     assert idle(manager) == 1
 
 
-def test_a_pin_that_ends_while_its_block_is_used_has_ended_when_it_is_released() -> None:
+def test_a_block_whose_pin_expired_during_use_is_idle_once_released() -> None:
     clock = Clock()
     manager = manager_of(4, clock=clock)
     table = computed(manager, "A")
@@ -334,7 +332,7 @@ def test_a_pin_for_no_time_changes_nothing() -> None:
     assert [slot.block for slot in manager.evict(DEVICE, 1).leaving] == [block("A")]
 
 
-def test_an_evicted_block_moves_down_and_comes_back_from_there() -> None:
+def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there() -> None:
     manager = manager_of(4, host=4)
     cached(manager, "ABCD")
     manager.take_events()
@@ -403,7 +401,7 @@ def test_a_load_outlives_the_request_that_wanted_it() -> None:
     assert idle(manager) == 3
 
 
-def test_after_a_failed_load_all_who_share_it_compute_from_the_last_good_block() -> None:
+def test_after_a_failed_load_all_requests_sharing_it_compute_from_the_last_good_block() -> None:
     manager = manager_of(12, host=4)
     cached(manager, "ABCD")
     evict(manager, DEVICE, 4)
@@ -421,7 +419,7 @@ def test_after_a_failed_load_all_who_share_it_compute_from_the_last_good_block()
         assert len(table.slots) == 5
     assert first.block_ids[0] == second.block_ids[0]
     assert set(first.block_ids[1:]).isdisjoint(second.block_ids[1:])
-    # The block that could not be read is gone; those behind it are still in host memory.
+    # The block that could not be read is dropped; those after it are still in host memory.
     assert manager.take_events() == [Stored((block("A"),), None), Removed((block("AB"),), HOST)]
     assert manager.match(chain("ABCD")) == [DEVICE]
     manager.register(first, chain("ABCD")[1:2])
@@ -430,7 +428,7 @@ def test_after_a_failed_load_all_who_share_it_compute_from_the_last_good_block()
     assert (counts.failed, counts.fallbacks, counts.recomputed) == (3, 2, 6)
 
 
-def test_what_another_fills_meanwhile_takes_the_place_of_own_slots() -> None:
+def test_blocks_that_another_request_fills_first_replace_a_requests_own_slots() -> None:
     manager = manager_of(12, reuse_multiple=2)
     late = manager.prepare(chain("ABCDX"), 6)
     computed(manager, "ABCD", tail=1)
@@ -446,7 +444,7 @@ def test_what_another_fills_meanwhile_takes_the_place_of_own_slots() -> None:
     assert manager.share(late, chain("ABCDX")) == 0
 
 
-def test_reuse_is_cut_at_multiples_of_what_is_computed_at_once() -> None:
+def test_reuse_is_cut_to_a_multiple_of_the_blocks_computed_at_once() -> None:
     manager = manager_of(12, host=4, reuse_multiple=2)
     cached(manager, "ABCD")
     assert manager.prepare(chain("ABCX"), 4).num_matched == 2
@@ -475,7 +473,7 @@ def test_a_request_that_cannot_fall_back_is_released() -> None:
     assert free(manager) == 1
 
 
-def test_blocks_are_stored_as_soon_as_they_are_full_where_writes_go_through() -> None:
+def test_write_through_stores_blocks_as_soon_as_they_are_full() -> None:
     manager = manager_of(8, host=4, disk=4, write=WritePolicy.THROUGH)
     table = manager.prepare(chain("AB"), 3)
     manager.register(table, chain("AB"))
@@ -489,7 +487,7 @@ def test_blocks_are_stored_as_soon_as_they_are_full_where_writes_go_through() ->
     assert manager.match(chain("AB")) == [HOST] * 2
 
 
-def test_blocks_are_stored_once_they_were_needed_so_often() -> None:
+def test_blocks_are_stored_once_they_were_used_min_uses_times() -> None:
     manager = manager_of(4, host=4, admission=Admission(min_uses=2))
     cached(manager, "AB")
     cached(manager, "A")
@@ -498,7 +496,7 @@ def test_blocks_are_stored_once_they_were_needed_so_often() -> None:
     assert manager.counts.stores_dropped == 0
 
 
-def test_how_often_a_block_was_needed_is_known_when_it_comes_back() -> None:
+def test_earlier_uses_of_an_evicted_block_count_when_it_is_computed_again() -> None:
     manager = manager_of(4, host=4, admission=Admission(min_uses=2))
     cached(manager, "AB")
     evict(manager, DEVICE, 2)
@@ -508,7 +506,7 @@ def test_how_often_a_block_was_needed_is_known_when_it_comes_back() -> None:
     assert manager.match(chain("AB")) == [HOST] * 2
 
 
-def test_how_often_blocks_were_needed_is_known_of_as_many_as_the_device_has_slots() -> None:
+def test_uses_are_remembered_for_as_many_evicted_blocks_as_the_device_has_slots() -> None:
     manager = manager_of(2, host=4, admission=Admission(min_uses=2))
     for word in "ABCCA":
         cached(manager, word)
@@ -517,7 +515,7 @@ def test_how_often_blocks_were_needed_is_known_of_as_many_as_the_device_has_slot
     assert manager.match(chain("A")) == []
 
 
-def test_how_often_blocks_were_needed_is_known_of_those_that_went_last_from_any_tier() -> None:
+def test_uses_are_remembered_for_the_blocks_last_evicted_from_any_tier() -> None:
     manager = manager_of(2, host=4)
     for word in "AB":
         cached(manager, word)
@@ -530,7 +528,7 @@ def test_how_often_blocks_were_needed_is_known_of_those_that_went_last_from_any_
     assert manager.match(chain("A")) == [HOST]
 
 
-def test_what_is_computed_faster_than_it_is_loaded_is_neither_stored_nor_loaded() -> None:
+def test_a_tier_slower_than_computing_is_neither_stored_to_nor_loaded_from() -> None:
     manager = manager_of(8, host=4, disk=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")
     finish_all(manager)
@@ -547,7 +545,7 @@ def test_what_is_computed_faster_than_it_is_loaded_is_neither_stored_nor_loaded(
     assert finish_all(manager) == []
 
 
-def test_stores_beyond_the_bound_are_dropped_and_loads_never() -> None:
+def test_stores_beyond_the_limit_are_dropped_but_loads_are_not() -> None:
     manager = manager_of(12, host=8, max_storing=3)
     cached(manager, "ABCDEF")
     eviction = manager.evict(DEVICE, 6)
@@ -564,7 +562,7 @@ def test_stores_beyond_the_bound_are_dropped_and_loads_never() -> None:
     assert len(manager.prepare(chain("ABCDEF"), 6).loads[0].blocks) == 6
 
 
-def test_stores_to_a_slow_disk_leave_the_host_its_own_bound() -> None:
+def test_stores_to_disk_do_not_count_towards_the_limit_of_stores_to_the_host() -> None:
     manager = manager_of(8, host=8, disk=8, max_storing=3)
     cached(manager, "ABC")
     evict(manager, DEVICE, 3)
@@ -580,18 +578,18 @@ def test_stores_to_a_slow_disk_leave_the_host_its_own_bound() -> None:
     manager.check()
 
 
-def test_a_block_is_on_its_way_down_once() -> None:
+def test_a_block_that_is_being_stored_is_neither_stored_again_nor_evicted() -> None:
     manager = manager_of(4, host=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")
     (store,) = manager.take_moves()
     eviction = manager.evict(DEVICE, 2)
     assert eviction.store is None
-    assert eviction.leaving == []  # they are still read
+    assert eviction.leaving == []  # the store still reads them
     manager.finish(store, 2)
     assert free(manager, HOST) == 2
 
 
-def test_a_block_that_is_computed_anew_while_it_is_stored_is_not_stored_twice_at_once() -> None:
+def test_a_block_computed_again_while_it_is_stored_starts_no_second_store() -> None:
     manager = manager_of(4, host=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")
     (store,) = manager.take_moves()
@@ -600,11 +598,11 @@ def test_a_block_that_is_computed_anew_while_it_is_stored_is_not_stored_twice_at
     assert manager.take_moves() == []
     manager.finish(store, 2)
     manager.check()
-    # What was copied is from before the fence.
+    # The copied blocks are from before the fence.
     assert free(manager, HOST) == 4
 
 
-def test_a_store_that_failed_leaves_nothing_below() -> None:
+def test_blocks_that_a_store_failed_to_copy_hold_no_slots_below() -> None:
     manager = manager_of(4, host=4)
     cached(manager, "ABC")
     eviction = manager.evict(DEVICE, 3)
@@ -617,7 +615,7 @@ def test_a_store_that_failed_leaves_nothing_below() -> None:
     assert manager.counts.failed == 2
 
 
-def test_prefetching_fills_free_slots_only_and_is_shared_like_any_load() -> None:
+def test_prefetching_fills_only_free_slots_and_is_shared_like_any_load() -> None:
     manager = manager_of(8, host=3, disk=8)
     cached(manager, "ABCDE")
     for tier, count in ((DEVICE, 2), (HOST, 2), (DEVICE, 3), (HOST, 3)):
@@ -668,7 +666,7 @@ def test_a_load_from_a_slot_whose_own_load_failed_has_nothing_to_copy() -> None:
     assert manager.match(chain("AB")) == [DEVICE]
 
 
-def test_behind_a_fence_nothing_of_before_is_found() -> None:
+def test_no_block_from_before_a_fence_is_found() -> None:
     manager = manager_of(8, host=4)
     cached(manager, "AB")
     evict(manager, DEVICE, 1)
@@ -693,7 +691,7 @@ def test_behind_a_fence_nothing_of_before_is_found() -> None:
     assert manager.match(chain("XY")) == [DEVICE] * 2
 
 
-def test_only_a_manager_that_nobody_uses_is_reset() -> None:
+def test_only_a_manager_that_is_not_in_use_can_be_reset() -> None:
     manager = manager_of(4, host=4)
     table = computed(manager, "AB")
     with pytest.raises(ValueError, match="1 requests and 0 copies remain"):
@@ -707,7 +705,7 @@ def test_only_a_manager_that_nobody_uses_is_reset() -> None:
     assert free(manager) == 4
 
 
-def test_what_a_tier_holds_from_an_earlier_life_is_found_and_told() -> None:
+def test_adopted_blocks_are_found_and_announced() -> None:
     manager = manager_of(4, disk=4)
     manager.adopt(DISK, [(2, 5, block("A"), None), (0, 7, block("AB"), block("A"))])
     manager.check()
@@ -719,7 +717,7 @@ def test_what_a_tier_holds_from_an_earlier_life_is_found_and_told() -> None:
     assert table.loads[0].generations == [5, 7]
 
 
-def test_what_a_tier_holds_twice_from_an_earlier_life_is_found_once() -> None:
+def test_a_block_adopted_from_two_slots_is_found_once() -> None:
     manager = manager_of(4, disk=4)
     a, ab = chain("AB")
     manager.adopt(DISK, [(0, 3, ab, a), (1, 2, a, None), (3, 8, ab, a)])
@@ -729,11 +727,11 @@ def test_what_a_tier_holds_twice_from_an_earlier_life_is_found_once() -> None:
     cached(manager, "XY")
     again = manager.evict(DEVICE, 2).store
     assert again is not None
-    # A new generation: what is to be written there is not taken for what was.
+    # Slot 3 gets a new generation: its old content is not taken for the new block.
     assert {slot.block_id: slot.generation for slot in again.targets} == {2: 0, 3: 9}
 
 
-def test_tails_from_an_earlier_life_go_before_what_they_hang_on() -> None:
+def test_adopted_tails_are_evicted_before_the_blocks_they_continue() -> None:
     manager = manager_of(4, disk=8)
     blocks = [*chain("ABC"), *chain("XY"), *chain("ABDE")[2:]]
     parents = [None, *blocks[:2], None, blocks[3], blocks[1], blocks[5]]
@@ -771,8 +769,8 @@ def test_a_manager_needs_slots_on_the_device() -> None:
         BlockManager({DEVICE: 0}, now=Clock())
 
 
-def calls_of(work: Callable[[], None]) -> int:
-    """Functions of Python and of C that were called."""
+def count_calls(work: Callable[[], None]) -> int:
+    """Number of calls of Python and C functions."""
     count = 0
 
     def see(frame: FrameType, event: str, argument: object) -> None:
@@ -787,8 +785,8 @@ def calls_of(work: Callable[[], None]) -> int:
     return count
 
 
-def life_of(num_blocks: int) -> Callable[[], None]:
-    """All that may happen to so many blocks, in each of three tiers."""
+def workload(num_blocks: int) -> Callable[[], None]:
+    """Every operation on `num_blocks` blocks, in each of three tiers."""
     blocks = [SequenceHash(n + 1) for n in range(num_blocks)]
     clock = Clock()
     manager = manager_of(num_blocks, num_blocks, num_blocks, clock, max_storing=num_blocks)
@@ -816,6 +814,6 @@ def life_of(num_blocks: int) -> Callable[[], None]:
     return work
 
 
-def test_what_ten_thousand_blocks_cost_is_ten_times_what_a_thousand_do() -> None:
-    few, many = (calls_of(life_of(n)) for n in (1_000, 10_000))
+def test_the_cost_grows_linearly_with_the_number_of_blocks() -> None:
+    few, many = (count_calls(workload(n)) for n in (1_000, 10_000))
     assert 9 < many / few < 11
