@@ -1,4 +1,4 @@
-"""What a block manager should do, in its plainest form: lists that are searched each time."""
+"""A plain model of the block manager: lists that are searched each time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Cell:
     priority: int = 0
     uses: int = 0
     filling: Copy | None = None
-    eviction: Leave | None = None
+    eviction: ModelEviction | None = None
     published: bool = False
     pinned_until: float = 0.0
     pinned_since: int = 0
@@ -35,7 +35,7 @@ class Copy:
 
 
 @dataclass(eq=False)
-class Leave:
+class ModelEviction:
     tier: Tier
     cells: list[Cell] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class BlockModel:
         self._tick = 0
         self._ghosts: list[tuple[SequenceHash, int]] = []
 
-    # What is compared
+    # State that tests compare
 
     def num_free(self, tier: Tier) -> int:
         return self.num_slots[tier] - len(self.cells[tier])
@@ -91,18 +91,18 @@ class BlockModel:
     def find(self, chain: Sequence[SequenceHash]) -> list[tuple[Tier, Cell]]:
         found = []
         for block in chain:
-            here = [
+            holders = [
                 (tier, cell)
                 for tier, cells in self.cells.items()
                 for cell in cells
                 if cell.block == block and (tier is Tier.DEVICE or self._admission.loads(tier))
             ]
-            if not here:
+            if not holders:
                 break
-            found.append(here[0])
+            found.append(holders[0])
         return found
 
-    # What is done
+    # Operations
 
     def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> Table | None:
         """None if too few slots are free."""
@@ -133,8 +133,8 @@ class BlockModel:
         fresh = []
         for block in blocks:
             at = len(table.chain)
-            there = [cell for cell in self.cells[Tier.DEVICE] if cell.block == block]
-            if not there:
+            holders = [cell for cell in self.cells[Tier.DEVICE] if cell.block == block]
+            if not holders:
                 cell = table.cells[at]
                 cell.block = block
                 cell.parent = table.chain[-1] if table.chain else None
@@ -143,10 +143,10 @@ class BlockModel:
                 cell.uses = 1 + sum(before)
                 cell.published = True
                 fresh.append(cell)
-            elif there[0].filling is None:
-                self._hold(there[0])
-                there[0].uses += 1
-                own, table.cells[at] = table.cells[at], there[0]
+            elif holders[0].filling is None:
+                self._hold(holders[0])
+                holders[0].uses += 1
+                own, table.cells[at] = table.cells[at], holders[0]
                 self._release(Tier.DEVICE, own)
             table.chain.append(block)
         if self._write is WritePolicy.THROUGH:
@@ -204,31 +204,31 @@ class BlockModel:
                 self._tick += 1
                 cell.pinned_until, cell.pinned_since = self.now + ttl, self._tick
 
-    def evict(self, tier: Tier, count: int) -> Leave:
-        leave = Leave(tier, self.idle(tier)[:count])
-        for cell in leave.cells:
-            cell.eviction = leave
+    def evict(self, tier: Tier, count: int) -> ModelEviction:
+        eviction = ModelEviction(tier, self.idle(tier)[:count])
+        for cell in eviction.cells:
+            cell.eviction = eviction
             for below in [b for b in self.cells if b > tier][:1]:
                 for copy in self.cells[below]:
                     if copy.block == cell.block:
                         self._touch(copy)
-        self._store(tier, reversed(leave.cells))
-        return leave
+        self._store(tier, reversed(eviction.cells))
+        return eviction
 
-    def withdraw(self, leave: Leave) -> None:
-        for cell in leave.cells:
-            if cell.eviction is leave:
+    def withdraw(self, eviction: ModelEviction) -> None:
+        for cell in eviction.cells:
+            if cell.eviction is eviction:
                 cell.published = False
 
-    def reclaim(self, leave: Leave) -> int:
-        going = [cell for cell in leave.cells if cell.eviction is leave]
-        for cell in going:
+    def reclaim(self, eviction: ModelEviction) -> int:
+        leaving = [cell for cell in eviction.cells if cell.eviction is eviction]
+        for cell in leaving:
             assert cell.block is not None
             self._ghosts = [(seen, uses) for seen, uses in self._ghosts if seen != cell.block]
             self._ghosts.append((cell.block, cell.uses))
             self._ghosts = self._ghosts[-self.num_slots[Tier.DEVICE] :]
-            self.cells[leave.tier].remove(cell)
-        return len(going)
+            self.cells[eviction.tier].remove(cell)
+        return len(leaving)
 
     def finish(self, copy: Copy, num_done: int) -> None:
         self.copies.remove(copy)

@@ -1,4 +1,4 @@
-"""The block manager against a plain model of it, over long random runs."""
+"""The block manager compared with a plain model of it, over long random runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash, Tier
-from tests.workers.block_model import BlockModel, Copy, Leave, Table
+from tests.workers.block_model import BlockModel, Copy, ModelEviction, Table
 from tests.workers.cache_model import CacheModel
 from workers.blocks import Admission, BlockManager, BlockTable, Eviction, WritePolicy
 from workers.slots import Move
@@ -21,7 +21,7 @@ MAX_LENGTH = 9
 
 
 def some_chains(rng: random.Random) -> list[list[SequenceHash]]:
-    """Prompts that part from one another early and late."""
+    """Prompts that diverge from one another early and late."""
     chains: list[list[SequenceHash]] = []
     for n in range(8):
         stem = rng.choice(chains)[: rng.randrange(MAX_LENGTH)] if chains else []
@@ -32,7 +32,7 @@ def some_chains(rng: random.Random) -> list[list[SequenceHash]]:
 
 @dataclass
 class Request:
-    """chain: what its blocks will be."""
+    """chain: the blocks that it will fill, if it runs for long enough."""
 
     chain: list[SequenceHash]
     real: BlockTable
@@ -40,7 +40,7 @@ class Request:
 
 
 class Run:
-    """Does the same to the manager and to the model, and compares them."""
+    """Applies the same operations to the manager and to the model, and compares the two."""
 
     def __init__(self, seed: int, num_slots: dict[Tier, int], write: WritePolicy) -> None:
         self.rng = random.Random(seed)
@@ -60,9 +60,9 @@ class Run:
         )
         self.requests: list[Request] = []
         self.moves: list[tuple[Move, Copy]] = []
-        self.evictions: list[tuple[Eviction, Leave]] = []
-        self.withdrawn: list[tuple[Eviction, Leave]] = []
-        self.told = CacheModel()
+        self.evictions: list[tuple[Eviction, ModelEviction]] = []
+        self.withdrawn: list[tuple[Eviction, ModelEviction]] = []
+        self.published = CacheModel()
         self.done: Counter[str] = Counter()
 
     def step(self) -> None:
@@ -128,7 +128,7 @@ class Run:
         return request.real.num_whole == request.real.num_matched
 
     def release(self) -> None:
-        """At any moment: while it is being loaded, with some of its blocks full, or all."""
+        """Release a request in any state: still loading, or with some or all blocks full."""
         if self.requests:
             request = self.requests.pop(self.rng.randrange(len(self.requests)))
             priority = self.rng.choice((0, 0, 0, 1, 2))
@@ -211,22 +211,24 @@ class Run:
         ]
         self.moves += zip(real_moves, fresh, strict=True)
         for event in self.manager.take_events():
-            self.told.take(event)
+            self.published.take(event)
         for tier, slots in self.manager.tiers.items():
             cells = self.model.cells[tier]
             assert slots.num_free == self.model.num_free(tier)
             assert slots.num_idle == len(self.model.idle(tier))
             assert slots.num_leaving == sum(cell.eviction is not None for cell in cells)
             assert {slot.block for slot in slots.held()} == {c.block for c in cells} - {None}
-            told = {c.block for c in cells if c.block and tier in self.told.tiers_of(c.block)}
-            assert told == self.model.published(tier)
+            published = {
+                c.block for c in cells if c.block and tier in self.published.tiers_of(c.block)
+            }
+            assert published == self.model.published(tier)
         for chain in self.chains:
             assert self.manager.match(chain) == [tier for tier, _ in self.model.find(chain)]
-            for tier in self.told.tiers_of(chain[-1]):
+            for tier in self.published.tiers_of(chain[-1]):
                 assert self.manager.tiers[tier].find(chain[-1]) is not None
 
     def end(self) -> None:
-        """All requests go, all copies end: nothing is in use any more."""
+        """Release all requests and finish all copies: after that, no slot is in use."""
         while self.requests:
             self.release()
             self.compare()
@@ -246,9 +248,7 @@ TIERS = [
 
 @pytest.mark.parametrize("write", WritePolicy, ids=lambda policy: policy.value)
 @pytest.mark.parametrize("num_slots", TIERS, ids=len)
-def test_the_manager_does_what_the_model_does(
-    num_slots: dict[Tier, int], write: WritePolicy
-) -> None:
+def test_the_manager_behaves_like_the_model(num_slots: dict[Tier, int], write: WritePolicy) -> None:
     done: Counter[str] = Counter()
     for seed in range(4):
         run = Run(seed, num_slots, write)
