@@ -1,4 +1,4 @@
-"""The agent against a real Redis; a test plays the engine and feeds it events."""
+"""The agent with a real Redis; each test stands in for the engine and sends it events."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def new_agent(
     ttl_s: float = 0.3,
     shards: int = 1,
     runner: ScriptRunner | None = None,
-    **told: Any,
+    **changed: Any,
 ) -> Agent:
     return Agent(
         runner or ScriptRunner(redis, timeout_s=0.2),
         KEYS,
-        info(**told),
+        info(**changed),
         AgentSettings(lease_ttl_s=ttl_s, index_blocks=128, shards=shards),
         lambda: (MEASURED, LEARNED),
         lambda: READ,
@@ -62,7 +62,7 @@ def new_agent(
 
 @asynccontextmanager
 async def running(agent: Agent) -> AsyncIterator[Agent]:
-    """Started and run; not retired at the end."""
+    """Start the agent and run it; its incarnation is not retired at the end."""
     await agent.start()
     task = asyncio.ensure_future(agent.run())
     try:
@@ -74,14 +74,14 @@ async def running(agent: Agent) -> AsyncIterator[Agent]:
 
 
 class Observer:
-    """What a router would see."""
+    """What routers see, and faults of Redis."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis: Any = redis
         self.runner = ScriptRunner(redis, timeout_s=1.0)
 
     async def live(self) -> dict[Incarnation, str]:
-        """Worker key of each incarnation that is routed to."""
+        """The worker key of each incarnation that is routed to."""
         try:
             loads = (await self.runner.one(reservations.loads(KEYS))).loads
         except (NamespaceMissing, RedisUnavailable):
@@ -96,7 +96,7 @@ class Observer:
     async def overlaps(
         self, chain: Sequence[SequenceHash] = CHAIN
     ) -> dict[Incarnation, TierOverlap]:
-        """Of the incarnations that are routed to."""
+        """The overlap of `chain` with each incarnation that is routed to."""
         live = await self.live()
         if not live:
             return {}
@@ -104,24 +104,24 @@ class Observer:
         return {inc: overlap for inc, overlap in found[0].items() if inc in live}
 
     async def blocks(self) -> dict[bytes, bytes]:
-        """All there is in the index: sequence hash in hex -> owners."""
+        """All entries of the index: sequence hash in hex -> owners."""
         entries: dict[bytes, bytes] = {}
         async for key in self.redis.scan_iter(match=SHARD["blocks:"].replace("{", r"\{") + "*"):
             entries |= await self.redis.hgetall(key)
         return entries
 
     async def applied(self, incarnation: int) -> int | None:
-        """Number of the last batch that Redis has of it; None if it may not write."""
+        """Number of the incarnation's last batch that Redis applied; None if it may not write."""
         text = await self.redis.hget(SHARD["applied"], str(incarnation))
         return int(text.split()[0]) if text else None
 
     async def lose_batches(self, incarnation: int) -> None:
-        """As if Redis had failed over to a replica that never got any of them."""
+        """As if Redis had failed over to a replica that got none of its batches."""
         _, nonce = (await self.redis.hget(SHARD["applied"], str(incarnation))).split()
         await self.redis.hset(SHARD["applied"], str(incarnation), b"0 " + nonce)
 
     async def lapse(self, incarnation: Incarnation) -> None:
-        """As if it had not been renewed in time."""
+        """Let its lease expire, as if it had not been renewed in time."""
         seconds, micros = await self.redis.time()
         just_now_ms = seconds * 1000 + micros // 1000 - 1
         await self.redis.zadd(KEYS["leases"], {str(incarnation): just_now_ms})
@@ -132,7 +132,7 @@ def observer(redis: Redis) -> Observer:
     return Observer(redis)
 
 
-async def test_a_started_agent_is_routed_to(redis: Redis, observer: Observer) -> None:
+async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer: Observer) -> None:
     agent = new_agent(redis)
     assert await observer.live() == {}
     await agent.start()
@@ -141,7 +141,7 @@ async def test_a_started_agent_is_routed_to(redis: Redis, observer: Observer) ->
     assert leases.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
 
 
-async def test_a_running_agent_learns_of_a_redis_that_moves_while_nothing_fails(
+async def test_a_running_agent_follows_a_redis_that_moves_without_a_failed_call(
     one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follows = asyncio.Event()
@@ -154,7 +154,9 @@ async def test_a_running_agent_learns_of_a_redis_that_moves_while_nothing_fails(
         await follows.wait()
 
 
-async def test_a_stopped_agent_is_routed_to_no_more(redis: Redis, observer: Observer) -> None:
+async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(
+    redis: Redis, observer: Observer
+) -> None:
     agent = new_agent(redis, ttl_s=60.0)
     await agent.start()
     await agent.stop()
@@ -167,7 +169,7 @@ async def test_an_agent_that_never_started_has_nothing_to_stop(redis: Redis) -> 
     assert await redis.keys() == []
 
 
-async def test_another_block_size_than_the_namespaces_is_refused(redis: Redis) -> None:
+async def test_a_block_size_other_than_the_namespaces_is_refused(redis: Redis) -> None:
     await new_agent(redis, worker_id="w0", block_size=16).start()
     with pytest.raises(
         NamespaceMismatch, match="w1:0 has block_size 32, but namespace agents has 16"
@@ -175,7 +177,7 @@ async def test_another_block_size_than_the_namespaces_is_refused(redis: Redis) -
         await new_agent(redis, worker_id="w1", block_size=32).start()
 
 
-async def test_what_is_published_is_what_the_engine_said(redis: Redis, observer: Observer) -> None:
+async def test_the_index_shows_what_the_engine_reported(redis: Redis, observer: Observer) -> None:
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:6]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
@@ -194,10 +196,10 @@ async def test_what_is_published_is_what_the_engine_said(redis: Redis, observer:
         await eventually(observer.blocks, lambda blocks: blocks == {})
 
 
-async def test_more_than_a_round_trip_holds_is_published_whole(
+async def test_events_beyond_one_round_trip_are_all_published(
     redis: Redis, observer: Observer
 ) -> None:
-    # 8 batches of 256 go in one round trip; this takes 10, and so a second one.
+    # One round trip takes 8 batches of 256 blocks; these 10 batches need a second one.
     chain = [SequenceHash(0x2222_0000_0000_0000 + i) for i in range(BATCH_BLOCKS * 9 + 1)]
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(chain), None)])
@@ -209,9 +211,7 @@ async def test_more_than_a_round_trip_holds_is_published_whole(
         assert await observer.applied(1) == 10
 
 
-async def test_the_lease_outlives_its_time_while_the_agent_runs(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer: Observer) -> None:
     async with running(new_agent(redis, ttl_s=0.3)) as agent:
         registered = await redis.zscore(KEYS["leases"], "1")
         assert registered is not None
@@ -219,14 +219,14 @@ async def test_the_lease_outlives_its_time_while_the_agent_runs(
         async def expiry_ms() -> float:
             return await redis.zscore(KEYS["leases"], "1") or 0.0
 
-        # Three lives further on: without renewals it would have lapsed long ago.
+        # Three lifetimes later; without renewals it would have lapsed long before.
         await eventually(expiry_ms, lambda at: at >= registered + 900)
         assert await observer.live() == {1: "w0:0"}
         assert agent.resyncs == 0
 
 
 class DeafRunner(ScriptRunner):
-    """Gets no answer to the first renewal, and knows so only after `timeout_s`."""
+    """The first renewal gets no answer and times out after `timeout_s`."""
 
     def __init__(self, redis: Redis, timeout_s: float) -> None:
         super().__init__(redis, timeout_s)
@@ -242,10 +242,10 @@ class DeafRunner(ScriptRunner):
         return await super().run_each(calls)
 
 
-async def test_a_renewal_without_an_answer_is_made_up_for_in_time(
+async def test_an_unanswered_renewal_is_retried_before_the_lease_lapses(
     redis: Redis, observer: Observer
 ) -> None:
-    # Tried after 0.2 s, and given up after 0.45 s; one more pause, and 0.6 s would be over.
+    # Sent at 0.2 s and timed out at 0.45 s; a further pause of 0.2 s would exceed the TTL of 0.6 s.
     runner = DeafRunner(redis, timeout_s=0.25)
     async with running(new_agent(redis, ttl_s=0.6, runner=runner)) as agent:
 
@@ -259,14 +259,12 @@ async def test_a_renewal_without_an_answer_is_made_up_for_in_time(
         assert await observer.live() == {1: "w0:0"}
 
 
-async def test_without_renewals_the_lease_lapses_by_itself(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_the_lease_lapses_without_renewals(redis: Redis, observer: Observer) -> None:
     await new_agent(redis, ttl_s=0.05).start()
     await eventually(observer.live, lambda live: live == {})
 
 
-async def test_after_its_incarnation_is_retired_everything_is_published_again(
+async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again(
     redis: Redis, observer: Observer
 ) -> None:
     async with running(new_agent(redis)) as agent:
@@ -277,7 +275,7 @@ async def test_after_its_incarnation_is_retired_everything_is_published_again(
         await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
         await eventually(observer.overlaps, lambda o: o == {2: held})
         assert await redis.hgetall(KEYS["current"]) == {b"w0:0": b"2"}
-        # What happens from now on is published under the new incarnation.
+        # Further events are published under the new incarnation.
         agent.notify([Stored((CHAIN[6],), CHAIN[5])])
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
 
@@ -289,7 +287,7 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         reserve = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
         assert await observer.runner.one(reserve) == [None]
         await observer.lapse(Incarnation(1))
-        # Routers sweep all the time.
+        # As routers do all the time.
         assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000, heard_ms=LATER)) == 0
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
         loads = (await observer.runner.one(reservations.loads(KEYS))).loads
@@ -297,17 +295,19 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         assert await observer.runner.one(reservations.release(KEYS, "req-1"))
 
 
-async def test_an_emptied_redis_is_filled_again(redis: Redis, observer: Observer) -> None:
+async def test_the_index_is_restored_after_redis_is_flushed(
+    redis: Redis, observer: Observer
+) -> None:
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
         await redis.flushall()
-        # No event tells the agent; its next renewal does.
+        # The agent learns of it from its next renewal, not from an event.
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
         assert await observer.live() == {1: "w0:0"}
 
 
-async def test_an_emptied_redis_is_noticed_by_the_next_batch(
+async def test_the_next_batch_notices_that_redis_was_flushed(
     redis: Redis, observer: Observer
 ) -> None:
     async with running(new_agent(redis, ttl_s=600.0)) as agent:
@@ -331,7 +331,7 @@ async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer:
 
 
 class GatedRunner(ScriptRunner):
-    """Holds back every run of `script`, or else its answer, while `gate` is not set."""
+    """Holds back each call of `script` (`answer`: only its answer) while `gate` is not set."""
 
     def __init__(self, redis: Redis, script: str, *, answer: bool = False) -> None:
         super().__init__(redis, timeout_s=1.0)
@@ -350,7 +350,7 @@ class GatedRunner(ScriptRunner):
         return await super().run_each(calls) if replies is None else replies
 
 
-async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
+async def test_routers_see_the_old_incarnation_until_the_new_one_is_complete(
     redis: Redis, observer: Observer
 ) -> None:
     runner = GatedRunner(redis, "activate")
@@ -363,7 +363,8 @@ async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
         agent.notify([Removed((CHAIN[7],))])
         await runner.reached.wait()
 
-        # Published under 2 already, but 1 is what routers see, for longer than its lease.
+        # The blocks are published under 2 already, but routers see 1 until 2 is activated, even if
+        # that takes longer than a lease.
         assert (await observer.blocks())[b"%016x" % CHAIN[0]] == b"1d2d"
         before = await redis.zscore(KEYS["leases"], "2")
         assert before is not None
@@ -378,7 +379,7 @@ async def test_the_old_incarnation_answers_until_the_new_one_is_complete(
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
 
 
-async def test_an_agent_that_is_stopped_amid_a_switch_is_routed_to_no_more(
+async def test_a_worker_whose_agent_stops_during_activation_is_no_longer_routed_to(
     redis: Redis, observer: Observer
 ) -> None:
     runner = GatedRunner(redis, "activate", answer=True)
@@ -396,7 +397,9 @@ async def test_an_agent_that_is_stopped_amid_a_switch_is_routed_to_no_more(
     assert await observer.live() == {}
 
 
-async def test_a_restarted_empty_redis_is_filled_again(own_redis_server: EmbeddedRedis) -> None:
+async def test_the_index_is_restored_after_redis_restarts_empty(
+    own_redis_server: EmbeddedRedis,
+) -> None:
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
         async with running(new_agent(redis)) as agent:
@@ -409,7 +412,7 @@ async def test_a_restarted_empty_redis_is_filled_again(own_redis_server: Embedde
             assert await observer.live() == {1: "w0:0"}
 
 
-async def test_an_agent_waits_for_a_redis_that_is_not_there_yet_and_says_so(
+async def test_a_starting_agent_waits_for_an_unreachable_redis_and_logs_it(
     own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     own_redis_server.kill()
@@ -433,7 +436,7 @@ async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRe
         await agent.stop()
 
 
-async def test_events_of_an_outage_are_coalesced_and_published_after_it(
+async def test_events_during_an_outage_are_coalesced_and_published_after_it(
     own_redis_server: EmbeddedRedis,
 ) -> None:
     async with connect(own_redis_server.url) as redis:
@@ -441,10 +444,10 @@ async def test_events_of_an_outage_are_coalesced_and_published_after_it(
         async with running(new_agent(redis, ttl_s=60.0)) as agent:
             agent.notify([Stored(tuple(CHAIN[:4]), None)])
             await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
-            await agent.settled()  # else the outage may meet the first batch
+            await agent.settled()  # else the outage may interrupt the first batch
             with stopped(own_redis_server.pid):
                 agent.notify([Removed((CHAIN[3],))])
-                # Taken on its way to Redis, so that what follows has to wait.
+                # Time for the agent to send this batch, so that further events have to wait.
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.3):
                         await redis.ping()
@@ -453,7 +456,7 @@ async def test_events_of_an_outage_are_coalesced_and_published_after_it(
                     agent.notify([Removed(tuple(CHAIN[3:]))])
                 agent.notify([Stored(tuple(CHAIN[3:5]), CHAIN[2])])
             await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=5)})
-            # The first batch, the one that the outage met, and one for all 2,001 events in it.
+            # The first batch, the one that the outage interrupted, and one for 2,001 events.
             assert await observer.applied(1) == 3
             assert agent.resyncs == 0
 
@@ -469,7 +472,7 @@ async def test_a_second_process_with_the_same_key_takes_over_at_once(
     assert await observer.overlaps() == {}
 
 
-async def test_a_process_that_was_replaced_ends(redis: Redis) -> None:
+async def test_a_replaced_agent_stops_running(redis: Redis) -> None:
     old = new_agent(redis, ttl_s=0.6)
     await old.start()
     running_old = asyncio.ensure_future(old.run())
@@ -533,12 +536,12 @@ async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:
 
 
 @pytest.fixture
-def _audits_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _frequent_audits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers.agent, "AUDIT_INTERVAL_S", 0.05)
 
 
-@pytest.mark.usefixtures("_audits_often")
-async def test_blocks_that_somebody_deleted_are_published_again(
+@pytest.mark.usefixtures("_frequent_audits")
+async def test_blocks_deleted_from_the_index_are_published_again(
     redis: Redis, observer: Observer
 ) -> None:
     async with running(new_agent(redis, ttl_s=60.0)) as agent:
@@ -550,8 +553,8 @@ async def test_blocks_that_somebody_deleted_are_published_again(
         assert agent.resyncs == 1
 
 
-@pytest.mark.usefixtures("_audits_often")
-async def test_blocks_that_somebody_made_up_are_held_by_nobody(
+@pytest.mark.usefixtures("_frequent_audits")
+async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(
     redis: Redis, observer: Observer
 ) -> None:
     async with running(new_agent(redis, ttl_s=60.0)) as agent:
@@ -563,8 +566,8 @@ async def test_blocks_that_somebody_made_up_are_held_by_nobody(
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=4)})
 
 
-@pytest.mark.usefixtures("_audits_often")
-async def test_a_shard_that_lost_the_incarnation_is_told_from_one_that_lost_blocks(
+@pytest.mark.usefixtures("_frequent_audits")
+async def test_a_shard_that_lost_the_incarnation_is_distinguished_from_one_that_lost_blocks(
     redis: Redis, observer: Observer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(new_agent(redis, ttl_s=60.0)) as agent:
@@ -577,7 +580,7 @@ async def test_a_shard_that_lost_the_incarnation_is_told_from_one_that_lost_bloc
 
 
 class CountingRunner(ScriptRunner):
-    """Knows how often the index was searched for what the worker does not hold."""
+    """Counts the searches of the index for blocks that the worker does not hold."""
 
     searches = 0
 
@@ -586,8 +589,8 @@ class CountingRunner(ScriptRunner):
         return await super().run_each(calls)
 
 
-@pytest.mark.usefixtures("_audits_often")
-async def test_what_is_right_is_searched_once_a_round_and_left_as_it_is(
+@pytest.mark.usefixtures("_frequent_audits")
+async def test_an_audit_searches_at_most_once_a_round_and_leaves_correct_entries_alone(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = CountingRunner(redis, timeout_s=1.0)
@@ -611,7 +614,7 @@ async def test_what_is_right_is_searched_once_a_round_and_left_as_it_is(
         assert runner.searches <= num_rounds
 
 
-async def test_a_number_that_is_not_free_in_the_index_is_given_back(
+async def test_an_incarnation_number_already_in_use_in_a_shard_is_given_back(
     redis: Redis, observer: Observer
 ) -> None:
     await redis.hset(SHARD["applied"], mapping={"1": "5 stranger"})
@@ -624,25 +627,25 @@ async def test_a_number_that_is_not_free_in_the_index_is_given_back(
     assert await redis.zrange(KEYS["leases"], 0, -1) == [b"3"]
 
 
-async def test_once_settled_redis_shows_nothing_of_what_had_gone(
+async def test_once_settled_redis_no_longer_shows_removed_blocks(
     redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.agent.AUDIT_INTERVAL_S", 3600.0)
     agent = new_agent(redis)
-    assert await agent.settled()  # not registered yet: nothing is shown
+    assert await agent.settled()  # not registered yet: Redis shows none of its blocks
     async with running(agent):
         agent.notify([Stored(tuple(CHAIN), None)])
         await agent.settled()
         assert await observer.overlaps() == {1: TierOverlap(device=8)}
         agent.notify([Removed(tuple(CHAIN[5:]))])
-        agent.notify([Removed((SequenceHash(LATER),))])  # nobody knows it: there is nothing to tell
+        agent.notify([Removed((SequenceHash(LATER),))])  # never stored: nothing to send
         await agent.settled()
         assert await observer.overlaps() == {1: TierOverlap(device=5)}
         agent.notify([Removed((SequenceHash(LATER),))])
         await agent.settled()
 
 
-async def test_what_goes_while_a_batch_is_under_way_is_settled_with_the_next_one(
+async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(
     redis: Redis, observer: Observer
 ) -> None:
     runner = GatedRunner(redis, "apply")
@@ -663,7 +666,9 @@ async def test_what_goes_while_a_batch_is_under_way_is_settled_with_the_next_one
         assert await observer.overlaps() == {1: TierOverlap(device=2)}
 
 
-async def test_a_redis_that_is_away_is_not_waited_for(own_redis_server: EmbeddedRedis) -> None:
+async def test_settling_does_not_wait_for_an_unreachable_redis(
+    own_redis_server: EmbeddedRedis,
+) -> None:
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
         async with running(new_agent(redis, ttl_s=60.0)) as agent:
@@ -678,26 +683,26 @@ async def test_a_redis_that_is_away_is_not_waited_for(own_redis_server: Embedded
             assert await observer.overlaps() == {1: TierOverlap(device=4)}
 
 
-class PartedRunner(GatedRunner):
-    """In addition, the first of two shards cannot be reached while `is_parted`."""
+class PartitionedRunner(GatedRunner):
+    """In addition, the first of two shards is unreachable while `is_partitioned` is set."""
 
-    is_parted = False
+    is_partitioned = False
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if self.is_parted and any(SHARD["applied"] in c.keys for c in calls):
-            return [RedisUnavailable("parted")] * len(calls)
+        if self.is_partitioned and any(SHARD["applied"] in c.keys for c in calls):
+            return [RedisUnavailable("partitioned")] * len(calls)
         return await super().run_each(calls)
 
 
-async def test_a_shard_that_is_away_does_not_hide_that_another_has_yet_to_hear(
+async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable(
     redis: Redis,
 ) -> None:
-    runner = PartedRunner(redis, "apply")
-    first, second = SequenceHash(10), SequenceHash(11)  # each in the shard of that name
+    runner = PartitionedRunner(redis, "apply")
+    first, second = SequenceHash(10), SequenceHash(11)  # one block in each shard
     async with running(new_agent(redis, ttl_s=60.0, shards=2, runner=runner)) as agent:
         agent.notify([Stored((first,), None), Stored((second,), None)])
         assert await agent.settled()
-        runner.is_parted = True
+        runner.is_partitioned = True
         agent.notify([Removed((first,))])
         assert not await agent.settled()
         runner.gate.clear()
@@ -710,7 +715,7 @@ async def test_a_shard_that_is_away_does_not_hide_that_another_has_yet_to_hear(
         assert not await settled
 
 
-async def test_an_agent_that_resyncs_is_settled_once_nobody_asks_its_old_incarnation(
+async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(
     redis: Redis, observer: Observer
 ) -> None:
     runner = GatedRunner(redis, "activate")
