@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_room_beyond(size: int) -> Iterator[None]:
-    """The file size limit stands in for a full disk: the kernel refuses the write."""
+    """A file size limit stands in for a full disk: the kernel refuses writes beyond it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

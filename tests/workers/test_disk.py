@@ -23,7 +23,7 @@ from workers import disk
 from workers.disk import PAGE_BYTES, RECORD_BYTES, DiskBlock, SlotFile
 
 BLOCK_BYTES = 10_000
-"""Two pages and a part of a third: a slot takes three."""
+"""Two pages and part of a third: a slot takes three."""
 SLOT_BYTES = 3 * PAGE_BYTES
 NUM_SLOTS = 8
 A, B, C = SequenceHash(0xA), SequenceHash(0xB), SequenceHash(0xC)
@@ -37,7 +37,7 @@ def opened(folder: Path, **others: int) -> Iterator[SlotFile]:
 
 
 def content(block: int, size: int = BLOCK_BYTES) -> memoryview:
-    """What a block holds; no two blocks the same."""
+    """The content of a block, different for each block."""
     return memoryview(random.Random(block).randbytes(size))
 
 
@@ -61,7 +61,7 @@ def read(file: SlotFile, slot: int, generation: int) -> bytes:
 
 
 def write_roots(file: SlotFile, slots: Sequence[int], generation: int = 1) -> dict[int, OSError]:
-    """Into each slot the block of that number, in one batch."""
+    """Write into each slot the block of the same number, in one batch."""
     blocks = [DiskBlock(generation, SequenceHash(slot), None) for slot in slots]
     return file.write(slots, blocks, [content(slot) for slot in slots])
 
@@ -69,7 +69,7 @@ def write_roots(file: SlotFile, slots: Sequence[int], generation: int = 1) -> di
 def read_roots(
     file: SlotFile, slots: Sequence[int], generation: int = 1
 ) -> tuple[list[bytearray], dict[int, str]]:
-    """What was read in one batch, and what was wrong."""
+    """Read slots in one batch; returns their content, and errors by position in the batch."""
     into = [bytearray(file.block_bytes) for _ in slots]
     lost = file.read(slots, [generation] * len(slots), [memoryview(row) for row in into])
     return into, {n: str(error) for n, error in lost.items()}
@@ -105,7 +105,7 @@ def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: 
         assert read(file, 5, 1) == content(B)
 
 
-def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path: Path) -> None:
+def test_an_overwritten_slot_is_not_read_as_its_earlier_block(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 0, 1, A, None, content(A))
         write(file, 0, 2, B, None, content(B))
@@ -118,7 +118,7 @@ def test_a_slot_that_was_written_again_does_not_answer_for_what_it_held(tmp_path
         assert [record.generation for _, record in file.records()] == [2]
 
 
-def test_one_process_at_a_time_has_the_files(tmp_path: Path) -> None:
+def test_only_one_process_at_a_time_can_open_the_files(tmp_path: Path) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     with opened(tmp_path), pytest.raises(ConfigError, match="in use by another process"):
         SlotFile(tmp_path, block_bytes=BLOCK_BYTES, num_slots=NUM_SLOTS)
@@ -130,7 +130,7 @@ def test_one_process_at_a_time_has_the_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "others", [{"fingerprint": 8}, {"num_slots": NUM_SLOTS + 1}, {"block_bytes": BLOCK_BYTES - 1}]
 )
-def test_files_of_another_model_or_size_are_begun_anew(
+def test_files_of_another_model_or_size_are_recreated(
     others: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path) as file:
@@ -143,7 +143,7 @@ def test_files_of_another_model_or_size_are_begun_anew(
         assert listed(file) == {}
 
 
-def test_an_index_in_another_format_is_begun_anew(tmp_path: Path) -> None:
+def test_an_index_in_another_format_is_recreated(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
     spoil(tmp_path / "index", 5)
@@ -151,7 +151,7 @@ def test_an_index_in_another_format_is_begun_anew(tmp_path: Path) -> None:
         assert listed(file) == {}
 
 
-def test_files_that_were_not_begun_anew_to_the_end_hold_nothing(
+def test_files_whose_recreation_failed_hold_no_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as file:
@@ -168,7 +168,7 @@ def test_files_that_were_not_begun_anew_to_the_end_hold_nothing(
         assert listed(file) == {}
 
 
-def test_a_new_index_is_on_disk_before_it_takes_the_old_ones_place(
+def test_a_new_index_is_synced_before_it_replaces_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, synced = tmp_path / "index", []
@@ -182,7 +182,7 @@ def test_a_new_index_is_on_disk_before_it_takes_the_old_ones_place(
 
 
 @pytest.mark.parametrize(("num_slots", "block_bytes"), [(0, 16), (1, 0)])
-def test_a_size_that_holds_nothing_is_refused(
+def test_a_file_without_slots_or_with_empty_blocks_is_refused(
     num_slots: int, block_bytes: int, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"{num_slots} slots of {block_bytes} bytes"):
@@ -198,7 +198,7 @@ def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
             file.read([0], [1], [memoryview(bytearray(10_001))])
 
 
-def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
@@ -215,7 +215,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
         assert listed(file) == {3: B}
 
 
-def test_a_bad_block_takes_nothing_from_the_one_that_is_written_over_it(
+def test_detecting_a_bad_block_spares_the_block_just_written_over_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as file:
@@ -234,7 +234,7 @@ def test_a_bad_block_takes_nothing_from_the_one_that_is_written_over_it(
         assert read(file, 2, 2) == content(B)
 
 
-def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: Path) -> None:
+def test_truncating_the_file_loses_only_the_blocks_beyond_its_new_end(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
@@ -250,7 +250,7 @@ def test_a_cut_file_is_a_short_read_and_leaves_what_is_before_the_cut(tmp_path: 
 
 
 @pytest.mark.parametrize("offset", range(0, RECORD_BYTES, 7))
-def test_a_spoilt_record_is_a_block_that_is_gone(offset: int, tmp_path: Path) -> None:
+def test_a_corrupt_record_loses_only_its_block(offset: int, tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
@@ -261,7 +261,7 @@ def test_a_spoilt_record_is_a_block_that_is_gone(offset: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", [0, 10, PAGE_BYTES, PAGE_BYTES + 3 * RECORD_BYTES + 1])
-def test_a_cut_index_names_what_is_left_of_it(size: int, tmp_path: Path) -> None:
+def test_a_truncated_index_still_lists_its_remaining_records(size: int, tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         for slot in range(NUM_SLOTS):
             write(file, slot, 1, SequenceHash(slot), None, content(slot))
@@ -271,7 +271,7 @@ def test_a_cut_index_names_what_is_left_of_it(size: int, tmp_path: Path) -> None
         assert listed(file) == {slot: SequenceHash(slot) for slot in range(whole)}
 
 
-def test_a_record_in_the_place_of_another_slots_is_none(tmp_path: Path) -> None:
+def test_a_record_copied_to_another_slot_is_ignored(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
     index = bytearray((tmp_path / "index").read_bytes())
@@ -282,7 +282,7 @@ def test_a_record_in_the_place_of_another_slots_is_none(tmp_path: Path) -> None:
         assert listed(file) == {2: A}
 
 
-def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
+def test_after_a_reboot_only_blocks_that_match_their_checksums_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -300,7 +300,7 @@ def test_after_a_reboot_blocks_count_only_if_they_fit_their_checksums(
         assert "all blocks were read" not in caplog.text
 
 
-def test_where_boots_cannot_be_told_apart_blocks_are_read_each_time(
+def test_without_a_boot_id_blocks_are_verified_on_each_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "_BOOT_ID", tmp_path / "none")
@@ -311,7 +311,7 @@ def test_where_boots_cannot_be_told_apart_blocks_are_read_each_time(
         assert listed(file) == {0: 0}
 
 
-def test_a_read_that_comes_in_pieces_is_whole(
+def test_a_read_that_arrives_in_pieces_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv = os.preadv
@@ -321,7 +321,7 @@ def test_a_read_that_comes_in_pieces_is_whole(
         assert read(file, 1, 1) == content(A)
 
 
-def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
+def test_a_block_that_does_not_fit_on_a_full_disk_is_not_listed(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
         write(file, 4, 1, B, None, content(B))
@@ -335,7 +335,7 @@ def test_a_block_that_a_full_disk_does_not_take_is_not_there(tmp_path: Path) -> 
         assert read(file, 1, 1) == content(A)
 
 
-def test_of_a_batch_a_full_disk_takes_the_blocks_that_fit(tmp_path: Path) -> None:
+def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write_roots(file, [2, 4, 7])
         with no_room_beyond(4 * SLOT_BYTES + 100):
@@ -344,7 +344,7 @@ def test_of_a_batch_a_full_disk_takes_the_blocks_that_fit(tmp_path: Path) -> Non
             3: errno.EFBIG,
             4: errno.EFBIG,
         }
-        # What was in slot 4 made room for what did not come.
+        # Slot 4's earlier block was given up for one that could not be written.
         assert listed(file) == {1: 1, 2: 2, 3: 3, 7: 7}
     with opened(tmp_path) as file:
         assert listed(file) == {1: 1, 2: 2, 3: 3, 7: 7}
@@ -352,7 +352,7 @@ def test_of_a_batch_a_full_disk_takes_the_blocks_that_fit(tmp_path: Path) -> Non
         assert read(file, 7, 1) == content(7)
 
 
-def test_an_index_that_cannot_be_written_leaves_what_the_slots_held(tmp_path: Path) -> None:
+def test_slots_keep_their_blocks_if_the_index_cannot_be_written(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write_roots(file, [1, 2])
         with no_room_beyond(PAGE_BYTES):
@@ -362,7 +362,7 @@ def test_an_index_that_cannot_be_written_leaves_what_the_slots_held(tmp_path: Pa
         assert listed(file) == {1: 1, 2: 2}
 
 
-def test_a_record_that_cannot_be_written_leaves_the_slot_as_it_was(tmp_path: Path) -> None:
+def test_a_slot_keeps_its_block_if_its_record_cannot_be_written(tmp_path: Path) -> None:
     size = PAGE_BYTES  # there is room for the block itself
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=1)) as file:
         with no_room_beyond(size), pytest.raises(OSError, match="File too large"):
@@ -395,54 +395,54 @@ def test_a_batch_is_read_as_it_was_written(
 
 
 @pytest.mark.parametrize(("share_bytes", "num_threads"), [(SLOT_BYTES, 3), (2 * SLOT_BYTES, 1)])
-def test_threads_share_a_batch_that_is_worth_it(
+def test_threads_share_a_batch_only_if_it_is_large_enough(
     share_bytes: int, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "THREADS", 3)
     monkeypatch.setattr(disk, "SHARE_BYTES", share_bytes)
     monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
-    all_at_it, threads, pwritev = Barrier(num_threads), set(), os.pwritev
+    all_writing, threads, pwritev = Barrier(num_threads), set(), os.pwritev
 
-    def once_all_are(*args: Any) -> int:
+    def write_once_all_are_writing(*args: Any) -> int:
         threads.add(current_thread())
-        all_at_it.wait(60)
+        all_writing.wait(60)
         return pwritev(*args)
 
-    monkeypatch.setattr(os, "pwritev", once_all_are)
+    monkeypatch.setattr(os, "pwritev", write_once_all_are_writing)
     with opened(tmp_path) as file:
         assert write_roots(file, [1, 2, 3]) == {}
         assert len(threads) == num_threads
         assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
 
 
-def test_whatever_stops_one_share_of_a_batch_the_others_are_done_when_it_is_told(
+def test_an_error_in_one_share_of_a_batch_is_raised_only_after_the_others_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is told may give the slots and the memory to other blocks."""
+    """Callers that see the error may reuse the slots and the memory."""
     monkeypatch.setattr(disk, "THREADS", 3)
     monkeypatch.setattr(disk, "SHARE_BYTES", SLOT_BYTES)
     monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
-    told, num_late, pwritev = Event(), 0, os.pwritev
+    reported, num_late, pwritev = Event(), 0, os.pwritev
 
-    def one_fails(*args: Any) -> int:
+    def main_thread_fails(*args: Any) -> int:
         nonlocal num_late
         if current_thread() is main_thread():
             raise MemoryError
-        told.wait(0.2)
-        num_late += told.is_set()
+        reported.wait(0.2)
+        num_late += reported.is_set()
         return pwritev(*args)
 
-    monkeypatch.setattr(os, "pwritev", one_fails)
+    monkeypatch.setattr(os, "pwritev", main_thread_fails)
     with opened(tmp_path) as file:
         with pytest.raises(MemoryError):
             write_roots(file, [1, 2, 3])
-        told.set()
+        reported.set()
     assert not num_late
 
 
 @pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
 @pytest.mark.parametrize("share_bytes", [SLOT_BYTES, 1 << 20])
-def test_bad_blocks_of_a_batch_are_named_and_cost_no_others(
+def test_bad_blocks_of_a_batch_are_reported_and_affect_no_others(
     share_bytes: int, run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "THREADS", 3)
@@ -464,7 +464,7 @@ def test_bad_blocks_of_a_batch_are_named_and_cost_no_others(
         assert listed(file) == {slot: slot for slot in (1, 2, 3, 5)}
 
 
-def test_batches_that_are_written_at_once_leave_each_others_records_alone(tmp_path: Path) -> None:
+def test_concurrently_written_batches_leave_each_others_records_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as file, ThreadPoolExecutor(2) as threads:
         even, odd = range(0, NUM_SLOTS, 2), range(1, NUM_SLOTS, 2)
         for generation in range(1, 100):
@@ -502,9 +502,9 @@ while True:
 
 
 def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]]]:
-    """What a process said that wrote batches of blocks until it was killed.
+    """What a process printed that wrote batches of blocks until it was killed.
 
-    In every other turn that is when it has just voided records, or written them.
+    In odd turns it is killed just after it has voided or written records.
     """
     index = folder / "index"
     with subprocess.Popen(
@@ -523,7 +523,7 @@ def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]
         yield event, dict(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def test_a_process_killed_in_mid_write_loses_the_batch_it_was_writing_and_no_other_block(
+def test_a_process_killed_in_mid_write_loses_no_blocks_outside_its_current_batch(
     tmp_path: Path,
 ) -> None:
     torn = 0
@@ -543,7 +543,7 @@ def test_a_process_killed_in_mid_write_loses_the_batch_it_was_writing_and_no_oth
                 whole = record.block.to_bytes(8, "little") * (KILLED_BLOCK_BYTES // 8)
                 assert read(file, slot, record.generation) == whole
         for slot, block in begun.items():
-            # It holds what it held, nothing, or the new block, as far as the write had come.
+            # The old block, none, or the new block, depending on how far the write got.
             assert found.get(slot) in (held.get(slot), None, block)
         torn += any(slot not in found for slot in begun)
         held = {slot: block for slot, block in held.items() if slot not in begun}
