@@ -47,7 +47,7 @@ def pool_of(shape: KVShape, seed: int, num_blocks: int = NUM_BLOCKS) -> MemoryPo
 def moved(
     source: Tensor, target: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]
 ) -> Tensor:
-    """What the target is afterwards."""
+    """What the target should hold afterwards."""
     expected = target.clone()
     for s, t in zip(source_ids, target_ids, strict=True):
         expected[t] = source[s]
@@ -61,11 +61,11 @@ MAPS = {
     "all": (list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))),
     "one": ([4], [9]),
 }
-INTO_A_ROW = "packed", "all", "one"
+CONTIGUOUS_TARGETS = "packed", "all", "one"
 
 
-class DriverOfHostMemory:
-    """What of cuda.bindings.driver is needed for copies in batches; it makes them at once."""
+class HostMemoryDriver:
+    """The part of cuda.bindings.driver that batched copies need; it copies host memory at once."""
 
     CUresult = IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1})
     CUmemcpySrcAccessOrder = IntEnum(
@@ -100,8 +100,8 @@ class DriverOfHostMemory:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> DriverOfHostMemory:
-    made = DriverOfHostMemory()
+def driver(monkeypatch: pytest.MonkeyPatch) -> HostMemoryDriver:
+    made = HostMemoryDriver()
     monkeypatch.setattr(movers, "driver", made)
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -116,10 +116,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> DriverOfHostMemory:
     [
         pytest.param(mover, MAPS[name], id=f"{way}-{name}")
         for way, mover in MOVERS.items()
-        for name in (INTO_A_ROW if way == "selected" else MAPS)
+        for name in (CONTIGUOUS_TARGETS if way == "selected" else MAPS)
     ],
 )
-def test_every_mover_copies_these_layers_of_these_blocks_and_nothing_else(
+def test_every_mover_copies_only_the_given_layers_of_the_given_blocks(
     mover: Mover, blocks: tuple[list[int], list[int]], layers: slice, shape: KVShape
 ) -> None:
     source, target = pool_of(shape, 1).words[:, layers], pool_of(shape, 2)
@@ -132,7 +132,7 @@ def test_every_mover_copies_these_layers_of_these_blocks_and_nothing_else(
 
 
 @pytest.mark.parametrize("blocks_at_once", [1, 3])
-def test_what_is_more_than_is_gathered_at_once_is_copied_in_parts(
+def test_more_blocks_than_fit_the_staging_buffer_are_copied_in_parts(
     blocks_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(movers, "STAGED_BYTES", blocks_at_once * WIDE.block_bytes)
@@ -146,8 +146,8 @@ def test_what_is_more_than_is_gathered_at_once_is_copied_in_parts(
         assert torch.equal(target.words, expected)
 
 
-class Noted:
-    """Memory that notes how much is written to it at once."""
+class RecordingMemory:
+    """Memory that records the size of each write."""
 
     def __init__(self, memory: memoryview, sizes: list[int]) -> None:
         self.memory = memory
@@ -166,7 +166,7 @@ def test_a_long_run_is_copied_in_parts_between_which_other_threads_run(
 ) -> None:
     sizes: list[int] = []
     bytes_of = movers._bytes
-    monkeypatch.setattr(movers, "_bytes", lambda words: Noted(bytes_of(words), sizes))
+    monkeypatch.setattr(movers, "_bytes", lambda words: RecordingMemory(bytes_of(words), sizes))
     monkeypatch.setattr(movers, "UNINTERRUPTED_BYTES", 100_000)
     source, target = pool_of(WIDE, 1).words, pool_of(WIDE, 2).words
     run = np.arange(1, 8), np.arange(3, 10)
@@ -177,8 +177,8 @@ def test_a_long_run_is_copied_in_parts_between_which_other_threads_run(
     assert sum(sizes) == 7 * WIDE.block_bytes
 
 
-def test_the_driver_is_told_of_runs_and_its_refusal_leaves_batches_out(
-    driver: DriverOfHostMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_batched_copies_pass_runs_to_the_driver_and_are_left_out_if_it_refuses(
+    driver: HostMemoryDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
     source, target = pool_of(SMALL, 1).words, pool_of(SMALL, 2).words
@@ -190,30 +190,32 @@ def test_the_driver_is_told_of_runs_and_its_refusal_leaves_batches_out(
     for without in (None, SimpleNamespace(cuMemcpyAsync=None)):
         monkeypatch.setattr(movers, "driver", without)
         assert movers.movers_with_device(source, target) == ("runs", "gathered")
-    assert [told.split(": ")[-1] for told in caplog.messages] == [
+    assert [message.split(": ")[-1] for message in caplog.messages] == [
         "CUDA_ERROR_INVALID_VALUE",
         *["cuda.bindings is not installed, or older than 12.8"] * 2,
     ]
 
 
-def test_the_fastest_mover_is_found_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fastest_mover_is_chosen_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     copier = Copier(pool_of(SMALL, 1), pool_of(SMALL, 2))
     assert tuple(copier.rates.packed) == IN_HOST_MEMORY
     assert copier.rates.scattered.keys() == {*IN_HOST_MEMORY} - {"selected"}
-    (told,) = caplog.messages
-    assert told.startswith("copies from pageable memory to pageable memory, 384 bytes of a block")
-    taken = [
+    (message,) = caplog.messages
+    assert message.startswith(
+        "copies from pageable memory to pageable memory, 384 bytes of a block"
+    )
+    chosen = [
         name
         for name, rate in copier.rates.scattered.items()
-        if f"{name} ({rate:.1f} GB/s) into scattered ones" in told
+        if f"{name} ({rate:.1f} GB/s) into scattered ones" in message
     ]
-    assert len(taken) == 1
+    assert len(chosen) == 1
     best = max(copier.rates.scattered.values())
-    assert copier.rates.scattered[taken[0]] * movers.CLEARLY_FASTER >= best
+    assert copier.rates.scattered[chosen[0]] * movers.CLEARLY_FASTER >= best
 
 
-def test_blocks_that_cannot_be_copied_are_refused_and_nothing_is() -> None:
+def test_a_copy_with_an_invalid_block_is_refused_as_a_whole() -> None:
     source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
     copier = Copier(source, target)
     before = target.words.clone()
@@ -232,13 +234,13 @@ def test_blocks_that_cannot_be_copied_are_refused_and_nothing_is() -> None:
         Copier(source, pool_of(ODD, 1))
 
 
-def test_a_copy_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_waits_for_blocks_still_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
     copier = Copier(source, target)
     waited_for: list[MemoryPool] = []
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory, with some blocks on their way")
+        raise RuntimeError("out of memory, with some blocks still under way")
 
     monkeypatch.setattr(copier, "begin", fail)
     monkeypatch.setattr(movers, "_synchronize", lambda *pools: waited_for.extend(pools))
@@ -261,7 +263,7 @@ def test_layers_are_copied_in_groups_of_at_least_64_kib_a_block() -> None:
         assert (stream.layers_per_group, stream.num_groups) == (3, 1)
 
 
-def test_a_stream_copies_the_groups_that_are_triggered_as_often_as_wanted() -> None:
+def test_a_stream_copies_triggered_groups_and_can_be_triggered_again() -> None:
     source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
     source_ids, target_ids = [7, 2, 9], [3, 11, 0]
     with streaming(source, target) as stream:
@@ -272,7 +274,7 @@ def test_a_stream_copies_the_groups_that_are_triggered_as_often_as_wanted() -> N
         stream.wait_layer(2)
         assert torch.equal(target.words[:, 2:4], after[:, 2:4])
         assert torch.equal(target.words[:, :2], before[:, :2])
-        source.words[:, 2:4].random_()  # copied already, and so not again
+        source.words[:, 2:4].random_()  # already copied, so not copied again below
         stream.trigger_group(0)
         stream.trigger_all()
         for layer in range(5):
@@ -292,7 +294,7 @@ def test_a_stream_copies_the_groups_that_are_triggered_as_often_as_wanted() -> N
         assert torch.equal(target.words[8], source.words[1])
 
 
-def test_a_stream_refuses_what_it_cannot_copy() -> None:
+def test_a_stream_refuses_invalid_calls() -> None:
     with streaming(pool_of(WIDE, 1), pool_of(WIDE, 2)) as stream:
         with pytest.raises(ValueError, match="block 12 is not in a pool of 12 blocks"):
             stream.prepare([0], [12])
@@ -312,7 +314,7 @@ def test_a_stream_refuses_what_it_cannot_copy() -> None:
         stream.prepare([0], [2])
 
 
-def test_a_copy_that_failed_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_failed_copy_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
         raise OSError("no such memory")
 
@@ -330,15 +332,15 @@ def test_a_copy_that_failed_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyP
         stream.wait()
 
 
-def test_a_stream_whose_copies_fail_has_ended_all_of_them_when_it_says_so(
+def test_a_stream_raises_an_error_only_after_all_its_copies_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever is told may give the blocks away."""
-    told, num_ended = threading.Event(), 0
+    """Callers that see the error may reuse the blocks."""
+    reported, num_ended = threading.Event(), 0
 
     def fail(*_: Any) -> None:
         nonlocal num_ended
-        told.wait(0.1)
+        reported.wait(0.1)
         num_ended += 1
         raise OSError("no such memory")
 
@@ -350,7 +352,7 @@ def test_a_stream_whose_copies_fail_has_ended_all_of_them_when_it_says_so(
     with pytest.raises(OSError, match="no such memory"):
         stream.wait()
     assert num_ended == stream.num_groups
-    told.set()
+    reported.set()
     stream.trigger_all()
     with pytest.raises(OSError, match="no such memory"):
         stream.close()
@@ -359,7 +361,7 @@ def test_a_stream_whose_copies_fail_has_ended_all_of_them_when_it_says_so(
 
 
 class Tiers:
-    """All three tiers, with a manager of their slots."""
+    """All three tiers, with a block manager."""
 
     def __init__(self, folder: Path, shape: KVShape = WIDE, num_slots: int = NUM_BLOCKS) -> None:
         self.folder = folder
@@ -373,7 +375,7 @@ class Tiers:
         self.disk.close()
 
     def compute(self, blocks: Sequence[SequenceHash]) -> None:
-        """Fill those blocks that are not on the device, and use them no more."""
+        """Fill those of the blocks that are not on the device, and release all of them."""
         table = self.manager.prepare(blocks, len(blocks))
         for block, slot in list(zip(blocks, table.slots, strict=True))[table.num_matched :]:
             self.content[block] = self.pools[DEVICE].words[slot.block_id].random_().clone()
@@ -388,7 +390,7 @@ class Tiers:
         self.manager.reclaim(eviction)
 
     def copy(self) -> list[int]:
-        """Carry out what is planned; how many blocks of each move were copied."""
+        """Carry out the planned moves; returns how many blocks of each were copied."""
         done = []
         for move in self.manager.take_moves():
             done.append(self.transfers.carry_out(move))
@@ -397,7 +399,7 @@ class Tiers:
         return done
 
     def load(self, blocks: Sequence[SequenceHash]) -> int:
-        """Blocks of a request that are on the device in the end, as they were computed."""
+        """Load a request's blocks and check them; returns how many leading ones arrived."""
         table = self.manager.prepare(blocks, len(blocks))
         self.copy()
         whole = table.num_whole
@@ -410,7 +412,7 @@ class Tiers:
         return whole
 
     def spoil(self, block: SequenceHash) -> None:
-        """Flip a bit of it on disk."""
+        """Flip a bit of the block on disk."""
         slot = self.manager.tiers[DISK].find(block)
         assert slot is not None
         with (self.folder / "blocks").open("r+b") as file:
@@ -474,7 +476,7 @@ def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path: Path) -> None:
         ([0, 1], [0], "2 blocks for 1 slots"),
     ],
 )
-def test_slots_that_cannot_be_copied_to_disk_are_refused(
+def test_invalid_slots_of_a_copy_to_disk_are_refused(
     block_ids: list[int], slots: list[int], message: str, tmp_path: Path
 ) -> None:
     on_disk = [DiskBlock(0, block, None) for block in BLOCKS[:2]]
@@ -487,7 +489,7 @@ def test_slots_that_cannot_be_copied_to_disk_are_refused(
         )
 
 
-def test_blocks_go_all_the_way_down_and_come_back_as_they_were(tiers: Tiers) -> None:
+def test_blocks_evicted_down_to_disk_are_loaded_back_unchanged(tiers: Tiers) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
@@ -496,10 +498,10 @@ def test_blocks_go_all_the_way_down_and_come_back_as_they_were(tiers: Tiers) -> 
     assert tiers.load(BLOCKS) == 6
 
 
-def test_slots_that_held_other_blocks_hold_new_ones(tmp_path: Path) -> None:
+def test_reused_slots_hold_their_new_blocks(tmp_path: Path) -> None:
     with closing(Tiers(tmp_path, SMALL, len(BLOCKS))) as tiers:
         for blocks in (BLOCKS, [SequenceHash(200 + n) for n in range(6)]):
-            # The disk has no room for the others, so its slots are given away less often.
+            # The disk has no room for the second set, so its slots are reused less often.
             tiers.compute(blocks)
             tiers.evict(DEVICE)
             tiers.evict(HOST)
@@ -524,7 +526,7 @@ def test_blocks_on_disk_outlive_the_process(tmp_path: Path) -> None:
         assert after.load(BLOCKS) == 6
 
 
-def test_a_block_that_left_the_disk_and_came_back_is_found_by_the_next_process(
+def test_a_block_evicted_from_disk_and_stored_again_is_found_by_the_next_process(
     tmp_path: Path,
 ) -> None:
     with closing(Tiers(tmp_path)) as before:
@@ -543,7 +545,7 @@ def test_a_block_that_left_the_disk_and_came_back_is_found_by_the_next_process(
         assert after.manager.match(BLOCKS) == [DISK] * 6
 
 
-def test_a_flipped_bit_on_disk_costs_that_block_and_what_follows(
+def test_a_load_ends_before_a_block_with_a_flipped_bit_on_disk(
     tiers: Tiers, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiers.compute(BLOCKS)
@@ -559,7 +561,7 @@ def test_a_flipped_bit_on_disk_costs_that_block_and_what_follows(
     assert tiers.load(BLOCKS) == 6
 
 
-def test_a_short_read_costs_what_is_behind_the_end_of_the_file(tiers: Tiers) -> None:
+def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers: Tiers) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
@@ -570,7 +572,7 @@ def test_a_short_read_costs_what_is_behind_the_end_of_the_file(tiers: Tiers) -> 
     assert tiers.load(BLOCKS) == good
 
 
-def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
+def test_a_full_disk_stores_the_blocks_that_fit_and_holds_no_others(
     tiers: Tiers, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiers.compute(BLOCKS)
@@ -588,7 +590,7 @@ def test_a_full_disk_takes_what_fits_and_the_rest_is_not_held_there(
 @pytest.mark.parametrize(
     ("shape", "staged_bytes"), [(SMALL, 1), (WIDE, 32 << 20)], ids=["small", "wide"]
 )
-def test_what_counts_as_copied_ends_at_the_first_bad_block_in_the_order_of_the_request(
+def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(
     shape: KVShape, staged_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "STAGED_BYTES", staged_bytes)
@@ -608,7 +610,7 @@ def test_what_counts_as_copied_ends_at_the_first_bad_block_in_the_order_of_the_r
         assert torch.equal(tiers.pools[DEVICE].words[:3], tiers.pools[HOST].words[[4, 3, 2]])
 
 
-def test_a_slow_disk_keeps_no_load_from_memory_waiting(
+def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.compute(BLOCKS)
@@ -637,7 +639,7 @@ def test_a_slow_disk_keeps_no_load_from_memory_waiting(
     assert tiers.manager.counts.stored == 6 + 3
 
 
-def test_a_request_cancelled_in_mid_transfer_leaves_slots_that_are_whole(
+def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.compute(BLOCKS)
@@ -660,7 +662,7 @@ def test_a_request_cancelled_in_mid_transfer_leaves_slots_that_are_whole(
     assert asked.wait(60)
     tiers.manager.release(table)
     tiers.manager.check()
-    # Nobody gets the slots that are being filled.
+    # No other request gets the slots that are being filled.
     others = tiers.manager.prepare([], tiers.manager.tiers[DEVICE].num_free)
     assert set(others.block_ids).isdisjoint(slot.block_id for slot in load.targets)
     may_go_on.set()
@@ -671,13 +673,13 @@ def test_a_request_cancelled_in_mid_transfer_leaves_slots_that_are_whole(
     assert tiers.load(BLOCKS) == 6
 
 
-def test_a_slot_that_was_reused_under_a_reader_is_not_taken_for_what_it_held(tiers: Tiers) -> None:
+def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tiers: Tiers) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
     table = tiers.manager.prepare(BLOCKS, 6)
     (load,) = tiers.manager.take_moves()
-    # By a mistake elsewhere: the books hold sources for as long as they are read.
+    # Only a bug elsewhere can do this: the manager holds sources while they are read.
     victim = load.sources[2]
     row = torch.zeros_like(tiers.pools[HOST].words[0]).numpy().data.cast("B")
     other = DiskBlock(victim.generation + 1, SequenceHash(7), None)
@@ -689,10 +691,10 @@ def test_a_slot_that_was_reused_under_a_reader_is_not_taken_for_what_it_held(tie
     assert {r.block for _, r in tiers.disk.records()} >= {7}
 
 
-def test_a_block_that_is_rewritten_while_it_is_read_is_not_taken_for_whole(
+def test_a_read_torn_by_a_concurrent_write_is_reported_as_lost(
     tmp_path: Path,
 ) -> None:
-    """A writer and readers of one slot race; whatever is read is one block or the other."""
+    """A writer and a reader of one slot race; whatever is read is one whole block."""
     size = 1 << 18
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=1)) as disk:
         stop = threading.Event()
@@ -720,7 +722,7 @@ def test_a_block_that_is_rewritten_while_it_is_read_is_not_taken_for_whole(
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_what_a_fence_took_away_in_mid_transfer_does_not_count_as_copied(
+def test_blocks_fenced_off_before_a_transfer_ends_do_not_count_as_copied(
     is_copied: bool, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.compute(BLOCKS)
@@ -741,7 +743,7 @@ def test_what_a_fence_took_away_in_mid_transfer_does_not_count_as_copied(
     assert tiers.transfers.carry_out(load) == 0
 
 
-def test_what_a_fence_took_away_is_not_stored_for_the_next_process(tiers: Tiers) -> None:
+def test_fenced_off_blocks_are_not_stored_for_the_next_process(tiers: Tiers) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.manager.evict(HOST, 6)
@@ -777,7 +779,7 @@ def test_every_mover_copies_between_host_and_device(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("upwards", [True, False])
-def test_on_cuda_layers_come_one_after_another_while_the_stream_goes_on(upwards: bool) -> None:
+def test_on_cuda_each_layer_can_be_used_while_later_ones_are_copied(upwards: bool) -> None:
     pools = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
     source, target = pools if upwards else pools[::-1]
     source.words.random_()
@@ -810,7 +812,7 @@ print([n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryC
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_copies_to_the_second_gpu_take_nothing_from_the_first() -> None:
+def test_copies_to_the_second_gpu_create_no_context_on_the_first() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", ON_THE_SECOND_GPU],
         cwd=Path(__file__).parents[2],
@@ -822,7 +824,7 @@ def test_copies_to_the_second_gpu_take_nothing_from_the_first() -> None:
 
 
 @pytest.mark.gpu
-def test_blocks_on_the_device_go_to_disk_and_come_back(tmp_path: Path) -> None:
+def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path: Path) -> None:
     device = MemoryPool(replace(WIDE, dtype=torch.bfloat16), NUM_BLOCKS, "cuda")
     device.words.random_()
     size = device.shape.block_bytes
