@@ -1,4 +1,4 @@
-"""What a worker's cache holds, as plain sets, for comparison with the index."""
+"""What a worker's cache holds, as plain sets, to compare the index with."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ class CacheModel:
         return leading(published, chain)
 
 
-class Listener:
-    """Stands in for an agent in tests that need none. It hears at once unless told to wait."""
+class FakePublisher:
+    """Stands in for an agent. It confirms at once, unless a test clears `confirms`."""
 
     def __init__(self) -> None:
         self.shown = CacheModel()
-        self.hears = asyncio.Event()
-        self.hears.set()
+        self.confirms = asyncio.Event()
+        self.confirms.set()
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
             self.shown.take(event)
 
     async def settled(self) -> bool:
-        await self.hears.wait()
+        await self.confirms.wait()
         return True
 
 
 def leading(published: Mapping[SequenceHash, Tier], chain: Sequence[SequenceHash]) -> TierOverlap:
-    """How much of `chain`, from its first block on, is in `published`."""
+    """The overlap of `chain`, from its first block on, with `published`."""
     counts = [0, 0, 0]
     for block in chain:
         tier = published.get(block)

@@ -1,4 +1,4 @@
-"""The cache of a worker, with real copies; where Redis matters, with a real agent beside it."""
+"""A worker's cache with real copies and, where Redis matters, a real agent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
 from tests.eventually import eventually
-from tests.workers.cache_model import Listener
+from tests.workers.cache_model import FakePublisher
 from workers.agent import Agent, AgentSettings
 from workers.blocks import BlockManager, BlockTable, Eviction, WritePolicy
 from workers.cache import LOAD_THREADS, BlockCache, Publisher
@@ -39,7 +39,7 @@ SPARE = {DEVICE: 4, HOST: 6, DISK: 6}
 
 
 class Worker:
-    """A cache, and an engine that fills blocks with their own hashes and checks what it finds."""
+    """A cache, and an engine that fills each block with its hash and checks what it reuses."""
 
     def __init__(
         self, folder: Path, publisher: Publisher, manager: BlockManager, stack: AsyncExitStack
@@ -66,7 +66,7 @@ class Worker:
         return self.transfers.carry_out(move)
 
     async def compute(self, chain: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
-        """Admit a request, check what is there of it, and compute the rest."""
+        """Admit a request, check the blocks that it reuses, and compute the rest."""
         table = await self.cache.admit(chain, num_blocks)
         self.check(table)
         for block, slot in list(zip(chain, table.slots, strict=False))[table.num_matched :]:
@@ -82,7 +82,7 @@ class Worker:
             assert (self.pools[DEVICE].words[slot.block_id] == word(block)).all()
 
     async def settle(self) -> None:
-        """Until no copy is under way and all spare slots are free, or there is nothing to free."""
+        """Wait until no copy is under way, and spare slots are free or nothing can be freed."""
 
         async def busy() -> bool:
             tiers = self.manager.tiers.items()
@@ -124,22 +124,22 @@ async def running(
                 await task
 
 
-async def test_a_request_that_waits_for_room_keeps_what_it_found(tmp_path: Path) -> None:
-    longest_unused, other = chain_of(1, 9), chain_of(2, 9)
-    async with running(tmp_path, Listener()) as worker:
-        await worker.compute_and_release(longest_unused)
+async def test_a_request_waiting_for_room_keeps_the_blocks_it_found(tmp_path: Path) -> None:
+    least_recent, other = chain_of(1, 9), chain_of(2, 9)
+    async with running(tmp_path, FakePublisher()) as worker:
+        await worker.compute_and_release(least_recent)
         await worker.compute_and_release(other)
         await worker.settle()
-        table = await worker.compute(chain_of(3, 18, longest_unused), 18)
+        table = await worker.compute(chain_of(3, 18, least_recent), 18)
         assert table.tiers == [DEVICE] * 9
         assert worker.manager.counts.loaded == 0
         worker.cache.release(table)
 
 
-async def test_slots_are_kept_free_and_blocks_move_down_and_come_back(tmp_path: Path) -> None:
-    redis = Listener()
+async def test_spare_slots_stay_free_and_evicted_blocks_are_loaded_back(tmp_path: Path) -> None:
+    publisher = FakePublisher()
     chains = [chain_of(n, 8) for n in range(7)]
-    async with running(tmp_path, redis) as worker:
+    async with running(tmp_path, publisher) as worker:
         for chain in chains:
             await worker.compute_and_release(chain)
             await worker.settle()
@@ -148,17 +148,17 @@ async def test_slots_are_kept_free_and_blocks_move_down_and_come_back(tmp_path: 
         assert {tier for chain in chains for tier in worker.manager.match(chain)} == set(Tier)
         for chain in chains:
             held = worker.manager.match(chain)
-            assert [min(redis.shown.tiers_of(block)) for block in chain[: len(held)]] == held
+            assert [min(publisher.shown.tiers_of(block)) for block in chain[: len(held)]] == held
             await worker.compute_and_release(chain)
             await worker.settle()
         assert worker.manager.counts.loaded > 0
         assert worker.manager.counts.failed == 0
 
 
-async def test_a_request_waits_for_room_and_is_refused_where_none_can_be_made(
+async def test_a_request_waits_for_room_and_is_refused_if_none_can_be_made(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, Listener()) as worker:
+    async with running(tmp_path, FakePublisher()) as worker:
         await worker.compute_and_release(chain_of(1, 10))
         held = await worker.compute(chain_of(2, 8), 10)
         table = await worker.compute(chain_of(3, 10), 14)
@@ -170,29 +170,29 @@ async def test_a_request_waits_for_room_and_is_refused_where_none_can_be_made(
 
 
 @pytest.mark.parametrize("max_storing", [3, 256])
-async def test_blocks_wait_for_room_below_rather_than_not_being_stored(
+async def test_evicted_blocks_wait_for_room_below_instead_of_being_dropped(
     max_storing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.cache.STORE_WAIT_S", 30.0)
-    async with running(tmp_path, Listener(), max_storing=max_storing) as worker:
+    async with running(tmp_path, FakePublisher(), max_storing=max_storing) as worker:
         for n in range(5):
-            # More at a time than host memory keeps free.
+            # More blocks at a time than host memory keeps free.
             await worker.compute_and_release(chain_of(n, 20))
         await worker.settle()
         assert worker.manager.counts.stores_dropped == 0
         assert len(worker.manager.match(chain_of(3, 20))) == 20
 
 
-async def test_a_request_does_not_wait_for_a_tier_below_that_takes_nothing(
+async def test_a_request_does_not_wait_for_a_stalled_tier_below(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.cache.STORE_WAIT_S", 0.001)
-    async with running(tmp_path, Listener()) as worker:
+    async with running(tmp_path, FakePublisher()) as worker:
         for n in range(2):
             await worker.compute_and_release(chain_of(n, 20))
             await worker.settle()
         worker.may_store.clear()
-        # Host memory has room for 6 blocks, none of which arrives while nothing is stored.
+        # Host memory has room for 6 blocks, and no more becomes free while nothing is stored.
         free = worker.manager.tiers[HOST].num_free
         waiting = asyncio.ensure_future(worker.compute(chain_of(2, 24), 24))
 
@@ -205,13 +205,15 @@ async def test_a_request_does_not_wait_for_a_tier_below_that_takes_nothing(
         assert free == 6
 
 
-async def test_no_slot_is_given_away_before_redis_has_heard_of_it(tmp_path: Path) -> None:
-    redis = Listener()
-    async with running(tmp_path, redis) as worker:
+async def test_no_slot_is_reused_before_redis_confirms_the_removal_of_its_block(
+    tmp_path: Path,
+) -> None:
+    publisher = FakePublisher()
+    async with running(tmp_path, publisher) as worker:
         chain = chain_of(1, 20)
         await worker.compute_and_release(chain)
         await worker.settle()
-        redis.hears.clear()
+        publisher.confirms.clear()
         admitted = asyncio.ensure_future(worker.compute(chain_of(2, 24), 24))
         device = worker.manager.tiers[DEVICE]
 
@@ -221,18 +223,18 @@ async def test_no_slot_is_given_away_before_redis_has_heard_of_it(tmp_path: Path
         assert await eventually(leaving)
         assert not admitted.done()
         assert len(worker.manager.match(chain)) == 20
-        redis.hears.set()
+        publisher.confirms.set()
         worker.cache.release(await admitted)
         assert worker.cache.unconfirmed == 0
 
 
-async def test_slots_that_sharing_gives_back_go_to_a_request_that_waits(
+async def test_slots_freed_by_sharing_go_to_a_waiting_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 60.0)
-    redis = Listener()
-    redis.hears.clear()
-    async with running(tmp_path, redis) as worker:
+    publisher = FakePublisher()
+    publisher.confirms.clear()
+    async with running(tmp_path, publisher) as worker:
         chain, device = chain_of(1, 8), worker.manager.tiers[DEVICE]
         await worker.compute_and_release(chain_of(2, 8))
         late = await worker.cache.admit(chain, 8)
@@ -242,23 +244,23 @@ async def test_slots_that_sharing_gives_back_go_to_a_request_that_waits(
         async def withdrawn() -> int:
             return sum(slot.leaving > 0 and not slot.published for slot in device.all())
 
-        # Nothing comes free by itself: Redis does not hear of these.
+        # No slot is freed by eviction: Redis does not confirm any removal.
         assert await eventually(withdrawn) == device.num_leaving
         assert not waiting.done()
         assert worker.cache.share(late, chain) == 8
         for table in (await waiting, late, early):
             worker.cache.release(table)
-        redis.hears.set()
+        publisher.confirms.set()
         await worker.settle()
 
 
-async def test_a_redis_that_is_away_does_not_stop_the_worker(
+async def test_an_unreachable_redis_does_not_stop_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 0.01)
-    redis = Listener()
-    redis.hears.clear()
-    async with running(tmp_path, redis) as worker:
+    publisher = FakePublisher()
+    publisher.confirms.clear()
+    async with running(tmp_path, publisher) as worker:
         await worker.compute_and_release(chain_of(1, 20))
         await worker.compute_and_release(chain_of(2, 24))
         await worker.settle()
@@ -266,10 +268,10 @@ async def test_a_redis_that_is_away_does_not_stop_the_worker(
         assert caplog.text.count("whose blocks Redis may still show") == 1
 
 
-async def test_requests_that_share_a_prefix_load_it_once_and_one_may_give_up(
+async def test_requests_sharing_a_prefix_load_it_once_even_if_one_is_cancelled(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, Listener()) as worker:
+    async with running(tmp_path, FakePublisher()) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
         await worker.compute_and_release(chain_of(2, 20))
@@ -298,9 +300,9 @@ async def test_requests_that_share_a_prefix_load_it_once_and_one_may_give_up(
         assert not any(slot.references for slot in worker.manager.tiers[DEVICE].all())
 
 
-async def test_a_slow_disk_keeps_no_load_from_host_memory_waiting(tmp_path: Path) -> None:
+async def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
     chains = [chain_of(n, 8) for n in range(7)]
-    async with running(tmp_path, Listener()) as worker:
+    async with running(tmp_path, FakePublisher()) as worker:
         for chain in chains:
             await worker.compute_and_release(chain)
             await worker.settle()
@@ -315,9 +317,9 @@ async def test_a_slow_disk_keeps_no_load_from_host_memory_waiting(tmp_path: Path
         assert worker.manager.counts.loaded == 8
 
 
-async def test_a_load_waits_for_the_one_that_fills_its_source(tmp_path: Path) -> None:
+async def test_a_load_waits_for_the_load_that_fills_its_source(tmp_path: Path) -> None:
     chains = [chain_of(n, 8) for n in range(7)]
-    async with running(tmp_path, Listener()) as worker:
+    async with running(tmp_path, FakePublisher()) as worker:
         for chain in chains:
             await worker.compute_and_release(chain)
             await worker.settle()
@@ -337,8 +339,8 @@ async def test_a_load_waits_for_the_one_that_fills_its_source(tmp_path: Path) ->
         assert worker.manager.counts.loaded - before == 8
 
 
-async def test_what_cannot_be_loaded_is_computed(tmp_path: Path) -> None:
-    async with running(tmp_path, Listener(), write=WritePolicy.THROUGH) as worker:
+async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None:
+    async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
         others = count(2)
@@ -353,8 +355,8 @@ async def test_what_cannot_be_loaded_is_computed(tmp_path: Path) -> None:
         await worker.settle()
 
 
-async def test_prefetched_blocks_are_there_when_their_request_comes(tmp_path: Path) -> None:
-    async with running(tmp_path, Listener()) as worker:
+async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_path: Path) -> None:
+    async with running(tmp_path, FakePublisher()) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
         await worker.compute_and_release(chain_of(2, 20))
@@ -366,7 +368,7 @@ async def test_prefetched_blocks_are_there_when_their_request_comes(tmp_path: Pa
 
 
 class WatchedManager(BlockManager):
-    """Calls `before` whenever something it could serve is about to go."""
+    """Calls `before` ahead of each change that may remove a block it could serve."""
 
     def before(self) -> None:
         """Set by the test."""
@@ -380,10 +382,10 @@ class WatchedManager(BlockManager):
         super().finish(move, num_done)
 
 
-async def test_readers_never_see_a_block_that_the_worker_could_not_serve_at_that_moment(
+async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that_moment(
     redis: Redis, tmp_path: Path
 ) -> None:
-    """Each answer must fit some moment between its question and itself."""
+    """Each answer of the index must have been true at some moment since it was asked for."""
     rng = random.Random(5)
     stem = chain_of(0, 4)
     chains = [chain_of(n, 4 + n, stem if n % 2 else ()) for n in range(1, 10)]

@@ -1,4 +1,4 @@
-"""Which settings of a torch engine are refused, by name, and what of it a restart brings back."""
+"""Settings of a torch engine, and what it finds on disk after a restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.core.errors import ConfigError
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
 from app.core.types import Tier
 from tests.eventually import eventually
-from tests.workers.cache_model import Listener
+from tests.workers.cache_model import FakePublisher
 from tests.workers.checkpoints import reference
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
@@ -54,7 +54,7 @@ SETTINGS = WorkerSettings(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_setting_that_cannot_be_had_is_refused_in_one_line_that_names_it(
+def test_an_invalid_setting_is_refused_in_one_line_that_names_it(
     changes: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -71,13 +71,13 @@ def test_a_setting_that_cannot_be_had_is_refused_in_one_line_that_names_it(
         pytest.param("cuda:0", 0, marks=pytest.mark.gpu),
     ],
 )
-def test_an_engine_says_which_gpu_it_computes_on(device: str, gpu: int | None) -> None:
+def test_an_engine_reports_the_gpu_it_computes_on(device: str, gpu: int | None) -> None:
     hosted = host(replace(SETTINGS, device=device))
     hosted.close()
     assert hosted.gpu == gpu
 
 
-def test_a_block_that_the_default_pool_is_too_small_for_is_its_only_one(
+def test_a_default_pool_smaller_than_a_block_holds_one_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("workers.engines.loading.DEFAULT_POOL_BYTES", 100)
@@ -86,7 +86,7 @@ def test_a_block_that_the_default_pool_is_too_small_for_is_its_only_one(
     assert hosted.num_blocks == {Tier.DEVICE: 1}
 
 
-def test_workers_share_a_folder_for_disks_but_no_disk(tmp_path: Path) -> None:
+def test_workers_share_a_disk_folder_but_not_a_disk(tmp_path: Path) -> None:
     settings = replace(SETTINGS, disk_folder=str(tmp_path), disk_pool_tokens=1024)
     first = host(settings)
     assert first.num_blocks == dict.fromkeys(Tier, 64)
@@ -98,7 +98,9 @@ def test_workers_share_a_folder_for_disks_but_no_disk(tmp_path: Path) -> None:
     host(settings).close()
 
 
-def test_blocks_on_disk_are_those_of_one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
     shape = model.kv_shape(16)
 
@@ -112,7 +114,7 @@ def test_blocks_on_disk_are_those_of_one_kind_of_gpu(monkeypatch: pytest.MonkeyP
     assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cpu", "NVIDIA H100")
 
 
-def test_blocks_on_disk_are_those_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
     shape = model.kv_shape(16)
     before = _fingerprint(SETTINGS, model, shape, "tiny")
@@ -122,13 +124,13 @@ def test_blocks_on_disk_are_those_of_one_release(monkeypatch: pytest.MonkeyPatch
 
 
 @asynccontextmanager
-async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, Listener]]:
-    hosted, heard = host(settings), Listener()
-    engine = hosted.start(heard)
+async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, FakePublisher]]:
+    hosted, publisher = host(settings), FakePublisher()
+    engine = hosted.start(publisher)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
-            yield engine, heard
+            yield engine, publisher
             running.cancel()
     finally:
         hosted.close()
@@ -142,7 +144,9 @@ async def finished(engine: Engine, prompt: list[int]) -> Finished:
     return last.finished
 
 
-async def test_what_is_reused_stored_and_found_again_is_as_set(tmp_path: Path) -> None:
+async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(
+    tmp_path: Path,
+) -> None:
     model, prompt = tmp_path / "model", list(range(43))
     reference().save_pretrained(model)
     settings = replace(
@@ -154,14 +158,14 @@ async def test_what_is_reused_stored_and_found_again_is_as_set(tmp_path: Path) -
         disk_folder=str(tmp_path / "disks"),
         disk_pool_tokens=1024,
     )
-    async with serving(settings) as (engine, heard):
+    async with serving(settings) as (engine, publisher):
         await finished(engine, prompt)
-        # Five blocks are the same, and a chunk is two.
+        # Five blocks are the same; a chunk is two blocks.
         assert (await finished(engine, [*prompt[:20], 50, 51, 52])).cached_tokens == 16
 
         async def tiers() -> set[Tier]:
             block = compute_sequence_hashes(compute_local_hashes(prompt[:40], 4))[-1]
-            return heard.shown.tiers_of(block)
+            return publisher.shown.tiers_of(block)
 
         await eventually(tiers, lambda held: held == set(Tier))
     async with serving(settings) as (engine, _):

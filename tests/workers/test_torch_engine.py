@@ -1,4 +1,4 @@
-"""The torch engine on real tiers: what it reuses, what it shares, and what it leaves behind."""
+"""The torch engine on real tiers: reuse, sharing, and what requests leave behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from app.core.hashing import compute_local_hashes, compute_sequence_hashes, toke
 from app.core.metrics import DEFAULT_SPEED
 from app.core.types import SequenceHash, Tier
 from tests.eventually import eventually
-from tests.workers.cache_model import Listener
+from tests.workers.cache_model import FakePublisher
 from workers.blocks import BlockManager, WritePolicy
 from workers.cache import Publisher
 from workers.disk import SlotFile
@@ -48,13 +48,13 @@ MODEL = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device=torch.de
 
 
 class Spy:
-    """The model, and the logits behind each prompt that it computed."""
+    """The model; records the logits that each prefill returns."""
 
     def __init__(self, model: Llama) -> None:
         self.config = model.config
         self.logits: list[Tensor] = []
         self.computed = 0
-        """Prompt tokens."""
+        """The number of prompt tokens computed."""
         self.model = model
 
     def prefill(
@@ -70,7 +70,7 @@ class Spy:
 
 
 class Served:
-    """A running engine, what its model computed, and what its cache tells."""
+    """An engine, with what its model computed and its cache published."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Served:
         self.spy = spy or Spy(MODEL)
         model = self.spy.model
         shape = model.kv_shape(BLOCK_SIZE)
-        self.heard = Listener()
+        self.fake_publisher = FakePublisher()
         self.now_s = 0.0
         self.manager = BlockManager(
             num_slots, write=write, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: self.now_s
@@ -103,7 +103,7 @@ class Served:
             pools[DEVICE],
             self.manager,
             transfers.carry_out,
-            publisher or self.heard,
+            publisher or self.fake_publisher,
             chunk_tokens=CHUNK,
             spare={tier: -(-number // 4) for tier, number in num_slots.items()},
             max_num_seqs=8,
@@ -124,7 +124,7 @@ class Served:
         return await output_of(self.submit("only", prompt, max_tokens, **fields))
 
     async def settle(self) -> None:
-        """Until nobody runs and no copy is under way."""
+        """Wait until no request runs and no copy is under way."""
 
         async def busy() -> bool:
             slots = [s for tier in self.manager.tiers.values() for s in tier.all()]
@@ -134,7 +134,7 @@ class Served:
         self.engine.check()
 
     async def evict(self, tier: Tier) -> None:
-        """Until nothing is left there that was there before."""
+        """Evict all blocks of the tier."""
         slots = self.manager.tiers[tier]
         await self.settle()
         await self.engine._cache._free(tier, slots.num_slots)
@@ -173,7 +173,7 @@ def blocks_of(prompt: Sequence[int]) -> list[SequenceHash]:
 
 
 def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """The likeliest tokens, from the model as a whole prompt has it, token by token."""
+    """Greedy output of the model, with the whole prompt prefilled anew for each token."""
     pool = MemoryPool(MODEL.kv_shape(BLOCK_SIZE), 32)
     tokens = list(prompt)
     for _ in range(max_tokens):
@@ -182,9 +182,7 @@ def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 24, 61])
-async def test_the_likeliest_tokens_are_those_of_the_model_alone(
-    tmp_path: Path, length: int
-) -> None:
+async def test_greedy_output_is_that_of_the_model_alone(tmp_path: Path, length: int) -> None:
     prompt = prompt_of(length, length)
     async with running(tmp_path) as served:
         tokens, finished = await served.ask(prompt, 6)
@@ -201,7 +199,7 @@ async def test_the_likeliest_tokens_are_those_of_the_model_alone(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-async def test_logits_with_reuse_from_a_tier_are_those_without_to_the_last_bit(
+async def test_logits_with_blocks_reused_from_a_tier_are_bit_identical(
     tmp_path: Path, device: str, dtype: torch.dtype, tiers: tuple[Tier, ...]
 ) -> None:
     *above, tier = tiers
@@ -209,7 +207,7 @@ async def test_logits_with_reuse_from_a_tier_are_those_without_to_the_last_bit(
     model = Llama.random(SIZES["tiny"], seed=0, dtype=dtype, device=device)
     num_slots = {t: NUM_SLOTS[t] for t in tiers}
     async with running(tmp_path, num_slots, spy=Spy(model)) as served:
-        # Some slots are taken, so that the same blocks lie elsewhere when they come back.
+        # Another request takes slots, so that the blocks are loaded back into other ones.
         other = served.submit("other", prompt_of(2, 21), 30)
         cold = await served.ask(prompt)
         other.cancel()
@@ -235,14 +233,14 @@ async def test_reuse_ends_at_a_whole_chunk_and_the_last_token_is_always_computed
     async with running(tmp_path) as served:
         await served.ask(prompt)
         again = (await served.ask(prompt))[1]
-        # Five blocks are the same, and a chunk is two.
+        # Five blocks are the same; a chunk is two blocks.
         forked = (await served.ask([*prompt[:20], *prompt_of(3, 12)]))[1]
 
     assert again.cached_tokens == 24
     assert forked.cached_tokens == 16
 
 
-async def test_blocks_of_a_chunk_that_a_prompts_end_cut_short_are_not_offered(
+async def test_blocks_of_a_partial_chunk_at_a_prompts_end_are_not_published(
     tmp_path: Path,
 ) -> None:
     prompt = prompt_of(1, 43)
@@ -250,15 +248,15 @@ async def test_blocks_of_a_chunk_that_a_prompts_end_cut_short_are_not_offered(
         await served.ask(prompt)
         expected = served.spy.logits[-1]
     async with running(tmp_path / "after") as served:
-        # The seventh block is computed in a chunk of five tokens, which may give it other bits.
+        # The seventh block is computed in a chunk of five tokens, so its bits may differ.
         await served.ask(prompt[:29])
-        assert served.heard.shown.scan(blocks_of(prompt)).total == 6
+        assert served.fake_publisher.shown.scan(blocks_of(prompt)).total == 6
         await served.ask(prompt)
 
     assert torch.equal(served.spy.logits[-1], expected)
 
 
-async def test_what_was_generated_is_computed_again(tmp_path: Path) -> None:
+async def test_generated_tokens_are_computed_again_in_the_next_turn(tmp_path: Path) -> None:
     prompt = prompt_of(1, 16)
     async with running(tmp_path) as served:
         tokens, _ = await served.ask(prompt, 16)
@@ -267,7 +265,7 @@ async def test_what_was_generated_is_computed_again(tmp_path: Path) -> None:
     assert next_turn.cached_tokens == 16
 
 
-async def test_requests_that_run_together_get_what_each_gets_alone(tmp_path: Path) -> None:
+async def test_requests_running_together_get_the_output_each_gets_alone(tmp_path: Path) -> None:
     stem = prompt_of(0, 16)
     prompts = [[*stem, *prompt_of(n, n + 1)] for n in range(20)]
     async with running(tmp_path) as served:
@@ -276,13 +274,13 @@ async def test_requests_that_run_together_get_what_each_gets_alone(tmp_path: Pat
         await served.settle()
         device = served.manager.tiers[DEVICE]
         assert device.num_free + device.num_idle == device.num_slots
-        assert served.heard.shown.scan(blocks_of(stem)).total == 4
+        assert served.fake_publisher.shown.scan(blocks_of(stem)).total == 4
 
     assert [tokens for tokens, _ in outputs] == [alone(prompt, 5) for prompt in prompts]
     assert sum(finished.cached_tokens for _, finished in outputs) > 0
 
 
-async def test_requests_that_come_together_compute_what_they_share_once(tmp_path: Path) -> None:
+async def test_requests_arriving_together_compute_their_shared_prefix_once(tmp_path: Path) -> None:
     stem = prompt_of(0, 40)
     async with running(tmp_path, {DEVICE: 64}) as served:
         together = [served.submit(f"r{n}", [*stem, *prompt_of(n, 3)], 2) for n in range(4)]
@@ -293,7 +291,9 @@ async def test_requests_that_come_together_compute_what_they_share_once(tmp_path
     assert served.spy.computed == 40 + 4 * 3
 
 
-async def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_crowd(tmp_path: Path) -> None:
+async def test_the_same_seed_draws_the_same_tokens_alone_and_among_other_requests(
+    tmp_path: Path,
+) -> None:
     prompt = prompt_of(1, 11)
     drawn = Sampling(temperature=1.0, top_p=0.9, seed=7)
     async with running(tmp_path) as served:
@@ -308,7 +308,7 @@ async def test_the_same_seed_draws_the_same_tokens_alone_and_in_a_crowd(tmp_path
     assert other != expected
 
 
-async def test_generation_ends_with_an_end_of_sequence_token_unless_told_to_go_on(
+async def test_generation_ends_at_an_end_of_sequence_token_unless_ignore_eos_is_set(
     tmp_path: Path,
 ) -> None:
     prompt = prompt_of(1, 9)
@@ -325,7 +325,7 @@ async def test_generation_ends_with_an_end_of_sequence_token_unless_told_to_go_o
 
 
 def collected(served: Served) -> dict[tuple[str, ...], float]:
-    """What Prometheus gets, by name and labels."""
+    """The samples that Prometheus collects, by name and labels."""
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in EngineCollector(served.engine).collect()
@@ -333,7 +333,7 @@ def collected(served: Served) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_it_tells_for_how_long_evicted_blocks_were_not_used(tmp_path: Path) -> None:
+async def test_metrics_show_how_long_evicted_blocks_had_been_idle(tmp_path: Path) -> None:
     idle = ("kvroute_engine_kv_idle_before_evict_seconds",)
     async with running(tmp_path, {DEVICE: 40}) as served:
         await served.ask(prompt_of(1, 43))
@@ -344,7 +344,9 @@ async def test_it_tells_for_how_long_evicted_blocks_were_not_used(tmp_path: Path
         assert collected(served)[idle] == 60
 
 
-async def test_what_cannot_be_loaded_is_computed_from_the_last_good_chunk(tmp_path: Path) -> None:
+async def test_after_a_failed_load_computing_starts_after_the_last_good_chunk(
+    tmp_path: Path,
+) -> None:
     prompt = prompt_of(1, 43)
     async with running(tmp_path) as served:
         cold, _ = await served.ask(prompt)
@@ -366,11 +368,11 @@ async def test_what_cannot_be_loaded_is_computed_from_the_last_good_chunk(tmp_pa
     assert metrics["kvroute_engine_kv_block_events_total", "recomputed"] == 10 - 4
     assert metrics["kvroute_engine_kv_blocks", "total"] == NUM_SLOTS[DEVICE]
     counts = served.manager.counts
-    # The sixth block of eleven is bad, and a chunk is two.
+    # The sixth of ten blocks is bad; a chunk is two blocks.
     assert (counts.fallbacks, counts.recomputed) == (1, 10 - 4)
 
 
-async def test_a_request_that_does_not_fit_beside_others_waits_and_is_not_overtaken(
+async def test_a_request_waits_until_it_fits_and_is_not_overtaken(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, {DEVICE: 16}) as served:
@@ -412,10 +414,10 @@ async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
         assert served.engine.metrics().kv_active_blocks == 0
 
 
-async def test_requests_that_are_over_are_not_left_to_the_collection_of_cycles(
+async def test_finished_requests_are_freed_without_the_cycle_collector(
     tmp_path: Path,
 ) -> None:
-    """It comes seldom, and prompts are long."""
+    """The cycle collector runs seldom, and prompts are long."""
     async with running(tmp_path) as served:
         gc.collect()
         gc.disable()
@@ -431,10 +433,11 @@ async def test_requests_that_are_over_are_not_left_to_the_collection_of_cycles(
         finally:
             gc.enable()
 
-    assert sorted(alive) == ["only", "runs"]  # the last that was admitted, and our own variable
+    # The request admitted last, and the one that `generation` refers to.
+    assert sorted(alive) == ["only", "runs"]
 
 
-async def test_requests_may_come_while_the_engine_begins(tmp_path: Path) -> None:
+async def test_requests_may_arrive_before_the_engine_runs(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
 
         async def submit() -> list[Generation]:
@@ -444,14 +447,14 @@ async def test_requests_may_come_while_the_engine_begins(tmp_path: Path) -> None
             await output_of(generation)
 
 
-async def test_a_request_that_is_cancelled_while_room_is_made_for_it_holds_up_nobody(
+async def test_a_request_cancelled_while_room_is_made_for_it_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 3600.0)
     async with running(tmp_path, {DEVICE: 16}) as served:
         await served.ask(prompt_of(1, 50))
         await served.settle()
-        served.heard.hears.clear()
+        served.fake_publisher.confirms.clear()
         large = served.submit("large", prompt_of(2, 50), 1)
 
         async def leaving() -> int:
@@ -461,10 +464,10 @@ async def test_a_request_that_is_cancelled_while_room_is_made_for_it_holds_up_no
         small = served.submit("small", [1], 1)
         large.cancel()
         await asyncio.wait_for(output_of(small), 20)
-        served.heard.hears.set()
+        served.fake_publisher.confirms.set()
 
 
-async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:
+async def test_requests_that_can_never_run_are_refused(tmp_path: Path) -> None:
     vocabulary = MODEL.config.vocab_size
     async with running(tmp_path) as served:
         assert served.engine.max_context_tokens == 128
@@ -481,7 +484,7 @@ async def test_what_can_never_run_is_refused(tmp_path: Path) -> None:
         await output_of(served.submit("r", [2], 1))
 
 
-async def test_no_more_requests_run_at_once_than_may(tmp_path: Path) -> None:
+async def test_no_more_than_max_num_seqs_requests_run_at_once(tmp_path: Path) -> None:
     running_at_once = 0
     async with running(tmp_path, {DEVICE: 96}) as served:
         crowd = [served.submit(f"r{n}", [n + 1], 20) for n in range(12)]
@@ -494,7 +497,7 @@ async def test_no_more_requests_run_at_once_than_may(tmp_path: Path) -> None:
     assert running_at_once == 8
 
 
-async def test_more_requests_than_may_wait_are_refused(tmp_path: Path) -> None:
+async def test_requests_beyond_max_waiting_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path, {DEVICE: 8}) as served:
         waiting = [served.submit(f"r{n}", [1], 30) for n in range(64)]
         with pytest.raises(QueueFullError, match="64 requests are already waiting"):
@@ -504,7 +507,7 @@ async def test_more_requests_than_may_wait_are_refused(tmp_path: Path) -> None:
         await output_of(served.submit("late", [1], 1))
 
 
-async def test_what_is_unfinished_when_the_engine_stops_ends_with_an_error(tmp_path: Path) -> None:
+async def test_requests_unfinished_when_the_engine_stops_end_with_an_error(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
         generation = served.submit("r", [1], 100)
         waiting = served.submit("s", [1], 100)
@@ -516,7 +519,7 @@ async def test_what_is_unfinished_when_the_engine_stops_ends_with_an_error(tmp_p
         served.submit("t", [1], 1)
 
 
-async def test_the_blocks_of_a_request_that_waits_are_fetched_meanwhile(tmp_path: Path) -> None:
+async def test_blocks_of_a_waiting_request_are_prefetched(tmp_path: Path) -> None:
     prompt = prompt_of(1, 43)
     async with running(tmp_path, {DEVICE: 40, HOST: 32}) as served:
         await served.ask(prompt)
@@ -530,7 +533,7 @@ async def test_the_blocks_of_a_request_that_waits_are_fetched_meanwhile(tmp_path
     assert (finished.cached_tokens, finished.host_tokens) == (40, 0)
 
 
-async def test_of_many_that_wait_only_the_next_are_fetched(tmp_path: Path) -> None:
+async def test_only_the_next_waiting_requests_are_prefetched_for(tmp_path: Path) -> None:
     prompts = [prompt_of(n, 43) for n in range(6)]
     async with running(tmp_path, {DEVICE: 240, HOST: 120}) as served:
         for prompt in prompts:
@@ -542,7 +545,7 @@ async def test_of_many_that_wait_only_the_next_are_fetched(tmp_path: Path) -> No
         async def loaded() -> int:
             return served.manager.counts.loaded
 
-        # The first of them and the two behind it, of 10 blocks each.
+        # The first waiting request and the two behind it, of 10 blocks each.
         await eventually(loaded, lambda count: count >= 30)
         await asyncio.sleep(0.02)
         assert await loaded() == 30
@@ -551,7 +554,7 @@ async def test_of_many_that_wait_only_the_next_are_fetched(tmp_path: Path) -> No
         assert await loaded() == 60
 
 
-async def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_later(
+async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.engines.torch.JUDGE_INTERVAL_S", 0.01)
@@ -561,12 +564,12 @@ async def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_later(
         await served.ask(prompt)
         await served.evict(DEVICE)
         assert (await served.ask(prompt))[1].host_tokens == 40
-        engine._loaded.append((HOST, 40, 60.0))  # as if that had taken a minute
+        engine._loaded.append((HOST, 40, 60.0))  # as if the load had taken a minute
 
         async def loads() -> bool:
             return engine._manager.admission.loads(HOST)
 
-        await eventually(loads, lambda so: not so)
+        await eventually(loads, lambda is_loaded_from: not is_loaded_from)
         await served.evict(DEVICE)
         assert (await served.ask(prompt))[1].cached_tokens == 0
         monkeypatch.setattr("workers.engines.torch.TIER_RETRIED_S", 0.0)
@@ -579,7 +582,7 @@ async def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_later(
         assert await loads()
 
 
-async def test_metrics_and_speed_tell_of_the_work_done(tmp_path: Path) -> None:
+async def test_metrics_and_speed_reflect_the_work_done(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
         generation = served.submit("r", prompt_of(1, 16), 50)
         outputs = aiter(generation)

@@ -1,8 +1,8 @@
-"""A torch engine under random requests, many of them given up, with so few slots that all tiers
+"""A torch engine under random requests, many of them cancelled, with so few slots that all tiers
 overflow.
 
-Whatever is reused, shared, moved, cancelled and evicted meanwhile: each prompt has the logits that
-it has alone, to the last bit; and when all is quiet, all slots are free or hold what Redis shows.
+However blocks are reused, shared, moved and evicted, each prompt gets bit for bit the logits that
+it gets alone. Once the engine is idle, each slot is free or holds a block that Redis shows.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from workers.tiers import MemoryPool
 KEYS = Keyspace("soak")
 SOAK_S = float(os.environ.get("KVROUTE_SOAK_S", "300"))
 LARGEST = 16
-"""Slots that the longest request takes."""
+"""The number of slots that the longest request takes."""
 
 
-class Exact(Spy):
-    """Knows what the last chunk of each prompt gives, and compares."""
+class CheckedSpy(Spy):
+    """Compares the logits of each prompt's last chunk with those of the prompt alone."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         super().__init__(MODEL)
@@ -77,7 +77,7 @@ class Exact(Spy):
 
 
 def prompts_of(rng: random.Random) -> list[list[int]]:
-    """They branch at any place, and none begins with the whole of another."""
+    """Prompts that branch off each other anywhere; none begins with the whole of another."""
     prompts: list[list[int]] = []
     for n in range(40):
         stem = rng.choice(prompts)[: rng.randrange(48)] if n > 4 else []
@@ -85,8 +85,8 @@ def prompts_of(rng: random.Random) -> list[list[int]]:
     return prompts
 
 
-async def play(served: Served, prompts: Sequence[Sequence[int]], rng: random.Random) -> None:
-    """Requests of one client, one after another; the id of one that was left is used at once."""
+async def run_client(served: Served, prompts: Sequence[Sequence[int]], rng: random.Random) -> None:
+    """One client's requests, one after another; the id of a cancelled one may be reused at once."""
     for _ in range(30):
         name = f"r{rng.randrange(12)}"
         try:
@@ -99,13 +99,13 @@ async def play(served: Served, prompts: Sequence[Sequence[int]], rng: random.Ran
             async with asyncio.timeout(patience_s):
                 await output_of(generation)
         except TimeoutError:
-            assert patience_s < 60, "nothing came for a minute"
+            assert patience_s < 60, "a request took more than a minute"
         finally:
             generation.cancel()
 
 
 async def soak(folder: Path, redis: Redis, seed: int) -> int:
-    """One worker's life; how often logits were compared."""
+    """Run one worker from start to stop; returns how often logits were compared."""
     rng = random.Random(seed)
     num_slots = {DEVICE: rng.randint(LARGEST, 40)}
     if rng.random() < 0.8:
@@ -113,34 +113,36 @@ async def soak(folder: Path, redis: Redis, seed: int) -> int:
     if rng.random() < 0.6:
         num_slots[DISK] = rng.randint(1, 40)
     prompts = prompts_of(rng)
-    spy = Exact(prompts)
+    spy = CheckedSpy(prompts)
     scripts = ScriptRunner(redis, timeout_s=5.0)
     info = WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", BLOCK_SIZE, num_slots[DEVICE], 8)
     settings = AgentSettings(lease_ttl_s=20.0, index_blocks=512)
     agent = Agent(scripts, KEYS, info, settings, lambda: (ForwardPassMetrics(), DEFAULT_SPEED))
     await agent.start()
     async with asyncio.TaskGroup() as tasks:
-        telling = tasks.create_task(agent.run())
+        running_agent = tasks.create_task(agent.run())
         write = rng.choice(list(WritePolicy))
         async with running(folder, num_slots, agent, write=write, spy=spy) as served:
             for _ in range(3):
                 async with asyncio.TaskGroup() as clients:
                     for _ in range(rng.choice((1, 4, 16))):
-                        clients.create_task(play(served, prompts, random.Random(rng.random())))
+                        clients.create_task(
+                            run_client(served, prompts, random.Random(rng.random()))
+                        )
                 await served.settle()
                 await agent.settled()
-                await agree(served, agent, scripts, prompts)
-        telling.cancel()
+                await check_idle(served, agent, scripts, prompts)
+        running_agent.cancel()
     with suppress(asyncio.CancelledError):
-        await telling
+        await running_agent
     await agent.stop()
     return spy.num_compared
 
 
-async def agree(
+async def check_idle(
     served: Served, agent: Agent, scripts: ScriptRunner, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Nobody has anything, and Redis shows what is held."""
+    """No request holds a slot, and Redis shows exactly the blocks that the worker holds."""
     held = CacheModel()
     for tier, slots in served.manager.tiers.items():
         assert slots.num_free + slots.num_idle == slots.num_slots
@@ -154,15 +156,15 @@ async def agree(
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_nothing_is_lost_spoilt_or_left_behind(
-    tmp_path: Path, redis: Redis, seed: int
-) -> None:
+async def test_logits_stay_exact_and_no_slot_leaks(tmp_path: Path, redis: Redis, seed: int) -> None:
     assert await soak(tmp_path, redis, seed) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 120)
-async def test_nothing_is_lost_spoilt_or_left_behind_for_long(tmp_path: Path, redis: Redis) -> None:
+async def test_logits_stay_exact_and_no_slot_leaks_in_a_long_run(
+    tmp_path: Path, redis: Redis
+) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + SOAK_S
     seed = 100
