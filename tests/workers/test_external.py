@@ -1,4 +1,4 @@
-"""Engines' events in, what lies where out; `Holder` is what an index makes of it."""
+"""Events of external engines, and the blocks that the index shows for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Clock:
 
 
 class Holder:
-    """An engine's events, through ExternalBlocks, into a plain model of what lies where."""
+    """Feeds an engine's events through ExternalBlocks into a plain model of the index."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -90,7 +90,7 @@ def announced(hashes: list[BlockHash], medium: str = "CPU") -> BlockStored:
     return BlockStored(hashes, None, [], 0, medium=medium)
 
 
-def test_a_chain_is_hashed_again_from_its_tokens(holder: Holder) -> None:
+def test_a_chain_is_rehashed_from_its_tokens(holder: Holder) -> None:
     holder.take(stored([11, 12, 13]))
     assert holder.overlap() == TierOverlap(device=3)
     holder.take(stored([14], start=3, parent=13))
@@ -113,7 +113,7 @@ def test_a_hash_is_the_same_signed_unsigned_or_bytes(
     assert holder.overlap() == TierOverlap()
 
 
-def test_an_engines_block_may_be_several_of_the_index(holder: Holder) -> None:
+def test_an_engines_block_may_span_several_index_blocks(holder: Holder) -> None:
     holder.take(stored([11, 12], size=2 * SIZE), stored([13], start=2, parent=12, size=2 * SIZE))
     assert holder.overlap() == TierOverlap(device=6)
     holder.take(BlockRemoved([12]))
@@ -130,7 +130,9 @@ def test_an_engines_block_may_be_several_of_the_index(holder: Holder) -> None:
         ("external", TierOverlap()),
     ],
 )
-def test_the_medium_is_the_tier(holder: Holder, medium: str | None, expected: TierOverlap) -> None:
+def test_the_medium_determines_the_tier(
+    holder: Holder, medium: str | None, expected: TierOverlap
+) -> None:
     holder.take(replace(stored([11]), medium=medium))
     assert holder.overlap() == expected
     holder.take(BlockRemoved([11], medium))
@@ -138,7 +140,7 @@ def test_the_medium_is_the_tier(holder: Holder, medium: str | None, expected: Ti
 
 
 @pytest.mark.parametrize(("locality", "num_held"), [("LOCAL", 1), ("Remote", 0)])
-def test_what_lies_elsewhere_is_not_this_workers(
+def test_remote_blocks_do_not_count_as_held_by_the_worker(
     holder: Holder, locality: str, num_held: int
 ) -> None:
     holder.take(stored([11]), replace(announced([11], "STORAGE"), locality=locality))
@@ -149,25 +151,25 @@ def test_what_lies_elsewhere_is_not_this_workers(
     assert holder.overlap() == TierOverlap(disk=num_held)
 
 
-def test_a_removal_elsewhere_leaves_what_is_here(holder: Holder) -> None:
+def test_a_remote_removal_leaves_the_local_copy(holder: Holder) -> None:
     holder.take(replace(stored([11]), medium="STORAGE"))
     holder.take(BlockRemoved([11], "STORAGE", locality="REMOTE"))
     assert holder.overlap() == TierOverlap(disk=1)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_an_offload_is_joined_to_the_block_whose_tokens_are_known(
-    holder: Holder, late: bool
+@pytest.mark.parametrize("offload_first", [False, True])
+def test_an_offload_is_matched_to_its_block_stored_earlier_or_later(
+    holder: Holder, offload_first: bool
 ) -> None:
     events = [stored([11, 12]), announced([11, 12])]
-    holder.take(*(reversed(events) if late else events))
+    holder.take(*(reversed(events) if offload_first else events))
     holder.take(BlockRemoved([11, 12]))
     assert holder.overlap() == TierOverlap(host=2)
     assert not holder.external.is_blind
 
 
-def test_an_offload_may_name_in_full_a_block_that_was_stored_by_an_int(holder: Holder) -> None:
-    """vLLM sends 64 bits of a digest as an int; some versions name offloads by all of it."""
+def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holder: Holder) -> None:
+    """vLLM sends 64 bits of a digest as an int; some versions name offloads by the full digest."""
     digests: list[BlockHash] = [bytes([n]) * 24 + (2**64 - n).to_bytes(8, "big") for n in (1, 2, 3)]
     ints: list[BlockHash] = [-1, 2**64 - 2]
     holder.take(stored(ints), announced(digests[:2]), BlockRemoved(ints))
@@ -180,7 +182,7 @@ def test_an_offload_may_name_in_full_a_block_that_was_stored_by_an_int(holder: H
     assert not holder.external.is_blind
 
 
-def test_what_an_int_names_may_have_come_before_by_its_whole_digest(holder: Holder) -> None:
+def test_an_int_may_name_a_block_announced_earlier_by_its_full_digest(holder: Holder) -> None:
     digests: list[BlockHash] = [bytes([n]) * 24 + n.to_bytes(8, "big") for n in (1, 2)]
     holder.take(announced(digests[:1]))
     holder.take(replace(stored(digests[1:], start=1, parent=digests[0]), medium="CPU"))
@@ -195,7 +197,7 @@ def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder:
     assert holder.overlap() == TierOverlap(disk=1)
 
 
-def test_of_blocks_that_lie_nowhere_only_so_many_stay_known(
+def test_a_limited_number_of_blocks_held_nowhere_is_remembered(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external, "REMEMBERED", 2)
@@ -206,7 +208,7 @@ def test_of_blocks_that_lie_nowhere_only_so_many_stay_known(
     assert holder.overlap() == TierOverlap(host=2)
 
 
-def test_each_announcement_of_a_block_wants_a_removal(holder: Holder) -> None:
+def test_a_block_stored_twice_must_be_removed_twice(holder: Holder) -> None:
     holder.take(stored([11]), stored([11]), BlockRemoved([11]))
     assert holder.overlap() == TierOverlap(device=1)
     holder.take(BlockRemoved([11]))
@@ -215,7 +217,7 @@ def test_each_announcement_of_a_block_wants_a_removal(holder: Holder) -> None:
     assert holder.overlap() == TierOverlap(device=1)
 
 
-def test_groups_count_each_for_itself(holder: Holder) -> None:
+def test_each_group_is_counted_separately(holder: Holder) -> None:
     holder.take(*(replace(stored([11]), group_idx=group) for group in (0, 1)))
     holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], group_idx=0))
     assert holder.overlap() == TierOverlap(device=1)
@@ -223,20 +225,20 @@ def test_groups_count_each_for_itself(holder: Holder) -> None:
     assert holder.overlap() == TierOverlap()
 
 
-def test_two_names_for_the_same_tokens_want_both_to_go(holder: Holder) -> None:
+def test_tokens_under_two_names_are_held_until_both_are_removed(holder: Holder) -> None:
     holder.take(stored([11]), stored([21]), BlockRemoved([11]))
     assert holder.overlap() == TierOverlap(device=1)
     holder.take(BlockRemoved([21]))
     assert holder.overlap() == TierOverlap()
 
 
-def test_a_name_given_to_other_tokens_leaves_the_first(holder: Holder) -> None:
+def test_a_name_reused_for_other_tokens_drops_its_first_block(holder: Holder) -> None:
     holder.take(stored([11]), BlockStored([11], None, TOKENS[SIZE : 2 * SIZE], SIZE))
     assert holder.overlap() == TierOverlap()
     assert holder.overlap(chain_of(TOKENS[SIZE : 2 * SIZE])) == TierOverlap(device=1)
 
 
-def test_windows_and_recurrent_states_are_not_prefixes(holder: Holder) -> None:
+def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder: Holder) -> None:
     holder.take(
         replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention"),
         replace(stored([11, 12]), group_idx=1, kv_cache_spec_kind="sliding_window"),
@@ -257,7 +259,7 @@ def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> 
 
 
 @pytest.mark.parametrize(("lora", "salt"), [("sql", None), (None, "tenant")])
-def test_a_name_given_to_the_same_tokens_of_another_adapter_or_namespace_leaves_the_first(
+def test_a_name_reused_under_another_adapter_or_namespace_drops_its_first_block(
     holder: Holder, lora: str | None, salt: str | None
 ) -> None:
     holder.take(stored([11]), replace(stored([11]), lora_name=lora, cache_salt=salt))
@@ -265,7 +267,7 @@ def test_a_name_given_to_the_same_tokens_of_another_adapter_or_namespace_leaves_
     assert holder.overlap() == TierOverlap()
 
 
-def test_an_adapter_without_a_name_is_not_the_model_itself(holder: Holder) -> None:
+def test_blocks_of_an_unnamed_adapter_are_not_taken_for_the_base_models(holder: Holder) -> None:
     unnamed = replace(stored([11]), lora_id=3)
     holder.take(unnamed, replace(stored([12], start=1, parent=11), lora_id=3))
     assert holder.overlap() == TierOverlap()
@@ -276,7 +278,7 @@ def test_an_adapter_without_a_name_is_not_the_model_itself(holder: Holder) -> No
     assert not holder.external.is_blind
 
 
-def test_what_a_block_holds_beside_tokens_is_part_of_its_hash(holder: Holder) -> None:
+def test_a_blocks_extra_keys_are_part_of_its_hash(holder: Holder) -> None:
     digest = "0123456789abcdef" + "5" * 48
     holder.take(
         replace(
@@ -294,10 +296,10 @@ def test_what_a_block_holds_beside_tokens_is_part_of_its_hash(holder: Holder) ->
 
 
 @pytest.mark.parametrize("lora", [None, "sql", "tenant"])
-def test_a_salt_that_only_the_extra_keys_of_the_root_name_is_one(
+def test_a_salt_given_only_in_the_roots_extra_keys_is_recognised(
     holder: Holder, lora: str | None
 ) -> None:
-    """As vLLM has it: adapter, images, then the salt of the first block."""
+    """vLLM lists the adapter, then images, then, for the first block, the salt."""
     adapter = [lora] if lora else []
     image = [["f" * 64, 2]]
     keys = [[*adapter, *image, "tenant"], adapter or None]
@@ -308,7 +310,7 @@ def test_a_salt_that_only_the_extra_keys_of_the_root_name_is_one(
     assert holder.overlap(chain) == TierOverlap(device=3)
 
 
-def test_a_digest_among_the_extra_keys_of_the_root_is_no_salt(holder: Holder) -> None:
+def test_a_digest_in_the_roots_extra_keys_is_not_taken_for_a_salt(holder: Holder) -> None:
     holder.take(replace(stored([11]), extra_keys=[["f" * 64]]))
     chain = chain_of(TOKENS[:SIZE], items=[[int("f" * 16, 16)]])
     assert holder.overlap(chain) == TierOverlap(device=1)
@@ -324,7 +326,7 @@ def test_a_digest_among_the_extra_keys_of_the_root_is_no_salt(holder: Holder) ->
         (replace(stored([11, 12, 13]), cache_salt="tenant"), chain_of(TOKENS, salt="tenant")),
     ],
 )
-def test_an_offload_with_tokens_that_leaves_out_the_rest_is_of_the_same_block(
+def test_an_offload_with_tokens_but_no_salt_or_extra_keys_is_of_the_same_block(
     holder: Holder, first: BlockStored, chain: list[SequenceHash]
 ) -> None:
     offloads = [stored([11, 12]), stored([12, 13], start=1, parent=11)]
@@ -341,7 +343,7 @@ def test_an_offload_with_tokens_that_leaves_out_the_rest_is_of_the_same_block(
     "identifier",
     ["-123456789abcdef" + "0" * 48, "0123456789abcdef" + "-" * 48, "0x23456789abcdef" + "0" * 48],
 )
-def test_an_identifier_that_only_looks_like_a_digest_counts_whole(
+def test_an_identifier_that_only_looks_like_a_digest_is_hashed_as_a_whole(
     holder: Holder, identifier: str
 ) -> None:
     holder.take(replace(stored([11]), extra_keys=[[[identifier, 0]]]))
@@ -349,7 +351,7 @@ def test_an_identifier_that_only_looks_like_a_digest_counts_whole(
     assert holder.overlap(chain) == TierOverlap(device=1)
 
 
-def test_an_item_counts_for_all_blocks_of_the_engines_block(holder: Holder) -> None:
+def test_a_multimodal_item_counts_for_all_index_blocks_of_an_engines_block(holder: Holder) -> None:
     event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [["f" * 64, 0]]])
     holder.take(event)
     item = [int("f" * 16, 16)]
@@ -357,7 +359,7 @@ def test_an_item_counts_for_all_blocks_of_the_engines_block(holder: Holder) -> N
     assert holder.overlap(chain) == TierOverlap(device=4)
 
 
-def test_of_pairs_of_tokens_the_first_counts(holder: Holder) -> None:
+def test_the_first_of_each_pair_of_tokens_counts(holder: Holder) -> None:
     pairs = list(pairwise(TOKENS))[: 2 * SIZE]
     holder.take(BlockStored([11, 12], None, pairs, SIZE))
     assert holder.overlap() == TierOverlap(device=2)
@@ -379,7 +381,7 @@ def test_blocks_wait_for_their_parent_in_order(holder: Holder) -> None:
     assert not holder.external.is_blind
 
 
-def test_a_chain_of_any_length_may_wait_for_its_root(holder: Holder) -> None:
+def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder: Holder) -> None:
     tokens = list(range(external.MAX_WAITING * SIZE))
     first, *others = [
         BlockStored([n + 1], n or None, tokens[n * SIZE : (n + 1) * SIZE], SIZE)
@@ -402,7 +404,7 @@ def test_a_chain_of_any_length_may_wait_for_its_root(holder: Holder) -> None:
         replace(stored([12], start=1, parent=11), extra_keys=[]),
     ],
 )
-def test_what_makes_no_sense_does_not_wait_and_is_refused_at_once(
+def test_an_invalid_event_is_refused_at_once_instead_of_waiting(
     holder: Holder, bad: BlockStored
 ) -> None:
     with pytest.raises(InvalidRequest):
@@ -411,7 +413,7 @@ def test_what_makes_no_sense_does_not_wait_and_is_refused_at_once(
     assert holder.overlap() == TierOverlap(device=1)
 
 
-def test_a_parent_that_never_comes_blinds(holder: Holder) -> None:
+def test_a_parent_missing_for_too_long_sets_is_blind(holder: Holder) -> None:
     holder.take(stored([12], start=1, parent=11))
     holder.clock.now = external.MAX_WAIT_S
     assert not holder.external.is_blind
@@ -421,7 +423,9 @@ def test_a_parent_that_never_comes_blinds(holder: Holder) -> None:
     assert not holder.external.is_blind
 
 
-def test_more_than_may_wait_blinds_at_once(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeding_the_waiting_limit_sets_is_blind_at_once(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(external, "MAX_WAITING", 3)
     holder.take(stored([12, 13], start=1, parent=11), BlockRemoved([12]))
     assert not holder.external.is_blind
@@ -429,7 +433,7 @@ def test_more_than_may_wait_blinds_at_once(holder: Holder, monkeypatch: pytest.M
     assert holder.external.is_blind
 
 
-def test_who_joined_late_leaves_out_what_continues_blocks_from_before(
+def test_a_late_joiner_leaves_out_events_that_continue_unknown_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(external, "MAX_WAITING", 3)
@@ -438,16 +442,16 @@ def test_who_joined_late_leaves_out_what_continues_blocks_from_before(
     assert late.take(stored([12], start=1, parent=11)) == []
     clock.now = external.MAX_WAIT_S + 0.1
     assert not late.is_blind
-    # The next one that waits takes the place of what has waited too long.
+    # The next event that has to wait replaces those that have waited too long.
     assert late.take(stored([22, 23], start=1, parent=21)) == []
     assert late.num_left_out == 1
-    # What comes in time is understood.
+    # A parent that arrives in time resolves the blocks that wait for it.
     device = Tier.DEVICE
     assert late.take(stored([21])) == [
         Stored((CHAIN[0],), None, device),
         Stored((CHAIN[1], CHAIN[2]), CHAIN[0], device),
     ]
-    # Where more than may wait is to wait, the oldest goes.
+    # When more blocks would wait than may, the oldest are left out.
     late.take(stored([32, 33], start=1, parent=31))
     late.take(stored([42, 43], start=1, parent=41))
     assert (late.num_left_out, late.is_blind) == (3, False)
@@ -474,7 +478,7 @@ def test_who_joined_late_leaves_out_what_continues_blocks_from_before(
         (BlockRemoved([1], "tape"), "medium: 'tape' is not one of gpu, "),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(
+def test_an_invalid_event_is_refused_and_changes_nothing(
     holder: Holder, event: EngineEvent, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"^{message}"):
@@ -488,9 +492,9 @@ def test_a_clear_is_passed_on(holder: Holder) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_any_order_of_offloads_and_removals_what_is_held_is_what_is_shown(seed: int) -> None:
-    """Against counting references of each name, tier and group by hand; three names share tokens,
-    and blocks of one and of two of the index are mixed."""
+def test_after_offloads_and_removals_in_any_order_the_index_shows_what_is_held(seed: int) -> None:
+    """Compares with reference counts by name, tier and group. The same tokens have three names;
+    blocks that span one and two index blocks are mixed."""
     rng = random.Random(seed)
     holder = Holder()
     ownership = Ownership()
@@ -529,10 +533,10 @@ def test_in_any_order_of_offloads_and_removals_what_is_held_is_what_is_shown(see
             assert holder.cache.tiers_of(block) == held, (seed, at)
 
 
-async def test_engines_with_hashes_and_block_sizes_of_their_own_share_an_index(
+async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(
     redis_server: EmbeddedRedis,
 ) -> None:
-    """One answers for two data-parallel ranks, with hashes as bytes and blocks twice as large."""
+    """One engine has two data-parallel ranks, hashes as bytes and blocks twice as large."""
     keys = Keyspace("external")
     async with connect(redis_server.url) as redis:
         runner = ScriptRunner(redis, 5.0)
