@@ -50,7 +50,7 @@ OUTPUT = request_of("r", ABC, 7).output_tokens(0, 7)
 
 
 class FakeTime:
-    """A clock that moves while the runner sleeps, and `late_s` longer than it asked for."""
+    """A clock that moves while the runner sleeps, by `late_s` more than it asked for."""
 
     def __init__(self, late_s: float = 0.0) -> None:
         self.now = 0.0
@@ -65,7 +65,7 @@ class FakeTime:
 
 
 class Gate:
-    """Keeps the runner in a step until `open` lets it finish so many."""
+    """Holds the runner in its step; `open` lets it finish this many steps."""
 
     def __init__(self) -> None:
         self._permits = asyncio.Semaphore(0)
@@ -94,7 +94,7 @@ async def running(runner: EngineRunner) -> AsyncIterator[EngineRunner]:
 async def serving(
     runner: EngineRunner, tokenizer: Tokenizer | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """`runner`, run and served on a free port."""
+    """Run `runner` and serve it on a free port; yields a client."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections made before the server is up wait here
@@ -112,7 +112,7 @@ async def serving(
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nothing in the server tells of it
+        while not condition():  # noqa: ASYNC110 - nothing in the server signals it
             await asyncio.sleep(0.001)
 
 
@@ -125,7 +125,7 @@ def fast() -> EngineRunner:
 
 
 def events_of(body: str) -> list[Any]:
-    """Payloads of a server-sent event stream, the last one without its JSON."""
+    """The JSON payloads of a server-sent event stream, which ends with [DONE]."""
     *chunks, end = body.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
@@ -150,11 +150,11 @@ async def test_late_wake_ups_do_not_add_up() -> None:
     async with running(runner_of(speedup=10, clock=time.clock, sleep=time.sleep)) as runner:
         await outputs_of(runner.generate(request_of("r", [1], 50)))
 
-    # One step of 1 + 1 tokens for the first token, and 49 for the others.
+    # One step of 1 + 1 engine seconds for the first token, and 49 for the others.
     assert time.now == pytest.approx(50 * 0.2 + 0.01)
 
 
-async def test_time_spent_idle_is_not_caught_up() -> None:
+async def test_the_runner_does_not_catch_up_on_idle_time() -> None:
     time = FakeTime()
     async with running(runner_of(clock=time.clock, sleep=time.sleep)) as runner:
         await outputs_of(runner.generate(request_of("first", [1], 1)))
@@ -178,7 +178,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_outputs() -> None:
     assert outputs[0].finished is not None
 
 
-async def test_events_are_told_when_their_step_ends() -> None:
+async def test_events_are_available_once_their_step_ends() -> None:
     gate = Gate()
     async with running(runner_of(sleep=gate.sleep)) as runner:
         runner.generate(request_of("r", ABC, 1))
@@ -245,7 +245,7 @@ async def test_speed_is_learned_on_the_wall_clock() -> None:
         learned.append(runner.speed())
 
     slow, fast = learned
-    # 7 tokens take 1 + 7 engine seconds, in a profile of which a full step has 8 tokens.
+    # 7 tokens take 1 + 7 engine seconds, in a profile whose full steps have 8 tokens.
     assert slow.prefill_s_per_token == pytest.approx(1.0, rel=0.01)
     assert fast.prefill_s_per_token == pytest.approx(0.01, rel=0.01)
     assert slow.mean_output_tokens == pytest.approx((300 * 10 + 2 * 20) / 30)
@@ -280,7 +280,7 @@ async def test_a_completion_is_answered_as_a_whole_unless_streaming_is_asked_for
     }
 
 
-async def test_a_stream_brings_the_first_token_at_once_and_usage_at_the_end() -> None:
+async def test_a_stream_sends_the_first_token_at_once_and_usage_at_the_end() -> None:
     gate = Gate()
     async with serving(runner_of(sleep=gate.sleep)) as client:
         fields = {"prompt": ABC, "max_tokens": 7, "stream": True, "stream_interval": 4}
@@ -288,7 +288,7 @@ async def test_a_stream_brings_the_first_token_at_once_and_usage_at_the_end() ->
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
             texts = response.aiter_text()
             body = ""
-            for steps in (2, 4, 2):  # the prompt takes two and gives a token
+            for steps in (2, 4, 2):  # the prompt takes two steps and yields a token
                 gate.open(steps)
                 body += await anext(texts)
             body += "".join([text async for text in texts])
@@ -305,7 +305,7 @@ async def test_a_stream_brings_the_first_token_at_once_and_usage_at_the_end() ->
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-async def test_tokens_are_streamed_one_by_one_unless_said_otherwise() -> None:
+async def test_tokens_are_streamed_one_by_one_by_default() -> None:
     gate = Gate()
     async with serving(runner_of(sleep=gate.sleep)) as client:
         fields = {"prompt": ABC, "max_tokens": 3, "stream": True}
@@ -322,7 +322,7 @@ async def test_tokens_are_streamed_one_by_one_unless_said_otherwise() -> None:
     ]
 
 
-async def test_usage_tells_how_much_of_the_prompt_was_cached() -> None:
+async def test_usage_reports_how_much_of_the_prompt_was_cached() -> None:
     async with serving(fast()) as client:
         await client.post("/v1/completions", json={"prompt": ABC})
         response = await client.post("/v1/completions", json={"prompt": ABC})
@@ -335,7 +335,7 @@ async def test_usage_tells_how_much_of_the_prompt_was_cached() -> None:
     assert usage["completion_tokens"] == 16
 
 
-async def test_metrics_tell_what_the_engine_does() -> None:
+async def test_metrics_show_the_engines_requests_and_blocks() -> None:
     gate = Gate()
     async with serving(runner_of(sleep=gate.sleep)) as client:
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": ABC}))
@@ -365,7 +365,7 @@ async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
 
 
 class SlowTokenizer:
-    """Encodes text when it is told to."""
+    """Finishes encoding a text once `may_end` is set."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -387,7 +387,7 @@ class TokenNumbers:
         return ""
 
 
-async def test_others_are_served_while_a_long_text_becomes_tokens() -> None:
+async def test_other_requests_are_served_while_a_long_text_is_tokenized() -> None:
     tokenizer = SlowTokenizer()
     async with serving(fast(), tokenizer) as client:
         text = {"prompt": "long", "max_tokens": 2}
@@ -486,7 +486,7 @@ async def test_a_long_value_is_cut_in_the_message(fields: dict[str, Any]) -> Non
     assert len(message) < 200
 
 
-# A pool of 64 tokens, of 4 and of up to 12 bytes, and 64 KiB for all else.
+# The pool's 64 tokens take 4 bytes each when raw and up to 12 in JSON; 64 KiB are for all else.
 LARGEST = {"application/octet-stream": 65_792, "application/json": 66_304}
 
 
@@ -519,7 +519,7 @@ async def test_a_body_as_large_as_allowed_is_read() -> None:
     assert response.status_code == 200
 
 
-async def test_a_client_that_leaves_while_it_sends_is_not_logged(
+async def test_a_client_that_disconnects_while_it_sends_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving(fast()) as client:
@@ -543,7 +543,7 @@ async def test_a_client_that_leaves_while_it_sends_is_not_logged(
         ("GET", "/v1/completions", 405, "method_not_allowed"),
     ],
 )
-async def test_a_wrong_path_or_method_is_answered_in_the_one_shape(
+async def test_a_wrong_path_or_method_is_answered_with_the_common_error_format(
     method: str, path: str, status: int, code: str
 ) -> None:
     async with serving(fast()) as client:
@@ -574,7 +574,7 @@ async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
     }
 
 
-async def test_a_full_queue_asks_the_client_to_come_back() -> None:
+async def test_a_full_queue_asks_the_client_to_retry_later() -> None:
     gate = Gate()
     runner = runner_of(sleep=gate.sleep, max_waiting=1)
     async with serving(runner) as client, asyncio.TaskGroup() as tasks:
@@ -602,7 +602,7 @@ def is_idle(runner: EngineRunner) -> bool:
     return metrics.request_active_slots + metrics.num_requests_waiting == 0
 
 
-async def test_a_client_that_leaves_in_mid_stream_frees_its_blocks() -> None:
+async def test_a_client_that_disconnects_in_mid_stream_frees_its_blocks() -> None:
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
     async with serving(runner) as client:
@@ -618,7 +618,7 @@ async def test_a_client_that_leaves_in_mid_stream_frees_its_blocks() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(
+async def test_a_client_that_disconnects_before_the_first_token_cancels_its_request(
     stream: bool,
 ) -> None:
     gate = Gate()
@@ -637,7 +637,7 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(
         gate.open(1)
 
 
-async def test_an_engine_that_stops_meanwhile_is_told_by_the_status(
+async def test_an_engine_that_stops_during_a_request_is_reported_by_the_status(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = Gate()
@@ -659,7 +659,7 @@ async def test_an_engine_that_stops_meanwhile_is_told_by_the_status(
     assert caplog.messages == []
 
 
-async def test_an_engine_that_stops_in_mid_stream_is_told_by_its_last_chunk(
+async def test_an_engine_that_stops_in_mid_stream_is_reported_in_the_last_chunk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = Gate()
@@ -668,7 +668,7 @@ async def test_an_engine_that_stops_in_mid_stream_is_told_by_its_last_chunk(
         fields = {"prompt": ABC, "max_tokens": 40, "request_id": "r", "stream": True}
         async with client.stream("POST", "/v1/completions", json=fields) as response:
             texts = response.aiter_text()
-            gate.open(2)  # the prompt takes two and gives a token
+            gate.open(2)  # the prompt takes two steps and yields a token
             await anext(texts)
             runner.stop()
             gate.open(1)
@@ -685,7 +685,7 @@ async def test_an_engine_that_stops_in_mid_stream_is_told_by_its_last_chunk(
     assert caplog.messages == []
 
 
-async def test_health_tells_whether_the_engine_runs() -> None:
+async def test_health_reports_whether_the_engine_runs() -> None:
     runner = fast()
     async with serving(runner) as client:
         await until(lambda: runner.running)
