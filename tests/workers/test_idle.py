@@ -12,14 +12,14 @@ class Clock:
         return self.now_s
 
 
-def test_nothing_evicted_is_told_from_something_that_was_just_used() -> None:
+def test_the_value_is_zero_until_a_block_is_evicted() -> None:
     idle = IdleBeforeEvict(Clock())
     assert idle.value_s == 0
     idle.add(999.5)
     assert idle.value_s == 0.5
 
 
-def test_it_is_the_mean_over_about_the_last_blocks() -> None:
+def test_the_value_is_a_mean_over_roughly_the_last_window_of_blocks() -> None:
     clock = Clock()
     idle = IdleBeforeEvict(clock)
     for _ in range(WINDOW):
@@ -27,11 +27,11 @@ def test_it_is_the_mean_over_about_the_last_blocks() -> None:
     assert idle.value_s == 600
     for _ in range(WINDOW):
         idle.add(clock.now_s - 100)
-    # (1 - 1 / 200) ** 200 of the weight is left to the first
+    # The first blocks keep (1 - 1 / 200) ** 200 of the weight.
     assert idle.value_s == pytest.approx(100 + 500 * 0.367, abs=0.5)
 
 
-def test_while_none_is_evicted_those_that_would_be_grow_older() -> None:
+def test_the_value_grows_while_no_block_is_evicted() -> None:
     clock = Clock()
     idle = IdleBeforeEvict(clock)
     idle.add(clock.now_s - 30)

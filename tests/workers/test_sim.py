@@ -58,7 +58,7 @@ def hashes(tokens: Sequence[int]) -> tuple[SequenceHash, ...]:
 
 
 def drain(engine: SimEngine) -> list[Step]:
-    """Steps until the engine is idle, its books checked after each."""
+    """Step until the engine is idle, checking its books after each step."""
     steps = []
     while (step := engine.step()) is not None:
         engine.check()
@@ -165,7 +165,7 @@ def test_the_last_token_of_a_wholly_cached_prompt_is_computed_again() -> None:
     assert steps[0].prefill_tokens == 4
 
 
-def test_the_next_turn_of_a_chat_reuses_what_was_generated() -> None:
+def test_the_next_turn_of_a_chat_reuses_generated_blocks() -> None:
     engine = engine_of()
     turn = request_of("turn 1", ABC, max_tokens=7)
     serve(engine, turn)
@@ -184,7 +184,7 @@ def test_prompts_admitted_in_one_step_share_their_blocks() -> None:
 
     step = engine.step()
 
-    # b finds the first block of a computed, and shares it: 2 blocks of a and 1 more of b.
+    # b shares the first block, which a has computed: 2 blocks of a and 1 more of b.
     assert step is not None
     assert step.prefill_tokens == 5 + 1
     assert engine.metrics().kv_active_blocks == 3
@@ -209,7 +209,7 @@ def test_blocks_computed_twice_at_the_same_time_are_kept_once() -> None:
     assert engine.metrics().kv_active_blocks == 3 + 2 + 2
 
 
-def test_without_prefix_caching_nothing_is_reused_or_told() -> None:
+def test_without_prefix_caching_nothing_is_reused_or_published() -> None:
     engine = engine_of(caching=False)
     serve(engine, request_of("first", ABC, max_tokens=9))
 
@@ -240,40 +240,40 @@ def test_the_hit_rate_forgets_all_but_the_last_thousand_requests() -> None:
 
 
 @pytest.mark.parametrize(("host_blocks", "idle_s"), [(0, [0, 70]), (3, [0, 0, 70])])
-def test_it_tells_for_how_long_blocks_that_are_nowhere_any_more_were_not_used(
+def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier(
     host_blocks: int, idle_s: list[int]
 ) -> None:
-    """Each request has two full blocks and part of a third, of the three that there is room for."""
+    """Each request takes the whole pool of three blocks, and fills two of them."""
     now_s = 100.0
     engine = engine_of(3, host_blocks=host_blocks, now=lambda: now_s)
-    told = []
+    idle_seen = []
     for n, _ in enumerate(idle_s):
         serve(engine, request_of(f"r{n}", range(100 * n, 100 * n + 10)))
-        told.append(engine.metrics().kv_idle_before_evict_s)
+        idle_seen.append(engine.metrics().kv_idle_before_evict_s)
         now_s += 70 if host_blocks == 0 else 35
 
-    assert told == idle_s
+    assert idle_seen == idle_s
 
 
 # Events
 
 
-def test_blocks_are_told_when_they_are_computed_from_the_root_outward() -> None:
+def test_blocks_are_published_once_computed_from_the_root_outward() -> None:
     engine = engine_of()
     request = request_of("r", ABC, max_tokens=8)
     a, b, c, d = hashes((*ABC, *request.output_tokens(0, 6)))
     engine.submit(request)
 
-    told: list[list[CacheEvent]] = []
+    events_of_step: list[list[CacheEvent]] = []
     while engine.step() is not None:
-        told.append(engine.take_events())
+        events_of_step.append(engine.take_events())
 
-    # Step 1 computes A-H, step 2 I and J and makes the first of eight tokens. The KV of a token
-    # is there one step after the token: block c fills in step 4, block d in step 8.
-    assert told[0] == [Stored((a, b), None)]
-    assert told[3] == [Stored((c,), b)]
-    assert told[7] == [Stored((d,), c)]
-    assert [i for i, events in enumerate(told) if events] == [0, 3, 7]
+    # Step 1 computes A-H; step 2 computes I and J and generates the first of eight tokens. The KV
+    # of a token is computed one step after the token: c fills in step 4, and d in step 8.
+    assert events_of_step[0] == [Stored((a, b), None)]
+    assert events_of_step[3] == [Stored((c,), b)]
+    assert events_of_step[7] == [Stored((d,), c)]
+    assert [i for i, events in enumerate(events_of_step) if events] == [0, 3, 7]
 
 
 def test_tails_are_evicted_before_their_parents_and_the_oldest_request_first() -> None:
@@ -290,7 +290,7 @@ def test_tails_are_evicted_before_their_parents_and_the_oldest_request_first() -
     assert engine.take_events()[0] == Removed((hashes(ABC[2:])[1], b1))
 
 
-def test_used_blocks_are_not_the_next_to_be_evicted() -> None:
+def test_recently_used_blocks_are_not_the_next_to_be_evicted() -> None:
     engine = engine_of(pool_blocks=6)
     serve(engine, request_of("a", ABC), request_of("b", ABC[2:]))
     serve(engine, request_of("a again", ABC))
@@ -312,7 +312,7 @@ def test_a_request_waits_until_its_prompt_and_output_fit_and_is_not_overtaken() 
 
     steps = drain(engine)
 
-    # `running` is there from step 1 to step 8; from then on 8 tokens of `large`, then the rest.
+    # `running` takes steps 1 to 8; step 9 computes 8 tokens of `large`, and step 10 the rest.
     first = {request_id: i + 1 for i, s in enumerate(steps) for request_id in s.first_tokens}
     assert first == {"running": 1, "large": 10, "small": 10}
 
@@ -326,7 +326,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_both_sizes() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 3])
-def test_a_cancelled_request_gives_back_what_it_held(steps_before: int) -> None:
+def test_a_cancelled_request_releases_all_that_it_held(steps_before: int) -> None:
     engine = engine_of()
     engine.submit(request_of("r", ABC, max_tokens=4))
     for _ in range(steps_before):  # waiting, half prefilled, prefilled, decoding
@@ -368,7 +368,7 @@ def test_cancelling_leaves_the_blocks_that_others_use() -> None:
 # Host tier
 
 
-def test_evicted_blocks_go_to_the_host_and_are_told_there_first() -> None:
+def test_evicted_blocks_are_published_on_the_host_before_they_leave_the_device() -> None:
     engine = engine_of(pool_blocks=4, host_blocks=4)
     a, b = hashes(ABC)
     serve(engine, request_of("first", ABC))
@@ -379,7 +379,7 @@ def test_evicted_blocks_go_to_the_host_and_are_told_there_first() -> None:
     assert engine.take_events()[:2] == [Stored((a, b), None, Tier.HOST), Removed((b, a))]
 
 
-def test_blocks_on_the_host_are_loaded_back_at_its_rate() -> None:
+def test_host_blocks_are_loaded_back_at_the_hosts_rate() -> None:
     engine = engine_of(pool_blocks=4, host_blocks=4)
     a, b = hashes(ABC)
     serve(engine, request_of("first", ABC), request_of("second", range(12), max_tokens=4))
@@ -447,7 +447,7 @@ def test_a_block_computed_again_leaves_the_host() -> None:
         (SimRequest("r", hashes(ABC), (1,), 10, 1), "not 10 prompt tokens"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(request_: SimRequest, message: str) -> None:
+def test_an_invalid_request_is_refused(request_: SimRequest, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine_of().submit(request_)
 
@@ -468,7 +468,7 @@ def test_a_pool_without_a_single_block_is_refused() -> None:
         engine_of(pool_blocks=0)
 
 
-def test_a_request_knows_its_full_blocks_and_the_tokens_behind_them() -> None:
+def test_a_request_has_its_full_blocks_and_the_tokens_after_them() -> None:
     request = request_of("r", ABC)
 
     assert request.blocks == hashes(ABC)
@@ -489,7 +489,7 @@ def test_output_depends_on_the_prompt_alone() -> None:
 # Everything at once
 
 
-def test_check_notices_a_block_lost() -> None:
+def test_check_detects_a_lost_block() -> None:
     engine = engine_of()
     engine.submit(request_of("r", ABC, max_tokens=9))
     engine.step()
@@ -506,17 +506,17 @@ def replay(held: dict[Tier, set[SequenceHash]], event: CacheEvent) -> None:
         case Stored():
             path = (*((event.parent,) if event.parent is not None else ()), *event.blocks)
             anywhere = set().union(*held.values())
-            assert event.parent is None or path[0] in anywhere, "told before its parent"
+            assert event.parent is None or path[0] in anywhere, "stored before its parent"
             held[event.tier].update(event.blocks)
         case Removed():
-            assert held[event.tier].issuperset(event.blocks), "removed what it had not told"
+            assert held[event.tier].issuperset(event.blocks), "removed blocks that were not stored"
             held[event.tier].difference_update(event.blocks)
         case Cleared():
             raise AssertionError("nothing was cleared")
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_work_keeps_the_books_and_the_events_say_what_the_pool_holds(seed: int) -> None:
+def test_under_random_work_the_books_balance_and_events_match_the_pool(seed: int) -> None:
     rng = random.Random(seed)
     engine = engine_of(pool_blocks=24, host_blocks=rng.choice([0, 10]))
     held: dict[Tier, set[SequenceHash]] = {Tier.DEVICE: set(), Tier.HOST: set()}
@@ -565,7 +565,7 @@ def test_random_work_keeps_the_books_and_the_events_say_what_the_pool_holds(seed
 
 @pytest.mark.parametrize("host_blocks", [0, 8])
 def test_quiet_steps_can_be_skipped(host_blocks: int) -> None:
-    """Skipped in one go, they leave the same engine, after as long, as one by one."""
+    """Skipping them at once leaves the same engine, after the same time, as taking each step."""
     engines = [engine_of(32, host_blocks=host_blocks) for _ in range(2)]
     for engine in engines:
         engine.submit(request_of("a", ABC, max_tokens=9))
@@ -590,7 +590,7 @@ def test_quiet_steps_can_be_skipped(host_blocks: int) -> None:
     assert skipped > 5
 
 
-def test_no_step_is_quiet_while_somebody_waits_or_prefills() -> None:
+def test_no_step_is_quiet_while_a_request_waits_or_prefills() -> None:
     engine = engine_of(32)
     assert engine.quiet_steps() == 0
     engine.submit(request_of("a", ABC * 2, max_tokens=9))

@@ -38,7 +38,7 @@ def learn(
     concurrency: int = 24,
     num_requests: int = 150,
 ) -> Speed:
-    """Serve random requests with a 70B model, as many at a time as a slow wave allows."""
+    """Serve random requests with a 70B model, at a concurrency that varies in a slow wave."""
     engine = SimEngine(H100, block_size=16)
     learner = SpeedLearner(H100.max_batch_tokens, defaults)
     rng = np.random.default_rng(1)
@@ -57,7 +57,7 @@ def learn(
     return learner.speed()
 
 
-def test_without_steps_the_defaults_stand() -> None:
+def test_without_steps_the_defaults_apply() -> None:
     assert SpeedLearner(2048).speed() == DEFAULT_SPEED
 
 
@@ -77,7 +77,7 @@ def test_the_share_of_each_decoding_request_is_learned_when_their_number_varies(
     assert speed.decode_s_per_seq == pytest.approx(41.5e-6, rel=0.1)
 
 
-def test_short_prompts_alone_do_not_make_long_ones_look_dear() -> None:
+def test_short_prompts_alone_do_not_make_long_ones_look_expensive() -> None:
     """With small chunks the two lines of the step time look like one curve."""
     speed = learn(prompts=(100, 800), concurrency=4)
 
@@ -86,7 +86,7 @@ def test_short_prompts_alone_do_not_make_long_ones_look_dear() -> None:
     assert seconds == pytest.approx(truly, rel=0.1)
 
 
-def test_a_worker_run_20_times_as_fast_learns_times_20_times_shorter() -> None:
+def test_a_worker_sped_up_20_times_learns_times_20_times_shorter() -> None:
     fast = learn(sped_up(DEFAULT_SPEED, 20), speedup=20)
 
     slow = sped_up(learn(), 20)
@@ -95,7 +95,7 @@ def test_a_worker_run_20_times_as_fast_learns_times_20_times_shorter() -> None:
     assert fast.mean_output_tokens == slow.mean_output_tokens
 
 
-def test_a_speed_up_shortens_every_time_and_no_output() -> None:
+def test_a_speed_up_shortens_every_time_but_no_output() -> None:
     speed = Speed(10, 20, 30, 40, 50, 60, mean_output_tokens=70)
 
     assert sped_up(speed, 10) == Speed(1, 2, 3, 4, 5, 6, mean_output_tokens=70)
@@ -113,7 +113,7 @@ def test_old_steps_are_forgotten() -> None:
 
 def test_learned_values_are_never_negative() -> None:
     learner = SpeedLearner(2048)
-    for i in range(1000):  # the more there is to do, the faster: nonsense, but a clock may say so
+    for i in range(1000):  # more work takes less time: absurd, but a clock may say so
         busy = i % 10
         learner.observe(step_of(decoding=busy, context=1000 * busy), 0.1 - 0.01 * busy)
         learner.observe(step_of(prefill=1 + busy, pairs=busy * 1e6), 0.1 - 0.01 * busy)
@@ -125,7 +125,7 @@ def test_learned_values_are_never_negative() -> None:
     assert min(speed.decode_s_per_kv_token, speed.prefill_s_per_token) >= 0
 
 
-def test_loading_from_the_host_is_told_apart_from_computing() -> None:
+def test_loading_from_the_host_is_learned_separately_from_computing() -> None:
     learner = SpeedLearner(2048)
     for i in range(50):
         loaded = 16 * (1 + i % 7)
@@ -139,7 +139,7 @@ def test_loading_from_the_host_is_told_apart_from_computing() -> None:
     assert learner.speed().prefill_s_per_token == pytest.approx(0.5e-4, rel=0.1)
 
 
-def test_the_mean_output_moves_with_the_requests_that_finish() -> None:
+def test_the_mean_output_follows_the_requests_that_finish() -> None:
     learner = SpeedLearner(2048, replace(DEFAULT_SPEED, mean_output_tokens=100.0))
 
     learner.observe(step_of(finished=(122,)), 1.0)
