@@ -30,8 +30,8 @@ def removed(*blocks: SequenceHash, tier: Tier = DEVICE) -> Removed:
     return Removed(blocks, tier)
 
 
-def told(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHash, Tier | None]]:
-    """What Redis must be told after these events."""
+def drained(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHash, Tier | None]]:
+    """The changes that Redis must be sent after these events."""
     ownership.apply(events)
     ownership.check()
     changes = ownership.drain(0)
@@ -47,18 +47,18 @@ def ownership() -> Ownership:
 
 @pytest.fixture
 def abcd() -> Ownership:
-    """A to D are one chain on the device, and Redis knows."""
+    """A to D are one chain on the device, and have been sent to Redis."""
     ownership = Ownership()
-    told(ownership, stored(A, B, C, D))
+    drained(ownership, stored(A, B, C, D))
     return ownership
 
 
 def test_a_chain_is_published_from_the_root_outward(ownership: Ownership) -> None:
-    assert told(ownership, stored(A, B, C)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE)]
+    assert drained(ownership, stored(A, B, C)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE)]
 
 
-def test_the_blocks_of_a_group_are_told_together(ownership: Ownership) -> None:
-    """Two chains of 40 blocks, which differ from the 20th on, stored in turns."""
+def test_the_blocks_of_a_group_are_sent_together(ownership: Ownership) -> None:
+    """Two chains of 40 blocks, which differ after the 20th, are stored alternately."""
     left = [SequenceHash(1000 + i) for i in range(40)]
     right = left[:20] + [SequenceHash(2000 + i) for i in range(20, 40)]
     for at in range(0, 40, 4):
@@ -72,18 +72,20 @@ def test_the_blocks_of_a_group_are_told_together(ownership: Ownership) -> None:
     assert [c.tier for c in changes] == [DEVICE] * 60
 
 
-def test_groups_are_told_from_the_root_outward_whatever_their_hashes(ownership: Ownership) -> None:
+def test_groups_are_sent_from_the_root_outward_whatever_their_hashes(ownership: Ownership) -> None:
     blocks = [SequenceHash(n) for n in range(2 * GROUP_BLOCKS, 0, -1)]
-    assert told(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
+    assert drained(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
 
 
-def test_what_redis_refused_is_told_when_its_block_comes_back(ownership: Ownership) -> None:
-    told(ownership, stored(A, tier=HOST))
+def test_a_change_that_redis_refused_is_sent_when_its_block_is_stored_again(
+    ownership: Ownership,
+) -> None:
+    drained(ownership, stored(A, tier=HOST))
     ownership.apply([stored(A)])
     refused = ownership.drain(0)
     ownership.apply([removed(A), removed(A, tier=HOST)])
     ownership.untell(0, refused)
-    assert told(ownership, stored(A)) == [(A, DEVICE)]
+    assert drained(ownership, stored(A)) == [(A, DEVICE)]
 
 
 def test_chains_go_to_the_shard_of_their_first_block(ownership: Ownership) -> None:
@@ -93,7 +95,7 @@ def test_chains_go_to_the_shard_of_their_first_block(ownership: Ownership) -> No
     assert ownership.drain(1) == [Change(B, DEVICE, B), Change(C, DEVICE, B)]
 
 
-def test_what_a_shard_is_told_later_is_not_lost_to_what_another_is_told_now(
+def test_changes_pending_for_one_shard_survive_draining_another(
     ownership: Ownership,
 ) -> None:
     ownership.forget(shards=2)
@@ -114,23 +116,23 @@ def test_what_a_shard_is_told_later_is_not_lost_to_what_another_is_told_now(
     assert ownership.num_pending == 0
 
 
-def test_audits_take_turns_and_skip_what_is_gone(abcd: Ownership) -> None:
+def test_audits_rotate_over_the_blocks_and_skip_removed_ones(abcd: Ownership) -> None:
     assert abcd.next_to_audit(3) == [[B, C, D]]
     assert abcd.as_told(0, [B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
-    told(abcd, removed(A), stored(A))
+    drained(abcd, removed(A), stored(A))
     assert abcd.next_to_audit(3) == [[A]]
-    told(abcd, removed(B))
+    drained(abcd, removed(B))
     assert abcd.next_to_audit(9) == [[A]]
     assert abcd.as_told(0, [A, B]) == [Change(A, DEVICE, A)]
 
 
-def test_an_audit_skips_what_has_gone_since_its_round_began(abcd: Ownership) -> None:
+def test_an_audit_skips_blocks_removed_since_its_round_began(abcd: Ownership) -> None:
     assert abcd.next_to_audit(3) == [[B, C, D]]
-    told(abcd, removed(A, B, C, D))
+    drained(abcd, removed(A, B, C, D))
     assert abcd.next_to_audit(3) == [[]]
 
 
-def test_what_was_to_be_looked_for_in_a_shard_is_not_where_chains_lie_elsewhere_by_now(
+def test_after_a_change_of_shards_blocks_are_audited_in_their_new_shard_only(
     abcd: Ownership,
 ) -> None:
     [blocks] = abcd.next_to_audit(9)
@@ -144,66 +146,66 @@ def test_what_was_to_be_looked_for_in_a_shard_is_not_where_chains_lie_elsewhere_
     ]
 
 
-def test_a_chain_goes_on_below_its_parent(ownership: Ownership) -> None:
-    told(ownership, stored(A, B))
-    assert told(ownership, stored(C, D, parent=B)) == [(C, DEVICE), (D, DEVICE)]
+def test_a_chain_may_continue_a_published_parent(ownership: Ownership) -> None:
+    drained(ownership, stored(A, B))
+    assert drained(ownership, stored(C, D, parent=B)) == [(C, DEVICE), (D, DEVICE)]
 
 
-def test_nothing_new_means_nothing_to_tell(abcd: Ownership) -> None:
-    assert told(abcd) == []
-    assert told(abcd, stored(A, B), stored(C, parent=B)) == []
+def test_nothing_is_sent_if_nothing_is_new(abcd: Ownership) -> None:
+    assert drained(abcd) == []
+    assert drained(abcd, stored(A, B), stored(C, parent=B)) == []
 
 
-def test_a_hole_in_mid_chain_withdraws_what_hangs_on_it_from_the_leaves_inward(
+def test_a_hole_in_mid_chain_withdraws_its_descendants_from_the_leaves_inward(
     abcd: Ownership,
 ) -> None:
-    assert told(abcd, removed(B)) == [(D, None), (C, None), (B, None)]
+    assert drained(abcd, removed(B)) == [(D, None), (C, None), (B, None)]
 
 
-def test_what_hung_on_a_hole_is_published_again_when_it_is_filled(abcd: Ownership) -> None:
-    told(abcd, removed(B))
-    assert told(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
+def test_the_descendants_of_a_hole_are_published_again_when_it_is_filled(abcd: Ownership) -> None:
+    drained(abcd, removed(B))
+    assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
 def test_two_holes_must_both_be_filled(abcd: Ownership) -> None:
-    assert told(abcd, removed(A, C)) == [(D, None), (C, None), (B, None), (A, None)]
-    assert told(abcd, stored(C, parent=B)) == []
-    assert told(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+    assert drained(abcd, removed(A, C)) == [(D, None), (C, None), (B, None), (A, None)]
+    assert drained(abcd, stored(C, parent=B)) == []
+    assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
-def test_what_hung_on_a_hole_may_go_while_it_is_open(abcd: Ownership) -> None:
-    told(abcd, removed(B))
-    assert told(abcd, removed(D)) == []
-    assert told(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE)]
+def test_a_descendant_of_a_hole_may_be_removed_while_the_hole_is_open(abcd: Ownership) -> None:
+    drained(abcd, removed(B))
+    assert drained(abcd, removed(D)) == []
+    assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE)]
 
 
-def test_a_root_takes_all_its_branches_along(ownership: Ownership) -> None:
-    told(ownership, stored(A, B), stored(C, parent=A), stored(D))
-    changes = told(ownership, removed(A))
+def test_removing_a_root_withdraws_all_its_branches(ownership: Ownership) -> None:
+    drained(ownership, stored(A, B), stored(C, parent=A), stored(D))
+    changes = drained(ownership, removed(A))
     assert set(changes[:2]) == {(B, None), (C, None)}
     assert changes[2:] == [(A, None)]
-    assert told(ownership, removed(B), removed(C)) == []
+    assert drained(ownership, removed(B), removed(C)) == []
 
 
 def test_a_block_is_published_in_the_slowest_tier_on_its_path(ownership: Ownership) -> None:
     events = [stored(A), stored(B, parent=A, tier=HOST), stored(C, parent=B), stored(D, parent=C)]
-    assert told(ownership, *events) == [(A, DEVICE), (B, HOST), (C, HOST), (D, HOST)]
-    assert told(ownership, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
+    assert drained(ownership, *events) == [(A, DEVICE), (B, HOST), (C, HOST), (D, HOST)]
+    assert drained(ownership, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
-def test_of_several_tiers_that_hold_a_block_the_fastest_counts(abcd: Ownership) -> None:
-    assert told(abcd, stored(B, parent=A, tier=HOST), stored(B, parent=A, tier=DISK)) == []
-    assert told(abcd, removed(B)) == [(D, HOST), (C, HOST), (B, HOST)]
-    assert told(abcd, removed(B, tier=HOST)) == [(D, DISK), (C, DISK), (B, DISK)]
-    assert told(abcd, removed(B, tier=DISK)) == [(D, None), (C, None), (B, None)]
+def test_the_fastest_of_several_tiers_that_hold_a_block_counts(abcd: Ownership) -> None:
+    assert drained(abcd, stored(B, parent=A, tier=HOST), stored(B, parent=A, tier=DISK)) == []
+    assert drained(abcd, removed(B)) == [(D, HOST), (C, HOST), (B, HOST)]
+    assert drained(abcd, removed(B, tier=HOST)) == [(D, DISK), (C, DISK), (B, DISK)]
+    assert drained(abcd, removed(B, tier=DISK)) == [(D, None), (C, None), (B, None)]
 
 
 def test_removal_from_a_tier_that_does_not_hold_the_block_is_ignored(abcd: Ownership) -> None:
-    assert told(abcd, removed(B, tier=HOST), removed(E)) == []
+    assert drained(abcd, removed(B, tier=HOST), removed(E)) == []
 
 
 def test_an_offload_moves_a_tail_without_withdrawing_it(abcd: Ownership) -> None:
-    assert told(abcd, stored(C, D, parent=B, tier=HOST), removed(C, D)) == [(D, HOST), (C, HOST)]
+    assert drained(abcd, stored(C, D, parent=B, tier=HOST), removed(C, D)) == [(D, HOST), (C, HOST)]
 
 
 def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd: Ownership) -> None:
@@ -211,7 +213,7 @@ def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd: Ownership)
     assert abcd.num_pending == 1
     abcd.apply([removed(E)])
     assert abcd.num_pending == 0
-    assert told(abcd) == []
+    assert drained(abcd) == []
 
 
 def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd: Ownership) -> None:
@@ -219,74 +221,74 @@ def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd: Ownership)
     assert abcd.num_pending == 3
     abcd.apply([stored(B, parent=A)])
     assert abcd.num_pending == 0
-    assert told(abcd) == []
+    assert drained(abcd) == []
 
 
 def test_removals_come_before_stores(abcd: Ownership) -> None:
-    assert told(abcd, stored(E, parent=A), removed(D)) == [(D, None), (E, DEVICE)]
+    assert drained(abcd, stored(E, parent=A), removed(D)) == [(D, None), (E, DEVICE)]
 
 
-def test_a_slower_root_is_told_after_its_leaves_and_a_faster_one_before_them(
+def test_a_slower_root_is_sent_after_its_leaves_and_a_faster_one_before_them(
     abcd: Ownership,
 ) -> None:
-    assert told(abcd, stored(A, tier=HOST), removed(A)) == [
+    assert drained(abcd, stored(A, tier=HOST), removed(A)) == [
         (D, HOST),
         (C, HOST),
         (B, HOST),
         (A, HOST),
     ]
-    assert told(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+    assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
 def test_a_chain_whose_parent_is_unknown_waits_for_it(ownership: Ownership) -> None:
-    assert told(ownership, stored(C, D, parent=B)) == []
-    assert told(ownership, stored(B, parent=A)) == []
-    changes = told(ownership, stored(A))
+    assert drained(ownership, stored(C, D, parent=B)) == []
+    assert drained(ownership, stored(B, parent=A)) == []
+    changes = drained(ownership, stored(A))
     assert changes == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
 def test_a_chain_whose_parent_never_comes_leaves_nothing_behind(ownership: Ownership) -> None:
-    assert told(ownership, stored(C, D, parent=B), removed(C, D)) == []
-    assert told(ownership, stored(B)) == [(B, DEVICE)]
+    assert drained(ownership, stored(C, D, parent=B), removed(C, D)) == []
+    assert drained(ownership, stored(B)) == [(B, DEVICE)]
 
 
 def test_clearing_withdraws_everything_from_the_leaves_inward(abcd: Ownership) -> None:
-    told(abcd, stored(E, tier=HOST))
-    changes = told(abcd, Cleared())
+    drained(abcd, stored(E, tier=HOST))
+    changes = drained(abcd, Cleared())
     assert [block for block, _ in changes if block != E] == [D, C, B, A]
     assert {tier for _, tier in changes} == {None}
     assert len(changes) == 5
 
 
-def test_what_is_stored_again_after_clearing_need_not_be_told(abcd: Ownership) -> None:
-    assert told(abcd, Cleared(), stored(A, B)) == [(D, None), (C, None)]
+def test_blocks_stored_again_after_clearing_are_not_sent(abcd: Ownership) -> None:
+    assert drained(abcd, Cleared(), stored(A, B)) == [(D, None), (C, None)]
 
 
-def test_clearing_an_empty_cache_tells_nothing(ownership: Ownership) -> None:
-    assert told(ownership, Cleared()) == []
-    assert told(ownership, stored(A), Cleared()) == []
+def test_clearing_an_empty_cache_sends_nothing(ownership: Ownership) -> None:
+    assert drained(ownership, Cleared()) == []
+    assert drained(ownership, stored(A), Cleared()) == []
 
 
-def test_after_forgetting_everything_published_is_told_again(abcd: Ownership) -> None:
-    told(abcd, stored(C, parent=B, tier=HOST), removed(C))
+def test_after_forgetting_all_published_blocks_are_sent_again(abcd: Ownership) -> None:
+    drained(abcd, stored(C, parent=B, tier=HOST), removed(C))
     abcd.forget()
     assert abcd.num_pending == 4
-    assert told(abcd) == [(A, DEVICE), (B, DEVICE), (C, HOST), (D, HOST)]
+    assert drained(abcd) == [(A, DEVICE), (B, DEVICE), (C, HOST), (D, HOST)]
 
 
-def test_after_forgetting_what_is_gone_need_not_be_withdrawn(abcd: Ownership) -> None:
+def test_after_forgetting_removed_blocks_are_not_withdrawn(abcd: Ownership) -> None:
     abcd.apply([removed(B)])
     abcd.forget()
-    assert told(abcd) == [(A, DEVICE)]
+    assert drained(abcd) == [(A, DEVICE)]
 
 
-def test_what_waited_to_be_told_is_told_once_after_forgetting(abcd: Ownership) -> None:
+def test_pending_changes_are_sent_once_after_forgetting(abcd: Ownership) -> None:
     abcd.apply([stored(E, parent=D)])
     abcd.forget()
-    assert [block for block, _ in told(abcd)] == [A, B, C, D, E]
+    assert [block for block, _ in drained(abcd)] == [A, B, C, D, E]
 
 
-def test_bookkeeping_that_contradicts_itself_is_found(abcd: Ownership) -> None:
+def test_check_detects_inconsistent_bookkeeping(abcd: Ownership) -> None:
     abcd._nodes[B].published = HOST
     with pytest.raises(AssertionError, match="000000000000000b is out of date"):
         abcd.check()
@@ -303,7 +305,7 @@ def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) ->
 
 
 def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
-    """First block of the group of 16 that `block` lies in."""
+    """The first block of the group of 16 that `block` is in."""
     chain = [block]
     while (parent := parents[chain[-1]]) is not None:
         chain.append(parent)
@@ -311,8 +313,8 @@ def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
     return chain[(len(chain) - 1) // 16 * 16]
 
 
-def tell(redis: Published, changes: list[Change], parents: Parents) -> None:
-    """Apply changes one by one; wherever they are cut into batches, the invariant must hold."""
+def send(redis: Published, changes: list[Change], parents: Parents) -> None:
+    """Apply changes one by one: the invariant must hold wherever they are cut into batches."""
     for block, tier, leader in changes:
         assert leader == leader_of(block, parents)
         if tier is None:
@@ -326,7 +328,7 @@ def tell(redis: Published, changes: list[Change], parents: Parents) -> None:
 
 @dataclass(frozen=True)
 class Drain:
-    """num_taken: of the blocks stored or made faster; all where None."""
+    """num_taken: how many of the changes that store a block or make it faster; None: all."""
 
     num_taken: int | None = None
 
@@ -342,7 +344,7 @@ BLOCKS = [SequenceHash(i) for i in range(NUM_BLOCKS)]
 
 @st.composite
 def trees(draw: st.DrawFn) -> Parents:
-    """A random forest, its blocks in an order in which parents come first."""
+    """A random forest, in which parents come before their children."""
     return {
         block: draw(st.sampled_from([None, *BLOCKS[max(0, i - 3) : i]]))
         for i, block in enumerate(BLOCKS)
@@ -375,7 +377,7 @@ def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forge
 
 @settings(max_examples=200, deadline=None)
 @given(histories())
-def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
+def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
     history: tuple[Parents, list[CacheEvent | Drain | Forget]],
 ) -> None:
     parents, events = history
@@ -385,13 +387,13 @@ def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
     for event in events:
         match event:
             case Drain(None):
-                tell(redis, ownership.drain(0), parents)
+                send(redis, ownership.drain(0), parents)
                 assert redis == plain_published(held, parents)
             case Drain(num_taken):
                 changes = ownership.drain(0)
                 adding = [change for change in changes if ownership.adds(0, change)]
                 assert changes[len(changes) - len(adding) :] == adding
-                tell(redis, changes[: len(changes) - len(adding) + num_taken], parents)
+                send(redis, changes[: len(changes) - len(adding) + num_taken], parents)
                 ownership.untell(0, adding[num_taken:])
                 real = plain_published(held, parents)
                 assert all(block in real and tier >= real[block] for block, tier in redis.items())
@@ -414,7 +416,7 @@ def test_whatever_happens_redis_is_told_exactly_what_a_plain_model_publishes(
         assert {b: t.tier for b in BLOCKS if (t := ownership._told(b))} == redis
         differing = [b for b in BLOCKS if published.get(b) != redis.get(b)]
         assert ownership.num_pending == len(differing)
-    tell(redis, ownership.drain(0), parents)
+    send(redis, ownership.drain(0), parents)
     assert redis == plain_published(held, parents)
 
 
@@ -431,11 +433,11 @@ CLAIM = (0, DEVICE)
         ([(*CLAIM, None)], False),  # no block at all
         ([(0, HOST, A)], False),
         ([(0, None, A)], False),
-        ([(1, DEVICE, A)], False),  # where nobody looks for it
+        ([(1, DEVICE, A)], False),  # in a bucket where lookups do not search for it
         ([(*CLAIM, A), (*CLAIM, A)], False),
     ],
 )
-def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_told(
+def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_sent(
     abcd: Ownership, entries: list[tuple[int, Tier | None, SequenceHash | None]], right: bool
 ) -> None:
     claims = Claims(bucket_bits=8, following=FIRST_PLACE, entries=entries)
@@ -443,8 +445,10 @@ def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_told(
     assert abcd.shows(1, claims) == (entries == [])
 
 
-def test_a_block_belongs_where_the_first_of_its_group_does(ownership: Ownership) -> None:
+def test_a_block_belongs_in_the_bucket_of_the_first_block_of_its_group(
+    ownership: Ownership,
+) -> None:
     first, second = SequenceHash(0xAA << 56), SequenceHash(0xBB << 56)
-    told(ownership, stored(first, second))
+    drained(ownership, stored(first, second))
     for bucket, right in ((0xAA, True), (0xBB, False)):
         assert ownership.shows(0, Claims(8, FIRST_PLACE, [(bucket, DEVICE, second)])) == right
