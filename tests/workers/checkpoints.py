@@ -1,4 +1,4 @@
-"""Small checkpoints and tokenizers, as Hugging Face's libraries make them."""
+"""Small checkpoints and tokenizers, made with Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = "bytes", "sentencepiece"
 
 @cache
 def library(kind: str) -> Library:
-    """A tokenizer of bytes, like Llama 3's, or of characters and bytes, like Llama 2's."""
+    """A byte-level tokenizer, like Llama 3's, or one with byte fallback, like Llama 2's."""
     trained = Library(models.BPE())
     special = ["<s>", "</s>", "<unk>"]
     if kind == "bytes":

@@ -31,7 +31,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""Of the eight frequencies, some are kept, some stretched, and some in between."""
+"""It keeps some of the eight frequencies, scales some down fully, and some in part."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -47,7 +47,7 @@ def loaded(folder: Path, device: str = "cpu") -> Llama:
 
 
 def pool_of(model: Llama) -> MemoryPool:
-    """Full of what others left."""
+    """A pool that is full of other sequences' values."""
     pool = MemoryPool(model.kv_shape(BLOCK_SIZE), NUM_BLOCKS, model.device)
     pool.kv.normal_(generator=torch.Generator(model.device).manual_seed(5))
     return pool
@@ -59,7 +59,7 @@ def prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
 
 
 def slots(*lengths: int, seed: int = 0) -> list[list[int]]:
-    """Blocks for sequences of so many tokens, all different and in no order."""
+    """Blocks for sequences of these numbers of tokens, all different and in random order."""
     free = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     return [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
 
@@ -71,7 +71,7 @@ def prefilled(
     chunks: Sequence[int],
     block_ids: Sequence[int],
 ) -> list[Tensor]:
-    """The logits at the end of each chunk; no chunk is longer than what is left."""
+    """The logits at the end of each chunk; the chunks may end before the tokens do."""
     ends = [sum(chunks[: n + 1]) for n in range(len(chunks))]
     return [
         model.prefill(kv, tokens[end - size : end], end - size, block_ids)
@@ -91,7 +91,7 @@ def prefilled(
     ],
     ids=["GQA", "tied", "MHA", "MQA", "llama3"],
 )
-def test_logits_are_those_of_transformers_at_every_position(
+def test_logits_match_those_of_transformers_at_every_position(
     settings: dict[str, Any], device: str, tmp_path: Path
 ) -> None:
     model = reference(**settings)
@@ -111,25 +111,25 @@ def test_logits_are_those_of_transformers_at_every_position(
             atol=1e-4,
         )
     at = [sum(chunks) for chunks in prefills]
-    while going := [n for n in range(len(tokens)) if at[n] < len(tokens[n])]:
+    while unfinished := [n for n in range(len(tokens)) if at[n] < len(tokens[n])]:
         torch.testing.assert_close(
             ours.decode(
                 kv,
-                [tokens[n][at[n]] for n in going],
-                [at[n] for n in going],
-                [blocks[n] for n in going],
+                [tokens[n][at[n]] for n in unfinished],
+                [at[n] for n in unfinished],
+                [blocks[n] for n in unfinished],
             ),
-            torch.stack([expected[n][at[n]] for n in going]),
+            torch.stack([expected[n][at[n]] for n in unfinished]),
             rtol=0,
             atol=1e-4,
         )
-        for n in going:
+        for n in unfinished:
             at[n] += 1
 
 
 @pytest.mark.parametrize("size", ["40m", "llama-3.2-1b", "llama-3.1-8b"])
-def test_angles_are_those_of_transformers_to_the_last_bit_at_every_position(size: str) -> None:
-    """The error of a frequency is multiplied by the position."""
+def test_rope_angles_equal_those_of_transformers_bit_for_bit_at_every_position(size: str) -> None:
+    """Exact equality, as the position multiplies any error of a frequency."""
     config = SIZES[size]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
@@ -153,10 +153,10 @@ def splits(draw: st.DrawFn) -> list[int]:
 
 @settings(max_examples=30, deadline=None)
 @given(splits(), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_a_chunk_is_the_same_bit_for_bit_wherever_its_blocks_lie(
+def test_a_chunk_is_bit_for_bit_the_same_wherever_its_blocks_are(
     chunks: list[int], num_reused: int, rng: random.Random
 ) -> None:
-    """Though the chunks before it were computed elsewhere, and their blocks copied."""
+    """Even if the chunks before it were computed in other blocks and copied."""
     num_reused = min(num_reused, len(chunks) - 1)
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     tokens = [rng.randrange(TINY.vocab_size) for _ in range(sum(chunks))]
@@ -180,7 +180,7 @@ def test_a_chunk_is_the_same_bit_for_bit_wherever_its_blocks_lie(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_prefill_is_the_same_bit_for_bit_in_other_slots(
+def test_a_long_prefill_is_bit_for_bit_the_same_in_other_slots(
     dtype: torch.dtype, device: str
 ) -> None:
     model = Llama.random(replace(SIZES["40m"], num_layers=2), seed=1, dtype=dtype, device=device)
@@ -193,7 +193,7 @@ def test_a_long_prefill_is_the_same_bit_for_bit_in_other_slots(
     assert torch.equal(there[other_ids], here[block_ids])
 
 
-def test_no_other_block_is_written() -> None:
+def test_only_the_sequences_own_blocks_are_written() -> None:
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     pool = pool_of(model)
     before = pool.kv.clone()
@@ -204,8 +204,8 @@ def test_no_other_block_is_written() -> None:
     assert torch.equal(pool.kv[block_ids[-1], :, :, 3:], before[block_ids[-1], :, :, 3:])
 
 
-def test_what_others_left_does_not_matter() -> None:
-    """Neither behind the last token, nor, though it be no number, in other blocks."""
+def test_earlier_content_of_the_pool_does_not_matter() -> None:
+    """Neither values after a sequence's last token nor NaNs in other blocks affect the logits."""
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     one, other = pool_of(model), pool_of(model)
     blocks = slots(38, 34, seed=1)
@@ -221,7 +221,7 @@ def test_what_others_left_does_not_matter() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_sequence_that_overflows_spoils_none_that_gets_its_blocks(
+def test_a_sequence_that_overflows_does_not_affect_the_next_owner_of_its_blocks(
     dtype: torch.dtype, device: str
 ) -> None:
     config = replace(TINY, tie_word_embeddings=False)
@@ -237,7 +237,7 @@ def test_a_sequence_that_overflows_spoils_none_that_gets_its_blocks(
     assert torch.equal(logits[0], logits[1])
 
 
-def test_a_sequence_decodes_alike_beside_much_longer_and_shorter_ones() -> None:
+def test_a_sequence_decodes_the_same_with_much_longer_and_shorter_ones_in_its_batch() -> None:
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     kv = pool_of(model).kv
     lengths = [120, 5, 33, 1, 17]
@@ -252,7 +252,7 @@ def test_a_sequence_decodes_alike_beside_much_longer_and_shorter_ones() -> None:
         torch.testing.assert_close(together[n], again, rtol=0, atol=1e-5)
 
 
-def test_with_random_weights_the_whole_context_moves_the_logits() -> None:
+def test_with_random_weights_the_logits_depend_on_the_whole_context() -> None:
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     kv = pool_of(model).kv
     [block_ids] = slots(50)
@@ -280,7 +280,7 @@ def test_a_checkpoint_may_come_in_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, logits_of(model, [5, 6, 7])[-1], rtol=0, atol=1e-4)
 
 
-def test_copies_of_what_the_model_has_anyway_are_passed_over(tmp_path: Path) -> None:
+def test_redundant_tensors_of_a_checkpoint_are_ignored(tmp_path: Path) -> None:
     model = reference(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -345,7 +345,7 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             loaded(tmp_path)
 
 
-def test_attention_that_is_prepared_for_each_length_anew_is_not_used() -> None:
+def test_cudnn_attention_which_is_planned_for_each_length_is_not_used() -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     Llama(TINY, dtype=torch.bfloat16, device="cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -358,8 +358,8 @@ def test_kv_of_a_model_fits_its_pool() -> None:
     assert shape.dtype is torch.bfloat16
 
 
-def test_nothing_waits_for_the_device_before_the_logits_are_there() -> None:
-    """Tensors without memory cannot be looked at."""
+def test_prefill_and_decode_do_not_synchronise_with_the_device() -> None:
+    """Tensors on the meta device have no values to read, so that a synchronisation would fail."""
     model = Llama(TINY, dtype=torch.float32, device="meta")
     kv = torch.empty(NUM_BLOCKS, *model.kv_shape(BLOCK_SIZE).block_shape, device="meta")
     [block_ids] = slots(20)

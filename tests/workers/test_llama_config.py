@@ -13,7 +13,7 @@ from workers.engines.llama_config import SIZES, LlamaConfig, RopeScaling
 
 
 def config_file(folder: Path, **changes: Any) -> Path:
-    """A config.json as older versions of transformers wrote it; None takes a setting out."""
+    """A config.json as older versions of transformers wrote it; None leaves a setting out."""
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -87,7 +87,9 @@ def test_a_config_of_newer_transformers_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_config_leaves_out_is_what_it_is_in_transformers(tmp_path: Path) -> None:
+def test_settings_that_a_config_leaves_out_have_the_defaults_of_transformers(
+    tmp_path: Path,
+) -> None:
     left_out = (
         *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
         *("rope_scaling", "hidden_act", "attention_bias", "tie_word_embeddings", "eos_token_id"),
@@ -104,7 +106,7 @@ def test_what_a_config_leaves_out_is_what_it_is_in_transformers(tmp_path: Path) 
     assert config.eos_token_ids == ()
 
 
-def test_the_generation_config_says_what_ends_a_sequence(tmp_path: Path) -> None:
+def test_the_generation_config_sets_the_end_of_sequence_tokens(tmp_path: Path) -> None:
     config_file(tmp_path)
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6}')
@@ -140,7 +142,7 @@ def test_the_generation_config_says_what_ends_a_sequence(tmp_path: Path) -> None
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(
+def test_an_unsupported_setting_is_refused_by_name(
     changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
@@ -168,6 +170,6 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ({"original_max_position_embeddings": 0.5}, r"original_max_position_embeddings: .*0\.5"),
     ],
 )
-def test_a_scaling_that_makes_no_sense_is_refused(changes: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_rope_scaling_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         replace(RopeScaling(8.0, 1.0, 4.0, 8192), **changes)

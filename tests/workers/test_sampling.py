@@ -22,14 +22,14 @@ def some_logits(num_seqs: int, vocab_size: int = 50, seed: int = 0) -> Tensor:
 
 
 def drawn(logits: Tensor, num_draws: int = 5000, **options: Any) -> Counter[int]:
-    """How often each token came from the same logits."""
+    """How often each token is drawn from the same logits."""
     samplers = [Sampler(Sampling(seed=seed, **options)) for seed in range(num_draws)]
     return Counter(sample(logits.expand(num_draws, -1), samplers))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [0, 5e-324, 9e-6, 1e-5])
-def test_a_temperature_of_next_to_nothing_takes_the_most_likely_token(
+def test_a_temperature_near_zero_takes_the_most_likely_token(
     temperature: float, device: str
 ) -> None:
     logits = some_logits(5)
@@ -54,7 +54,7 @@ def test_a_temperature_of_next_to_nothing_takes_the_most_likely_token(
     ],
     ids=str,
 )
-def test_tokens_come_as_often_as_they_are_likely_and_no_others_come(
+def test_tokens_are_drawn_with_their_probabilities_and_excluded_ones_never(
     options: dict[str, Any], device: str
 ) -> None:
     logits = some_logits(1)
@@ -72,32 +72,32 @@ def test_tokens_come_as_often_as_they_are_likely_and_no_others_come(
         assert counts[token] / 5000 == pytest.approx(probability, abs=5 * spread)
 
 
-def test_tokens_as_likely_as_the_last_one_stay() -> None:
+def test_top_k_keeps_tokens_tied_with_the_last_one() -> None:
     assert set(drawn(torch.zeros(1, 4), top_k=2)) == {0, 1, 2, 3}
 
 
-def test_an_impossible_token_never_comes() -> None:
+def test_an_impossible_token_is_never_drawn() -> None:
     logits = torch.full((1, 6), -torch.inf)
     logits[0, [2, 4]] = 0.0
     for options in ({}, {"top_p": 0.99}, {"top_k": 5}):
         assert set(drawn(logits, **options)) == {2, 4}
 
 
-class Highest(Sampler):
-    """Draws the highest number of all, always."""
+class HighestDraw(Sampler):
+    """Always draws the highest possible number."""
 
     def draw(self) -> float:
         return math.nextafter(1.0, 0.0)
 
 
-def test_the_highest_draw_still_gives_a_token_that_is_likely() -> None:
+def test_the_highest_draw_still_gives_a_possible_token() -> None:
     for seed in range(200):
         logits = some_logits(1, seed=seed)
         logits[0, -3:] = -torch.inf
-        assert sample(logits, [Highest(Sampling())])[0] < 47
+        assert sample(logits, [HighestDraw(Sampling())])[0] < 47
 
 
-def test_what_a_request_gets_does_not_depend_on_the_others_in_its_batch() -> None:
+def test_a_requests_tokens_do_not_depend_on_the_others_in_its_batch() -> None:
     options = [
         Sampling(seed=1),
         Sampling(temperature=0),
@@ -117,7 +117,7 @@ def test_what_a_request_gets_does_not_depend_on_the_others_in_its_batch() -> Non
     assert [row[0] for row in tokens] != [row[4] for row in tokens]
 
 
-def test_a_seed_gives_the_same_tokens_again_and_no_seed_gives_others() -> None:
+def test_the_same_seed_gives_the_same_tokens_and_no_seed_gives_different_ones() -> None:
     def tokens(seed: int | None) -> list[int]:
         sampler = Sampler(Sampling(seed=seed))
         return [sample(torch.zeros(1, 1000), [sampler])[0] for _ in range(20)]
@@ -128,7 +128,7 @@ def test_a_seed_gives_the_same_tokens_again_and_no_seed_gives_others() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"temperature": 0}])
-def test_logits_that_are_no_numbers_still_give_a_token(options: dict[str, Any]) -> None:
+def test_nan_logits_still_give_a_token(options: dict[str, Any]) -> None:
     [token] = sample(torch.full((1, 10), torch.nan), [Sampler(Sampling(**options))])
     assert 0 <= token < 10
 
@@ -148,6 +148,6 @@ def test_an_option_out_of_range_is_refused_by_name(field: str, value: object) ->
     assert refused.value.field == field
 
 
-def test_options_at_the_ends_of_their_ranges_are_taken() -> None:
+def test_options_at_the_ends_of_their_ranges_are_accepted() -> None:
     Sampling(temperature=2, top_p=1, top_k=-1, seed=(1 << 63) - 1)
     Sampling(temperature=0, top_p=5e-324, top_k=1 << 40, seed=-(1 << 63))

@@ -28,7 +28,7 @@ def streamed(of: Tokenizer, tokens: Sequence[int], context: Sequence[int] = ()) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_comes_back_from_its_tokens(kind: str, tmp_path: Path) -> None:
+def test_text_is_restored_from_its_tokens(kind: str, tmp_path: Path) -> None:
     library(kind).save(str(tmp_path / "tokenizer.json"))
     read = Tokenizer.from_folder(tmp_path)
     tokens = read.encode(TEXT)
@@ -36,29 +36,29 @@ def test_text_comes_back_from_its_tokens(kind: str, tmp_path: Path) -> None:
     assert read.decode(tokens) == TEXT
 
 
-def test_a_prompt_is_neither_cut_nor_padded_though_the_file_says_so(tmp_path: Path) -> None:
-    asking = Library.from_str(library("bytes").to_str())
-    asking.enable_truncation(4)
-    asking.save(str(tmp_path / "tokenizer.json"))
+def test_truncation_and_padding_set_in_the_file_are_ignored(tmp_path: Path) -> None:
+    configured = Library.from_str(library("bytes").to_str())
+    configured.enable_truncation(4)
+    configured.save(str(tmp_path / "tokenizer.json"))
     assert len(Tokenizer.from_folder(tmp_path).encode(TEXT)) > 4
-    asking.no_truncation()
-    asking.enable_padding(length=1000)
-    asking.save(str(tmp_path / "tokenizer.json"))
+    configured.no_truncation()
+    configured.enable_padding(length=1000)
+    configured.save(str(tmp_path / "tokenizer.json"))
     assert len(Tokenizer.from_folder(tmp_path).encode(TEXT)) < 1000
 
 
-def test_other_threads_go_on_while_a_long_text_becomes_tokens() -> None:
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
     of, turns = tokenizer("bytes"), 0
     with ThreadPoolExecutor(1) as pool:
         encoding = pool.submit(of.encode, TEXT * 4000)
         while not encoding.done():
-            # Gives the interpreter away, and has it back only if the other thread lets go of it.
+            # Sleeping releases the GIL; this thread goes on only if the other one releases it too.
             time.sleep(0.001)
             turns += 1
     assert turns > 10
 
 
-def test_a_character_comes_whole_with_the_last_of_its_bytes() -> None:
+def test_a_character_is_given_whole_with_the_last_of_its_bytes() -> None:
     of = tokenizer("sentencepiece")
     tokens = [library("sentencepiece").token_to_id(f"<0x{byte:02X}>") for byte in "é😀".encode()]
     assert streamed(of, tokens) == ["", "é", "", "", "", "😀", ""]
@@ -66,7 +66,7 @@ def test_a_character_comes_whole_with_the_last_of_its_bytes() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
-def test_text_streams_in_whole_characters_and_spaced_as_in_one_piece(
+def test_text_streams_in_whole_characters_and_spaced_as_if_decoded_at_once(
     kind: str, data: st.DataObject
 ) -> None:
     text = data.draw(st.text(st.sampled_from(TEXT), min_size=1, max_size=60))
@@ -79,7 +79,9 @@ def test_text_streams_in_whole_characters_and_spaced_as_in_one_piece(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
-def test_what_follows_a_prompt_is_spelled_as_behind_it(kind: str, data: st.DataObject) -> None:
+def test_text_that_follows_a_prompt_is_decoded_in_its_context(
+    kind: str, data: st.DataObject
+) -> None:
     of = tokenizer(kind)
     tokens = of.encode(data.draw(st.text(st.sampled_from(TEXT), min_size=20, max_size=60)))
     whole = [n for n in range(len(tokens)) if not of.decode(tokens[:n]).endswith(HALF_CHARACTER)]
@@ -88,7 +90,7 @@ def test_what_follows_a_prompt_is_spelled_as_behind_it(kind: str, data: st.DataO
     assert of.decode(tokens[:cut]) + answer == of.decode(tokens)
 
 
-def test_a_character_that_the_prompt_has_half_of_is_completed() -> None:
+def test_a_character_split_between_prompt_and_output_is_completed() -> None:
     of = tokenizer("bytes")
     tokens = [library("bytes").token_to_id(c) for c in "aðŁĺĢ"]
     assert of.decode(tokens) == "a😀"
@@ -96,14 +98,14 @@ def test_a_character_that_the_prompt_has_half_of_is_completed() -> None:
 
 
 @given(st.lists(st.integers(0, 329), max_size=60))
-def test_any_tokens_of_bytes_stream_as_they_decode_in_one_piece(tokens: list[int]) -> None:
-    """As those of random weights, which seldom make up characters."""
+def test_any_byte_level_tokens_stream_as_if_decoded_at_once(tokens: list[int]) -> None:
+    """Such as those of random weights, which seldom form characters."""
     of = tokenizer("bytes")
     assert "".join(streamed(of, tokens)) == of.decode(tokens)
 
 
-def test_no_tokens_of_characters_and_bytes_keep_later_text_back() -> None:
-    """Bytes that are no character spoil all bytes in a row with them, if decoded in one piece."""
+def test_invalid_bytes_among_characters_hold_no_later_text_back() -> None:
+    """Decoded at once, bytes that form no character spoil all bytes in a row with them."""
     of, rng = tokenizer("sentencepiece"), random.Random(1)
     letter = library("sentencepiece").token_to_id("s")
     byte = {b: library("sentencepiece").token_to_id(f"<0x{b:02X}>") for b in range(256)}
@@ -119,14 +121,14 @@ def test_no_tokens_of_characters_and_bytes_keep_later_text_back() -> None:
         assert "".join(streamed(of, [*noise, letter, letter])).endswith("ss")
 
 
-def test_bytes_that_never_make_up_a_character_are_given_after_a_while() -> None:
+def test_bytes_that_never_form_a_character_are_given_after_a_while() -> None:
     of, token = tokenizer("bytes"), library("bytes").token_to_id("ÿ")
     pieces = streamed(of, [token] * (2 * HELD_TOKENS + 1))
     assert [len(piece) for piece in pieces if piece] == [HELD_TOKENS, HELD_TOKENS, 1]
 
 
-class Counting(Tokenizer):
-    """Knows how many tokens it decoded."""
+class CountingTokenizer(Tokenizer):
+    """Counts the tokens that it decodes."""
 
     decoded = 0
 
@@ -136,9 +138,9 @@ class Counting(Tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_are_not_decoded_again_and_again(kind: str) -> None:
-    """As those that follow the end of a sequence which is told to go on."""
-    of, ends = Counting(library(kind)), [library(kind).token_to_id("</s>")] * 1000
+def test_special_tokens_are_not_decoded_over_and_over(kind: str) -> None:
+    """Such as those generated after the end of a sequence with `ignore_eos`."""
+    of, ends = CountingTokenizer(library(kind)), [library(kind).token_to_id("</s>")] * 1000
     tokens = of.encode("A stream of tokens")
     pieces = streamed(of, [*ends, *tokens[4:], *ends], context=tokens[:4])
     assert of.decode(tokens[:4]) + "".join(pieces) == of.decode(tokens)
@@ -146,7 +148,7 @@ def test_special_tokens_are_not_decoded_again_and_again(kind: str) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"model": {"type": "none"}}'])
-def test_a_file_that_is_no_tokenizer_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
