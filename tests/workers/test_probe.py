@@ -1,4 +1,4 @@
-"""What is read of a GPU. pynvml is real; the C library behind it is a stand-in."""
+"""The readings of a GPU. pynvml is real; the C library behind it is a stand-in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ = GpuReadings(
     pcie_sent_bytes_per_s=1_250_000,
     pcie_received_bytes_per_s=87_654_321_000,
 )
-"""Of a Gpu() as it is."""
+"""The readings of a default Gpu()."""
 SLICE = Gpu(
     name="NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     uuid="MIG-22222222-0000",
@@ -47,7 +47,7 @@ Probe = Callable[..., GpuProbe]
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """`plug(*gpus)`: a machine with a driver and these. The driver is asked often."""
+    """`plug(*gpus)`: a machine with a driver and these GPUs, which are read often."""
     monkeypatch.setattr(workers.probe, "READ_INTERVAL_S", 0.01)
     monkeypatch.setattr(workers.probe, "RETRY_S", 0.01)
     return lambda *gpus: stand_in(monkeypatch, *gpus)
@@ -55,7 +55,7 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
 
 @pytest.fixture
 def probe(plug: Plug) -> Iterator[Probe]:
-    """`probe(cuda_visible_devices=None, index=0)`: not started, and stopped after the test."""
+    """`probe(cuda_visible_devices=None, index=0)`: a probe, which is stopped after the test."""
     made: list[GpuProbe] = []
 
     def make(cuda_visible_devices: str | None = None, index: int | None = 0) -> GpuProbe:
@@ -75,7 +75,7 @@ async def until(probe: GpuProbe, readings: GpuReadings) -> None:
     await eventually(latest, lambda seen: seen == readings)
 
 
-def test_a_gpu_is_named_and_read_in_our_units(plug: Plug, probe: Probe) -> None:
+def test_a_gpu_is_named_and_its_readings_are_converted(plug: Plug, probe: Probe) -> None:
     library = plug(Gpu())
     one = probe()
     assert one.latest() == NO_READINGS
@@ -85,7 +85,7 @@ def test_a_gpu_is_named_and_read_in_our_units(plug: Plug, probe: Probe) -> None:
     assert library.initialised == 0
 
 
-def test_an_idle_gpu_reads_zero_and_not_nothing(plug: Plug, probe: Probe) -> None:
+def test_an_idle_gpu_reads_zero_instead_of_nothing(plug: Plug, probe: Probe) -> None:
     plug(Gpu(memory_used=0, utilization_percent=0, power_mw=0, pcie_kb_per_s=(0, 0)))
     one = probe()
     one.start()
@@ -103,7 +103,7 @@ def test_an_idle_gpu_reads_zero_and_not_nothing(plug: Plug, probe: Probe) -> Non
         ("PcieThroughput", ["pcie_sent_bytes_per_s", "pcie_received_bytes_per_s"]),
     ],
 )
-def test_what_a_gpu_does_not_tell_is_left_out_alone(
+def test_only_the_readings_that_a_gpu_does_not_give_are_left_out(
     plug: Plug, probe: Probe, function: str, unread: list[str], code: str
 ) -> None:
     failing = {f"nvmlDeviceGet{function}": getattr(pynvml, f"NVML_ERROR_{code}")}
@@ -114,7 +114,7 @@ def test_what_a_gpu_does_not_tell_is_left_out_alone(
     assert one.latest().known() == {name: known[name] for name in known if name not in unread}
 
 
-def test_an_older_library_without_a_function_is_read_without_it(plug: Plug, probe: Probe) -> None:
+def test_a_function_that_an_older_library_lacks_is_left_out(plug: Plug, probe: Probe) -> None:
     library = plug(Gpu())
     del library.nvmlDeviceGetPcieThroughput
     del library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle
@@ -123,7 +123,7 @@ def test_an_older_library_without_a_function_is_read_without_it(plug: Plug, prob
     assert len(one.latest().known()) == 5
 
 
-def test_a_plain_install_without_the_package_is_a_cpu(
+def test_without_the_pynvml_package_the_device_is_a_cpu(
     monkeypatch: pytest.MonkeyPatch, probe: Probe
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -141,7 +141,7 @@ async def test_a_library_that_is_installed_later_is_found(plug: Plug, probe: Pro
 
 
 @pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN"])
-async def test_a_driver_that_does_not_start_is_a_cpu_until_it_does(
+async def test_the_device_is_a_cpu_until_the_driver_starts(
     plug: Plug, probe: Probe, code: str
 ) -> None:
     library = plug(Gpu())
@@ -152,7 +152,7 @@ async def test_a_driver_that_does_not_start_is_a_cpu_until_it_does(
     await until(one, READ)
 
 
-def test_a_driver_without_a_gpu_is_a_cpu(plug: Plug, probe: Probe) -> None:
+def test_with_a_driver_but_no_gpu_the_device_is_a_cpu(plug: Plug, probe: Probe) -> None:
     library = plug()
     one = probe()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
@@ -161,7 +161,7 @@ def test_a_driver_without_a_gpu_is_a_cpu(plug: Plug, probe: Probe) -> None:
 
 
 @pytest.mark.parametrize("code", ["GPU_IS_LOST", "UNKNOWN", "RESET_REQUIRED"])
-async def test_a_gpu_that_is_lost_is_not_read_until_it_is_back_and_each_is_logged_once(
+async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
     plug: Plug, probe: Probe, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = plug(Gpu())
@@ -188,7 +188,7 @@ async def test_a_gpu_that_is_lost_is_not_read_until_it_is_back_and_each_is_logge
     assert lost.startswith("NVIDIA H100 80GB HBM3 can no longer be read: ")
 
 
-async def test_a_gpu_that_is_unplugged_is_found_again_under_its_new_handle(
+async def test_an_unplugged_gpu_is_found_again_under_its_new_handle(
     plug: Plug, probe: Probe
 ) -> None:
     library = plug(Gpu())
@@ -204,7 +204,7 @@ async def _read(one: GpuProbe, name: str) -> float | None:
     return one.latest().known().get(name)
 
 
-async def test_a_driver_that_hangs_makes_readings_void_and_is_asked_once(
+async def test_a_hanging_driver_voids_the_readings_and_is_asked_only_once(
     plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(workers.probe, "MAX_AGE_S", 0.05)
@@ -219,7 +219,7 @@ async def test_a_driver_that_hangs_makes_readings_void_and_is_asked_once(
     assert [one.latest(), one.latest()] == [NO_READINGS, NO_READINGS]
     assert caplog.messages == []
     one.stop()
-    assert one._thread.is_alive(), "it was not waited for"
+    assert one._thread.is_alive(), "stop() should not wait for a hanging driver"
     assert library.num_hanging == 1
     library.answering.set()
     monkeypatch.setattr(workers.probe, "STOP_TIMEOUT_S", 10.0)
@@ -238,7 +238,7 @@ async def test_a_driver_that_answers_late_is_read_again(
     await until(one, READ)
 
 
-async def test_a_driver_that_hangs_at_the_start_delays_it_no_longer_than_said(
+async def test_a_driver_that_hangs_at_the_start_delays_it_by_the_start_timeout_at_most(
     plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers.probe, "START_TIMEOUT_S", 0.05)
@@ -263,13 +263,13 @@ async def test_a_driver_that_hangs_at_the_start_delays_it_no_longer_than_said(
         ("GPU-c,0", "third"),
         ("MIG-22222222-0000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"),
         ("3", "cpu"),
-        ("GPU-bbbb", "cpu"),  # two begin so
+        ("GPU-bbbb", "cpu"),  # the beginning of two UUIDs
         ("GPU-d", "cpu"),
         ("MIG-3", "cpu"),
-        ("3,0", "cpu"),  # CUDA shows nothing from an entry on that it does not know
+        ("3,0", "cpu"),  # CUDA ignores all entries from the first unknown one on
     ],
 )
-def test_the_first_gpu_that_cuda_shows_the_process_is_read(
+def test_the_first_gpu_that_is_visible_to_cuda_is_read(
     plug: Plug, probe: Probe, visible: str | None, name: str
 ) -> None:
     plug(
@@ -300,7 +300,7 @@ def test_the_gpu_that_the_worker_computes_on_is_read(
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", ",0", "none"])
-def test_a_process_that_gpus_are_hidden_from_asks_no_driver(
+def test_the_driver_is_not_asked_if_all_gpus_are_hidden(
     plug: Plug, probe: Probe, visible: str
 ) -> None:
     library = plug(Gpu())
@@ -310,12 +310,12 @@ def test_a_process_that_gpus_are_hidden_from_asks_no_driver(
     assert library.calls == []
 
 
-def test_a_gpu_is_found_by_its_uuid_beside_one_that_is_lost(plug: Plug, probe: Probe) -> None:
+def test_a_gpu_is_found_by_its_uuid_even_if_another_is_lost(plug: Plug, probe: Probe) -> None:
     plug(Gpu(failing={"": pynvml.NVML_ERROR_GPU_IS_LOST}), Gpu(name="second", uuid="GPU-b"))
     assert probe("GPU-b").start() == "second"
 
 
-def test_a_mig_instance_has_memory_of_its_own_and_the_rest_of_its_card(
+def test_a_mig_instance_has_its_own_memory_readings_and_the_rest_from_its_card(
     plug: Plug, probe: Probe
 ) -> None:
     plug(Gpu(mig=SLICE))
