@@ -31,7 +31,7 @@ from workers.tiers import (
 
 SMALL = KVShape(num_layers=3, num_kv_heads=8, head_size=4, dtype=torch.float32, block_size=2)
 ODD = KVShape(num_layers=2, num_kv_heads=1, head_size=3, dtype=torch.bfloat16, block_size=3)
-"""36 bytes a layer, which are no whole number of words."""
+"""36 bytes a layer, which are not a whole number of 8-byte words."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 
 
@@ -43,7 +43,7 @@ def filled(pool: MemoryPool, seed: int = 0) -> MemoryPool:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit; torch does not compare every type that it stores."""
+    """Compares bits, as torch cannot compare every type that it stores."""
     return torch.equal(
         one.contiguous().view(torch.uint8).cpu(), other.contiguous().view(torch.uint8).cpu()
     )
@@ -68,7 +68,7 @@ def test_ranks_share_the_heads() -> None:
     assert shape.block_bytes * 4 == SMALL.block_bytes
 
 
-def test_layers_that_are_no_whole_number_of_words_are_rounded_up() -> None:
+def test_layers_are_padded_to_a_whole_number_of_words() -> None:
     assert ODD.layer_bytes == 36
     assert ODD.layer_words == 5
     assert ODD.block_bytes == 80
@@ -95,20 +95,20 @@ def test_layers_that_are_no_whole_number_of_words_are_rounded_up() -> None:
         ("dtype", torch.complex64, "dtype: needs a numeric type, got torch.complex64"),
     ],
 )
-def test_a_shape_that_makes_no_sense_is_refused(field: str, value: Any, message: str) -> None:
+def test_an_invalid_shape_is_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         replace(SMALL, **{field: value})
     assert str(refused.value) == message
 
 
-def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
+def test_a_pool_that_is_empty_or_too_large_for_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_blocks: needs an integer of at least 1, got 0"):
         MemoryPool(SMALL, 0)
     with pytest.raises(ConfigError, match="num_blocks: cpu has no room for 1000000000000000 bl"):
         MemoryPool(SMALL, 10**15)
 
 
-def test_pageable_memory_is_asked_for_in_huge_pages() -> None:
+def test_pageable_memory_is_advised_to_use_huge_pages() -> None:
     pool = MemoryPool(SMALL, 1000)
     assert not pool.words.any()
     mappings = re.findall(
@@ -124,13 +124,13 @@ def test_pageable_memory_is_asked_for_in_huge_pages() -> None:
     assert "hg" in flags
 
 
-def test_blocks_of_other_shapes_have_other_fingerprints() -> None:
+def test_different_block_shapes_have_different_fingerprints() -> None:
     shapes = [SMALL, ODD, replace(SMALL, tp_size=2), replace(SMALL, tp_size=2, tp_rank=1)]
     assert len({shape.fingerprint for shape in shapes}) == len(shapes)
     assert replace(SMALL).fingerprint == SMALL.fingerprint
 
 
-def test_whether_host_memory_is_pinned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_whether_host_memory_is_pinned_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     tiers._pins_host_memory.cache_clear()
     pools = [host_pool(SMALL, 2) for _ in range(3)]
@@ -157,7 +157,7 @@ def test_layers_are_views_of_the_pool(layout: Layout, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("shape", [SMALL, ODD], ids=["words", "odd"])
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_go_into_an_engines_layers_and_come_back(
+def test_blocks_are_written_into_an_engines_layers_and_read_back(
     layout: Layout, dtype: torch.dtype, shape: KVShape
 ) -> None:
     shape = replace(shape, dtype=dtype)
@@ -174,7 +174,7 @@ def test_blocks_go_into_an_engines_layers_and_come_back(
     assert same(read_layers(layers, layout, [3, 7]), pool.kv[[2, 1]])
 
 
-def test_blocks_and_slots_must_be_as_many() -> None:
+def test_blocks_must_match_the_slots_in_number_and_be_in_range() -> None:
     pool = MemoryPool(SMALL, 4)
     layers = empty_layers(SMALL, 4, Layout.KV_FIRST)
     with pytest.raises(ValueError, match="2 blocks for 1 slots"):
@@ -189,7 +189,7 @@ def naive_reshard(
     targets: Sequence[Tensor],
     target_ids: Sequence[int],
 ) -> None:
-    """One element of a head after another, through the whole model's block."""
+    """Copies head by head through the unsharded block."""
     for a, b in zip(source_ids, target_ids, strict=True):
         whole = torch.cat([source[a] for source in sources], dim=-2)
         per_rank = whole.shape[-2] // len(targets)
@@ -207,7 +207,7 @@ def ranks(shape: KVShape, tp_size: int, num_blocks: int, seed: int) -> list[Tens
 @pytest.mark.parametrize("head_size", [4, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("source_tp", "target_tp"), [*product([1, 2, 4, 8], repeat=2)])
-def test_resharding_is_what_a_naive_copy_makes_and_comes_back_as_it_was(
+def test_resharding_equals_a_naive_copy_and_is_reversible(
     source_tp: int, target_tp: int, dtype: torch.dtype, head_size: int
 ) -> None:
     shape = replace(SMALL, dtype=dtype, head_size=head_size)
@@ -239,7 +239,7 @@ def test_ranks_of_different_models_cannot_be_resharded() -> None:
         reshard(sources, [0, 1], targets, [0])
 
 
-def test_block_ids_are_in_range_and_named_once() -> None:
+def test_block_ids_must_be_in_range_and_unique() -> None:
     assert checked_ids([2, 0], 3).tolist() == [2, 0]
     with pytest.raises(ValueError, match="block 3 is not in a pool of 3 blocks"):
         checked_ids([0, 3], 3)
@@ -254,7 +254,7 @@ def test_block_ids_are_in_range_and_named_once() -> None:
 
 
 @pytest.mark.gpu
-def test_pools_on_the_device_hold_what_host_pools_do() -> None:
+def test_device_pools_hold_the_content_of_host_pools() -> None:
     host = filled(host_pool(ODD, 4))
     device = MemoryPool(ODD, 4, "cuda")
     assert host.words.is_pinned()
