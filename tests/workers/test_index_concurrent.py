@@ -1,16 +1,16 @@
-"""Readers of the index while agents publish: what an answer may be.
+"""Queries of the index while agents publish, and which answers are allowed.
 
-Batches are applied in one step each, and so is a script that looks up a chain. So:
+Each batch is applied atomically, and each script that looks up a chain runs atomically. So:
 
-- A chain that is sent whole is looked up at one moment between the question and the answer: each
+- A chain that is sent whole is looked up at one moment between the query and its answer: each
   worker's overlap is what it had published at that moment, the same moment for all workers.
-- A longer chain is looked up at two moments, samples first, then the stretches between them. Each
-  worker's overlap lies between what it had published at the one and at the other: its blocks on the
-  device, those and its blocks in host memory, and all of them, each count for itself. Where nothing
-  changed meanwhile that is exact.
+- A longer chain is looked up at two moments, first samples of it, then the stretches between them.
+  Each worker's overlap lies between what it had published at either moment. That holds separately
+  for its blocks on the device, for those on the device or host, and for all of them. If nothing
+  changed between the two moments, the overlap is exact.
 
-The agents are real, and so are their batches; an engine is played that stores, removes, moves and
-clears at random, with holes. Now and then an agent dies with its cache, or its lease lapses.
+The agents and their batches are real; a simulated engine stores, removes, moves and clears blocks
+at random, with holes. Now and then an agent dies with its cache, or its lease lapses.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ TIMEOUT_S = 60.0
 LEASE_TTL_S = 1.0
 MAX_PAUSE_S = 0.01
 BATCH_BLOCKS = 24
-"""Fewer than agents send, for more states between them."""
+"""Smaller batches than real ones, so that there are more states between them."""
 NOTHING = TierOverlap()
 
 
 def new_chains() -> list[list[SequenceHash]]:
-    """Prompts that share beginnings; the last two are looked up in two round trips."""
+    """Prompts with shared prefixes; the last two are looked up in two round trips."""
     rng = random.Random(1)
     blocks = iter(lambda: SequenceHash(rng.getrandbits(64)), None)
 
@@ -72,14 +72,14 @@ def new_chains() -> list[list[SequenceHash]]:
 
 CHAINS = new_chains()
 Settle = Callable[[Any, int], None]
-"""To be told the reply to a call, and when it had come."""
+"""Called with the reply to a call, and with the time when it had arrived."""
 
 
 @dataclass(eq=False)
 class State:
     """What an incarnation had published from some moment after `since` to one before `until`.
 
-    overlaps: with each of CHAINS.
+    overlaps: the overlap with each of CHAINS.
     """
 
     overlaps: list[TierOverlap]
@@ -88,18 +88,18 @@ class State:
 
 
 class Life:
-    """What one shard of the index may have shown of an incarnation, in order."""
+    """The states of an incarnation that one shard of the index may have shown, in order."""
 
     def __init__(self) -> None:
         self.hidden_since = inf
-        """The sweep may have hidden it all from then on."""
+        """From this time on, the sweep may have hidden the incarnation."""
         self.hidden_until = inf
-        """By then it has."""
+        """By this time, the sweep has hidden it."""
         self._published: dict[SequenceHash, Tier] = {}
         self._states = [State([NOTHING] * len(CHAINS), since=-1)]
 
     def enter(self, changes: Iterable[tuple[SequenceHash, Tier | None]], now: int) -> State:
-        """A batch was sent."""
+        """Enter a batch that was sent."""
         for block, tier in changes:
             if tier is None:
                 self._published.pop(block, None)
@@ -110,7 +110,7 @@ class Life:
         return state
 
     def settle(self, state: State, applied: bool, now: int) -> None:
-        """The answer to the batch has come."""
+        """Settle a batch whose answer has arrived."""
         if not applied:
             self._states.remove(state)
             return
@@ -120,7 +120,7 @@ class Life:
             earlier.until = now
 
     def between(self, start: int, end: int) -> list[State]:
-        """All that it may have been in at any time between them."""
+        """All states that it may have been in at any time from `start` to `end`."""
         found = []
         if start < self.hidden_until:
             for state in reversed(self._states):
@@ -134,10 +134,10 @@ class Life:
 
 
 class History:
-    """All that was published. Its clock counts what was sent and answered, in order.
+    """All that was published. Its clock counts calls and answers in their order.
 
-    num_queries: that were checked. num_between: those in which a worker may have been in several
-    states.
+    num_queries: the queries that were checked. num_between: those during which some worker may have
+    been in several states.
     """
 
     def __init__(self) -> None:
@@ -145,13 +145,13 @@ class History:
         self.num_between = 0
         self._clock = count()
         self._lives: dict[str, dict[Incarnation, Life]] = {}
-        """By the name of a key of the shard."""
+        """By the first key of a call to the shard."""
 
     def tick(self) -> int:
         return next(self._clock)
 
     def enter(self, call: Call[Any], now: int) -> Settle:
-        """A call was sent: what its reply will mean."""
+        """Enter a call that was sent; returns what to call with its reply."""
         lives = self._lives.setdefault(call.keys[0], {})
         if call.script.name == "apply":
             life = lives.setdefault(call.args[0], Life())
@@ -165,14 +165,14 @@ class History:
         return lambda _, at: None
 
     def check(self, position: int, answer: matching.Overlaps, start: int, end: int) -> None:
-        """Whether an answer for a chain may be: asked for at `start`, it had come at `end`."""
+        """Check an answer for a chain that was asked for at `start` and had arrived at `end`."""
         root = CHAINS[position][0]
         lives = self._lives[KEYS.of_shard(index.shard_of(root, NUM_SHARDS))["shard"]]
         assert answer.keys() <= lives.keys()
         possible = {inc: life.between(start, end) for inc, life in lives.items()}
         self.num_queries += 1
         self.num_between += any(len(states) > 1 for states in possible.values())
-        # States begin to be possible only at these moments, so that others allow nothing more.
+        # States become possible only at these moments, so other moments allow no further answers.
         begins = {max(start, s.since) for states in possible.values() for s in states}
         moments = sorted({start, *begins})
         whole = len(CHAINS[position]) <= matching.WHOLE_CHAIN
@@ -191,12 +191,12 @@ class History:
         }
         raise AssertionError(
             f"asked at {start} and answered at {end} for {len(CHAINS[position])} blocks: {answer}, "
-            f"where there was {seen}"
+            f"but the published states were {seen}"
         )
 
 
 def changes_in(groups: Iterable[str]) -> Iterator[tuple[SequenceHash, Tier | None]]:
-    """What lua/apply.lua is told by its last arguments."""
+    """The changes in the last arguments of lua/apply.lua."""
     for group in groups:
         for at in range(16, len(group), 17):
             tier = index.TIER_OF_LETTER.get(group[at].encode())
@@ -211,7 +211,7 @@ def hide(lives: Iterable[Life], now: int) -> None:
 def allows(
     states: Iterable[State], position: int, overlap: TierOverlap, look: tuple[int, int]
 ) -> bool:
-    """Whether one who looked at a chain at these moments may find `overlap`."""
+    """Whether a lookup of a chain at the moments of `look` may find `overlap`."""
     first, last = (
         [s.overlaps[position] for s in states if s.since <= moment < s.until] for moment in look
     )
@@ -221,13 +221,13 @@ def allows(
 
 
 def lies_between(one: TierOverlap, middle: TierOverlap, other: TierOverlap) -> bool:
-    """By blocks that are no slower than each tier."""
+    """Compares, for each tier, the number of blocks in that tier or a faster one."""
     totals = [accumulate((o.device, o.host, o.disk)) for o in (one, middle, other)]
     return all(min(a, b) <= m <= max(a, b) for a, m, b in zip(*totals, strict=True))
 
 
 class Recorder(ScriptRunner):
-    """Notes in `history` when what it sends may have become visible, and when it must have been."""
+    """Records in `history` when each call may have taken effect, and when it must have."""
 
     def __init__(self, redis: Client, history: History) -> None:
         super().__init__(redis, TIMEOUT_S)
@@ -244,7 +244,7 @@ class Recorder(ScriptRunner):
 
 
 class Worker:
-    """An agent and a played engine beside it."""
+    """An agent with a simulated engine."""
 
     def __init__(self, runner: ScriptRunner, name: str, rng: random.Random) -> None:
         self.agent: Agent
@@ -277,7 +277,7 @@ class Worker:
             await self._running
 
     async def live(self, num_events: int) -> None:
-        """Do what engines and their processes may do, `num_events` times."""
+        """Do `num_events` random things that engines and their processes may do."""
         for _ in range(num_events):
             await asyncio.sleep(self._rng.uniform(0, MAX_PAUSE_S))
             if self._rng.random() < 0.01:
@@ -292,8 +292,7 @@ class Worker:
                     self.agent.notify([event])
 
     async def _lapse(self) -> None:
-        """As if the lease had not been renewed in time: the agent will resync, if it is retired
-        before it renews."""
+        """Expire the lease: the agent will resync if it is retired before it renews the lease."""
         await self._runner.redis.zadd(KEYS["leases"], {str(self.incarnation): 1})
 
     def _events(self) -> list[CacheEvent]:
@@ -314,7 +313,7 @@ class Worker:
             case "cut":
                 return [Removed(tuple(chain[end:]), t) for t in Tier]
             case "move":
-                # Only what is held moves, a chain at a time.
+                # Only blocks that are held move, all of one chain.
                 held = tuple(b for b in blocks if tier in self.cache.tiers_of(b))
                 stored = [Stored((b,), parent_in(chain, b), other) for b in held]
                 return [*stored, Removed(held, tier)]
@@ -328,11 +327,11 @@ def parent_in(chain: Sequence[SequenceHash], block: SequenceHash) -> SequenceHas
 
 
 async def read(runner: ScriptRunner, history: History, rng: random.Random) -> None:
-    """Ask for chains, one or several at a time, and check the answers, until cancelled."""
-    learnt = matching.Boundaries()
+    """Query chains, one or several at a time, and check the answers, until cancelled."""
+    learnt_boundaries = matching.Boundaries()
     while True:
         positions = rng.sample(range(len(CHAINS)), rng.choice((1, 1, 3)))
-        chains, boundaries = [CHAINS[i] for i in positions], rng.choice((None, learnt))
+        chains, boundaries = [CHAINS[i] for i in positions], rng.choice((None, learnt_boundaries))
         start = history.tick()
         answers, _ = await matching.match(runner, KEYS, chains, NUM_SHARDS, boundaries=boundaries)
         end = history.tick()
@@ -342,7 +341,7 @@ async def read(runner: ScriptRunner, history: History, rng: random.Random) -> No
 
 
 async def maintain(runner: ScriptRunner) -> None:
-    """Retire whose lease lapsed, and sweep, as routers do but without a pause; until cancelled."""
+    """Retire lapsed workers and sweep, as routers do but without pauses, until cancelled."""
     lost: list[Incarnation] = []
     while True:
         await runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=1 << 53))
@@ -355,8 +354,8 @@ async def maintain(runner: ScriptRunner) -> None:
         lost = await runner.one(leases.absent(KEYS, {inc for s in steps for inc in s.writers}))
 
 
-async def play(redis: Client, num_workers: int, num_events: int, seed: int) -> History:
-    """Let agents, readers and the sweep loose, until every agent has had `num_events`."""
+async def run_history(redis: Client, num_workers: int, num_events: int, seed: int) -> History:
+    """Run agents, readers and the sweep together until each agent has had `num_events`."""
     history = History()
     writing, reading = Recorder(redis, history), ScriptRunner(redis, TIMEOUT_S)
     workers = [Worker(writing, f"w{i}", random.Random(f"{seed}:{i}")) for i in range(num_workers)]
@@ -376,7 +375,7 @@ async def play(redis: Client, num_workers: int, num_events: int, seed: int) -> H
 
 
 async def is_exact(runner: ScriptRunner, workers: Sequence[Worker]) -> bool:
-    """Whether every answer is what a scan of the caches finds."""
+    """Whether every answer equals a scan of the caches."""
     answers, _ = await matching.match(runner, KEYS, CHAINS, NUM_SHARDS)
     return all(
         (answer or {}).get(w.incarnation, NOTHING) == w.cache.scan(chain)
@@ -390,24 +389,24 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "BATCH_BLOCKS", BATCH_BLOCKS)
 
 
-async def test_an_answer_is_what_was_published_while_it_was_asked_for(
+async def test_an_answer_matches_what_was_published_during_the_query(
     redis_server: EmbeddedRedis,
 ) -> None:
     async with connect(redis_server.url, timeout_s=TIMEOUT_S) as redis:
-        history = await play(redis, num_workers=3, num_events=150, seed=1)
-    # Most of them met a worker in the middle of publishing: else nothing was tested.
+        history = await run_history(redis, num_workers=3, num_events=150, seed=1)
+    # Many queries ran while a worker was publishing; otherwise nothing was tested.
     assert history.num_between > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_workers", [3, 4, 5])
-async def test_answers_are_what_was_published_through_long_histories(
+async def test_answers_match_what_was_published_through_long_histories(
     redis_server: EmbeddedRedis, num_workers: int
 ) -> None:
-    """Ten histories for each kind of server."""
+    """Ten histories on each kind of server."""
     async with connect(redis_server.url, timeout_s=TIMEOUT_S) as redis:
         for seed in range(10):
             await redis.flushall()
-            history = await play(redis, num_workers=num_workers, num_events=1000, seed=seed)
+            history = await run_history(redis, num_workers=num_workers, num_events=1000, seed=seed)
             assert history.num_between > 300

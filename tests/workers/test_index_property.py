@@ -1,8 +1,8 @@
 """Whatever engines do, a query of the index equals a scan of every worker's cache.
 
 Random stores, removals, tier moves and clears, with holes, go through the agent's bookkeeping and
-real Redis; batches are cut anywhere, repeated, lost and sent out of order; workers restart and
-dead incarnations are swept meanwhile. The model is a plain set per worker and tier.
+real Redis. Batches are cut anywhere, repeated, lost and sent out of order, while workers restart
+and dead incarnations are swept. The model is a plain set per worker and tier.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from workers.ownership import Ownership
 KEYSPACE = Keyspace("property")
 SHARD = KEYSPACE.of_shard(0)
 GROUP = 2
-"""Blocks, so that these short chains are of several groups."""
-# A tree of prompts: one of 12 blocks, branches behind its 6th and its first, and a second root.
+"""The number of blocks in a group; small, so that these short chains have several groups."""
+# A tree of prompts: one of 12 blocks, branches after its 6th and its first, and a second root.
 PARENT = {n: n - 1 for n in (*range(1, 12), 13, 14, 16, 18, 19)} | {12: 5, 15: 0}
 BLOCKS = [SequenceHash(n * 0x9E3779B97F4A7C15 % 2**64) for n in range(20)]
 LEAVES = (11, 14, 16, 19)
@@ -47,7 +47,7 @@ CHAINS = [[BLOCKS[n] for n in chain_to(leaf)] for leaf in LEAVES]
 
 @dataclass
 class Worker:
-    """A worker's cache by the model, its bookkeeping, and how it stands with Redis."""
+    """The model of a worker's cache, the worker's bookkeeping, and what it has sent to Redis."""
 
     key: WorkerKey
     cache: CacheModel = field(default_factory=CacheModel)
@@ -88,7 +88,7 @@ class World:
         return registration
 
     async def restart(self, worker: Worker) -> None:
-        """The process dies with its cache; the next one begins empty."""
+        """Replace the process, and with it the cache, by a new one that is empty."""
         worker.cache = CacheModel()
         worker.ownership = Ownership()
         worker.undelivered = []
@@ -111,7 +111,7 @@ class World:
         )
 
     async def sweep(self, max_buckets: int) -> None:
-        """A step, in which the shard is told who is over."""
+        """One step of a sweep, which drops incarnations that have been retired."""
         call = index.sweep(SHARD, (), max_buckets=0, scrub_ms=60_000)
         writers = (await self.runner.one(call)).writers
         lost = await self.runner.one(leases.absent(KEYSPACE, writers))
@@ -133,8 +133,8 @@ class World:
         )
 
     async def match_both_ways(self) -> list[matching.Overlaps]:
-        """Chains sent whole, and sampled as only long ones are, by a router that has learnt
-        nothing and by one that has: the answers are the same."""
+        """Query chains whole, and sampled as only long ones are, with learnt boundaries and
+        without: all answers must be the same."""
         whole, _ = await matching.match(self.runner, KEYSPACE, CHAINS)
         for boundaries in (None, self.boundaries):
             with mock.patch.object(matching, "WHOLE_CHAIN", 1):
@@ -142,12 +142,14 @@ class World:
                     self.runner, KEYSPACE, CHAINS, boundaries=boundaries
                 )
             assert sampled == whole
-        guessed, _ = await matching.match(self.runner, KEYSPACE, CHAINS, boundaries=self.boundaries)
-        assert guessed == whole
+        with_learnt, _ = await matching.match(
+            self.runner, KEYSPACE, CHAINS, boundaries=self.boundaries
+        )
+        assert with_learnt == whole
         return whole
 
     async def check_exact(self) -> None:
-        """With everything delivered, every query equals the scan of every worker."""
+        """Once everything is delivered, every query equals a scan of every worker's cache."""
         for worker in self.workers:
             while worker.undelivered or worker.ownership.num_pending:
                 await self.deliver(worker, 100)
@@ -158,7 +160,7 @@ class World:
             assert live == expected
 
     async def check_between_batches(self) -> None:
-        """At any moment a query equals a walk of what Redis holds: nothing is skipped."""
+        """At any moment, a query equals a walk over the entries in Redis: it skips none."""
         answers = await self.match_both_ways()
         owners = await self.owners()
         for answer, chain in zip(answers, CHAINS, strict=True):
@@ -167,7 +169,7 @@ class World:
                 tiers = [tier for tier in held if tier is not None]
                 walked = TierOverlap(*(tiers.count(tier) for tier in Tier))
                 assert answer.get(worker.incarnation, TierOverlap()) == walked
-                # The invariant itself: closed under prefix, and never faster further down.
+                # The invariant: published blocks form a prefix, and tiers get no faster along it.
                 assert held == sorted(tiers) + [None] * (len(chain) - len(tiers))
 
     async def owners(self) -> dict[tuple[SequenceHash, Incarnation | None], Tier]:
@@ -190,13 +192,13 @@ def steps_of(num_workers: int) -> st.SearchStrategy[Step]:
     workers = st.integers(0, num_workers - 1)
     return st.one_of(
         st.tuples(st.just("store"), workers, st.sampled_from(LEAVES), st.integers(1, 12), TIERS),
-        # A single block in the middle of nowhere: its ancestors may be missing.
+        # A single block, whose ancestors may be missing.
         st.tuples(st.just("store_one"), workers, NODES, TIERS),
         st.tuples(st.just("remove"), workers, NODES, TIERS),
         st.tuples(st.just("move"), workers, NODES, TIERS, TIERS),
         st.tuples(st.just("deliver"), workers, st.sampled_from((1, 2, 5, 100))),
         st.tuples(st.just("repeat"), workers, st.integers(1, 3)),
-        # Together, and so rarer: they leave little for others to go wrong with.
+        # One strategy for all four, so that they are rare: they leave little state to test.
         st.tuples(st.sampled_from(("clear", "skip", "restart", "resync")), workers),
         st.tuples(st.just("sweep"), st.integers(1, 3)),
         st.tuples(st.just("check")),
@@ -226,11 +228,11 @@ async def step(world: World, name: str, *args: object) -> None:
             await world.deliver(worker, size)
             await world.check_between_batches()
         case ("repeat", back) if back <= len(worker.sent):
-            # Late or twice: it was applied before, and must not be again.
+            # A late or repeated batch: it was applied before and must not be applied again.
             assert await world.apply(worker, worker.seq + 1 - back, worker.sent[-back])
             await world.check_between_batches()
         case ("skip",):
-            # A batch from the future: one before it is missing. Refused, and nothing applied.
+            # A batch whose predecessor is missing is refused as a whole.
             foreign = [Change(block, Tier.DEVICE, block) for block in BLOCKS]
             assert not await world.apply(worker, worker.seq + 2, foreign)
         case ("restart",):
@@ -249,7 +251,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "GROUP_BLOCKS", GROUP)
 
 
-async def play(url: str, num_workers: int, steps: list[Step]) -> None:
+async def run_steps(url: str, num_workers: int, steps: list[Step]) -> None:
     async with connect(url) as redis:
         await redis.flushall()
         world = World(redis, num_workers)
@@ -266,7 +268,7 @@ async def play(url: str, num_workers: int, steps: list[Step]) -> None:
 
 
 async def owners_left(redis: Redis) -> set[Incarnation]:
-    """All incarnations that stand in the index."""
+    """All incarnations that have entries in the index."""
     owners: set[Incarnation] = set()
     async for key in redis.scan_iter(match="*blocks:*"):
         for value in await redis.hvals(key):
@@ -284,10 +286,10 @@ def examples(count: int) -> settings:
 
 @examples(150)
 @given(steps=st.lists(steps_of(3), min_size=40, max_size=60))
-def test_a_query_equals_a_scan_of_every_workers_cache(
+def test_queries_equal_scans_of_every_workers_cache(
     redis_server: EmbeddedRedis, steps: list[Step]
 ) -> None:
-    asyncio.run(play(redis_server.url, 3, steps))
+    asyncio.run(run_steps(redis_server.url, 3, steps))
 
 
 @pytest.mark.slow
@@ -295,9 +297,9 @@ def test_a_query_equals_a_scan_of_every_workers_cache(
 @pytest.mark.parametrize("num_workers", [3, 4, 5])
 @examples(400)
 @given(data=st.data())
-def test_a_query_equals_a_scan_through_long_histories_of_more_workers(
+def test_queries_equal_scans_through_long_histories_of_more_workers(
     redis_server: EmbeddedRedis, num_workers: int, data: st.DataObject
 ) -> None:
-    """About 6 minutes for each kind of server."""
+    """Takes about 6 minutes on each kind of server."""
     steps = data.draw(st.lists(steps_of(num_workers), min_size=200, max_size=400))
-    asyncio.run(play(redis_server.url, num_workers, steps))
+    asyncio.run(run_steps(redis_server.url, num_workers, steps))
