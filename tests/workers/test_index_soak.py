@@ -1,9 +1,9 @@
-"""A cluster that works on and on at the same occupancy, and keeps to the same space.
+"""A cluster that runs for long at constant occupancy uses constant memory.
 
-Engines store and evict at random, least recently used first, in two tiers; workers crash, come back
-or miss their lease; requests are routed, and released, given up or forgotten; agents publish
-metrics; a router keeps house. What Redis, the agents and the router keep is bounded by what is held
-and by who lives, and used_memory does not grow.
+Engines store and evict (LRU, in two tiers) at random; workers crash, return or lose their lease;
+requests are routed, then released, abandoned or left to expire; agents publish metrics; a router
+does maintenance. State in Redis, the agents and the router is bounded by the number of blocks held
+and of live workers, and used_memory does not grow.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ CONTROL_KEYS = (
 )
 DECISIONS = 200
 OLD = 100_000
-"""Incarnations before: their numbers have as many digits all along, and so entries their size."""
+"""Incarnations to start from: all numbers have as many digits, so entries keep their size."""
 SOAK_S = float(os.environ.get("KVROUTE_SOAK_S", "1800"))
 
 
 class Engine:
-    """A cache in two tiers, full once it is warm: what is not used for longest goes to the host,
-    and from there for good."""
+    """A cache in two tiers, full once it is warm: the least recently used blocks are evicted to
+    the host, and from there dropped."""
 
     def __init__(self, rng: random.Random, system_prompts: list[list[SequenceHash]]) -> None:
         self.num_evicted = 0
         self.device: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
         self.host: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
-        """Blocks and their parents, the one to go next first."""
+        """Blocks and their parents, in the order of eviction."""
         self.conversations: deque[list[SequenceHash]] = deque(maxlen=50)
         self._rng = rng
         self._system_prompts = system_prompts
@@ -92,7 +92,7 @@ class Engine:
         chain = self._next_turn()
         self.conversations.append(chain)
         onboarded = tuple(block for block in chain if self.host.pop(block, self) is not self)
-        # The last block first: parents are to outlive their children.
+        # The last block first, so that parents outlive their children.
         for block, parent in zip(reversed(chain), reversed([None, *chain[:-1]]), strict=True):
             self.device[block] = parent
             self.device.move_to_end(block)
@@ -118,7 +118,7 @@ class Engine:
         return [*before, *new_blocks(rng, rng.randint(16, 64))][:MAX_CHAIN]
 
     def held(self) -> list[CacheEvent]:
-        """What an agent that knows nothing must be told."""
+        """Events that tell a new agent of all blocks."""
         tiers = ((Tier.DEVICE, self.device), (Tier.HOST, self.host))
         return [Stored((b,), parent, tier) for tier, held in tiers for b, parent in held.items()]
 
@@ -128,7 +128,7 @@ def new_blocks(rng: random.Random, number: int) -> list[SequenceHash]:
 
 
 class Worker:
-    """An engine that serves on whatever becomes of its agent."""
+    """An engine that goes on serving whatever happens to its agent."""
 
     def __init__(self, redis: Client, name: str, engine: Engine) -> None:
         self.agent: Agent
@@ -165,7 +165,7 @@ class Worker:
             await asyncio.sleep(STEP_S)
 
     async def lose_lease(self) -> None:
-        """As if it had long not been renewed: retired before it is, the agent resyncs."""
+        """Expire the lease: the agent resyncs if it is retired before it renews the lease."""
         await self._redis.zadd(KEYS["leases"], {str(self.agent.incarnation): 1}, xx=True)
 
     async def lease(self) -> float | None:
@@ -173,7 +173,7 @@ class Worker:
 
 
 class Cluster:
-    """Some workers, a router, and somebody who sends requests."""
+    """Some workers, a router, and a client that sends requests."""
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
@@ -198,7 +198,7 @@ class Cluster:
         )
 
     async def send(self) -> None:
-        """Requests of which some are served, and some lose their client or their router."""
+        """Send requests, of which some are served, some abandoned and some left to expire."""
         in_flight: deque[Decision] = deque()
         for n in count():
             chain = self.rng.choice(self.rng.choice(self.workers).engine.conversations)
@@ -229,15 +229,15 @@ class Cluster:
     async def lose_lease(self) -> None:
         await self.rng.choice(self.workers).lose_lease()
 
-    async def stay_away(self) -> None:
-        """A worker is missed for so long that it is retired, and comes back."""
+    async def retire_and_return(self) -> None:
+        """Stop a worker until it is retired, then start it again."""
         worker = self.rng.choice(self.workers)
         await worker.crash()
         await eventually(worker.lease, lambda lease: lease is None, within_s=60.0)
         await worker.start()
 
     async def age(self, turnovers: int, metrics_maxlen: int) -> None:
-        """Wait until everything is full, and has been replaced some times."""
+        """Wait until all is full, and caches have been replaced `turnovers` times."""
 
         async def num_turnovers() -> float:
             evicted = min(worker.engine.num_evicted for worker in self.workers)
@@ -256,19 +256,19 @@ class Cluster:
         )
 
     async def memory(self) -> float:
-        """Bytes that Redis uses for data: the median of some looks, once nothing of the dead is
-        left. A server just started and clients' buffers do not count."""
+        """Bytes that Redis uses for data, once nothing of dead incarnations is left: the median of
+        some samples, without the memory of an empty server and of clients' buffers."""
         await eventually(self._leftovers, lambda found: not found, within_s=30.0)
-        looks: list[float] = []
+        samples: list[float] = []
         for _ in range(25):
             info = await self.redis.info("memory")
-            aside = info["used_memory_startup"] + info["mem_clients_normal"]
-            looks.append(info["used_memory"] - aside)
+            overhead = info["used_memory_startup"] + info["mem_clients_normal"]
+            samples.append(info["used_memory"] - overhead)
             await asyncio.sleep(0.04)
-        return median(looks)
+        return median(samples)
 
     async def _leftovers(self) -> list[str]:
-        """What is not as it is while nobody dies."""
+        """State that is left of dead incarnations, or still to be published."""
         sizes = {
             "workers": await self.redis.hlen(KEYS["workers"]),
             "current": await self.redis.hlen(KEYS["current"]),
@@ -283,8 +283,8 @@ class Cluster:
         transient = [key for shard in SHARDS for key in (shard["dead"], shard["sweep"])]
         return found + behind + [key for key in transient if await self.redis.exists(key)]
 
-    async def busy_keys(self) -> list[str]:
-        """Keys that are there only while requests are in flight or were a moment ago."""
+    async def transient_keys(self) -> list[str]:
+        """Keys that exist only while requests are in flight, or shortly after."""
         kept = [KEYS[name] for name in CONTROL_KEYS]
         kept += [shard[name] for shard in SHARDS for name in ("shard", "applied", "predictions")]
         keys = [key.decode() async for key in self.redis.scan_iter(count=1000)]
@@ -292,7 +292,7 @@ class Cluster:
 
 
 def sizes(of: object) -> dict[str, int]:
-    """Length of each collection that an object keeps."""
+    """The length of each collection that an object keeps."""
     kept = vars(of).items()
     return {n: len(v) for n, v in kept if isinstance(v, Sized) and not isinstance(v, str)}
 
@@ -300,7 +300,7 @@ def sizes(of: object) -> dict[str, int]:
 async def soak(
     redis: Client, duration_s: float, turnovers: int, metrics_maxlen: int = METRICS_MAXLEN
 ) -> None:
-    """Work for so long after a warm-up in which everything is replaced so many times."""
+    """Run for `duration_s` after a warm-up in which caches are replaced `turnovers` times."""
     await redis.hset(KEYS["meta"], "incarnations", str(OLD))
     cluster = Cluster(redis)
     loop = asyncio.get_running_loop()
@@ -314,7 +314,7 @@ async def soak(
         await cluster.age(turnovers, metrics_maxlen)
         before = await cluster.memory()
         end = loop.time() + duration_s
-        for disturb in cycle((cluster.crash, cluster.lose_lease, cluster.stay_away)):
+        for disturb in cycle((cluster.crash, cluster.lose_lease, cluster.retire_and_return)):
             await disturb()
             if loop.time() >= end:
                 break
@@ -324,13 +324,13 @@ async def soak(
         assert await redis.hlen(KEYS["reservations"]) < 4 * MAX_IN_FLIGHT
         for task in working:
             task.cancel()
-        await eventually(cluster.busy_keys, lambda keys: not keys)
-        await is_bounded(cluster)
+        await eventually(cluster.transient_keys, lambda keys: not keys)
+        await check_bounded(cluster)
         routing.cancel()
 
 
-async def is_bounded(cluster: Cluster) -> None:
-    """With all engines still, what is kept is what they hold, and nothing contradicts itself."""
+async def check_bounded(cluster: Cluster) -> None:
+    """With all engines idle, state is bounded by what they hold, and the index is consistent."""
     engines = [worker.engine for worker in cluster.workers]
     held = set().union(*(engine.device.keys() | engine.host.keys() for engine in engines))
 
@@ -349,17 +349,17 @@ async def is_bounded(cluster: Cluster) -> None:
 
 
 @asynccontextmanager
-async def nothing_but_data(redis: Client) -> AsyncIterator[None]:
-    """Redis keeps what it sees of commands, which takes more than all our data: the arguments of
-    slow ones, of which there are more the busier the machine, and from 7 on a histogram of each
-    one's times, from its first use on."""
-    known: dict[Any, Any] = await redis.config_get("latency-tracking")
-    known |= await redis.config_get("slowlog-max-len")
-    for name in known:
+async def only_data_uses_memory(redis: Client) -> AsyncIterator[None]:
+    """Turn off what Redis records of commands, which takes more memory than all our data: the
+    arguments of slow commands, of which a busy machine has more, and, from Redis 7 on, a histogram
+    of each command's latency from its first use on."""
+    settings_before: dict[Any, Any] = await redis.config_get("latency-tracking")
+    settings_before |= await redis.config_get("slowlog-max-len")
+    for name in settings_before:
         await redis.config_set(name, "no" if name == "latency-tracking" else 0)
     await redis.slowlog_reset()
     yield
-    for name, value in known.items():
+    for name, value in settings_before.items():
         await redis.config_set(name, value)
 
 
@@ -368,21 +368,21 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", GRACE_MS)
 
 
-async def test_a_cluster_at_constant_occupancy_does_not_grow(
+async def test_memory_does_not_grow_at_constant_occupancy(
     one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The stream is full as soon as the rest.
+    # A short stream, which fills as soon as the caches do.
     monkeypatch.setattr(agents, "METRICS_MAXLEN", FEW_METRICS)
     monkeypatch.setattr(agents, "METRICS_INTERVAL_S", 0.02)
-    async with connect(one_redis_server.url) as redis, nothing_but_data(redis):
+    async with connect(one_redis_server.url) as redis, only_data_uses_memory(redis):
         await soak(redis, 3.0, turnovers=2, metrics_maxlen=FEW_METRICS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 900)
-async def test_a_cluster_at_constant_occupancy_does_not_grow_in_half_an_hour(
+async def test_memory_does_not_grow_at_constant_occupancy_over_half_an_hour(
     redis_server: EmbeddedRedis,
 ) -> None:
-    """KVROUTE_SOAK_S: seconds for each kind of server, 1800 unless set."""
-    async with connect(redis_server.url) as redis, nothing_but_data(redis):
+    """Takes KVROUTE_SOAK_S seconds on each kind of server, by default 1800."""
+    async with connect(redis_server.url) as redis, only_data_uses_memory(redis):
         await soak(redis, SOAK_S, turnovers=10)
