@@ -173,10 +173,10 @@ def test_a_new_index_is_synced_before_it_replaces_the_old_one(
 ) -> None:
     index, synced = tmp_path / "index", []
 
-    def noted(file: int) -> None:
+    def record_fsync(file: int) -> None:
         synced.append((os.readlink(f"/proc/self/fd/{file}"), index.exists()))
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     with opened(tmp_path):
         assert synced == [(f"{index}.new", False), (str(tmp_path), True)]
 
@@ -511,13 +511,13 @@ def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]
         [sys.executable, "-c", WRITER, str(folder), str(turn)], stdout=subprocess.PIPE, text=True
     ) as writer:
         assert writer.stdout is not None
-        said = [writer.stdout.readline() for _ in range(random.Random(turn).randrange(1, 24))]
+        lines = [writer.stdout.readline() for _ in range(random.Random(turn).randrange(1, 24))]
         before = index.read_bytes()
         while turn % 2 and index.read_bytes() == before and writer.poll() is None:
             pass
         writer.kill()
-        said += writer.stdout.readlines()
-    for line in said:
+        lines += writer.stdout.readlines()
+    for line in lines:
         event, *words = line.split()
         numbers = list(map(int, words))
         yield event, dict(zip(numbers[::2], numbers[1::2], strict=True))

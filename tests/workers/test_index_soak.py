@@ -118,7 +118,7 @@ class Engine:
         return [*before, *new_blocks(rng, rng.randint(16, 64))][:MAX_CHAIN]
 
     def held(self) -> list[CacheEvent]:
-        """Events that tell a new agent of all blocks."""
+        """Events that announce all held blocks to a new agent."""
         tiers = ((Tier.DEVICE, self.device), (Tier.HOST, self.host))
         return [Stored((b,), parent, tier) for tier, held in tiers for b, parent in held.items()]
 

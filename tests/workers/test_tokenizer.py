@@ -99,7 +99,7 @@ def test_a_character_split_between_prompt_and_output_is_completed() -> None:
 
 @given(st.lists(st.integers(0, 329), max_size=60))
 def test_any_byte_level_tokens_stream_as_if_decoded_at_once(tokens: list[int]) -> None:
-    """Such as those of random weights, which seldom form characters."""
+    """Such as those of random weights, which rarely form characters."""
     of = tokenizer("bytes")
     assert "".join(streamed(of, tokens)) == of.decode(tokens)
 

@@ -173,7 +173,7 @@ def blocks_of(prompt: Sequence[int]) -> list[SequenceHash]:
 
 
 def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy output of the model, with the whole prompt prefilled anew for each token."""
+    """Greedy output of the model, with the whole text prefilled again for each token."""
     pool = MemoryPool(MODEL.kv_shape(BLOCK_SIZE), 32)
     tokens = list(prompt)
     for _ in range(max_tokens):
@@ -417,7 +417,7 @@ async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
 async def test_finished_requests_are_freed_without_the_cycle_collector(
     tmp_path: Path,
 ) -> None:
-    """The cycle collector runs seldom, and prompts are long."""
+    """The cycle collector rarely runs, and prompts are long."""
     async with running(tmp_path) as served:
         gc.collect()
         gc.disable()
