@@ -111,7 +111,7 @@ class SentinelServers(topologies.SentinelServers):
     def __init__(self, kind: str) -> None:
         super().__init__(require_redis(kind))
 
-    async def named(self) -> set[int]:
+    async def named_masters(self) -> set[int]:
         """Ports that the sentinels report for the master: a single one if they agree."""
         ports = set()
         for each in self.sentinels:
