@@ -193,7 +193,12 @@ class BlockManager:
             # The caller will ask again: room must be made from blocks other than those found here.
             for tier, slot in reversed(found):
                 self.tiers[tier].touch(slot)
-            raise NotEnoughBlocks(num_new, self._device.num_free)
+            kept = sum(
+                slot.leaving > 0 or not (slot.references or slot.pinned_until_s)
+                for tier, slot in found
+                if tier is Tier.DEVICE
+            )
+            raise NotEnoughBlocks(num_new, self._device.num_free, kept)
         fresh = self._device.take(num_new)
         fresh.reverse()
         slots = []

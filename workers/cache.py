@@ -99,7 +99,8 @@ class BlockCache:
         """Slots for a request; the first `num_matched` hold leading blocks of `prefix`.
 
         Waits until there is room and blocks are loaded; what cannot be loaded has to be computed.
-        Raises NotEnoughBlocks if requests use too much of the device.
+        Raises NotEnoughBlocks if requests use too much of the device; what the device holds of
+        `prefix` is not evicted then.
         """
         while True:
             table = await self._prepare(prefix, num_blocks)
@@ -150,9 +151,11 @@ class BlockCache:
                     return self.manager.prepare(prefix, num_blocks)
                 except NotEnoughBlocks as error:
                     could_be_free = device.num_free + device.num_idle + device.num_leaving
-                    if could_be_free < error.needed and not self._copies:
-                        raise
-                    if self._needed.get(waiting) != error.needed:
+                    if could_be_free - error.kept < error.needed:
+                        if not self._copies:
+                            raise
+                        self._needed.pop(waiting, None)
+                    elif self._needed.get(waiting) != error.needed:
                         self._needed[waiting] = error.needed
                         self._notice()
                 await self._changed.wait()

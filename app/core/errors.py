@@ -90,12 +90,17 @@ class BlockLost(KvrouteError):
 
 
 class NotEnoughBlocks(KvrouteError):
-    """A request needs more slots of a tier than are free; it was given none."""
+    """A request needs more slots of a tier than are free; it was given none.
 
-    def __init__(self, needed: int, free: int) -> None:
+    kept: how many slots, idle or leaving, hold what the request would share. Evicting them would
+    make it need as many more.
+    """
+
+    def __init__(self, needed: int, free: int, kept: int = 0) -> None:
         super().__init__(f"not enough blocks: {needed} needed, {free} free")
         self.needed = needed
         self.free = free
+        self.kept = kept
 
 
 class RoutingError(KvrouteError):

@@ -448,3 +448,22 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
         assert worker.cache.unconfirmed == 0
         for task in others:
             task.cancel()
+
+
+async def test_a_request_that_has_no_room_yet_keeps_its_prefix_on_the_device(
+    tmp_path: Path,
+) -> None:
+    running_chain, prefix = chain_of(1, 6), chain_of(2, 12)
+    prompt = chain_of(3, 22, prefix)
+    async with running(tmp_path, Listener()) as worker:
+        running_table = await worker.compute(running_chain, 6)
+        await worker.compute_and_release(prefix)
+        await worker.settle()
+        with pytest.raises(NotEnoughBlocks):
+            await worker.cache.admit(prompt, 22)
+        await worker.settle()
+        assert worker.manager.match(prefix) == [DEVICE] * 12
+        worker.cache.release(running_table)
+        table = await worker.compute(prompt, 22)
+        assert table.tiers == [DEVICE] * 12
+        worker.cache.release(table)
