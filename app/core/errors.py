@@ -34,7 +34,10 @@ def cut(text: str) -> str:
 
 def shown(value: object) -> str:
     """`value` as messages show it."""
-    return cut(repr(value))
+    try:
+        return cut(repr(value))
+    except RecursionError:  # JSON parsers take deeper nesting than repr
+        return f"a deeply nested {type(value).__name__}"
 
 
 class KvrouteError(Exception):

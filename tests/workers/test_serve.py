@@ -699,3 +699,17 @@ async def test_health_reports_whether_the_engine_runs() -> None:
     assert dead.status_code == 503
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "stopping"
+
+
+@pytest.mark.parametrize("field", ["prompt", "temperature", "request_id"])
+async def test_a_deeply_nested_value_is_refused_like_any_other(field: str) -> None:
+    nested = b"[" * 1000 + b"]" * 1000
+    async with serving(fast()) as client:
+        response = await client.post(
+            "/v1/completions", content=b'{"prompt": [1], "%b": %b}' % (field.encode(), nested)
+        )
+
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert error["field"] == field
+    assert "a deeply nested list" in error["message"]
