@@ -23,6 +23,12 @@ from workers.engines.steps import Step
 
 FORGET = 0.9995
 """Weight of a step relative to the next one: it halves after 1,400 steps."""
+STALL = 10.0
+STALL_S = 1.0
+"""A step counts as at most STALL times as long as expected, or as STALL_S, whichever is longer: one
+during which the process was paused would outweigh thousands of others."""
+STEPS_TO_EXPECT = 10
+"""Before a fit has had this many steps, any length may be normal."""
 DISCOUNT = 1e-6
 """Weight of the loads from before a tier is retried: they count only until there is another."""
 OUTPUT_WINDOW = 200
@@ -52,7 +58,10 @@ class LeastSquares:
 
     def add(self, features: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
         """Add steps in chronological order; features: (steps, features)."""
-        x = np.insert(features, 0, 1.0, axis=1) / self._scale
+        x = np.insert(features, 0, 1.0, axis=1)
+        if self._gram[0, 0] >= STEPS_TO_EXPECT:
+            seconds = np.minimum(seconds, np.maximum(STALL * (x @ self.weights()), STALL_S))
+        x /= self._scale
         weight = FORGET ** np.arange(len(x) - 1, -1, -1)
         fade = FORGET ** len(x)
         self._gram = fade * self._gram + x.T @ (weight[:, None] * x)

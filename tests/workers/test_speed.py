@@ -148,3 +148,17 @@ def test_the_mean_output_follows_the_requests_that_finish() -> None:
     for _ in range(1000):
         learner.observe(step_of(finished=(500,)), 1.0)
     assert learner.speed().mean_output_tokens == pytest.approx(500, rel=0.01)
+
+
+def test_a_paused_process_does_not_look_slow_but_one_that_slows_down_does() -> None:
+    learner = SpeedLearner(256)
+
+    def after(seconds: float, num_steps: int) -> float:
+        """Seconds of a full step, as learned."""
+        for _ in range(num_steps):
+            learner.observe(step_of(prefill=256), seconds)
+        return 256 * learner.speed().prefill_s_per_token
+
+    assert after(0.01, 2000) == pytest.approx(0.01, rel=0.05)
+    assert after(30.0, 1) == pytest.approx(0.01, rel=0.1)
+    assert after(3.0, 20_000) == pytest.approx(3.0, rel=0.1)
