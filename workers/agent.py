@@ -96,7 +96,7 @@ class Agent:
         self._full = set[int]()
         """Shards that had no memory left for the last blocks to be stored."""
         self._unreachable = set[int]()
-        """Shards whose last answer did not come."""
+        """Shards that wait for an answer that did not come in time."""
         self._wake = asyncio.Event()
         self._notified = 0
         """How often `notify` was called; `_told`: how many of these calls each shard has had."""
@@ -205,7 +205,11 @@ class Agent:
     async def _insist_all(
         self, calls: Sequence[Call[Any]], *, shard: int | None = None, unless_full: bool = False
     ) -> list[Any]:
-        """shard: the one that is asked; unless_full: RedisFull counts as an answer too."""
+        """shard: the one that waits for the answer; None: all do.
+
+        unless_full: RedisFull counts as an answer too.
+        """
+        waiting = range(len(self._told)) if shard is None else (shard,)
         final = RedisFull if unless_full else ()
         async for attempt in stamina.retry_context(
             on=_is_passing, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
@@ -214,12 +218,10 @@ class Agent:
                 replies = await self._runner.run_each(calls)
                 for reply in replies:
                     if isinstance(reply, RedisUnavailable) and not isinstance(reply, final):
-                        if shard is not None:
-                            self._unreachable.add(shard)
-                            self._notice()
+                        self._unreachable.update(waiting)
+                        self._notice()
                         raise reply
-                if shard is not None:
-                    self._unreachable.discard(shard)
+                self._unreachable.difference_update(waiting)
                 return replies
         raise AssertionError("stamina retries without end")
 

@@ -733,3 +733,27 @@ async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(
         runner.gate.set()
         await settled
         assert await observer.overlaps() == {2: TierOverlap(device=5)}
+
+
+async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    async with connect(own_redis_server.url) as redis:
+        observer = Observer(redis)
+        runner = GatedRunner(redis, "register")
+        runner.gate.set()
+        async with running(new_agent(redis, ttl_s=60.0, runner=runner)) as agent:
+            agent.notify([Stored(tuple(CHAIN), None)])
+            assert await agent.settled()
+            runner.gate.clear()
+            runner.reached.clear()
+            await redis.flushall()
+            agent.notify([Removed((CHAIN[7],))])
+            await runner.reached.wait()
+            own_redis_server.kill()
+            runner.gate.set()
+            async with asyncio.timeout(10):
+                assert not await agent.settled()
+            own_redis_server.start()
+            await eventually(agent.settled, lambda confirmed: confirmed)
+            assert await observer.overlaps() == {1: TierOverlap(device=7)}
