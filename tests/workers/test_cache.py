@@ -455,7 +455,7 @@ async def test_a_request_that_has_no_room_yet_keeps_its_prefix_on_the_device(
 ) -> None:
     running_chain, prefix = chain_of(1, 6), chain_of(2, 12)
     prompt = chain_of(3, 22, prefix)
-    async with running(tmp_path, Listener()) as worker:
+    async with running(tmp_path, FakePublisher()) as worker:
         running_table = await worker.compute(running_chain, 6)
         await worker.compute_and_release(prefix)
         await worker.settle()
