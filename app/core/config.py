@@ -129,6 +129,14 @@ class Command(click.Command):
         raise click.ClickException(str(error))
 
 
+class _Option(click.Option):
+    """Ignores what Kubernetes puts into KVROUTE_PORT of every pod near a Service named kvroute."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        value = super().resolve_envvar_value(ctx)
+        return None if value and self.type is PORT and value.startswith("tcp://") else value
+
+
 def setting(default: Any, help_text: str, kind: Any = None, env: str | None = None) -> Any:
     """A dataclass field that `options` can show. env: its variable, if not KVROUTE_<NAME>."""
     return field(default=default, metadata={"help": help_text, "kind": kind, "env": env})
@@ -149,6 +157,7 @@ def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
                 command = click.option(
                     _spelt(f),
                     f.name,
+                    cls=_Option,
                     default=None if f.default is MISSING else f.default,
                     type=f.metadata["kind"],
                     envvar=variable(f),

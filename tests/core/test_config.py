@@ -54,6 +54,14 @@ def test_a_flag_beats_a_variable_beats_the_default() -> None:
     assert run(RouterSettings, "--redis-timeout-ms=7", env=env)[0].redis_timeout_ms == 7
 
 
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_the_address_kubernetes_gives_of_a_service_named_kvroute_is_not_a_port(
+    cls: type[Any],
+) -> None:
+    settings, result = run(cls, env={"KVROUTE_PORT": "tcp://10.96.0.1:8080"})
+    assert settings == cls(), result.output
+
+
 @pytest.mark.parametrize(
     "settings",
     [
