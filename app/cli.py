@@ -151,13 +151,12 @@ def worker(**values: Any) -> None:
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""
     from app.cluster import Cluster
+    from app.core.embedded import INTERRUPTS, heed_interrupts
 
     _log_at(values["log_level"])
     if values["redis_url"]:
         asyncio.run(_reach(values["redis_url"]))
-    # SIGINT too: a shell that starts this in the background has it ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    heed_interrupts()
     with (
         suppress(KeyboardInterrupt),
         Cluster(
@@ -176,8 +175,8 @@ def up(**values: Any) -> None:
             _until_stopped(cluster)
         finally:
             # Stopping takes a moment; impatience must not leave processes behind.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in INTERRUPTS:
+                signal.signal(number, signal.SIG_IGN)
     click.echo("stopped")
 
 

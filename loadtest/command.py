@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import click
 import orjson
 
 from app.core import config
+from app.core.embedded import heed_interrupts
 
 
 class Command(config.Command):
-    """Ends on SIGTERM as on Ctrl-C, with no process or file left behind."""
+    """Ends on SIGTERM and SIGHUP as on Ctrl-C, with no process or file left behind."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        heed_interrupts()
         return super().invoke(ctx)
 
 

@@ -375,7 +375,7 @@ def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-def test_up_that_is_interrupted_while_it_starts_leaves_no_processes() -> None:
+def test_up_whose_terminal_is_closed_while_it_starts_leaves_no_processes() -> None:
     require_redis(newest_kind())
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", *UP, "--no-haproxy", "--port=0"],
@@ -389,7 +389,7 @@ def test_up_that_is_interrupted_while_it_starts_leaves_no_processes() -> None:
         while len(children) < 2:
             assert process.poll() is None
             children = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
         output, _ = process.communicate(timeout=20)
     finally:
         process.kill()

@@ -26,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 22_000)
 """Below those for outgoing connections, as are the ports 10,000 above, which Redis Cluster takes as
 well."""
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a process and what it started: Ctrl-C, a supervisor, a closed terminal."""
 _next_port = cycle(random.sample(PORTS, len(PORTS)))
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
@@ -72,9 +74,18 @@ def free_port() -> int:
     raise OSError(f"every port from {PORTS[0]} to {PORTS[-1]} on {LOOPBACK} is in use")
 
 
+def heed_interrupts() -> None:
+    """Have each of INTERRUPTS raise KeyboardInterrupt in the main thread."""
+    for number in INTERRUPTS:
+        # nohup has SIGHUP ignored on purpose. A shell ignores SIGINT for what it starts in the
+        # background, but whoever sends that one means it.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Holds back SIGINT and SIGTERM until it is left.
+    """Holds back INTERRUPTS until it is left.
 
     An exception while a process is being started would leave one that nobody knows about.
     """
@@ -86,7 +97,7 @@ def interrupts_held() -> Iterator[None]:
     def note(number: int, _: FrameType | None) -> None:
         came.append(number)
 
-    handlers = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {n: signal.signal(n, note) for n in INTERRUPTS}
     try:
         yield
     finally:
