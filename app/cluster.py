@@ -185,11 +185,17 @@ class Cluster:
     def _spawn(
         self, name: str, url: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
     ) -> Member:
-        command = [sys.executable, "-m", "app.cli", *arguments]
+        # With -m alone, a folder `app` in the user's working directory would hide ours.
+        command = [sys.executable, "-P", "-m", "app.cli", *arguments]
+        environment = {
+            **os.environ,
+            "REDIS_URL": self.redis_url,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "REDIS_URL": self.redis_url},
+            env=environment,
             pass_fds=pass_fds,
             # Ctrl-C in a terminal reaches only the owner, which stops these in their order.
             process_group=0,

@@ -337,13 +337,18 @@ def descendants(pid: int) -> set[int]:
     ("number", "balancer"), [(signal.SIGINT, "--no-haproxy"), (signal.SIGTERM, "--haproxy")]
 )
 def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
-    number: signal.Signals, balancer: str
+    number: signal.Signals, balancer: str, tmp_path: Path
 ) -> None:
     require_redis(newest_kind())
     if balancer == "--haproxy":
         require_binary("haproxy")
+    # Somebody else's package, which must not be taken for ours.
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").touch()
     process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", *UP, balancer, "--port=0"],
+        [sys.executable, "-P", "-m", "app.cli", *UP, balancer, "--port=0"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
