@@ -201,17 +201,20 @@ def _inherited(number: int) -> socket.socket:
 
 
 def _listening(cluster: Any) -> str:
+    from app.core.redis import shown_url
+
+    redis_url = shown_url(cluster.redis_url)
     balancer = "haproxy" if cluster.balancer else "a socket shared by the replicas"
     lines = [
         f"balancer   {cluster.balancer_url}   ({balancer})",
         *(f"{m.name:<10} {m.url}" for m in [*cluster.routers, *cluster.workers]),
-        f"redis      {cluster.redis_url}",
+        f"redis      {redis_url}",
         "",
         "Try:",
         f"  curl -s {cluster.balancer_url}/v1/workers",
         f"  curl -s {cluster.balancer_url}/v1/route -H 'content-type: application/json' "
         """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",
-        f"  redis-cli -u {cluster.redis_url} HGETALL '{cluster.keyspace['load']}'",
+        f"  redis-cli -u {redis_url} HGETALL '{cluster.keyspace['load']}'",
         "",
         "Press Ctrl-C to stop.",
     ]

@@ -17,8 +17,9 @@ import pytest
 from click.testing import CliRunner
 from redis import Redis
 
-from app.cli import main
-from app.core.config import Command
+from app.cli import _listening, main
+from app.cluster import Cluster
+from app.core.config import Command, RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.keys import Keyspace
 from tests.e2e.conftest import listens
@@ -311,6 +312,18 @@ def test_a_cluster_is_not_started_on_an_unreachable_redis() -> None:
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
     assert line.startswith("Error: ConnectionError: ")
+
+
+def test_up_does_not_print_the_redis_password() -> None:
+    cluster = Cluster(
+        num_workers=1,
+        num_replicas=1,
+        redis_url="redis://user:sesame@elsewhere:6379/2",
+        router=RouterSettings(),
+        worker=WorkerSettings(),
+    )
+    assert "redis      redis://elsewhere:6379/2\n" in _listening(cluster)
+    assert "sesame" not in _listening(cluster)
 
 
 def descendants(pid: int) -> set[int]:

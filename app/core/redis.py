@@ -85,7 +85,7 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
         pool: Any = client.connection_pool
         pool.make_connection()  # refuses unknown options
     except (TypeError, ValueError, RedisError) as error:
-        raise ConfigError(f"REDIS_URL {_shown(url)!r}: {error}") from None
+        raise ConfigError(f"REDIS_URL {shown_url(url)!r}: {error}") from None
     return client
 
 
@@ -120,7 +120,7 @@ def _parse(url: str) -> _Target:
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in SCHEMES:
         known = ", ".join(f"{s}://" for s in SCHEMES)
-        raise ConfigError(f"REDIS_URL {_shown(url)!r}: must begin with one of {known}")
+        raise ConfigError(f"REDIS_URL {shown_url(url)!r}: must begin with one of {known}")
     transport, _, topology = scheme.partition("+")
     rest, _, query = rest.partition("?")
     login, _, rest = rest.rpartition("@")
@@ -128,7 +128,7 @@ def _parse(url: str) -> _Target:
     try:
         options = dict(parse_url(f"{transport}://localhost?{query}"))
     except ValueError as error:
-        raise ConfigError(f"REDIS_URL {_shown(url)!r}: {error}") from None
+        raise ConfigError(f"REDIS_URL {shown_url(url)!r}: {error}") from None
     options.pop("host", None)
     options |= {"username": unquote(username)} if username else {}
     options |= {"password": unquote(password)} if password else {}
@@ -138,7 +138,7 @@ def _parse(url: str) -> _Target:
     addresses = [_address(url, host, topology) for host in (hosts or "localhost").split(",")]
     if not topology:
         if len(addresses) > 1:
-            raise ConfigError(f"REDIS_URL {_shown(url)!r}: {scheme}:// takes one host")
+            raise ConfigError(f"REDIS_URL {shown_url(url)!r}: {scheme}:// takes one host")
         options |= {"host": addresses[0][0], "port": addresses[0][1]}
     return _Target(topology, addresses, path.rstrip("/"), options)
 
@@ -161,7 +161,7 @@ def _db(text: str) -> dict[str, int]:
     return {"db": int(text)} if text else {}
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """`url` without user, password and options."""
     scheme, separator, rest = url.partition("://")
     if not separator:
