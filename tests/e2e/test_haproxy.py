@@ -139,14 +139,22 @@ def test_the_config_is_valid_with_and_without_dns(routers: str | None) -> None:
     assert "WARNING" not in checked.stderr
 
 
-async def test_the_answer_without_a_replica_is_503_in_the_shape_of_router_errors(
-    balancer: Balancer,
+async def test_the_answer_without_a_replica_is_logged_and_in_the_shape_of_router_errors(
+    balancer: Balancer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client = await balancer()
     answer = await client.get("/v1/workers")
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "no_router"
+    log = ""
+
+    async def logged() -> str:
+        nonlocal log
+        log += capfd.readouterr().out
+        return log
+
+    await eventually(logged, lambda text: "503" in text and '"GET /v1/workers HTTP/1.1"' in text)
 
 
 @pytest.mark.parametrize("body_bytes", [0, 100_000])
