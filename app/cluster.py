@@ -171,10 +171,13 @@ class Cluster:
         config = Path(folder) / "haproxy.cfg"
         config.write_text((files("deploy") / "haproxy.cfg").read_text() + servers)
         host, port = self._front
+        # HAProxy knows no timeout of more than 24 days.
+        patience_s = min(round(self._router.wait_timeout_s), 86_400) + 20
         environment = {
             **os.environ,
             "KVROUTE_BALANCER_HOST": host,
             "KVROUTE_BALANCER_PORT": str(port),
+            "KVROUTE_BALANCER_TIMEOUT": f"{patience_s}s",
         }
         command = [str(binary), "-db", "-f", str(config)]
         process = subprocess.Popen(

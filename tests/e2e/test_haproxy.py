@@ -180,6 +180,19 @@ async def test_requests_held_by_a_killed_replica_are_answered_by_another(
     ] * 6
 
 
+async def test_requests_held_by_a_frozen_replica_are_answered_by_another(
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVROUTE_BALANCER_TIMEOUT", "200ms")
+    frozen, other = Replica(), Replica()
+    client = await balancer(frozen, other)
+    other.go.set()
+    async with asyncio.timeout(10):
+        answers = [await client.post("/hold", content=b"prompt") for _ in range(2)]
+    assert [(a.status_code, a.text) for a in answers] == [(200, str(other.port))] * 2
+    assert frozen.held > 0
+
+
 async def test_a_replica_that_comes_back_is_used_again(balancer: Balancer) -> None:
     replica = Replica()
     client = await balancer(replica)
