@@ -18,6 +18,9 @@ from app.core.errors import ConfigError, KvrouteError
 T = TypeVar("T")
 
 GC_THRESHOLD = 20_000
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle. Balancers and clients should be the first to close it (most do
+after 60 s or less), as a request that meets its closing is lost."""
 SHUTDOWN_S = 2
 """How long open responses may go on after the signal to stop."""
 ENDING_S = 1
@@ -106,6 +109,7 @@ async def serve(
             # Nothing here asks who the client is.
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S + ENDING_S,
         ),
         on_stop,
