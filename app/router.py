@@ -63,6 +63,10 @@ class Router:
     ) -> None:
         self.fleet = fleet
         self.telemetry = telemetry
+        # rate() does not see the first failures in a series that begins with them.
+        telemetry.decisions_of(settings.policy, RoutingError.outcome)
+        for error in RoutingError.__subclasses__():
+            telemetry.decisions_of(settings.policy, error.outcome)
         self._runner = runner
         self._keyspace = keyspace
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -87,6 +88,9 @@ async def test_a_router_without_workers_has_metrics_too(client: httpx.AsyncClien
     scraped = await scrape(client)
     assert scraped("degraded_decisions_total") == 0.0
     assert scraped.families["kvroute_worker_requests"].samples == []
+    text = (await client.get("/metrics")).text
+    outcomes = set(re.findall(r'decisions_total{outcome="(\w+)",policy="latency"} 0.0', text))
+    assert outcomes == {"no_workers", "too_large", "all_busy", "overloaded", "gone", "failed"}
 
 
 async def test_decisions_are_counted_by_policy_and_outcome(
@@ -127,7 +131,8 @@ async def test_a_refused_body_does_not_count_as_a_decision(
     assert (await route(client, policy="fastest")).status_code == 422
     scraped = await scrape(client)
     assert scraped("decision_seconds_count") == 0
-    assert scraped.families["kvroute_decisions"].samples == []
+    decisions = scraped.families["kvroute_decisions"].samples
+    assert [s for s in decisions if s.name == "kvroute_decisions_total" and s.value] == []
 
 
 async def test_hits_are_counted_only_for_requests_that_reserve(
