@@ -209,7 +209,7 @@ class Cluster:
         """Ask all processes to stop, wait, and kill those that do not."""
         for member in self.members:
             member.process.terminate()
-        deadline = time.monotonic() + STOP_DEADLINE_S
+        deadline = time.monotonic() + self._worker.drain_s + STOP_DEADLINE_S
         for member in self.members:
             try:
                 member.process.wait(max(0.0, deadline - time.monotonic()))

@@ -70,7 +70,13 @@ async def serve(settings: WorkerSettings) -> None:
                 await agent.stop()
 
             app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
-            await serve_http(app, listening, on_stop=leave, on_late=running.cancel)
+            await serve_http(
+                app,
+                listening,
+                on_stop=leave,
+                on_late=running.cancel,
+                drain_s=settings.drain_s,
+            )
             # Cancelled a second time, the engine would not wait for the step it is in.
             if not running.cancelling():
                 running.cancel()

@@ -398,6 +398,11 @@ class WorkerSettings(CommonSettings):
     lease_ttl_s: float = setting(
         3.0, "How long the worker is routed to after its last sign of life.", POSITIVE_SECONDS
     )
+    drain_s: float = setting(
+        2.0,
+        "How long a worker that is told to stop may take to finish the answers under way.",
+        SECONDS,
+    )
     index_blocks: int | None = setting(
         None,
         "Unique blocks the namespace is laid out for, set by the first worker to register; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,8 +22,8 @@ GC_THRESHOLD = 20_000
 KEEP_ALIVE_S = 75
 """How long a connection may be idle. Balancers and clients should be the first to close it (most do
 after 60 s or less), as a request that meets its closing is lost."""
-SHUTDOWN_S = 2
-"""How long open responses may go on after the signal to stop."""
+DRAIN_S = 2.0
+"""How long open responses may go on after the signal to stop, unless told otherwise."""
 ENDING_S = 1
 """How much longer, once they are told to end."""
 
@@ -48,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Stops when the application's lifespan fails; uvicorn alone would serve on without it.
 
-    on_stop: awaited before open responses are waited for. on_late: called after SHUTDOWN_S of
+    on_stop: awaited before open responses are waited for. on_late: called after `drain_s` of
     waiting for them.
     """
 
@@ -57,8 +58,10 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         on_stop: Callable[[], Awaitable[None]],
         on_late: Callable[[], object],
+        drain_s: float,
     ) -> None:
         super().__init__(config)
+        self._drain_s = drain_s
         self._on_stop = on_stop
         self._on_late = on_late
 
@@ -71,7 +74,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._on_stop()
-        late = asyncio.get_running_loop().call_later(SHUTDOWN_S, self._on_late)
+        late = asyncio.get_running_loop().call_later(self._drain_s, self._on_late)
         try:
             await super().shutdown(sockets)
         finally:
@@ -87,11 +90,12 @@ async def serve(
     *sockets: socket.socket,
     on_stop: Callable[[], Awaitable[None]] = _nothing,
     on_late: Callable[[], object] = lambda: None,
+    drain_s: float = DRAIN_S,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation; return when the open responses have ended.
 
     on_stop: awaited first, while requests are still accepted, to leave the rotation.
-    on_late: called if responses are still open after SHUTDOWN_S, so that they end by themselves;
+    on_late: called if responses are still open after `drain_s`, so that they end by themselves;
     ENDING_S later they are cut off.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
@@ -110,10 +114,11 @@ async def serve(
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_S + ENDING_S,
+            timeout_graceful_shutdown=math.ceil(drain_s) + ENDING_S,
         ),
         on_stop,
         on_late,
+        drain_s,
     )
     # uvicorn raises the signal again when it is done, which would end the process before its
     # owner has cleaned up; these handlers absorb it.

@@ -10,7 +10,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from app.core import serving
 from app.core.errors import KvrouteError
 from app.core.serving import listen, serve
 
@@ -58,9 +57,8 @@ async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
 
 
 async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(serving, "SHUTDOWN_S", 0.1)
     late = asyncio.Event()
     app = FastAPI()
 
@@ -73,7 +71,7 @@ async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(
     with listen("127.0.0.1", 0) as socket:
         url = f"http://127.0.0.1:{socket.getsockname()[1]}"
         async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
-            tasks.create_task(serve(app, socket, on_late=late.set))
+            tasks.create_task(serve(app, socket, on_late=late.set, drain_s=0.1))
             async with httpx.AsyncClient() as client:
                 response = await client.get(f"{url}/stop")
     assert (response.status_code, response.json()) == (200, "told to end")

@@ -26,7 +26,12 @@ BLOCK_SIZE = 16
 
 
 def small_cluster(
-    *, num_workers: int, num_replicas: int, haproxy: bool | None = None, speedup: float = 20.0
+    *,
+    num_workers: int,
+    num_replicas: int,
+    haproxy: bool | None = None,
+    speedup: float = 20.0,
+    drain_s: float = 2.0,
 ) -> Cluster:
     """A cluster, not started yet; the test is skipped if there is no Redis."""
     require_redis(newest_kind())
@@ -37,6 +42,7 @@ def small_cluster(
         router=RouterSettings(reservation_ttl_s=RESERVATION_TTL_S, log_level="error"),
         worker=WorkerSettings(
             speedup=speedup,
+            drain_s=drain_s,
             block_size=BLOCK_SIZE,
             lease_ttl_s=LEASE_TTL_S,
             # 1,024 blocks per worker make an index of about 340 buckets, swept in a moment.

@@ -151,13 +151,16 @@ async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
 async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
     open_probe: OpenProbe, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with small_cluster(num_workers=1, num_replicas=1, haproxy=False, speedup=1.0) as cluster:
+    with small_cluster(
+        num_workers=1, num_replicas=1, haproxy=False, speedup=1.0, drain_s=0.2
+    ) as cluster:
         probe, worker = open_probe(cluster), cluster.workers[0]
 
         async def ask(request_id: str, stream: str) -> httpx.Response:
             return await probe.http.post(
                 f"{worker.url}/v1/completions",
-                params={"max_tokens": "5000", "request_id": request_id, "stream": stream},
+                # They take about a second.
+                params={"max_tokens": "50", "request_id": request_id, "stream": stream},
                 content=prompt(0, PROMPT_TOKENS),
                 headers={"content-type": "application/octet-stream"},
             )
