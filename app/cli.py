@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import signal
 import socket
 import time
@@ -24,6 +25,15 @@ REDIS_TIMEOUT_S = 5.0
 
 def _log_at(level: str) -> None:
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
+
+
+def _end_on_sigterm() -> None:
+    """End at once if told to stop before the server takes SIGTERM over.
+
+    As process 1 of a container, one without a handler would start all the same, and serve until it
+    is killed.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 class _LazyGroup(click.Group):
@@ -73,6 +83,7 @@ def main() -> None:
 @config.options(RouterSettings)
 def router(**values: Any) -> None:
     """Run one router replica. Any number of replicas can share a Redis behind a load balancer."""
+    _end_on_sigterm()
     from app.api.main import serve_router
     from app.core.serving import listen, run
 
@@ -90,6 +101,7 @@ def router(**values: Any) -> None:
 @config.options(WorkerSettings)
 def worker(**values: Any) -> None:
     """Run one worker: an engine and the agent that publishes its cache and load."""
+    _end_on_sigterm()
     settings = WorkerSettings(**values)
     _log_at(settings.log_level)
     from app.core.serving import run

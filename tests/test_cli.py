@@ -431,6 +431,24 @@ def test_a_redis_that_would_evict_keys_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("command", ["router", "worker"])
+def test_a_service_that_is_stopped_while_it_starts_ends_with_status_0(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent_redis:
+        silent_redis.settimeout(30)
+        port = silent_redis.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", command, "--port=0"],
+            env={**os.environ, "REDIS_URL": f"redis://127.0.0.1:{port}"},
+        )
+        try:
+            with silent_redis.accept()[0]:
+                process.terminate()
+                assert process.wait(10) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("command", ["router", "worker"])
 def test_a_start_without_redis_is_logged_with_the_reason(
     command: str, own_redis_server: EmbeddedRedis
 ) -> None:
