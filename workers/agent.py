@@ -19,7 +19,7 @@ import stamina
 import stamina.instrumentation
 
 from app.core import index, leases, metrics
-from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
+from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable, WorkerReplaced
 from app.core.events import CacheEvent
 from app.core.index import Change
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
@@ -161,7 +161,8 @@ class Agent:
     async def _register(self, held: Incarnation | None = None) -> leases.Registration:
         """A new incarnation, which may publish in every shard and has published nothing.
 
-        held: this process's previous incarnation.
+        held: this process's previous incarnation. Raises WorkerReplaced if another process has the
+        key, and still renews its lease.
         """
         call = leases.register(
             self._keyspace,
@@ -171,8 +172,18 @@ class Agent:
             shards=self._shards,
             held=held,
         )
+        waited = False
         while True:
-            registration = await self._insist(call)
+            try:
+                registration = await self._insist(call)
+            except WorkerReplaced:
+                if waited:
+                    raise
+                # A Redis that lost data may show the process before this one, which has ended: then
+                # nobody renews its lease.
+                waited = True
+                await asyncio.sleep(self._ttl_ms / 1000)
+                continue
             shards = registration.shards
             bits = index.bucket_bits_for(self._index_blocks // shards)
             opened = await self._insist_all(

@@ -483,6 +483,23 @@ async def test_a_replaced_agent_stops_running(redis: Redis) -> None:
     assert ended.group_contains(WorkerReplaced, match="w0:0")
 
 
+async def test_a_process_is_not_replaced_by_an_ended_one_that_redis_brings_back(
+    redis: Redis, observer: Observer
+) -> None:
+    await new_agent(redis, ttl_s=0.6).start()
+    before = {key: await redis.dump(key) for key in await redis.keys()}
+    async with running(new_agent(redis, ttl_s=0.6)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        async with redis.pipeline(transaction=True) as failover:
+            failover.flushall()
+            for key, value in before.items():
+                failover.restore(key, 0, value or b"")
+            await failover.execute()
+        assert await observer.live() == {1: "w0:0"}
+        await eventually(observer.live, lambda live: live == {agent.incarnation: "w0:0"})
+        await eventually(observer.overlaps, lambda o: list(o.values()) == [TierOverlap(device=8)])
+
+
 async def test_metrics_are_published_every_100_ms_with_all_fields(
     redis: Redis, observer: Observer
 ) -> None:
