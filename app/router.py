@@ -115,6 +115,11 @@ class Router:
         except RoutingError as error:
             outcome = error.outcome
             raise
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                # Decided, but the caller has gone before it could take the answer.
+                self.abandon(answer.result())
+            raise
         finally:
             self.telemetry.decisions_of(request.policy, outcome).inc()
             ended = time.perf_counter() if pending.waiter is None else pending.waiter.since_s

@@ -395,6 +395,19 @@ class TestOneReplica:
             assert replica.counted("decisions", policy=policy, outcome="routed") == 1
             assert replica.counted("decisions", policy=policy, outcome="failed") == 1
 
+    async def test_the_reservation_of_a_caller_that_goes_as_it_is_answered_is_released(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        gone = asyncio.ensure_future(router.route(request("gone")))
+        # This sees the reservation before the caller, which is woken a step later.
+        while not router.counted("reservations", event="made"):  # noqa: ASYNC110 - at once
+            await asyncio.sleep(0)
+        assert not gone.done()
+        gone.cancel()
+        await eventually(workers.reserved, lambda found: found == {})
+        assert gone.cancelled()
+
     async def test_reservations_of_callers_that_have_gone_are_released_before_a_replica_stops(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
