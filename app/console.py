@@ -13,7 +13,7 @@ import orjson
 from app.core import config
 from app.core.config import CommonSettings
 from app.core.keys import Keyspace
-from app.core.redis import connect
+from app.core.redis import connect, deadline
 
 T = TypeVar("T")
 TIMEOUT_S = 5.0
@@ -28,6 +28,8 @@ def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
     def run(redis_url: str, namespace: str, **values: Any) -> T:
         async def connected() -> T:
             async with connect(redis_url, timeout_s=TIMEOUT_S) as redis:
+                async with deadline(TIMEOUT_S):
+                    await redis.masters()  # a Cluster's client then knows where each key is
                 return await command(redis, Keyspace(namespace), **values)
 
         return asyncio.run(connected())

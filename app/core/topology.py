@@ -331,6 +331,8 @@ class ClusterClient(Client):
             raise
         if isinstance(reply, Exception):
             raise reply
+        # redis-py names the keys for its client-side cache; no parser takes them.
+        options.pop("keys", None)
         parse = self.response_callbacks.get(args[0])
         return parse(reply, **options) if parse else reply
 

@@ -10,21 +10,24 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from app import cluster as kvroute
+from app.cli import main
 from app.core import matching
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import ConfigError, RedisUnavailable
+from app.core.index import open_shard
 from app.core.keys import Keyspace
-from app.core.leases import Registration
+from app.core.leases import Registration, activate
 from app.core.redis import check_server, connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
-from app.core.types import SequenceHash
+from app.core.types import SequenceHash, WorkerKey
 from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
@@ -138,7 +141,25 @@ async def test_plain_commands_of_agents_and_routers_reach_the_right_node(
         ]
         await redis.hset(keyspace["workers"], mapping={"1": "x", "2": "y"})
         assert await redis.hmget(keyspace["workers"], ["2", "3"]) == [b"y", None]
+        assert await redis.hgetall(keyspace["workers"]) == {b"1": b"x", b"2": b"y"}
     assert (await redis.info("server"))["redis_mode"] == "cluster"
+
+
+def test_operators_can_look_inside_a_redis_cluster(servers: ClusterServers) -> None:
+    keyspace = keyspaces(servers)[-1]  # on a master that the URL does not name
+
+    async def work() -> None:
+        async with connect(servers.url) as client:
+            runner = ScriptRunner(client, TIMEOUT_S)
+            inc = (await runner.one(register(keyspace))).incarnation
+            assert await runner.one(open_shard(keyspace.of_shard(0), inc, "nonce", 4))
+            assert await runner.one(activate(keyspace, WorkerKey("a"), inc, "nonce"))
+
+    asyncio.run(work())
+    where = ["--redis-url", servers.url, "--namespace", keyspace.namespace]
+    for command in ("inspect verify", "inspect worker a", "inspect waiting", "dump"):
+        result = CliRunner().invoke(main, [*command.split(), *where])
+        assert result.exit_code == 0, (command, result.output, result.exception)
 
 
 async def test_calls_that_find_all_connections_in_use_wait_for_one(
