@@ -8,7 +8,6 @@ router and worker is hours off, each by a different amount: only the Redis clock
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
@@ -84,10 +83,10 @@ time.time_ns = lambda: _time_ns() + int(_ahead_s * 1e9)
 
 @pytest.fixture
 def shifted_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives every Python process started from now on its own wrong wall clock."""
+    """Gives each process of a cluster started from now on its own wrong wall clock."""
     (tmp_path / "sitecustomize.py").write_text(SHIFTED_CLOCK)
-    inherited = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), inherited))))
+    # These processes get our import path.
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 class Traffic:
