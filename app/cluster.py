@@ -232,7 +232,8 @@ def _wait_for(member: Member, url: str, deadline: float) -> None:
         if status is not None:
             raise ClusterError(f"{member.name} exited with status {status}")
         try:
-            with urllib.request.urlopen(url, timeout=1.0):  # noqa: S310 - our own http URLs
+            with urllib.request.urlopen(url, timeout=1.0) as answer:  # noqa: S310 - our own http URLs
+                answer.read()  # else HAProxy logs that the client has gone
                 return
         except urllib.error.HTTPError as error:
             last = error.read().decode(errors="replace")

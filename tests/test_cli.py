@@ -375,6 +375,7 @@ def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
             if line == "Press Ctrl-C to stop.\n":
                 break
         text = "".join(lines)
+        assert lines[0].startswith("balancer "), text
         urls = dict(re.findall(r"^(balancer|router r0|worker w0|redis) +(\S+)", text, re.MULTILINE))
         assert set(urls) == {"balancer", "router r0", "worker w0", "redis"}, text
         assert [name for name, url in urls.items() if not listens(url)] == []
