@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 BATCH_BLOCKS = 256
 """Changes per script run: under a millisecond of Redis's time."""
 BATCHES_IN_FLIGHT = 8
+DRAIN_BLOCKS = 8192
+"""Changes put in order at once: tens of milliseconds, where a million would outlast the lease."""
 METRICS_TIMEOUT_S = 1.0
 FULL_PAUSE_S = 0.25
 """Between two attempts to store blocks in a Redis that is full. Removals wait as long."""
@@ -108,7 +110,7 @@ class Agent:
         """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
         self._ownership.apply(events)
         self._notified += 1
-        if self._ownership.num_pending:
+        if self._ownership.any_pending:
             self._wake.set()
 
     async def settled(self) -> bool:
@@ -382,18 +384,33 @@ class Agent:
         log.info("%s resynced as incarnation %d", self.info.key, new)
 
     async def _send(self, shard: int, incarnation: Incarnation) -> bool:
-        """Apply what has changed in numbered batches, a few per round trip.
+        """Apply what has changed. False: a batch was refused, and the rest not sent.
+
+        Blocks that Redis has no memory for are left for later.
+        """
+        reply: bool | RedisFull = True
+        is_more = True
+        while is_more and reply is True:
+            changes = self._ownership.drain(shard, DRAIN_BLOCKS)
+            is_more = len(changes) >= DRAIN_BLOCKS
+            reply = await self._apply(shard, incarnation, changes)
+        if reply is False:
+            return False
+        self._note_full(shard, isinstance(reply, RedisFull))
+        return True
+
+    async def _apply(
+        self, shard: int, incarnation: Incarnation, changes: Sequence[Change]
+    ) -> bool | RedisFull:
+        """Apply a drain's changes in numbered batches, a few per round trip.
 
         A round trip that failed half-way is sent again as a whole: batches already applied are
-        recognised by their numbers. Blocks that Redis has no memory for are left for later.
-        False: a batch was refused, and the rest not sent.
+        recognised by their numbers. Returns the first reply that is not True, if there is one.
         """
         keyspace = self._keyspace.of_shard(shard)
-        changes = self._ownership.drain(shard)
         essential = list(takewhile(lambda c: not self._ownership.adds(shard, c), changes))
         batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
         batches += [(False, batch) for batch in _batched(changes[len(essential) :], BATCH_BLOCKS)]
-        is_full = False
         for at in range(0, len(batches), BATCHES_IN_FLIGHT):
             calls = [
                 index.apply(keyspace, incarnation, self._nonce, seq, batch, essential=essential)
@@ -406,13 +423,11 @@ class Agent:
             self._seqs[shard] += applied
             if applied == len(calls):
                 continue
-            if not isinstance(replies[applied], RedisFull):
-                return False
-            is_full = True
-            for _, batch in batches[at + applied :]:
-                self._ownership.untell(shard, batch)
-            break
-        self._note_full(shard, is_full)
+            reply: bool | RedisFull = replies[applied]
+            if reply is not False:
+                for _, batch in batches[at + applied :]:
+                    self._ownership.untell(shard, batch)
+            return reply
         return True
 
     def _note_full(self, shard: int, is_full: bool) -> None:

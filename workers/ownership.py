@@ -7,12 +7,16 @@ agent has the whole picture in memory at no cost.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.index import GROUP_BLOCKS, Change, Claims, shard_of
 from app.core.types import SequenceHash, Tier
+
+PIECE_BITS = 4
+"""Of a leader: how finely blocks of one depth are cut into pieces."""
 
 
 class _Node:
@@ -88,6 +92,14 @@ class _Told(NamedTuple):
     leader: SequenceHash
 
 
+_Pieces = dict[int, set[SequenceHash]]
+"""A shard's pending blocks, cut so that pieces may be sent one after the other, lowest key first.
+
+Removals and moves to a slower tier have keys below 0, the deepest piece the lowest; stores and
+moves to a faster tier follow, from the root outward.
+"""
+
+
 class Ownership:
     """Turns cache events into the coalesced changes that each shard of the index must be sent.
 
@@ -99,7 +111,7 @@ class Ownership:
         self._nodes: dict[SequenceHash, _Node] = {}
         self._gone: dict[SequenceHash, _Told] = {}
         """Blocks that Redis has been told of and that no longer have a node."""
-        self._pending: list[set[SequenceHash]] = [set()]
+        self._pending: list[_Pieces] = [{}]
         """By shard."""
         self._before: list[dict[SequenceHash, Tier | None]] = [{}]
         """For blocks that a shard's last drain stored or made faster: what it knew before."""
@@ -108,7 +120,12 @@ class Ownership:
     @property
     def num_pending(self) -> int:
         """How many blocks have a published state that Redis has not been told."""
-        return sum(map(len, self._pending))
+        return sum(len(blocks) for pieces in self._pending for blocks in pieces.values())
+
+    @property
+    def any_pending(self) -> bool:
+        """Is there anything to drain?"""
+        return any(self._pending)
 
     def is_pending(self, shard: int) -> bool:
         """Is there anything to drain for that shard?"""
@@ -163,40 +180,37 @@ class Ownership:
             seen.add(block)
         return True
 
-    def drain(self, shard: int) -> list[Change]:
-        """All of a shard's changes since its last drain, in an order that may be cut into batches
-        anywhere.
+    def drain(self, shard: int, at_least: int = sys.maxsize) -> list[Change]:
+        """A shard's next changes, in an order that may be cut into batches anywhere.
 
         Removals and moves to a slower tier come first, from the leaves inward; stores and moves to
         a faster tier follow, from the root outward. So the invariant holds after every change.
+
+        at_least: stop once there are that many; fewer are all there are.
         """
         stored = self._before[shard] = {}
-        slower: list[tuple[tuple[int, SequenceHash, int], Change]] = []
-        faster: list[tuple[tuple[int, SequenceHash, int], Change]] = []
-        for block in self._pending[shard]:
-            node = self._nodes.get(block)
-            before: Tier | None
-            now: Tier | None
-            if node is None:
-                before, depth, _, leader = self._gone.pop(block)
-                now = None
-            else:
-                assert node.leader is not None
-                depth, leader = node.depth, node.leader
-                before, now = node.told, node.published
-                node.told = now
-            if now is not None and (before is None or now < before):
-                turns = faster
-                stored[block] = before
-            else:
-                turns = slower
-            # Parents before their children, and the blocks of a group together.
-            place = depth // GROUP_BLOCKS, leader, depth
-            turns.append((place, Change(block, now, leader)))
-        self._pending[shard].clear()
-        slower.sort(key=_place, reverse=True)
-        faster.sort(key=_place)
-        return [change for _, change in slower + faster]
+        pieces = self._pending[shard]
+        changes: list[Change] = []
+        for key in sorted(pieces):
+            if len(changes) >= at_least:
+                break
+            turns = []
+            for block in pieces.pop(key):
+                node = self._nodes.get(block)
+                if node is None:
+                    _, depth, _, leader = self._gone.pop(block)
+                    now = None
+                else:
+                    assert node.leader is not None
+                    depth, leader, now = node.depth, node.leader, node.published
+                    if key >= 0:
+                        stored[block] = node.told
+                    node.told = now
+                # Parents before their children, and the blocks of a group together.
+                turns.append((leader, depth, Change(block, now, leader)))
+            turns.sort(reverse=key < 0)
+            changes += [change for _, _, change in turns]
+        return changes
 
     def adds(self, shard: int, change: Change) -> bool:
         """Whether a change of the shard's last drain stores a block, or makes it faster."""
@@ -211,8 +225,8 @@ class Ownership:
                 node.told = before
                 self._note(block, node)
             elif before is None:
-                del self._gone[block]
-                self._pending[shard].remove(block)
+                gone = self._gone.pop(block)
+                _discard(self._pending[shard], ~_piece(gone.depth, gone.leader), block)
             else:
                 self._gone[block] = self._gone[block]._replace(tier=before)
 
@@ -222,7 +236,7 @@ class Ownership:
         shards: how many the index has from now on.
         """
         self._gone.clear()
-        self._pending = [set() for _ in range(shards)]
+        self._pending = [{} for _ in range(shards)]
         self._before = [{} for _ in range(shards)]
         for block, node in self._nodes.items():
             node.told = None
@@ -231,8 +245,10 @@ class Ownership:
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself."""
-        pending = set[SequenceHash]().union(*self._pending)
-        assert len(pending) == self.num_pending, "a block is pending in two shards"
+        pieces = [blocks for shard in self._pending for blocks in shard.values()]
+        pending = set[SequenceHash]().union(*pieces)
+        assert len(pending) == self.num_pending, "a block is pending twice"
+        assert all(pieces), "a piece without blocks counts as pending"
         for block, node in self._nodes.items():
             parent = self._nodes.get(node.parent) if node.parent is not None else None
             assert node.held or node.children, f"{block:016x} is an empty leaf"
@@ -289,10 +305,11 @@ class Ownership:
         for block, node in self._nodes.items():
             self._bury(block, node)
         self._nodes.clear()
-        for shard in self._pending:
-            shard.clear()
+        for pieces in self._pending:
+            pieces.clear()
         for block, told in self._gone.items():
-            self._pending[self._shard_of(told.root)].add(block)
+            pieces = self._pending[self._shard_of(told.root)]
+            pieces.setdefault(~_piece(told.depth, told.leader), set()).add(block)
 
     def _bury(self, block: SequenceHash, node: _Node) -> None:
         """Remember what Redis knows of a block that no longer has a node."""
@@ -314,11 +331,15 @@ class Ownership:
     def _note(self, block: SequenceHash, node: _Node) -> None:
         """Mark a published or told block as pending if Redis does not know its current state."""
         assert node.root is not None
-        pending = self._pending[self._shard_of(node.root)]
-        if node.published == node.told:
-            pending.discard(block)
-        else:
-            pending.add(block)
+        assert node.leader is not None
+        pieces = self._pending[self._shard_of(node.root)]
+        piece = _piece(node.depth, node.leader)
+        now, told = node.published, node.told
+        _discard(pieces, piece, block)
+        _discard(pieces, ~piece, block)
+        if now != told:
+            is_faster = now is not None and (told is None or now < told)
+            pieces.setdefault(piece if is_faster else ~piece, set()).add(block)
 
     def _shard_of(self, root: SequenceHash) -> int:
         return shard_of(root, len(self._pending))
@@ -351,5 +372,17 @@ class Ownership:
             stack.extend(node.each_child())
 
 
-def _place(turn: tuple[tuple[int, SequenceHash, int], Change]) -> tuple[int, int, int]:
-    return turn[0]
+def _piece(depth: int, leader: SequenceHash) -> int:
+    """Key of the piece of a block that is stored or made faster; `~` of it, of any other.
+
+    The blocks of a group are in one piece, and none of its ancestors in another one of its depth.
+    """
+    return depth // GROUP_BLOCKS << PIECE_BITS | leader >> 64 - PIECE_BITS
+
+
+def _discard(pieces: _Pieces, key: int, block: SequenceHash) -> None:
+    blocks = pieces.get(key)
+    if blocks is not None:
+        blocks.discard(block)
+        if not blocks:
+            del pieces[key]

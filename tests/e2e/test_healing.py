@@ -364,7 +364,9 @@ async def world(
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "DRAIN_BLOCKS", 4)
     monkeypatch.setattr(agents, "AUDIT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(agents, "DRAIN_BLOCKS", 4)
     monkeypatch.setattr(maintenance, "MAINTENANCE_INTERVAL_S", 0.03)
     monkeypatch.setattr(maintenance, "SWEEP_PAUSE_S", 0.001)
     monkeypatch.setattr(maintenance, "SCRUB_INTERVAL_MS", 100)

@@ -196,10 +196,12 @@ async def test_the_index_shows_what_the_engine_reported(redis: Redis, observer: 
         await eventually(observer.blocks, lambda blocks: blocks == {})
 
 
-async def test_events_beyond_one_round_trip_are_all_published(
-    redis: Redis, observer: Observer
+@pytest.mark.parametrize("drain_blocks", [workers.agent.DRAIN_BLOCKS, 256])
+async def test_events_beyond_one_round_trip_or_drain_are_all_published(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch, drain_blocks: int
 ) -> None:
     # One round trip takes 8 batches of 256 blocks; these 10 batches need a second one.
+    monkeypatch.setattr(workers.agent, "DRAIN_BLOCKS", drain_blocks)
     chain = [SequenceHash(0x2222_0000_0000_0000 + i) for i in range(BATCH_BLOCKS * 9 + 1)]
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(chain), None)])
@@ -350,22 +352,30 @@ class GatedRunner(ScriptRunner):
         return await super().run_each(calls) if replies is None else replies
 
 
+@pytest.mark.parametrize("drain_blocks", [workers.agent.DRAIN_BLOCKS, 1])
 async def test_routers_see_the_old_incarnation_until_the_new_one_is_complete(
-    redis: Redis, observer: Observer
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch, drain_blocks: int
 ) -> None:
+    monkeypatch.setattr(workers.agent, "DRAIN_BLOCKS", drain_blocks)
+    chain = [SequenceHash(0x3333_0000_0000_0000 + i) for i in range(40)]
     runner = GatedRunner(redis, "activate")
+
+    async def overlap() -> dict[Incarnation, TierOverlap]:
+        return await observer.overlaps(chain)
+
     async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        agent.notify([Stored(tuple(chain), None)])
+        await eventually(overlap, lambda o: o == {1: TierOverlap(device=40)})
         runner.gate.clear()
         runner.reached.clear()
         await observer.lose_batches(1)
-        agent.notify([Removed((CHAIN[7],))])
+        agent.notify([Removed((chain[39],))])
         await runner.reached.wait()
 
         # The blocks are published under 2 already, but routers see 1 until 2 is activated, even if
         # that takes longer than a lease.
-        assert (await observer.blocks())[b"%016x" % CHAIN[0]] == b"1d2d"
+        shown = await observer.blocks()
+        assert [shown[b"%016x" % block] for block in chain[:39]] == [b"1d2d"] * 39
         before = await redis.zscore(KEYS["leases"], "2")
         assert before is not None
 
@@ -373,10 +383,10 @@ async def test_routers_see_the_old_incarnation_until_the_new_one_is_complete(
             return await redis.zscore(KEYS["leases"], "2") or 0.0
 
         await eventually(expiry_ms, lambda at: at > before + 300)
-        assert await observer.overlaps() == {1: TierOverlap(device=8)}
+        assert await overlap() == {1: TierOverlap(device=40)}
 
         runner.gate.set()
-        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
+        await eventually(overlap, lambda o: o == {2: TierOverlap(device=39)})
 
 
 async def test_a_worker_whose_agent_stops_during_activation_is_no_longer_routed_to(

@@ -120,7 +120,7 @@ class World:
     async def deliver(self, worker: Worker, size: int) -> None:
         """Publish the next `size` changes as one batch."""
         if not worker.undelivered:
-            worker.undelivered = worker.ownership.drain(0)
+            worker.undelivered = worker.ownership.drain(0, at_least=3)
         batch, worker.undelivered = worker.undelivered[:size], worker.undelivered[size:]
         worker.seq += 1
         worker.sent.append(batch)

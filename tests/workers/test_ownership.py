@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.index import FIRST_PLACE, GROUP_BLOCKS, Change, Claims
 from app.core.types import SequenceHash, Tier
+from workers import ownership as module
 from workers.ownership import Ownership
 
 DEVICE, HOST, DISK = Tier
@@ -75,6 +77,30 @@ def test_the_blocks_of_a_group_are_sent_together(ownership: Ownership) -> None:
 def test_groups_are_sent_from_the_root_outward_whatever_their_hashes(ownership: Ownership) -> None:
     blocks = [SequenceHash(n) for n in range(2 * GROUP_BLOCKS, 0, -1)]
     assert drained(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
+
+
+def test_a_drain_ends_once_it_has_enough_and_the_next_one_sends_removals_first(
+    ownership: Ownership,
+) -> None:
+    """40 prompts of 40 blocks: their 120 groups are far more than one drain needs to take."""
+    chains = [[SequenceHash((n << 58) + i) for i in range(40)] for n in range(40)]
+    ownership.apply([stored(*chain) for chain in chains])
+    first = ownership.drain(0, at_least=100)
+    assert 100 <= len(first) < 200
+    removed_block = first[-1].block
+    ownership.apply([removed(removed_block)])
+    second = ownership.drain(0, at_least=100)
+    assert 100 <= len(second) < 200
+    withdrawn = [change.block for change in second if change.tier is None]
+    assert withdrawn == [change.block for change in second[: len(withdrawn)]]
+    assert withdrawn[-1] == removed_block
+    sent = {change.block for change in first + second}
+    while changes := ownership.drain(0, at_least=100):
+        assert not {change.block for change in changes} & sent
+        sent |= {change.block for change in changes}
+    assert sent >= {b for chain in chains for b in chain if removed_block not in chain}
+    ownership.check()
+    assert not ownership.any_pending
 
 
 def test_a_change_that_redis_refused_is_sent_when_its_block_is_stored_again(
@@ -305,12 +331,12 @@ def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) ->
 
 
 def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
-    """The first block of the group of 16 that `block` is in."""
+    """The first block of the group of GROUP that `block` is in."""
     chain = [block]
     while (parent := parents[chain[-1]]) is not None:
         chain.append(parent)
     chain.reverse()
-    return chain[(len(chain) - 1) // 16 * 16]
+    return chain[(len(chain) - 1) // GROUP * GROUP]
 
 
 def send(redis: Published, changes: list[Change], parents: Parents) -> None:
@@ -328,9 +354,13 @@ def send(redis: Published, changes: list[Change], parents: Parents) -> None:
 
 @dataclass(frozen=True)
 class Drain:
-    """num_taken: how many of the changes that store a block or make it faster; None: all."""
+    """num_taken: how many of the changes that store a block or make it faster; None: all.
 
-    num_taken: int | None = None
+    at_least: as in `Ownership.drain`; with num_taken None, drains follow until nothing is left.
+    """
+
+    num_taken: int | None
+    at_least: int
 
 
 @dataclass(frozen=True)
@@ -339,7 +369,9 @@ class Forget:
 
 
 NUM_BLOCKS = 10
-BLOCKS = [SequenceHash(i) for i in range(NUM_BLOCKS)]
+GROUP = 2
+"""The number of blocks in a group; small, so that these short chains have several groups."""
+BLOCKS = [SequenceHash(i << 59 | i) for i in range(NUM_BLOCKS)]
 
 
 @st.composite
@@ -370,11 +402,12 @@ def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forge
         Removed, st.lists(st.sampled_from(BLOCKS), max_size=3).map(tuple), st.sampled_from(Tier)
     )
     rare = st.sampled_from([Cleared(), Forget()])
-    drain = st.builds(Drain, st.none() | st.integers(0, 4))
+    drain = st.builds(Drain, st.none() | st.integers(0, 4), st.integers(1, NUM_BLOCKS + 1))
     events = st.one_of(store, store, store, remove, remove, drain, rare)
     return parents, draw(st.lists(events, max_size=60))
 
 
+@mock.patch.object(module, "GROUP_BLOCKS", GROUP)
 @settings(max_examples=200, deadline=None)
 @given(histories())
 def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
@@ -386,17 +419,19 @@ def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
     redis: Published = {}
     for event in events:
         match event:
-            case Drain(None):
-                send(redis, ownership.drain(0), parents)
+            case Drain(None, at_least):
+                while changes := ownership.drain(0, at_least):
+                    send(redis, changes, parents)
                 assert redis == plain_published(held, parents)
-            case Drain(num_taken):
-                changes = ownership.drain(0)
+            case Drain(num_taken, at_least):
+                changes = ownership.drain(0, at_least)
                 adding = [change for change in changes if ownership.adds(0, change)]
                 assert changes[len(changes) - len(adding) :] == adding
                 send(redis, changes[: len(changes) - len(adding) + num_taken], parents)
                 ownership.untell(0, adding[num_taken:])
-                real = plain_published(held, parents)
-                assert all(block in real and tier >= real[block] for block, tier in redis.items())
+                if len(changes) < at_least:
+                    real = plain_published(held, parents)
+                    assert all(b in real and tier >= real[b] for b, tier in redis.items())
             case Forget():
                 ownership.forget()
                 redis.clear()
