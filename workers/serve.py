@@ -19,9 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from app.core.errors import BodyTooLarge, InvalidRequest, shown
+from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
-from app.core.http import error_body, header, http_error, hung_up, json_response, read_body
+from app.core.http import CLOSE, error_body, header, http_error, hung_up, json_response, read_body
 from app.core.types import REQUEST_ID
 from workers.engines.base import (
     CompletionRequest,
@@ -68,6 +68,7 @@ def create_app(
     for kind in (
         InvalidRequest,
         BodyTooLarge,
+        BodyTimeout,
         PromptTooLargeError,
         QueueFullError,
         EngineStoppedError,
@@ -107,7 +108,7 @@ class _Call:
 
 
 async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer | None) -> _Call:
-    """Raises InvalidRequest, naming the field and its value, BodyTooLarge and ClientDisconnect."""
+    """Raises InvalidRequest, naming the field and its value, and what `read_body` raises."""
     is_raw = (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS)
     if is_raw:
         token_size = RAW_TOKEN_BYTES
@@ -298,12 +299,14 @@ def _usage(finished: Finished) -> dict[str, object]:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     status, code, field = 422, "invalid_request", None
-    headers = {}
+    headers: Mapping[str, str] = {}
     match error:
         case InvalidRequest():
             field = error.field
         case BodyTooLarge():
             status, code = 413, "body_too_large"
+        case BodyTimeout():
+            status, code, headers = 408, "body_timeout", CLOSE
         case PromptTooLargeError():
             code, field = "prompt_too_large", "prompt"
         case QueueFullError():

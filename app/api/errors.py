@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from app.core.errors import (
     AllWorkersBusy,
+    BodyTimeout,
     BodyTooLarge,
     CallerGone,
     InvalidRequest,
@@ -24,7 +25,7 @@ from app.core.errors import (
     cut,
     shown,
 )
-from app.core.http import error_body, http_error, json_response
+from app.core.http import CLOSE, error_body, http_error, json_response
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ _RETRY = {"Retry-After": "1"}
 _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     InvalidRequest: (422, "invalid_request", {}),
     BodyTooLarge: (413, "body_too_large", {}),
+    BodyTimeout: (408, "body_timeout", CLOSE),
     CallerGone: (499, "caller_gone", {}),
     PromptTooLarge: (422, "prompt_too_large", {}),
     AllWorkersBusy: (429, "all_workers_busy", _RETRY),

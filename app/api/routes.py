@@ -62,7 +62,7 @@ def _request_body(model: type[BaseModel], *, raw: bool = False) -> dict[str, Any
 @routes.post(
     "/find_best_worker",
     response_model=schemas.BestWorker,
-    responses=_errors(413, 422, 429, 503),
+    responses=_errors(408, 413, 422, 429, 503),
     openapi_extra=_request_body(schemas.FindBestWorker),
 )
 async def find_best_worker(request: Request) -> Response:
@@ -95,7 +95,7 @@ async def find_best_worker(request: Request) -> Response:
     "/v1/route",
     response_model=schemas.Routed,
     response_model_exclude_none=True,
-    responses=_errors(413, 422, 429, 503),
+    responses=_errors(408, 413, 422, 429, 503),
     openapi_extra=_request_body(schemas.RouteBody, raw=True),
 )
 async def route(request: Request) -> Response:

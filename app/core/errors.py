@@ -4,6 +4,7 @@ KvrouteError
 ├── ConfigError           a setting is missing or bad; stops start-up
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
+├── BodyTimeout           a request body is not complete in time
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
 │   ├── RedisFull         Redis has no memory left for a write; none of it was written
 │   └── RedisRecovering   leases ran out while Redis was unreachable; they are about to be renewed
@@ -58,6 +59,10 @@ class InvalidRequest(KvrouteError):
 
 class BodyTooLarge(KvrouteError):
     """A request body exceeds the configured size."""
+
+
+class BodyTimeout(KvrouteError):
+    """A caller began a request body and did not finish it in time."""
 
 
 class RedisUnavailable(KvrouteError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import orjson
@@ -9,7 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from app.core.errors import BodyTooLarge
+from app.core.errors import BodyTimeout, BodyTooLarge
+
+BODY_TIMEOUT_S = 30.0
+CLOSE = {"Connection": "close"}
+"""Header of an answer to a request whose rest is not waited for."""
 
 
 def header(request: Request, name: bytes) -> str | None:
@@ -21,20 +26,24 @@ def header(request: Request, name: bytes) -> str | None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises BodyTooLarge, as soon as that is known, and ClientDisconnect."""
+    """The body. Raises BodyTooLarge, as soon as that is known, BodyTimeout and ClientDisconnect."""
     announced = header(request, b"content-length") or ""
     size = int(announced) if announced.isdecimal() else 0
     chunks: list[bytes] = []
     more = size <= limit
     if more:
         size = 0
-    while more and size <= limit:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        more = message.get("more_body", False)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while more and size <= limit:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise BodyTimeout(f"body: incomplete after {BODY_TIMEOUT_S:g} s") from None
     if size > limit:
         raise BodyTooLarge(f"body: over {limit} bytes")
     return b"".join(chunks)

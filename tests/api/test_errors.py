@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,6 +9,7 @@ import httpx
 import orjson
 import pytest
 
+from app.core import http
 from app.core.embedded import EmbeddedRedis
 from app.core.reservations import Snapshot
 from app.fleet import Fleet, View
@@ -292,6 +294,27 @@ class TestLimits:
         }
 
 
+async def test_a_body_that_stalls_is_not_waited_for_forever(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.05)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    response = await client.post("/v1/route", content=body())
+    assert response.status_code == 408
+    assert response.headers["connection"] == "close"
+    assert response.json() == {
+        "error": {
+            "code": "body_timeout",
+            "message": "body: incomplete after 0.05 s",
+            "field": None,
+        }
+    }
+
+
 async def test_an_unknown_path_gets_an_error_in_the_common_format(
     client: httpx.AsyncClient,
 ) -> None:
@@ -417,7 +440,7 @@ class TestOpenApi:
         self, document: dict[str, Any]
     ) -> None:
         error = {"$ref": "#/components/schemas/ErrorBody"}
-        of_decisions, of_requests = {"413", "422", "429", "503"}, {"422", "503"}
+        of_decisions, of_requests = {"408", "413", "422", "429", "503"}, {"422", "503"}
         for path, method, statuses in (
             ("/v1/route", "post", of_decisions),
             ("/find_best_worker", "post", of_decisions),

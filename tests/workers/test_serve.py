@@ -13,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
+from app.core import http
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.metrics import DEFAULT_SPEED
@@ -508,6 +509,27 @@ async def test_a_body_larger_than_any_prompt_that_fits_is_refused(
         "code": "body_too_large",
         "message": f"body: over {size} bytes",
         "field": None,
+    }
+
+
+async def test_a_body_that_stalls_is_not_waited_for_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.05)
+    async with serving(fast()) as client:
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: w\r\nContent-Length: 2\r\n\r\n{")
+        answer = await reader.read()  # which ends, as the worker closes the connection
+        writer.close()
+
+    headers, _, body = answer.partition(b"\r\n\r\n")
+    assert headers.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body) == {
+        "error": {
+            "code": "body_timeout",
+            "message": "body: incomplete after 0.05 s",
+            "field": None,
+        }
     }
 
 
