@@ -37,11 +37,18 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; clients may connect at once, and are answered once it is served.
 
+    `::` takes connections over IPv4 as well, where the machine can.
     Raises ConfigError if the address cannot be taken.
     """
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        if ":" not in host:
+            return socket.create_server((host, port), backlog=1024)
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6,
+            backlog=1024,
+            dualstack_ipv6=socket.has_dualstack_ipv6(),
+        )
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 

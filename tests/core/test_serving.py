@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket as sockets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -32,6 +33,14 @@ async def test_serving_ends_when_a_task_of_the_application_fails(
             with pytest.raises(KvrouteError, match="the application failed"):
                 await serve(FastAPI(lifespan=lifespan), socket)
     assert "nobody foresaw this" in caplog.text
+
+
+@pytest.mark.skipif(not sockets.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_ipv6_wildcard_also_takes_ipv4_connections() -> None:
+    with listen("::", 0) as socket:
+        port = socket.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            sockets.create_connection((host, port), timeout=5.0).close()
 
 
 async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
