@@ -65,6 +65,7 @@ async def test_every_metric_has_our_prefix_and_a_help_text(
     families = (await scrape(client)).families
     assert {name for name in families if not name.startswith("kvroute_")} == set()
     assert {name for name, family in families.items() if not family.documentation} == set()
+    assert {name for name in families if name.endswith("_created")} == set()
     assert set(families) >= {
         "kvroute_decisions",
         "kvroute_degraded_decisions",
