@@ -384,8 +384,8 @@ class ClusterClient(Client):
         return client
 
     async def _forget_except(self, addresses: set[Address]) -> None:
-        for key in [key for key in self._clients if key[0] not in addresses]:
-            await self._clients.pop(key).aclose()
+        gone = [self._clients.pop(key) for key in [*self._clients] if key[0] not in addresses]
+        await asyncio.gather(*(client.aclose() for client in gone))
 
 
 async def _connect_read_only(connection: AbstractConnection) -> None:

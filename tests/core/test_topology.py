@@ -7,9 +7,18 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError  # noqa: A004
 
-from app.core.embedded import EmbeddedRedis, free_port
+from app.core.embedded import LOOPBACK, EmbeddedRedis, free_port
 from app.core.redis import connect
-from app.core.topology import Node, NotSent, answers, exchange, first_answer
+from app.core.topology import (
+    Address,
+    ClusterClient,
+    Node,
+    NotSent,
+    answers,
+    exchange,
+    first_answer,
+)
+from loadtest.topologies import NUM_SLOTS
 
 Ask = Callable[[], Awaitable[str]]
 PATIENCE_S = 0.01
@@ -170,6 +179,39 @@ async def test_a_connection_that_fails_after_sending_raises_since_commands_may_h
     async with connect(own_redis_server.url) as redis:
         with pytest.raises(ConnectionError):
             await exchange(Node(redis), [("SET", "a", "1"), ("SHUTDOWN", "NOSAVE"), ("GET", "a")])
+
+
+class Cluster(ClusterClient):
+    """A Cluster whose only node to ask says that these ports serve all slots."""
+
+    def __init__(self, *ports: int) -> None:
+        super().__init__([(LOOPBACK, 1)], {"timeout": 1.0}, patience_s=1.0)
+        self.ports = ports
+
+    async def _ask_slots(self, address: Address) -> dict[int, list[Address]]:
+        holders = [(LOOPBACK, port) for port in self.ports]
+        await asyncio.sleep(0)
+        return dict.fromkeys(range(NUM_SLOTS), holders)
+
+
+async def test_nodes_that_left_a_cluster_may_be_forgotten_by_several_callers_at_once() -> None:
+    """In a failover, everybody who is redirected asks for the slots."""
+    redis = Cluster(2, 3)
+    await redis.refresh()
+    closed: list[Redis] = []
+
+    def watched(client: Redis) -> Redis:
+        async def aclose() -> None:
+            await asyncio.sleep(0)  # as open connections do
+            closed.append(client)
+
+        client.aclose = aclose  # type: ignore[method-assign, assignment]
+        return client
+
+    left = [watched(redis.node_of("key", replica=replica).client) for replica in (False, True)]
+    redis.ports = (4,)
+    await asyncio.gather(redis.refresh(), redis.refresh())
+    assert sorted(map(id, closed)) == sorted(map(id, left))
 
 
 async def test_a_closing_cluster_client_also_closes_clients_created_meanwhile() -> None:
