@@ -308,7 +308,7 @@ class ClusterClient(Client):
         return {key: found for key, found in nodes.items() if found != node}
 
     async def masters(self) -> list[Redis]:
-        if self.stale:
+        if self.stale or not self._slots:
             await self.refresh()
         return [self._client(a) for a in sorted({a[0] for a in self._slots.values()})]
 

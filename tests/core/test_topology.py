@@ -214,6 +214,12 @@ async def test_nodes_that_left_a_cluster_may_be_forgotten_by_several_callers_at_
     assert sorted(map(id, closed)) == sorted(map(id, left))
 
 
+async def test_masters_are_never_none_even_while_the_slots_are_first_asked_for() -> None:
+    redis = Cluster(2)
+    _, masters = await asyncio.gather(redis.refresh(), redis.masters())
+    assert [master.connection_pool.connection_kwargs["port"] for master in masters] == [2]
+
+
 async def test_a_closing_cluster_client_also_closes_clients_created_meanwhile() -> None:
     redis = connect("redis+cluster://127.0.0.1:1,127.0.0.1:2", timeout_s=1.0)
     closed: list[Redis] = []
