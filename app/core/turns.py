@@ -72,7 +72,8 @@ def turns(
     """
 
     def parse(reply: list[Any]) -> list[tuple[str, str]]:
-        texts = [text.decode() for text in reply]
+        # Anybody may have written to Redis.
+        texts = [text.decode(errors="replace") for text in reply]
         return list(zip(texts[::2], texts[1::2], strict=True))
 
     return call("turns", keyspace, replica, limit, max_picky, parse=parse)

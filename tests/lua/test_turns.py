@@ -139,3 +139,12 @@ async def test_flows_of_picky_tickets_hold_up_no_other_flow(space: Namespace) ->
     other = ticket("low:b", "x", 201)
     await space.wait("x", *picky, other)
     assert await space.turns("x", 1) == [*(one.name for one in picky[:64]), other.name]
+
+
+async def test_a_flow_renamed_to_what_is_no_text_stops_nobody(space: Namespace) -> None:
+    only = ticket("normal:a", "x", 1)
+    await space.wait("x", only)
+    waiting = space.keys["waiting:"].encode()
+    await space.redis.rename(waiting + b"normal:a", waiting + b"\xff")
+    await space.redis.zadd(space.keys["flows"], {b"\xff": 0})
+    assert await space.turns("x") == [only.name]
