@@ -226,6 +226,8 @@ class Router:
                 self.telemetry.retries.inc(len(waiting))
             plans, refused = self._plan_all(waiting, view)
             await self._release_their_own(refused, view)
+            if not plans:
+                return
             try:
                 with self.telemetry.seconds_of("reserve").time():
                     replies = await self._reserve(plans, final=attempt == MAX_TRIES)
@@ -350,8 +352,6 @@ class Router:
         )
 
     async def _reserve(self, plans: list[Plan], *, final: bool) -> list[Refused | None]:
-        if not plans:
-            return []
         wishes = [
             Wish(
                 plan.incarnation,
