@@ -220,30 +220,30 @@ class Router:
                 batch.append(self._queue.get_nowait())
             self._decide_degraded(batch, error)
             return
-        waiting = await self._those_who_need_not_wait(batch, view)
+        undecided = await self._those_who_need_not_wait(batch, view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
-                self.telemetry.retries.inc(len(waiting))
-            plans, refused = self._plan_all(waiting, view)
+                self.telemetry.retries.inc(len(undecided))
+            plans, refused = self._plan_all(undecided, view)
             await self._release_their_own(refused, view)
             if not plans:
                 return
             try:
                 with self.telemetry.seconds_of("reserve").time():
                     replies = await self._reserve(plans, final=attempt == MAX_TRIES)
-                waiting, fresh = self._settle(plans, replies)
+                undecided, fresh = self._settle(plans, replies)
                 if fresh is None:
                     return
                 view = await self.fleet.view(fresh)
             except RedisUnavailable as error:
                 self.fleet.note(error)
-                undecided = [p for p in waiting if not p.answer.done()]
+                lost = [plan.pending for plan in plans if not plan.pending.answer.done()]
                 # Redis may still run what it was sent.
-                for p in undecided:
-                    self._maintenance.release_soon(p.request.request_id, p.attempt)
-                self._decide_degraded(undecided, error)
+                for pending in lost:
+                    self._maintenance.release_soon(pending.request.request_id, pending.attempt)
+                self._decide_degraded(lost, error)
                 return
-        for pending in waiting:
+        for pending in undecided:
             busy = f"no worker could be reserved in {MAX_TRIES} tries"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
@@ -252,7 +252,7 @@ class Router:
         self._recorder.add(plan.record)
 
     def _plan_all(
-        self, waiting: list[Pending], view: View
+        self, undecided: list[Pending], view: View
     ) -> tuple[list[Plan], list[tuple[Pending, AllWorkersBusy]]]:
         """Decide one after another; answer those that get no worker or want no reservation.
 
@@ -260,7 +260,7 @@ class Router:
         returned instead.
         """
         plans, refused = [], []
-        for pending in waiting:
+        for pending in undecided:
             pending.tries += 1
             try:
                 plan = self._planner.plan(pending, view)

@@ -470,6 +470,21 @@ class TestTrouble:
             assert (decision.degraded, decision.reserved) == (True, False)
             assert await waiting_at(router) == 0
 
+    async def test_a_waiting_request_is_not_decided_with_those_whose_reservation_was_lost(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await workers.register("w2")
+        await workers.occupy("w1", "x")
+        router.runner.answer_is_lost = True
+        lost = asyncio.ensure_future(router.route(request("r1")))
+        waits = asyncio.ensure_future(router.route(request("r2", exclude=frozenset({"w2"}))))
+        assert (await lost).degraded
+        router.runner.answer_is_lost = False
+        await router.release("x")
+        decision = await waits
+        assert (decision.degraded, decision.waited_ms > 0) == (False, True)
+
     @pytest.mark.parametrize(
         "key", ["line", "flows", "easy_flows", "waiting:normal:", "picky:normal:"]
     )
