@@ -436,28 +436,15 @@ async def first_answer(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: f
 async def answers(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float) -> list[T]:
     """The results of all `asks` that succeed within `patience_s`, or else of the first to succeed.
 
-    All start at once. If all fail, raises what the last one raised.
+    There must be some. All start at once. If all fail, raises what one of the last raised.
     """
-    tasks = [asyncio.ensure_future(ask()) for ask in asks]
-    found: list[T] = []
-    error: BaseException | None = None
-    timeout: float | None = patience_s
-    pending = set(tasks)
+    pending = {asyncio.ensure_future(ask()) for ask in asks}
     try:
-        while pending and not found:
-            done, pending = await asyncio.wait(
-                pending,
-                timeout=timeout,
-                return_when=asyncio.ALL_COMPLETED if timeout else asyncio.FIRST_COMPLETED,
-            )
-            timeout = None
-            for task in done:
-                error = task.exception() or error
-                if task.exception() is None:
-                    found.append(task.result())
-        if not found:
-            raise error or ConnectionError("there is no node to ask")
-        return found
+        done, pending = await asyncio.wait(pending, timeout=patience_s)
+        while pending and all(task.exception() for task in done):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        found = [task.result() for task in done if task.exception() is None]
+        return found or [done.pop().result()]  # which raises
     finally:
         for task in pending:
             task.cancel()
