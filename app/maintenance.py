@@ -100,14 +100,14 @@ class Maintenance:
         )
         heard_ms = 0
         while True:
-            calls: list[Call[Any]] = [expire, self._loads]
+            releases = list(islice(self._releases, EXPIRE_LIMIT))
+            calls: list[Call[Any]] = [expire, self._loads, *releases]
             # Nobody could renew a lease while Redis was unreachable.
             if not self._fleet.recovers:
                 calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
-            releases = list(islice(self._releases, EXPIRE_LIMIT))
             pause = MAINTENANCE_INTERVAL_S
             try:
-                expired, snapshot, *others = await self._runner.run([*calls, *releases])
+                expired, snapshot, *others = await self._runner.run(calls)
                 heard_ms = snapshot.now_ms
                 for sent in releases:
                     # It may have had to make room for a new one meanwhile.
@@ -115,7 +115,7 @@ class Maintenance:
                         self._releases.popleft()
                 if self._releases:
                     pause = 0.0
-                released = sum(others[len(others) - len(releases) :])
+                released = sum(others[: len(releases)])
                 self._telemetry.reservations_of("released").inc(released)
                 self._telemetry.reservations_of("expired").inc(expired)
                 await self._fleet.view(snapshot)
