@@ -112,10 +112,7 @@ def _crowding(waiters: dict[str, Waiter]) -> float:
 
 
 class Waiting:
-    """Lets requests wait, while `run` runs, and has them decided when their turn comes.
-
-    hung_up, if given, returns once the caller is gone.
-    """
+    """Lets requests wait, while `run` runs, and has them decided when their turn comes."""
 
     def __init__(
         self,
@@ -164,7 +161,7 @@ class Waiting:
         """Let a request wait until `answer` is done, whoever sets it.
 
         tokens: what its turn is worth. picky: not every worker could take it. now_ms: by the Redis
-        clock.
+        clock. decide: see Waiter. hung_up: returns once the caller is gone.
         """
         weight = self._weights.get(tenant, 1.0) * SHARES[priority]
         self._number += 1
@@ -219,18 +216,16 @@ class Waiting:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
-                await self._wake.wait()
-                while self._room or self._left:
-                    self._wake.clear()
-                    try:
-                        await self._step()
-                    except (RedisUnavailable, NamespaceMissing) as error:
-                        log.debug("cannot tell whose turn it is: %s", error)
-                        self._without_redis()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(POLL_S):
-                            await self._wake.wait()
+                polls = self._room or self._left
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S if polls else None):
+                        await self._wake.wait()
                 self._wake.clear()
+                try:
+                    await self._step()
+                except (RedisUnavailable, NamespaceMissing) as error:
+                    log.debug("cannot tell whose turn it is: %s", error)
+                    self._without_redis()
 
     async def _step(self) -> None:
         """Bring the line up to date, and have those requests decided whose turn it is."""
