@@ -62,7 +62,7 @@ async def answer(request: Request, error: Exception) -> Response:
     if isinstance(error, KvrouteError):
         return await _kvroute_error(request, error)
     if isinstance(error, ValidationError):
-        return await _validation_error(request, error)
+        return _validation_error(error)
     log.error("%s failed", request.url.path, exc_info=error)
     return await _fault(request, error)
 
@@ -81,9 +81,8 @@ def _retry_after_s(seconds: float) -> int:
     return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))
 
 
-async def _validation_error(_: Request, error: Exception) -> Response:
+def _validation_error(error: ValidationError) -> Response:
     """Names the first bad field and its value."""
-    assert isinstance(error, ValidationError)
     first = error.errors(include_url=False, include_context=False)[0]
     field = cut(".".join(map(str, first["loc"]))) or "body"
     message = f"{field}: {first['msg']}, got {shown(first['input'])}"
