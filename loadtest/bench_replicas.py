@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -119,10 +119,10 @@ def _play(
     trace: Trace, cluster: Cluster, count: int, load: float, speedup: float, *, seed: int
 ) -> Round:
     urls = [member.url for member in cluster.routers[:count]]
-    before = _ticks(cluster)
+    before = _cpu_s(cluster)
     played = run(replay_policy(trace, urls, None, speedup=speedup, load=load, seed=seed))
-    available, *used = (b - a for a, b in zip(before, _ticks(cluster), strict=True))
-    machine_cpu, cluster_cpu, routers_cpu = (ticks / available for ticks in used)
+    available, *used = (b - a for a, b in zip(before, _cpu_s(cluster), strict=True))
+    machine_cpu, cluster_cpu, routers_cpu = (seconds / available for seconds in used)
     counted = counters(urls)
     decisions = counted["kvroute_decisions_total"]
     return Round(
@@ -136,22 +136,17 @@ def _play(
     )
 
 
-def _ticks(cluster: Cluster) -> tuple[float, float, float, float]:
-    """CPU ticks so far: all cores', the busy ones of these, the cluster's, its routers'."""
-    user, nice, system, idle, iowait, *rest = map(
-        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    )
+def _cpu_s(cluster: Cluster) -> tuple[float, float, float, float]:
+    """CPU seconds so far: all cores', the busy ones of these, the cluster's, its routers'."""
+    ticks = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    user, nice, system, idle, iowait, *rest = (each / TICKS_PER_S for each in ticks)
     busy = user + nice + system + sum(rest)
     assert cluster.redis is not None
     assert cluster.redis.pid is not None
-    routers = _cpu_ticks(member.process.pid for member in cluster.routers)
-    workers = _cpu_ticks(member.process.pid for member in cluster.workers)
-    own = _cpu_ticks([os.getpid(), cluster.redis.pid])
+    routers = sum(cpu_s(member.process.pid) for member in cluster.routers)
+    workers = sum(cpu_s(member.process.pid) for member in cluster.workers)
+    own = cpu_s(os.getpid()) + cpu_s(cluster.redis.pid)
     return busy + idle + iowait, busy, routers + workers + own, routers
-
-
-def _cpu_ticks(pids: Iterable[int]) -> float:
-    return sum(map(cpu_s, pids)) * TICKS_PER_S
 
 
 def counters(urls: Sequence[str]) -> Mapping[str, float]:
