@@ -26,7 +26,6 @@ local worker, inc, nonce, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include kinds
 -- @include writer
 -- @include serving
--- @include number
 -- @include load
 -- @include request
 -- @include retire

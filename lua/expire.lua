@@ -19,7 +19,6 @@ local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 local limit, ttl_ms, grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
 -- @include kinds
--- @include number
 -- @include load
 -- @include request
 -- @include despite_full

@@ -13,7 +13,6 @@ local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 local request_id = ARGV[1]
 -- @include clock
--- @include number
 -- @include load
 -- @include request
 

@@ -16,7 +16,6 @@ local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 local request_id, attempt, expires_by_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 -- @include clock
--- @include number
 -- @include load
 -- @include request
 

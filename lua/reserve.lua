@@ -26,7 +26,6 @@ local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
 local ttl_ms = tonumber(ARGV[1])
 -- @include clock
--- @include number
 -- @include load
 -- @include request
 -- @include snapshot

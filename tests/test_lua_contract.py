@@ -182,6 +182,14 @@ def test_a_script_defines_what_a_lib_wants_before_it_includes_it(name: str) -> N
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_or_its_libs_use_every_lib_that_it_includes(name: str) -> None:
+    libs = {lib: raw(f"lib/{lib}") for lib in INCLUDE.findall(raw(name))}
+    for lib, text in libs.items():
+        others = code(raw(name)) + "".join(code(libs[other]) for other in libs if other != lib)
+        assert defined_at_top(text) & set(re.findall(r"\w+", others)), lib
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_uses_no_undefined_name(name: str) -> None:
     assert free(load_script(name).text) == set()
 
