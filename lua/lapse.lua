@@ -24,6 +24,8 @@ local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7],
 local grace_ms, heard_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include kinds
+-- @include writer
+-- @include serving
 -- @include retire
 -- @include despite_full
 
@@ -33,12 +35,6 @@ local too_late = string.format('%d', math.min(now, heard_ms) - grace_ms)
 local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)
 for _, inc in ipairs(lapsed) do
   retire(inc)
-end
-
--- Empty if it cannot be read.
-local function info_of(inc)
-  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
-  return readable and type(info) == 'table' and info or {}
 end
 
 for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 4)) do
@@ -54,10 +50,8 @@ for _, key in ipairs({workers, writers, load}) do
     end
   end
 end
-local serving = redis.call('HRANDFIELD', current, 4, 'WITHVALUES')
-for i = 1, #serving, 2 do
-  local worker, inc = serving[i], serving[i + 1]
-  if redis.call('HEXISTS', writers, inc) == 0 or (info_of(inc).worker or worker) ~= worker then
+for _, worker in ipairs(redis.call('HRANDFIELD', current, 4)) do
+  if not serving(worker) then
     redis.call('HDEL', current, worker)
   end
 end
