@@ -29,7 +29,8 @@ if not bits_of(predictions) then
   redis.call('HSET', predictions, 'bucket_bits', bucket_bits)
 end
 local bucket_name = bucket_namer(bits_of(predictions))
-local present, is_over = slice_reader(predictions, slice_ms, now_ms())
+local now = now_ms()
+local present, is_over = slice_reader(predictions, slice_ms, now)
 -- The current slice is never given up: one that is full by itself takes no more entries.
 if (tonumber(redis.call('HGET', predictions, present) or '') or 0) >= max_entries then
   return 0
@@ -67,8 +68,9 @@ for i = 1, #counted, 2 do
   end
 end
 if total > max_entries then
-  local oldest = math.floor(now_ms() / slice_ms) - 4
-  while total > target and oldest < math.floor(now_ms() / slice_ms) do
+  local newest = math.floor(now / slice_ms)
+  local oldest = newest - 4
+  while total > target and oldest < newest do
     total = total - (entries[string.char(97 + oldest % 26)] or 0)
     oldest = oldest + 1
   end

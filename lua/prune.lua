@@ -19,7 +19,8 @@ local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
 
 despite_full(predictions)
 -- Anybody may write to Redis: what makes no sense is dropped, and created again.
-local present = math.floor(now_ms() / slice_ms)
+local now = now_ms()
+local present = math.floor(now / slice_ms)
 keep_kind(predictions, 'hash')
 local fields = redis.call('HGETALL', predictions)
 for i = 1, #fields, 2 do
@@ -34,7 +35,7 @@ local bits = bits_of(predictions)
 if not bits then
   return {0, 0}
 end
-local _, is_over = slice_reader(predictions, slice_ms, now_ms())
+local _, is_over = slice_reader(predictions, slice_ms, now)
 local is_writer = {}
 for _, inc in ipairs(redis.call('HKEYS', applied)) do
   is_writer[inc] = true
