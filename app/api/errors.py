@@ -45,6 +45,9 @@ _ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
 }
 """Status, code (stable, part of the interface) and headers."""
 MAX_RETRY_AFTER_S = 60
+MAX_ERRORS = 100
+"""Only a body with so many unknown fields has more. pydantic lists all of them or none, and a
+million would take seconds, in which no request is answered."""
 
 
 def install(app: FastAPI) -> None:
@@ -82,7 +85,11 @@ def _retry_after_s(seconds: float) -> int:
 
 
 def _validation_error(error: ValidationError) -> Response:
-    """Names the first bad field and its value."""
+    """Names the first bad field and its value, unless there are many."""
+    count = error.error_count()
+    if count > MAX_ERRORS:
+        message = f"body: {count:,} fields are unknown or wrong"
+        return json_response(error_body("invalid_request", message, "body"), 422)
     first = error.errors(include_url=False, include_context=False)[0]
     field = cut(".".join(map(str, first["loc"]))) or "body"
     message = f"{field}: {first['msg']}, got {shown(first['input'])}"

@@ -64,6 +64,11 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
         "got False",
     ),
     "tokens not a list": ({"token_ids": "1 2"}, "token_ids", "got '1 2'"),
+    "many unknown fields": (
+        {f"f{n}": 0 for n in range(1000)},
+        "body",
+        "1,000 fields are unknown or wrong",
+    ),
     "no num_tokens": ({"local_hashes": LOCAL}, "num_tokens", "required with local_hashes"),
     "num_tokens with tokens": (
         TOKENS | {"num_tokens": 9},
