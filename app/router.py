@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from functools import partial
+from itertools import count
 
 from app.core import reservations
 from app.core.config import RouterSettings
@@ -79,7 +80,7 @@ class Router:
         )
         self._complaints = Pace(COMPLAINTS_PER_S)
         self._nonce = secrets.token_hex(4)
-        self._attempts = 0
+        self._attempts = count(1)
         self._recorder = Recorder(runner, keyspace, settings)
         self._maintenance = Maintenance(
             runner, keyspace, settings, fleet, telemetry, self._routed.predictions
@@ -106,7 +107,7 @@ class Router:
         started = time.perf_counter()
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        pending = Pending(request, self._new_attempt(), answer)
+        pending = Pending(request, f"{self._nonce}-{next(self._attempts)}", answer)
         try:
             if not self._submit(pending):
                 raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
@@ -182,10 +183,6 @@ class Router:
     def _look_again(self) -> None:
         if self._waiting is not None:
             self._waiting.look_again()
-
-    def _new_attempt(self) -> str:
-        self._attempts += 1
-        return f"{self._nonce}-{self._attempts}"
 
     def _submit(self, pending: Pending) -> bool:
         """Queue a request for its decision; False: the queue is full."""

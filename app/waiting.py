@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from app.core import reservations, turns
@@ -131,7 +132,7 @@ class Waiting:
         self._weights = parse_weights(settings.tenant_weights)
         self._room = Room(settings.wait_queue)
         self._replica = secrets.token_hex(4)
-        self._number = 0
+        self._numbers = count(1)
         self._loads = reservations.loads(keyspace)
         self._left: list[tuple[str, str, bool]] = []
         """Tickets still to be taken out of the line: see `turns.leave`."""
@@ -164,12 +165,11 @@ class Waiting:
         clock. decide: see Waiter. hung_up: returns once the caller is gone.
         """
         weight = self._weights.get(tenant, 1.0) * SHARES[priority]
-        self._number += 1
         waiter = Waiter(
             ticket=turns.ticket(
                 f"{priority}:{tenant}",
                 self._replica,
-                self._number,
+                next(self._numbers),
                 tokens=tokens,
                 weight=weight,
                 picky=picky,
