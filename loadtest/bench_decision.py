@@ -312,25 +312,22 @@ def measure(
         def start(target: Callable[[str, int], None], n: int) -> Server:
             return stack.enter_context(server(target, url, server_core(n)))
 
-        def load_of(servers: Sequence[Server], shape: Shape, concurrency: int) -> Load:
-            return run(load(servers, url, shape, concurrency, requests))
+        def play(cases: Sequence[tuple[Shape, int, list[Server], int]]) -> Loads:
+            """cases: the shape, the column, the servers, and how many requests at once."""
+            found: Loads = {}
+            for turn in range(rounds + 1):
+                for shape, column, servers, concurrency in cases:
+                    made = run(load(servers, url, shape, concurrency, requests))
+                    if turn:  # the first one warms up
+                        found.setdefault(shape.name, {}).setdefault(column, []).append(made)
+            return found
 
         bare, router = start(answer_forever, 0), start(route_forever, 0)
-        one: Loads = {}
-        for turn in range(rounds + 1):
-            for shape in shapes():
-                for concurrency in CONCURRENCY:
-                    made = load_of([bare if shape.bare else router], shape, concurrency)
-                    if turn:  # the first one warms up
-                        one.setdefault(shape.name, {}).setdefault(concurrency, []).append(made)
+        forms = shapes()
+        one = play([(s, n, [bare if s.bare else router], n) for s in forms for n in CONCURRENCY])
         routers = [router, *(start(route_forever, n) for n in range(1, max(replicas)))]
-        several: Loads = {}
-        for turn in range(rounds + 1):
-            for shape in shapes():
-                for count in replicas if shape.name in CURVE else ():
-                    made = load_of(routers[:count], shape, PER_REPLICA * count)
-                    if turn:
-                        several.setdefault(shape.name, {}).setdefault(count, []).append(made)
+        curve = [s for s in forms if s.name in CURVE]
+        several = play([(s, n, routers[:n], PER_REPLICA * n) for s in curve for n in replicas])
     return {"one": _figures(one), "replicas": _figures(several)}
 
 
