@@ -29,7 +29,7 @@ from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from app.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, scan, settled
+from app.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, readable, scan, settled
 
 T = TypeVar("T")
 VERSION = 1
@@ -76,7 +76,7 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
                 continue
             stored: dict[tuple[Incarnation, Tier], list[str]] = defaultdict(list)
             for field, owners in entries.items():
-                block = field.decode(errors="replace")
+                block = readable(field)
                 for inc, tier in parse_owners(owners):
                     if inc in infos and _HASH.fullmatch(block):
                         stored[inc, tier].append(block)

@@ -138,7 +138,7 @@ async def owners_of(
             replies = await pipe.execute(raise_on_error=False)
         for key, owners in zip(keys, replies, strict=True):
             if isinstance(owners, bytes):
-                found.append((key.decode(), list(parse_owners(owners))))
+                found.append((readable(key), list(parse_owners(owners))))
     return found
 
 

@@ -121,7 +121,7 @@ async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes
     for key, reply in zip(keys, replies, strict=True):
         if isinstance(reply, Exception):
             if not str(reply).startswith("WRONGTYPE"):
-                raise RedisUnavailable(f"{key.decode(errors='replace')}: {reply}") from reply
+                raise RedisUnavailable(f"{readable(key)}: {reply}") from reply
             found.append(None)
             continue
         cursor, entries = reply

@@ -192,8 +192,11 @@ def test_corrupted_names_are_shown_as_far_as_possible(url: str, raw: Redis) -> N
     raw.hset(KEYS["requests:1"], b"\xff", b"\xfe")
     raw.zadd(KEYS["waiting:normal:}:meta"], {"request": 1})
     raw.set(b"kvroute:1:{\xff}:meta", "")
+    raw.hset(SHARD["blocks:"].encode() + b"\xff", "00000000000000ff", "1d")
     assert "  \ufffd  \ufffd\n" in kvroute(url, "inspect", "worker", "w1").output
     assert as_json(url, "inspect", "summary")["namespaces"] == [NAMESPACE]
+    [owner] = as_json(url, "inspect", "block", "ff")
+    assert owner["key"] == SHARD["blocks:\ufffd"]
 
 
 def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
