@@ -26,9 +26,10 @@ from app.core.redis import deadline
 from app.core.scripts import ScriptRunner, call
 from app.core.topology import Client
 from app.core.types import SequenceHash, TierOverlap
+from app.locality import LOCALITIES
 from app.pace import Pace
 from app.policy.affinity import Affinity, discounted
-from app.policy.cost import Candidates, CostFunction, RequestSize
+from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +133,12 @@ def _packed(seen: Seen) -> bytes:
 
 
 def decode(entry: dict[bytes, bytes]) -> Record:
-    """The record in a stream entry. Raises ValueError or KeyError for an invalid one."""
+    """The record in a stream entry. Raises LookupError, TypeError or ValueError for an invalid one:
+    what it returns can be explained, and priced again."""
     text = {name.decode(): value.decode() for name, value in entry.items()}
+    isl_tokens = int(text["isl_tokens"])
+    if text["policy"] not in POLICIES or text["locality"] not in LOCALITIES or isl_tokens < 1:
+        raise ValueError(f"{isl_tokens} tokens, {text['policy']!r}, {text['locality']!r}")
     best, _, best_overlap = text["best"].rpartition(" ")
     blocks = text["blocks"]
     return Record(
@@ -142,7 +147,7 @@ def decode(entry: dict[bytes, bytes]) -> Record:
         worker=text["worker"],
         policy=text["policy"],
         locality=text["locality"],
-        isl_tokens=int(text["isl_tokens"]),
+        isl_tokens=isl_tokens,
         full_blocks=int(text["full_blocks"]),
         overlap=TierOverlap(*map(int, text["overlap"].split())),
         best=best,
@@ -157,15 +162,17 @@ def decode(entry: dict[bytes, bytes]) -> Record:
 def _seen(text: str) -> Seen:
     found = orjson.loads(text)
     matrix = np.array([found[name] for name in FIELDS], dtype=np.float64)
-    if matrix.shape != (len(FIELDS), len(found["workers"])):
-        raise ValueError(f"seen: {matrix.shape} does not fit {len(found['workers'])} workers")
+    block_size, places = found["block_size"], range(len(found["workers"]))
+    if matrix.shape != (len(FIELDS), len(places)) or len(found["eligible"]) != len(places):
+        raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")
+    if block_size < 1:
+        raise ValueError(f"seen: a block has {block_size} tokens")
     affinity: Affinity | None = None
     if found["affinity"] is not None:
         position, fraction, max_queue_s = found["affinity"]
-        affinity = Affinity(position, fraction, math.inf if max_queue_s is None else max_queue_s)
-    return Seen(
-        found["workers"], found["block_size"], Candidates(*matrix), found["eligible"], affinity
-    )
+        most_s = math.inf if max_queue_s is None else float(max_queue_s)
+        affinity = Affinity(places[position], float(fraction), most_s)
+    return Seen(found["workers"], block_size, Candidates(*matrix), found["eligible"], affinity)
 
 
 class Recorder:
@@ -224,7 +231,7 @@ async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:
         for _, entry in page:
             try:
                 record = decode(entry)
-            except (KeyError, TypeError, ValueError):
+            except (LookupError, TypeError, ValueError):
                 continue
             yield record
         if len(page) < PAGE:

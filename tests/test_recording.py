@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from redis.asyncio import Redis
 
@@ -11,6 +13,7 @@ from app.core.config import RouterSettings
 from app.core.keys import Keyspace
 from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, TierOverlap
+from app.policy.affinity import Affinity
 from app.policy.cost import Candidates
 from app.recording import (
     ENTRY,
@@ -89,6 +92,27 @@ def test_candidates_that_do_not_match_the_workers_are_refused() -> None:
     seen = Seen(["w0:0"], 16, Candidates(*matrix), [True])
     with pytest.raises(ValueError, match="does not fit 1 workers"):
         decode(as_redis_gives_it(encode(record("r1", CHAIN, seen))))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("policy", "spoilt"), ("locality", "spoilt"), ("isl_tokens", "0")]
+)
+def test_an_entry_that_cannot_be_explained_is_refused(field: str, value: str) -> None:
+    entry = as_redis_gives_it(encode(record("r1", CHAIN))) | {field.encode(): value.encode()}
+    with pytest.raises(ValueError, match=value):
+        decode(entry)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("block_size", 0), ("eligible", []), ("affinity", [1, 0.5, None]), ("affinity", [0, [], 1])],
+)
+def test_candidates_that_cannot_be_priced_again_are_refused(field: str, value: Any) -> None:
+    seen = Seen(["w0:0"], 16, Candidates(*np.zeros((len(FIELDS), 1))), [True], Affinity(0, 0.5))
+    entry = as_redis_gives_it(encode(record("r1", CHAIN, seen)))
+    entry[b"seen"] = orjson.dumps(orjson.loads(entry[b"seen"]) | {field: value})
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        decode(entry)
 
 
 def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
