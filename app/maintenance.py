@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from contextlib import suppress
 from itertools import islice
@@ -99,11 +100,13 @@ class Maintenance:
             self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
         )
         heard_ms = 0
+        # Redis may have been unreachable until now.
+        settled_s = time.monotonic() + RETIRE_GRACE_MS / 1000
         while True:
             releases = list(islice(self._releases, EXPIRE_LIMIT))
             calls: list[Call[Any]] = [expire, self._loads, *releases]
             # Nobody could renew a lease while Redis was unreachable.
-            if not self._fleet.recovers:
+            if not self._fleet.recovers and time.monotonic() >= settled_s:
                 calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             pause = MAINTENANCE_INTERVAL_S
             try:

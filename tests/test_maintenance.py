@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -81,6 +82,28 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
         await eventually(num_foreseen, lambda number: number == 0)
         while time.monotonic() - begun < 30 * settings.slice_ms / 1000:
             assert await num_foreseen() == 0
+
+
+async def test_a_router_that_has_just_started_retires_nobody(
+    redis: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis may have been unreachable until then, so that agents could renew no lease."""
+    ran: Counter[str] = Counter()
+
+    class Runner(ScriptRunner):
+        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+            ran.update(c.script.name for c in calls)
+            return await super().run(calls)
+
+    async def num_steps() -> int:
+        return ran["expire"]
+
+    monkeypatch.setattr("app.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
+    inc = await FakeWorkers(redis).register("w1")
+    await redis.zadd(KEYS["leases"], {str(inc): 1})
+    async with running(maintenance_of(redis, Runner(redis, 5.0))):
+        await eventually(num_steps, lambda number: number >= 5)
+    assert "lapse" not in ran
 
 
 async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_made_too(
