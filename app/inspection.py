@@ -37,6 +37,7 @@ from app.reading import (
     settled,
 )
 
+LATEST_MS = 1e15
 FULL_FACTOR = 4
 """Beyond this many times the blocks that it was laid out for, an index is called overfull."""
 
@@ -265,7 +266,7 @@ async def _workers(
                 incarnation=number,
                 info=_readable_info(info),
                 current=inc in control.current.values(),
-                lease_ms=None if expiry is None else int(expiry) - control.now_ms,
+                lease_ms=None if expiry is None else _finite(expiry) - control.now_ms,
                 load=parse_load(control.load.get(inc, b"")),
                 metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
                 gpu=_readable_gpu(measured),
@@ -273,6 +274,11 @@ async def _workers(
             )
         )
     return found
+
+
+def _finite(score: float) -> int:
+    """The time that a score says, which anybody may have set to infinity."""
+    return int(min(max(score, 0.0), LATEST_MS))
 
 
 def _number(inc: bytes) -> Incarnation:

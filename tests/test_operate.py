@@ -199,6 +199,12 @@ def test_corrupted_names_are_shown_as_far_as_possible(url: str, raw: Redis) -> N
     assert owner["key"] == SHARD["blocks:\ufffd"]
 
 
+def test_leases_that_somebody_made_endless_are_shown(url: str, raw: Redis) -> None:
+    raw.zadd(KEYS["leases"], {"1": "+inf", "2": "-inf"})
+    endless, lapsed = as_json(url, "inspect", "summary")["summary"]["workers"]
+    assert endless["lease_ms"] > 0 > lapsed["lease_ms"]
+
+
 def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
     assert as_json(url, "inspect", "block", f"{CHAIN[3]:016x}") == [
         {"worker": "w1:0", "incarnation": 1, "tier": "device", "key": bucket_of(3)},
