@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -155,6 +156,23 @@ async def test_the_answer_without_a_replica_is_logged_and_in_the_shape_of_router
         return log
 
     await eventually(logged, lambda text: "503" in text and '"GET /v1/workers HTTP/1.1"' in text)
+
+
+async def test_the_answer_to_a_body_that_stalls_is_in_the_shape_of_router_errors(
+    tmp_path: Path,
+) -> None:
+    patient = CONFIG.read_text()
+    hasty = tmp_path / "haproxy.cfg"
+    hasty.write_text(patient.replace("timeout http-request 30s", "timeout http-request 100ms"))
+    assert hasty.read_text() != patient
+    port = free_port()
+    async with haproxy(hasty, port), asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.write(b"POST /v1/route HTTP/1.1\r\nHost: kvroute\r\nContent-Length: 9\r\n\r\n{")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == "body_timeout"
 
 
 @pytest.mark.parametrize("body_bytes", [0, 100_000])
