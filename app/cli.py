@@ -108,9 +108,10 @@ def worker(**values: Any) -> None:
 
     try:
         from workers.main import serve
-    except ModuleNotFoundError as error:
+
+        run(serve(settings))
+    except ModuleNotFoundError as error:  # torch is imported only by the engine that needs it
         _needs("worker", error)
-    run(serve(settings))
 
 
 @main.command(cls=Command)
@@ -246,7 +247,9 @@ def _until_stopped(cluster: Any) -> None:
 
 
 def _needs(extra: str, error: ModuleNotFoundError) -> NoReturn:
-    raise click.ClickException(f"{error.name} is missing: pip install 'kvroute[{extra}]'")
+    raise click.ClickException(
+        f"{error.name} is missing: in a checkout of kvroute, run pip install '.[{extra}]'"
+    )
 
 
 if __name__ == "__main__":

