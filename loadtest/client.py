@@ -31,9 +31,6 @@ ROUTER_TIMEOUT_S = 5.0
 ROUTE_TIMEOUT_S = 30.0
 """Longer than requests wait for a worker by default: giving up earlier loses the place in line."""
 CONNECT_TIMEOUT_S = 5.0
-# Below the 5 s after which uvicorn closes an idle connection, so that the client never reuses a
-# connection at the moment it closes.
-KEEPALIVE_S = 3.0
 CHUNKS_PER_ANSWER = 5
 # TimeoutError is an OSError.
 NETWORK_ERRORS = (aiohttp.ClientError, OSError)
@@ -52,7 +49,7 @@ class FailureKind(StrEnum):
     UNREACHABLE = "unreachable"
     """No connection to the balancer, or one that broke before an answer."""
     UNAVAILABLE = "unavailable"
-    """5xx from the router: no live worker, or the balancer found no router."""
+    """408 or 5xx from the router: no live worker, or the balancer found no router."""
     FULL = "full"
     """429: every worker is full."""
     REFUSED = "refused"
@@ -156,7 +153,7 @@ class ClusterClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -254,8 +251,12 @@ class ClusterClient:
         policy: str | None,
         progress: _Progress,
     ) -> None:
-        # A lost answer may have left a reservation. The retry, under the same id, finds it.
-        address = await self._route(request_id, prompt, policy, progress)
+        try:
+            # A lost answer may have left a reservation. The retry, under the same id, finds it.
+            address = await self._route(request_id, prompt, policy, progress)
+        except asyncio.CancelledError:  # the deadline; the answer may be under way
+            await self._tell_router("DELETE", f"/v1/requests/{request_id}")
+            raise
         try:
             await self._complete(address, request_id, prompt, output_tokens, progress)
         except RequestError:
@@ -369,9 +370,13 @@ async def _status_error(
     """Raises ValueError if Retry-After is not in seconds."""
     message = f"{response.url.origin()}: {response.status} {(await response.text())[:200]}"
     if response.status == 429:
-        retry_after_s = float(response.headers.get("Retry-After", "1"))
-        return RequestError(FailureKind.FULL, message, retry_after_s)
-    return RequestError(server_error if response.status >= 500 else FailureKind.REFUSED, message)
+        kind = FailureKind.FULL
+    elif response.status == 408 or response.status >= 500:
+        kind = server_error
+    else:
+        kind = FailureKind.REFUSED
+    retry_after_s = response.headers.get("Retry-After")
+    return RequestError(kind, message, None if retry_after_s is None else float(retry_after_s))
 
 
 def _describe(error: BaseException) -> str:

@@ -31,7 +31,7 @@ class FakeCluster:
     prompts: list[bytes] = field(default_factory=list)
     """As the worker received them."""
     route_script: deque[int] = field(default_factory=deque)
-    """Statuses of the next answers of /v1/route."""
+    """Statuses of the next answers of /v1/route, or SILENT."""
     worker_script: deque[int] = field(default_factory=deque)
     """Statuses of the next completions, or one of the above."""
     cached_tokens: int = 0
@@ -65,6 +65,8 @@ class FakeCluster:
         self._note(request)
         body = await request.read()
         status = self.route_script.popleft() if self.route_script else 200
+        if status == SILENT:
+            await asyncio.Event().wait()
         if status != 200:
             return _refusal(status)
         if self.speaks_nonsense:

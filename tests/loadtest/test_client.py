@@ -89,7 +89,7 @@ async def test_the_time_to_make_the_prompt_counts_as_the_clients_own_delay(
     assert outcome.sent_s >= made[0]
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
 async def test_a_route_call_that_may_succeed_later_is_retried_under_the_same_id(
     cluster: FakeCluster, client: ClusterClient, status: int
 ) -> None:
@@ -158,6 +158,16 @@ async def test_a_request_ends_at_its_deadline_and_is_released(cluster: FakeClust
     assert outcome.failure is FailureKind.DEADLINE
     assert outcome.error == "no answer within 0.3 s"
     assert cluster.calls == [ROUTE, COMPLETE, RELEASE]
+
+
+async def test_a_request_still_being_routed_at_its_deadline_is_released(
+    cluster: FakeCluster,
+) -> None:
+    cluster.route_script.append(SILENT)
+    async with ClusterClient(cluster.url, deadline_s=0.3) as client:
+        outcome = await send(client)
+    assert outcome.failure is FailureKind.DEADLINE
+    assert cluster.calls == [ROUTE, RELEASE]
 
 
 async def test_a_missed_deadline_reports_the_last_error(cluster: FakeCluster) -> None:
