@@ -68,7 +68,7 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
         f"namespace   {found.namespace}: blocks of {found.block_size} tokens, "
         f"{found.shards} shard{'s' if found.shards > 1 else ''}\n"
         f"index       {found.unique_blocks:,} unique blocks, laid out for {found.laid_out_blocks:,}"
-        + (" (overfull: lookups and changes are slow)" if found.overfull else "")
+        + (" (overfull: changes are slower)" if found.overfull else "")
         + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis"
         + (f", {per_block:,.0f} bytes per block" if per_block else "")
         + "\n"

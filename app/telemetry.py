@@ -160,8 +160,8 @@ class Telemetry:
         )
         self.index_fill = Gauge(
             "kvroute_index_fill",
-            "Blocks in the index over the number it was laid out for, from a sample. Above 4, the "
-            "index is overfull and slow.",
+            "Blocks in the index over the number it was laid out for, from a sample. Above 4, "
+            "changes to the index are slower.",
             registry=r,
         )
         self.load_mean = Gauge(
