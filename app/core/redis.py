@@ -29,6 +29,8 @@ SCHEMES = (
     "redis+cluster",
     "rediss+cluster",
 )
+OLDEST = (6, 2)
+"""Version of Redis. Scripts use commands that older ones do not know."""
 DEFAULT_PORT = {"sentinel": 26379}
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
 PATIENCE = 0.1
@@ -200,18 +202,21 @@ class deadline:  # noqa: N801 - used like asyncio.timeout
 
 
 async def check_server(redis: Client, timeout_s: float) -> None:
-    """Make sure that no master drops keys when its memory is full.
+    """Make sure that no master is too old, or drops keys when its memory is full.
 
-    Raises ConfigError if one would, RedisUnavailable. A Redis that will not say is accepted.
+    Raises ConfigError if one is or would, RedisUnavailable. A Redis that will not say is accepted.
     """
     async with deadline(timeout_s):
         for master in await redis.masters():
             try:
-                memory = await master.info("memory")
+                info = await master.info()
             except NoPermissionError as error:
-                log.warning("maxmemory-policy was not checked: %s", error)
+                log.warning("version and maxmemory-policy were not checked: %s", error)
                 continue
-            policy = str(memory.get("maxmemory_policy", ""))
+            version = re.match(r"(\d+)\.(\d+)", str(info.get("redis_version", "")))
+            if version and (int(version[1]), int(version[2])) < OLDEST:
+                raise ConfigError(f"Redis has version {info['redis_version']}; needs 6.2 or newer")
+            policy = str(info.get("maxmemory_policy", ""))
             if policy.startswith("allkeys-"):
                 raise ConfigError(
                     f"Redis has maxmemory-policy {policy}: once full, it would silently drop keys "

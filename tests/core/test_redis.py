@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -252,7 +253,26 @@ async def test_a_redis_that_does_not_disclose_its_policy_is_accepted_with_a_warn
     await redis.acl_setuser(USER, enabled=True, commands=["-info"])
     async with connect(f"redis://{IN_URL}{LOOPBACK}:{guarded.port}/0") as client:
         await check_server(client, timeout_s=5)
-    assert "maxmemory-policy was not checked" in caplog.text
+    assert "version and maxmemory-policy were not checked" in caplog.text
+
+
+@pytest.mark.parametrize(("version", "refused"), [("6.0.16", True), ("6.2.0", False)])
+async def test_a_redis_that_is_too_old_is_refused(version: str, refused: bool) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        info = f"redis_version:{version}".encode()
+        while await reader.read(1000):
+            writer.write(b"$%d\r\n%b\r\n" % (len(info), info))
+        writer.close()
+
+    async with await asyncio.start_server(serve, LOOPBACK) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with connect(f"redis://{LOOPBACK}:{port}/0") as redis:
+            with (
+                pytest.raises(ConfigError, match=r"6\.0\.16; needs 6\.2")
+                if refused
+                else nullcontext()
+            ):
+                await check_server(redis, timeout_s=5)
 
 
 async def test_checking_an_unreachable_redis_raises_redis_unavailable() -> None:
