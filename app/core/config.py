@@ -323,7 +323,7 @@ class RouterSettings(CommonSettings):
 class WorkerSettings(CommonSettings):
     """One worker: an agent and the engine it hosts."""
 
-    port: int = setting(8081, "Port to listen on.", PORT)
+    port: int = setting(8081, "Port to listen on; 0 takes a free one.", PORT)
     worker_id: str = setting("", "Name in the fleet; unset: the host name.")
     dp_rank: int = setting(0, "Data-parallel rank.", click.IntRange(0, 65535))
     address: str = setting(
