@@ -109,10 +109,11 @@ async def chain_of(
             )
         given = body.token_ids if tokens is None else tokens
         return await chain_of_tokens(router, settings, body, given, body.mm_hashes)
-    if body.mm_hashes is not None:
-        raise InvalidRequest(
-            "mm_hashes", "is only allowed with token_ids; local_hashes already cover it"
-        )
+    for name in ("mm_hashes", "lora_name", "cache_namespace"):
+        if getattr(body, name) not in (None, ""):
+            raise InvalidRequest(
+                name, "is only allowed with token_ids; local_hashes already cover it"
+            )
     if body.num_tokens is None:
         raise InvalidRequest("num_tokens", "is required with local_hashes")
     assert body.local_hashes is not None

@@ -13,6 +13,7 @@ from app.core.types import REQUEST_ID, TENANT_ID
 T = TypeVar("T")
 
 U64 = 1 << 64
+ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
 
 Array = Annotated[list[T], Field(fail_fast=True)]
 """Only the first bad item is reported: making an error for each of a million takes seconds."""
@@ -66,8 +67,8 @@ class RouteOptions(_Body):
         description="routing the same id again moves its reservation; default: the header "
         "x-request-id, or else a generated id",
     )
-    lora_name: str | None = None
-    cache_namespace: str | None = None
+    lora_name: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
+    cache_namespace: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     policy: PolicyName | None = None
     exclude: Array[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
     session_id: RequestId | None = Field(

@@ -114,6 +114,12 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
         "mm_hashes",
         "only allowed with token_ids",
     ),
+    "LoRA with hashes": (HASHES | {"lora_name": "sql"}, "lora_name", "only allowed with token_ids"),
+    "cache namespace with hashes": (
+        HASHES | {"cache_namespace": "tenant-7"},
+        "cache_namespace",
+        "only allowed with token_ids",
+    ),
     "a JSON array": ([1, 2], "body", "got [1, 2]"),
     "unknown field": (TOKENS | {"polcy": "logit"}, "polcy", "got 'logit'"),
     "unknown policy": (TOKENS | {"policy": "fastest"}, "policy", "got 'fastest'"),
