@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from app.core.errors import RedisUnavailable
 from app.core.reservations import Load
 from tests.lua.conftest import LONG_MS, Namespace
 
@@ -52,6 +55,19 @@ async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space: Names
     assert await space.expire() == 1
     assert await space.get("load", inc) is not None
     assert not await space.redis.exists(space.keys["reservations"])
+
+
+async def test_a_redis_that_takes_no_writes_is_noticed_though_nothing_expires(
+    space: Namespace,
+) -> None:
+    assert await space.expire() == 0
+    # As good as one that cannot save to disk; either may refuse writes for as long as it runs.
+    await space.redis.replicaof("127.0.0.1", 1)
+    try:
+        with pytest.raises(RedisUnavailable, match="read only replica"):
+            await space.expire()
+    finally:
+        await space.redis.replicaof("NO", "ONE")
 
 
 async def test_an_expiry_later_than_routers_ask_for_is_lowered(space: Namespace) -> None:
