@@ -157,8 +157,11 @@ class Agent:
             return
         try:
             await self._runner.run([self._retire(inc) for inc in held])
+            self.incarnation = self._staged = None
         except RedisUnavailable as error:
+            self._unreachable.update(range(len(self._told)))
             log.warning("%s could not retire (its lease will lapse): %s", self.info.key, error)
+        self._notice()
 
     async def _register(self, held: Incarnation | None = None) -> leases.Registration:
         """A new incarnation, which may publish in every shard and has published nothing.

@@ -159,8 +159,15 @@ async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(
 ) -> None:
     agent = new_agent(redis, ttl_s=60.0)
     await agent.start()
+    agent.notify([Stored(tuple(CHAIN), None)])
+    settled = asyncio.ensure_future(agent.settled())
+    await asyncio.sleep(0)
     await agent.stop()
     assert await observer.live() == {}
+    # Nothing is published any more, so what goes now is not waited for.
+    assert await settled
+    agent.notify([Removed(tuple(CHAIN))])
+    assert await agent.settled()
     assert await redis.exists(KEYS["current"], KEYS["leases"], KEYS["load"]) == 0
 
 
@@ -442,8 +449,11 @@ async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRe
     async with connect(own_redis_server.url) as redis:
         agent = new_agent(redis)
         await agent.start()
+        agent.notify([Stored(tuple(CHAIN), None)])
+        settled = asyncio.ensure_future(agent.settled())
         own_redis_server.kill()
         await agent.stop()
+        assert not await settled
 
 
 async def test_events_during_an_outage_are_coalesced_and_published_after_it(
