@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from app.core.metrics import DEFAULT_SPEED, Speed
+from app.core.types import Tier
 from workers.engines.profiles import PROFILES
 from workers.engines.sim import SimEngine
 from workers.engines.steps import Finished, SimRequest, Step
@@ -128,7 +129,7 @@ def test_learned_values_are_never_negative() -> None:
 def test_loading_from_the_host_is_learned_separately_from_computing() -> None:
     learner = SpeedLearner(2048)
     for i in range(50):
-        loaded = 16 * (1 + i % 7)
+        loaded = 4096 * (1 + i % 7)
         tokens = 500 + i
         step = step_of(
             1e-4 * tokens + 3e-6 * loaded, load_s=3e-6 * loaded, loaded=loaded, prefill=tokens
@@ -137,6 +138,17 @@ def test_loading_from_the_host_is_learned_separately_from_computing() -> None:
 
     assert learner.speed().host_s_per_token == pytest.approx(1.5e-6)
     assert learner.speed().prefill_s_per_token == pytest.approx(0.5e-4, rel=0.1)
+
+
+def test_a_discounted_load_counts_only_until_there_is_another() -> None:
+    learner = SpeedLearner(2048)
+    learner.observe_load(Tier.DISK, 1000, 1.0)
+
+    learner.discount_loads(Tier.DISK)
+    assert learner.speed().disk_s_per_token == pytest.approx(1e-3)
+
+    learner.observe_load(Tier.DISK, 10, 0.001)
+    assert learner.speed().disk_s_per_token == pytest.approx(1e-4, rel=0.01)
 
 
 def test_the_mean_output_follows_the_requests_that_finish() -> None:
@@ -148,6 +160,10 @@ def test_the_mean_output_follows_the_requests_that_finish() -> None:
     for _ in range(1000):
         learner.observe(step_of(finished=(500,)), 1.0)
     assert learner.speed().mean_output_tokens == pytest.approx(500, rel=0.01)
+
+    for _ in range(1000):
+        learner.observe(step_of(finished=(100,)), 1.0)
+    assert learner.speed().mean_output_tokens == pytest.approx(100, rel=0.05)
 
 
 def test_a_paused_process_does_not_look_slow_but_one_that_slows_down_does() -> None:
@@ -161,4 +177,15 @@ def test_a_paused_process_does_not_look_slow_but_one_that_slows_down_does() -> N
 
     assert after(0.01, 2000) == pytest.approx(0.01, rel=0.05)
     assert after(30.0, 1) == pytest.approx(0.01, rel=0.1)
+    assert after(0.5, 256) > 0.08  # half a second is no pause, however fast the steps were
     assert after(3.0, 20_000) == pytest.approx(3.0, rel=0.1)
+    assert after(300.0, 1) == pytest.approx(3.0, rel=0.02)
+
+
+def test_a_worker_may_be_slow_from_its_first_step_on_but_soon_a_pause_is_noticed() -> None:
+    learner = SpeedLearner(256)
+    for _ in range(20):
+        learner.observe(step_of(prefill=256), 20.0)
+    assert 256 * learner.speed().prefill_s_per_token == pytest.approx(20.0, rel=0.05)
+    learner.observe(step_of(prefill=256), 20_000.0)
+    assert 256 * learner.speed().prefill_s_per_token < 40.0
