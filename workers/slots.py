@@ -250,8 +250,6 @@ class Slots:
                 _, slot = of_priority.popitem(last=False)
                 slot.leaving = self._num_choices
                 chosen.append(slot)
-            if not of_priority:
-                del self._idle[priority]
         self._num_idle -= len(chosen)
         self._num_leaving += len(chosen)
         return chosen
