@@ -374,6 +374,18 @@ def test_a_slot_keeps_its_block_if_its_record_cannot_be_written(tmp_path: Path) 
         assert read(file, 0, 1) == content(A, size)
 
 
+def test_a_batch_without_room_for_a_block_or_for_the_records_stores_nothing(
+    tmp_path: Path,
+) -> None:
+    size = PAGE_BYTES
+    blocks, rows = [DiskBlock(1, b, None) for b in (A, B)], [content(b, size) for b in (A, B)]
+    with closing(SlotFile(tmp_path, block_bytes=size, num_slots=2)) as file:
+        assert (tmp_path / "blocks").stat().st_size == 2 * size
+        with no_room_beyond(size):
+            assert file.write([0, 1], blocks, rows).keys() == {0, 1}
+        assert listed(file) == {}
+
+
 @pytest.mark.parametrize("slots", [[], [3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 6, 7]], ids=len)
 @pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
 @pytest.mark.parametrize("share_bytes", [SLOT_BYTES, 1 << 20])
