@@ -337,19 +337,20 @@ def test_a_block_that_does_not_fit_on_a_full_disk_is_not_listed(tmp_path: Path) 
 
 def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
-        write_roots(file, [2, 4, 7])
+        write_roots(file, [2, 4, 6, 7])
         with no_room_beyond(4 * SLOT_BYTES + 100):
-            failed = write_roots(file, [1, 2, 3, 4, 5], generation=2)
+            failed = write_roots(file, [1, 2, 3, 4, 5, 7], generation=2)
         assert {n: error.errno for n, error in failed.items()} == {
             3: errno.EFBIG,
             4: errno.EFBIG,
+            5: errno.EFBIG,
         }
-        # Slot 4's earlier block was given up for one that could not be written.
-        assert listed(file) == {1: 1, 2: 2, 3: 3, 7: 7}
+        # The earlier blocks of slots 4 and 7 were given up for ones that could not be written.
+        assert listed(file) == {1: 1, 2: 2, 3: 3, 6: 6}
     with opened(tmp_path) as file:
-        assert listed(file) == {1: 1, 2: 2, 3: 3, 7: 7}
+        assert listed(file) == {1: 1, 2: 2, 3: 3, 6: 6}
         assert read_roots(file, [1, 2, 3], generation=2) == ([content(n) for n in (1, 2, 3)], {})
-        assert read(file, 7, 1) == content(7)
+        assert read(file, 6, 1) == content(6)
 
 
 def test_slots_keep_their_blocks_if_the_index_cannot_be_written(tmp_path: Path) -> None:
