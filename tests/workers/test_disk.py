@@ -321,6 +321,33 @@ def test_a_read_that_arrives_in_pieces_is_completed(
         assert read(file, 1, 1) == content(A)
 
 
+@pytest.mark.parametrize("run_bytes", [4_000, 1 << 20])
+def test_blocks_that_the_kernel_has_not_cached_are_read_from_the_disk(
+    run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv, asked = os.preadv, set()
+
+    def from_disk(file: int, rows: Sequence[memoryview], at: int, flags: int) -> int:
+        asked.add(flags)
+        if flags & os.RWF_NOWAIT:
+            raise BlockingIOError
+        if at // SLOT_BYTES == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(file, rows, at, flags)
+
+    monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(os, "preadv", from_disk)
+    with opened(tmp_path) as file:
+        write_roots(file, [1, 2, 3])
+        into, lost = read_roots(file, [1, 2, 3])
+        assert lost == {
+            1: "disk slot 2, block 0000000000000002: [Errno 5] Input/output error",
+        }
+        assert [into[0], into[2]] == [content(1), content(3)]
+        assert listed(file) == {1: 1, 3: 3}
+        assert asked == {os.RWF_NOWAIT, 0}
+
+
 def test_a_block_that_does_not_fit_on_a_full_disk_is_not_listed(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
