@@ -47,6 +47,8 @@ JSON_TOKEN_BYTES = 12
 """Ten digits, a comma and a space."""
 TEXT_TOKEN_BYTES = 32
 """A word of five non-Latin letters, each escaped in six bytes."""
+LONG_OUTPUT_TOKENS = 1024
+"""Decoding this many tokens takes milliseconds, 100,000 most of a second."""
 ROOM_BYTES = 65_536
 """Room in a body for everything but the prompt."""
 _SAMPLING = tuple(field.name for field in fields_of(Sampling))
@@ -217,7 +219,7 @@ class _Completion:
     async def chunks(self) -> AsyncIterator[bytes]:
         try:
             async for output in self._generation:
-                yield b"data: %b\n\n" % self._json(output.token_ids, output.finished)
+                yield b"data: %b\n\n" % await self._json(output.token_ids, output.finished)
         except EngineStoppedError as error:
             # The status line is already sent, so only the stream can report the error.
             yield b"data: %b\n\n" % orjson.dumps(error_body(STOPPING, str(error)))
@@ -229,7 +231,12 @@ class _Completion:
         token_ids: list[int] = []
         async for output in self._generation:
             token_ids += output.token_ids
-        return self._json(token_ids, output.finished)
+        return await self._json(token_ids, output.finished)
+
+    async def _json(self, token_ids: list[int], finished: Finished | None) -> bytes:
+        if len(token_ids) < LONG_OUTPUT_TOKENS:
+            return self._json_now(token_ids, finished)
+        return await asyncio.to_thread(self._json_now, token_ids, finished)
 
     def _next_text(self, token_ids: Sequence[int], is_last: bool) -> str:
         if self._text is None:
@@ -237,7 +244,7 @@ class _Completion:
         pieces = [self._text.push(token) for token in token_ids]
         return "".join([*pieces, self._text.end()] if is_last else pieces)
 
-    def _json(self, token_ids: list[int], finished: Finished | None) -> bytes:
+    def _json_now(self, token_ids: list[int], finished: Finished | None) -> bytes:
         choice = {
             "index": 0,
             "text": self._next_text(token_ids, finished is not None),

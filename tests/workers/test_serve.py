@@ -367,22 +367,30 @@ async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
 
 
 class SlowTokenizer:
-    """Finishes encoding a text once `may_end` is set."""
+    """Finishes encoding a text, or decoding a token in a thread, once `may_end` is set."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
 
     def encode(self, text: str) -> list[int]:
-        self.begun.set()
-        assert self.may_end.wait(5)
+        self.work()
         return ABC
 
+    def work(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(5)
+
     def stream(self, context: Sequence[int] = ()) -> TextStream:
-        return TokenNumbers()
+        return TokenNumbers(self)
 
 
 class TokenNumbers:
+    def __init__(self, tokenizer: SlowTokenizer) -> None:
+        self.tokenizer = tokenizer
+
     def push(self, token: int) -> str:
+        if threading.current_thread() is not threading.main_thread():
+            self.tokenizer.work()
         return f"{token} "
 
     def end(self) -> str:
@@ -401,6 +409,27 @@ async def test_other_requests_are_served_while_a_long_text_is_tokenized() -> Non
         same = (await asking).json()
 
     assert answer.json()["choices"] == same["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_together(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.serve.LONG_OUTPUT_TOKENS", 7)
+    tokenizer = SlowTokenizer()
+    async with serving(fast(), tokenizer) as client:
+        fields = {"prompt": ABC, "max_tokens": 8, "stream": stream, "stream_interval": 7}
+        asking = asyncio.create_task(client.post("/v1/completions", json=fields))
+        assert await asyncio.to_thread(tokenizer.begun.wait, 10)
+        tokens = {"prompt": ABC, "max_tokens": 2}
+        answer = await client.post("/v1/completions", json=tokens)
+        tokenizer.may_end.set()
+        long = (await asking).text
+
+    chunks = events_of(long) if stream else [json.loads(long)]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert len(text.split()) == 8
+    assert text.startswith(answer.json()["choices"][0]["text"])
 
 
 @pytest.mark.parametrize(
