@@ -79,6 +79,10 @@ def listed(file: SlotFile) -> dict[int, SequenceHash]:
     return {slot: record.block for slot, record in file.records()}
 
 
+def generations(file: SlotFile) -> dict[int, int]:
+    return {slot: record.generation for slot, record in file.records()}
+
+
 def spoil(path: Path, offset: int) -> None:
     """Flip one bit."""
     content = bytearray(path.read_bytes())
@@ -97,6 +101,7 @@ def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: 
         write(file, 5, 1, B, A, content(B))
         write(file, 6, 1, C, zero, content(C))
         assert read(file, 5, 1) == content(B)
+    assert (folder / "blocks").stat().st_mode & 0o077 == 0  # prompts may be confidential
     with opened(folder) as file:
         records = dict(file.records())
         assert listed(file) == {3: A, 5: B, 6: C}
@@ -510,10 +515,9 @@ def test_concurrently_written_batches_leave_each_others_records_alone(tmp_path: 
         for generation in range(1, 100):
             both = [threads.submit(write_roots, file, slots, generation) for slots in (even, odd)]
             assert [batch.result() for batch in both] == [{}, {}]
+            assert generations(file) == dict.fromkeys(range(NUM_SLOTS), generation)
     with opened(tmp_path) as file:
-        assert {slot: record.generation for slot, record in file.records()} == dict.fromkeys(
-            range(NUM_SLOTS), 99
-        )
+        assert generations(file) == dict.fromkeys(range(NUM_SLOTS), 99)
 
 
 KILLED_BLOCK_BYTES = 1 << 17
