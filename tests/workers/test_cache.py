@@ -20,7 +20,7 @@ from app.core.keys import Keyspace
 from app.core.matching import match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.scripts import ScriptRunner
-from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from tests.eventually import eventually
 from tests.workers.cache_model import FakePublisher
 from workers.agent import Agent, AgentSettings
@@ -353,6 +353,50 @@ async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None
         assert worker.manager.counts.fallbacks == 1
         assert worker.manager.match(chain) == [DEVICE] * 8
         await worker.settle()
+
+
+async def test_blocks_of_an_earlier_life_are_published_before_the_first_request(
+    tmp_path: Path,
+) -> None:
+    manager, publisher = BlockManager(NUM_SLOTS, now=lambda: 0.0), FakePublisher()
+    manager.adopt(DISK, [(0, 1, SequenceHash(7), None)])
+    async with running(tmp_path, publisher, manager):
+        assert publisher.shown.tiers_of(SequenceHash(7)) == {DISK}
+
+
+async def test_computed_blocks_are_published_at_once_and_room_is_made_once_they_are_released(
+    tmp_path: Path,
+) -> None:
+    publisher = FakePublisher()
+    async with running(tmp_path, publisher) as worker:
+        chain, device = chain_of(1, 24), worker.manager.tiers[DEVICE]
+        table = await worker.compute(chain, 24)
+        assert publisher.shown.scan(chain) == TierOverlap(device=24)
+        await asyncio.sleep(0)  # there is nothing to free yet
+        worker.cache.release(table, priority=1)
+        assert {slot.priority for slot in device.all()} == {1}
+        await worker.settle()
+        assert device.num_free == SPARE[DEVICE]
+
+
+async def test_the_cache_ends_only_once_its_copies_have_ended(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        manager = BlockManager(NUM_SLOTS, now=lambda: 0.0)
+        worker = Worker(tmp_path, FakePublisher(), manager, stack)
+        cache = asyncio.ensure_future(worker.cache.run())
+        await asyncio.sleep(0)
+        chain = chain_of(1, 4)
+        await worker.compute_and_release(chain)
+        await worker.cache._free(DEVICE, 4)
+        worker.may_load.clear()
+        assert worker.cache.prefetch(chain) == 4
+        await asyncio.sleep(0)
+        cache.cancel()
+        done, _ = await asyncio.wait([cache], timeout=0.05)
+        worker.may_load.set()
+        assert not done
+        with pytest.raises(asyncio.CancelledError):
+            await cache
 
 
 async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_path: Path) -> None:
