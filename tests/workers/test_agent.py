@@ -13,7 +13,13 @@ from redis.asyncio import Redis
 import workers.agent
 from app.core import leases, metrics, reservations
 from app.core.embedded import EmbeddedRedis
-from app.core.errors import NamespaceMismatch, NamespaceMissing, RedisUnavailable, WorkerReplaced
+from app.core.errors import (
+    NamespaceMismatch,
+    NamespaceMissing,
+    RedisFull,
+    RedisUnavailable,
+    WorkerReplaced,
+)
 from app.core.events import Cleared, Removed, Stored
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.matching import match
@@ -125,6 +131,12 @@ class Observer:
         seconds, micros = await self.redis.time()
         just_now_ms = seconds * 1000 + micros // 1000 - 1
         await self.redis.zadd(KEYS["leases"], {str(incarnation): just_now_ms})
+
+    async def reserve(self, incarnation: Incarnation, request_id: str) -> None:
+        reservation = Reservation(request_id, prefill_tokens=100, prefill_us=8500, blocks=7)
+        wish = Wish(incarnation, reservation, max_requests=256, seen_total=0)
+        reserve = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
+        assert await self.runner.one(reserve) == [None]
 
 
 @pytest.fixture
@@ -283,7 +295,14 @@ async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again
         await observer.lapse(Incarnation(1))
         await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
         await eventually(observer.overlaps, lambda o: o == {2: held})
-        assert await redis.hgetall(KEYS["current"]) == {b"w0:0": b"2"}
+
+        async def current() -> dict[bytes, bytes]:
+            return await redis.hgetall(KEYS["current"])
+
+        assert await current() == {b"w0:0": b"2"}
+        # From now on it is 2 that renewals restore.
+        await redis.delete(KEYS["current"])
+        await eventually(current, lambda of_workers: of_workers == {b"w0:0": b"2"})
         # Further events are published under the new incarnation.
         agent.notify([Stored((CHAIN[6],), CHAIN[5])])
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
@@ -291,10 +310,7 @@ async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again
 
 async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer: Observer) -> None:
     async with running(new_agent(redis)):
-        reservation = Reservation("req-1", prefill_tokens=100, prefill_us=8500, blocks=7)
-        wish = Wish(Incarnation(1), reservation, max_requests=256, seen_total=0)
-        reserve = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
-        assert await observer.runner.one(reserve) == [None]
+        await observer.reserve(Incarnation(1), "req-1")
         await observer.lapse(Incarnation(1))
         # As routers do all the time.
         assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000, heard_ms=LATER)) == 0
@@ -317,8 +333,9 @@ async def test_the_index_is_restored_after_redis_is_flushed(
 
 
 async def test_the_next_batch_notices_that_redis_was_flushed(
-    redis: Redis, observer: Observer
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.agent.AUDIT_INTERVAL_S", 3600.0)
     async with running(new_agent(redis, ttl_s=600.0)) as agent:
         agent.notify([Stored(tuple(CHAIN[:6]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
@@ -332,11 +349,60 @@ async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer:
     async with running(new_agent(redis, ttl_s=600.0)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+        await observer.reserve(Incarnation(1), "req-1")
         await redis.delete(*[key async for key in redis.scan_iter(match="*blocks:*")])
         await observer.lose_batches(1)
         agent.notify([Stored((CHAIN[4],), CHAIN[3])])
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=5)})
         assert agent.resyncs == 1
+        # Requests in flight are the new incarnation's.
+        loads = (await observer.runner.one(reservations.loads(KEYS))).loads
+        assert {inc: load.requests for inc, load in loads.items()} == {2: 1}
+
+
+class FaultyRunner(ScriptRunner):
+    """Gives these answers to the next calls of `apply`, which then do not reach Redis."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, timeout_s=1.0)
+        self.answers: list[bool | RedisFull] = []
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        if self.answers and any(c.script.name == "apply" for c in calls):
+            await asyncio.sleep(0)
+            return [self.answers.pop(0)] * len(calls)
+        return await super().run_each(calls)
+
+
+async def test_an_incarnation_with_a_refused_batch_is_not_activated(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.agent.AUDIT_INTERVAL_S", 3600.0)
+    runner = FaultyRunner(redis)
+    async with running(new_agent(redis, ttl_s=60.0, runner=runner)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:4]), None)])
+        await agent.settled()
+        runner.answers = [False, False]
+        agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
+        await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
+
+
+async def test_a_send_drains_until_nothing_is_pending_or_redis_is_full(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.agent, "DRAIN_BLOCKS", 1)
+    roots = [SequenceHash(n << 60) for n in range(1, 4)]  # each is drained on its own
+    runner = FaultyRunner(redis)
+    agent = new_agent(redis, ttl_s=60.0, runner=runner)
+    await agent.start()
+    agent.notify([Stored((root,), None) for root in roots])
+    runner.answers = [RedisFull("out of memory")] * 100
+    assert await agent._send(0, Incarnation(1))
+    assert await observer.blocks() == {}
+    assert len(runner.answers) == 99
+    runner.answers.clear()
+    assert await agent._send(0, Incarnation(1))
+    assert len(await observer.blocks()) == 3
 
 
 class GatedRunner(ScriptRunner):
@@ -357,6 +423,25 @@ class GatedRunner(ScriptRunner):
             self.reached.set()
             await self.gate.wait()
         return await super().run_each(calls) if replies is None else replies
+
+
+async def test_a_resync_abandons_a_batch_that_is_still_under_way(
+    redis: Redis, observer: Observer
+) -> None:
+    runner = GatedRunner(redis, "apply")
+    async with running(new_agent(redis, runner=runner)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:4]), None)])
+        await agent.settled()
+        runner.gate.clear()
+        runner.reached.clear()
+        agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
+        await runner.reached.wait()
+        await observer.lapse(Incarnation(1))
+        await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
+        await eventually(observer.live, lambda live: live == {2: "w0:0"})
+        runner.gate.set()
+        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
+        assert agent.resyncs == 1
 
 
 @pytest.mark.parametrize("drain_blocks", [workers.agent.DRAIN_BLOCKS, 1])
