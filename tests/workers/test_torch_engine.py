@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
@@ -67,6 +68,19 @@ class Spy:
 
     def decode(self, *args: Any) -> Tensor:
         return self.model.decode(*args)
+
+
+class SlowSpy(Spy):
+    """Ends a prefill once `may_end` is set."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__(model)
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def prefill(self, *args: Any) -> Tensor:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return super().prefill(*args)
 
 
 class Served:
@@ -386,6 +400,18 @@ async def test_a_request_waits_until_it_fits_and_is_not_overtaken(
         for generation in (third, second):
             await output_of(generation)
         await served.settle()
+
+
+async def test_the_chunk_that_a_cancelled_request_was_in_is_reused(tmp_path: Path) -> None:
+    spy = SlowSpy(MODEL)
+    prompt = prompt_of(1, 17)
+    async with running(tmp_path, spy=spy) as served:
+        generation = served.submit("r", prompt, 1)
+        assert await asyncio.to_thread(spy.begun.wait, 10)
+        generation.cancel()
+        spy.may_end.set()
+        await served.settle()
+        assert served.manager.match(blocks_of(prompt)) == [DEVICE] * 2
 
 
 async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:

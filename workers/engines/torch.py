@@ -416,8 +416,7 @@ class TorchEngine:
         if chunk is not None:
             sequence = chunk.sequence
             sequence.prefilled = chunk.stop
-            if not sequence.cancelled:
-                self._register(sequence)
+            self._register(sequence)
             if chunk.is_last:
                 self._hit_rate.add(len(sequence.cached) * self.block_size, sequence.num_prompt)
                 self._prefilling.popleft()
