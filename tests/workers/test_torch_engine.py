@@ -402,6 +402,19 @@ async def test_a_request_waits_until_it_fits_and_is_not_overtaken(
         await served.settle()
 
 
+async def test_a_request_that_waits_for_room_holds_up_no_other_once_it_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, {DEVICE: 16}) as served:
+        first = served.submit("first", prompt_of(1, 9), 46)
+        second = served.submit("second", prompt_of(2, 33), 20)
+        third = served.submit("third", prompt_of(3, 3), 1)
+        await anext(aiter(first))
+        second.cancel()
+        await output_of(third)
+        assert served.engine.metrics().request_active_slots == 1
+
+
 async def test_the_chunk_that_a_cancelled_request_was_in_is_reused(tmp_path: Path) -> None:
     spy = SlowSpy(MODEL)
     prompt = prompt_of(1, 17)
@@ -412,6 +425,18 @@ async def test_the_chunk_that_a_cancelled_request_was_in_is_reused(tmp_path: Pat
         spy.may_end.set()
         await served.settle()
         assert served.manager.match(blocks_of(prompt)) == [DEVICE] * 2
+
+
+async def test_a_finished_request_that_is_cancelled_leaves_the_next_of_its_id_alone(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as served:
+        first = served.submit("same", [1], 1)
+        await output_of(first)
+        second = served.submit("same", [2], 3)
+        first.cancel()
+        tokens, _ = await output_of(second)
+        assert len(tokens) == 3
 
 
 async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
@@ -487,10 +512,16 @@ async def test_a_request_cancelled_while_room_is_made_for_it_holds_up_no_other(
             return served.manager.tiers[DEVICE].num_leaving
 
         await eventually(leaving)
+        assert served.engine.metrics().kv_active_blocks == 0
         small = served.submit("small", [1], 1)
         large.cancel()
         await asyncio.wait_for(output_of(small), 20)
-        served.fake_publisher.confirms.set()
+        again = served.submit("large", prompt_of(2, 50), 1)
+        await asyncio.sleep(0)
+    # Stopped while room was being made for it.
+    with pytest.raises(EngineStoppedError):
+        await output_of(again)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_requests_that_can_never_run_are_refused(tmp_path: Path) -> None:
