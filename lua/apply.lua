@@ -34,23 +34,56 @@ if ARGV[4] == '1' then
 end
 local bucket_name = bucket_namer(bits)
 -- Also matches leading zeros, which only somebody else writes: readers treat both alike.
-local own_entry = '%f[%d]0*' .. inc .. '%a'
+local own_entry = '^%f[%d]0*' .. inc .. '%a'
 local number = tonumber(inc)
+
+-- A thousand workers may hold a block. A pattern is tried at every position of such a text, so
+-- first each place with the right digits is found, which takes a hundredth of the time.
+local function own_entry_in(owners)
+  local at = string.find(owners, inc, 1, true)
+  while at do
+    local from = at
+    while string.sub(owners, from - 1, from - 1) == '0' do
+      from = from - 1
+    end
+    local first, last = string.find(owners, own_entry, from)
+    if first then
+      return first, last
+    end
+    at = string.find(owners, inc, at + 1, true)
+  end
+end
+
+-- Where the first entry of a higher number begins; by bisection, as far as that saves anything.
+local function place_in(owners)
+  local low, high = 1, #owners + 1
+  while high - low > 64 do
+    local middle = string.match(owners, '%a()', math.floor((low + high) / 2))
+    if not middle or middle >= high then
+      break
+    end
+    local other = tonumber(string.match(owners, '^%d+', middle) or 0)
+    if other > number then
+      high = middle
+    else
+      low = middle
+    end
+  end
+  for at, other in string.gmatch(string.sub(owners, low, high - 1), '()(%d+)%a') do
+    if tonumber(other) > number then
+      return low + at - 1
+    end
+  end
+  return high
+end
 
 -- Owners stay in ascending order, so that equal sets are equal values.
 local function insert(owners, entry)
-  local highest = string.match(owners, '(%d+)%a$')
-  if not highest then
+  if not string.find(owners, '^%d%a', -2) then
     return entry
   end
-  if tonumber(highest) > number then
-    for at, other in string.gmatch(owners, '()(%d+)%a') do
-      if tonumber(other) > number then
-        return string.sub(owners, 1, at - 1) .. entry .. string.sub(owners, at)
-      end
-    end
-  end
-  return owners .. entry
+  local at = place_in(owners)
+  return string.sub(owners, 1, at - 1) .. entry .. string.sub(owners, at)
 end
 
 local function change(owners, tier)
@@ -58,12 +91,12 @@ local function change(owners, tier)
   if not owners then
     return entry
   end
-  local from, to = string.find(owners, own_entry)
-  if from then
-    local behind = string.gsub(string.sub(owners, to + 1), own_entry, '')
-    return string.sub(owners, 1, from - 1) .. entry .. behind
+  local from, to = own_entry_in(owners)
+  if not from then
+    return entry == '' and owners or insert(owners, entry)
   end
-  return entry == '' and owners or insert(owners, entry)
+  local behind = change(string.sub(owners, to + 1), '-')
+  return string.sub(owners, 1, from - 1) .. entry .. behind
 end
 
 -- The owners of blocks in one bucket, which somebody may have turned into another type of key.

@@ -128,6 +128,22 @@ async def test_owners_are_in_ascending_order_whoever_published_first(space: Name
     assert await space.owners(A) == "1d2d9d10k11h"
 
 
+@pytest.mark.parametrize("number", [1, 7, 99, 100, 555, 1003, 2001])
+async def test_an_owner_finds_its_place_among_a_thousand(space: Namespace, number: int) -> None:
+    await space.worker("first")
+    await space.redis.hset(space.key("meta"), "incarnations", number)
+    inc = await space.worker("a")
+    space.set_chain([A])
+    others = [n for n in range(2, 2000, 2) if n != inc]
+    owners = "".join(f"{n}d" for n in others)
+    await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", owners)
+    assert await space.apply(inc, 1, [(A, HOST)])
+    expected = "".join(f"{n}{'h' if n == inc else 'd'}" for n in sorted([*others, inc]))
+    assert await space.owners(A) == expected
+    assert await space.apply(inc, 2, [(A, None)])
+    assert await space.owners(A) == owners
+
+
 async def test_a_tier_moves_in_place(space: Namespace) -> None:
     workers = [await space.worker(f"w{i}") for i in range(11)]
     for inc in (workers[0], workers[1], workers[10]):
