@@ -27,7 +27,9 @@ for i = 4, #ARGV do
   for at = 17, #group, 17 do
     local tier, hash = string.sub(group, at, at), string.sub(group, at + 1, at + 16)
     local owners = redis.pcall('HGET', key, hash)
-    if type(owners) ~= 'string' or not string.find(owners, '%f[%d]' .. inc .. tier) then
+    -- Plain text is found in a hundredth of the time, and lies where the pattern may match first.
+    local at = type(owners) == 'string' and string.find(owners, inc .. tier, 1, true)
+    if not (at and string.find(owners, '%f[%d]' .. inc .. tier, at)) then
       missing = missing + 1
     end
   end

@@ -35,7 +35,9 @@ while bucket < stop do
   local found = redis.pcall('HSCAN', blocks_prefix .. bucket_at(bits, bucket), within, 'COUNT', 1000)
   local entries = found[2] or {}
   for i = 1, #entries, 2 do
-    for tier in string.gmatch(entries[i + 1], own_entry) do
+    -- Plain text is found in a hundredth of the time: a thousand workers may hold a block.
+    local at = string.find(entries[i + 1], inc, 1, true)
+    for tier in string.gmatch(at and entries[i + 1] or '', own_entry) do
       claims[#claims + 1] = bucket
       claims[#claims + 1] = tier .. entries[i]
     end

@@ -32,11 +32,14 @@ local is_gone = {}
 for _, inc in ipairs(gone) do
   is_gone[inc] = true
 end
+-- By the owners as stored: most blocks of all chains together have the same few.
+local left = {}
 local function living(owners)
   if #gone > 0 then
-    owners = string.gsub(owners, '(%d+)%a', function(inc)
+    left[owners] = left[owners] or string.gsub(owners, '(%d+)%a', function(inc)
       return is_gone[inc] and '' or nil
     end)
+    owners = left[owners]
   end
   return owners ~= '' and owners
 end

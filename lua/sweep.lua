@@ -70,14 +70,19 @@ if not cursor then
   cursor, within, targets = 0, 0, table.concat(redis.call('SMEMBERS', dead), ' ')
 end
 
-local function of_writers(owners)
-  local kept = {}
-  for inc, tier in string.gmatch(owners, '(%d+)([dhk])') do
-    if is_writer[inc] then
-      kept[#kept + 1] = inc .. tier
+-- By the owners as stored, which many blocks have in common.
+local of_writers = {}
+local function kept_of(owners)
+  if not of_writers[owners] then
+    local kept = {}
+    for inc, tier in string.gmatch(owners, '(%d+)([dhk])') do
+      if is_writer[inc] then
+        kept[#kept + 1] = inc .. tier
+      end
     end
+    of_writers[owners] = table.concat(kept)
   end
-  return table.concat(kept)
+  return of_writers[owners]
 end
 
 local removed = 0
@@ -89,7 +94,7 @@ local function sweep_bucket(key, from)
   local behind, entries = tonumber(found[1]), found[2]
   local kept, longest = {}, 0
   for i = 1, #entries, 2 do
-    local owners = of_writers(entries[i + 1])
+    local owners = kept_of(entries[i + 1])
     if owners == '' then
       redis.call('HDEL', key, entries[i])
       removed = removed + 1
