@@ -17,8 +17,8 @@
 --                              routed there meanwhile, but its requests and blocks are kept
 -- ARGV[2] heard_ms      int    when Redis last answered, by its clock. Nobody could renew since,
 --                              and this call may have waited in a Redis that hung
--- Returns  how many were retired, at most 16
--- Cost     O(16 * (log workers + requests of a worker)). Writes. Safe to retry.
+-- Returns  how many were retired, at most 16; fewer once they had 512 requests, 4 us each
+-- Cost     O(16 * log workers + requests of a worker). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local grace_ms, heard_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -33,8 +33,11 @@ despite_full(workers)
 local now = now_ms()
 local too_late = string.format('%d', math.min(now, heard_ms) - grace_ms)
 local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)
+local retired, dropped = 0, 0
 for _, inc in ipairs(lapsed) do
-  retire(inc)
+  if dropped < 512 then
+    retired, dropped = retired + 1, dropped + retire(inc)
+  end
 end
 
 for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 4)) do
@@ -55,4 +58,4 @@ for _, worker in ipairs(redis.call('HRANDFIELD', current, 4)) do
     redis.call('HDEL', current, worker)
   end
 end
-return #lapsed
+return retired

@@ -34,7 +34,8 @@ local ttl_ms = tonumber(ARGV[1])
 despite_full(load)
 local now = now_ms()
 local expires = string.format('%d', now + ttl_ms)
-unreserve_expired(now, 2 * #ARGV)
+-- Two for each request: more than come in, and few enough for one call.
+unreserve_expired(now, (#ARGV - 1) / 4)
 local overtaken = {}
 
 local function reserve(inc, request_id, tokens, us, blocks, attempt, max_requests, seen_total)

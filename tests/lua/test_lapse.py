@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.core import leases
+from app.core.reservations import Reservation, Wish
 from app.core.types import Incarnation
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, Namespace
 
@@ -59,6 +60,21 @@ async def test_a_step_retires_at_most_sixteen_incarnations(space: Namespace) -> 
     assert await space.lapse() == 16
     assert await space.lapse() == 4
     assert await space.lapse() == 0
+
+
+async def test_a_step_retires_no_more_once_it_has_dropped_hundreds_of_requests(
+    space: Namespace,
+) -> None:
+    for worker in "abc":
+        inc = await space.worker(worker)
+        await space.reserve_all(
+            *(Wish(inc, Reservation(f"{worker}{i}", 1, 1, 1), 256, None) for i in range(256))
+        )
+        await space.renew(inc, ttl_ms=1)
+    await space.until_lease_lapses(inc)
+    assert await space.lapse() == 2
+    assert await space.redis.hlen(space.key("reservations")) == 256
+    assert await space.lapse() == 1
 
 
 async def test_a_lease_that_ends_later_than_its_worker_asks_for_is_lowered(

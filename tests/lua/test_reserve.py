@@ -170,6 +170,19 @@ async def test_expired_reservations_are_given_back_first(space: Namespace) -> No
     assert not await space.release("r1")
 
 
+async def test_a_request_gives_back_two_expired_reservations_at_most(space: Namespace) -> None:
+    inc = await space.worker("a")
+    ids = [f"r{i}" for i in range(6)]
+    for request_id in ids:
+        await space.reserve(inc, request_id)
+    await space.redis.zadd(space.key("expiry"), dict.fromkeys(ids, 1))
+    assert await space.reserve(inc, "new") is None
+    assert (await space.load(inc)).requests == 6 - 2 + 1
+    wishes = [Wish(inc, Reservation(f"new{i}", 1, 1, 1), 256, None) for i in range(2)]
+    assert await space.reserve_all(*wishes) == [None, None]
+    assert (await space.load(inc)).requests == 1 + 2
+
+
 async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_order(
     space: Namespace,
 ) -> None:
