@@ -1,24 +1,29 @@
 -- sweep: one bounded step of removing what dead incarnations left in a shard. Any number of
--- callers may take steps; each continues where the last one ended.
+-- callers may ask for steps, which together are no closer than one caller's; each continues where
+-- the last one ended.
 --
 -- An entry may stay only while `applied` names its incarnation, as no other may publish here. So a
 -- pass also removes what Redis kept by mistake; one runs every scrub_ms, even if no incarnation has
 -- died. Anything else in these keys that does not belong there is removed at once.
 --
--- KEYS[1] shard         hash   bucket_bits, swept_ms
+-- KEYS[1] shard         hash   bucket_bits, swept_ms, stepped_ms
 -- KEYS[2] applied       hash   inc -> "<seq> <nonce>"
 -- KEYS[3] dead          set    inc
 -- KEYS[4] sweep         hash   cursor, within, targets of the pass under way
 -- KEYS[5] blocks:       hashes bucket -> sequence hash -> owners
 -- ARGV[1] max_buckets   int    searched in this step, which ends early in one that is too large
 -- ARGV[2] scrub_ms      int    > 0
--- ARGV[3...] lost       int    inc that may no longer write
--- Returns  {removed, buckets_left, {inc, ...}}   entries removed; 0 left: no pass is under way;
---                              the incarnations that may write
+-- ARGV[3] pause_ms      int    if the last step was a shorter time ago, whoever made it, this one
+--                              only notes who is lost ...
+-- ARGV[4] idle_ms       int    ... or this long, if there is nothing to sweep
+-- ARGV[5...] lost       int    inc that may no longer write
+-- Returns  {removed, buckets_left, {inc, ...}}   entries removed; 0 left: no pass is under way, or
+--                              it was too soon; the incarnations that may write, none if too soon
 -- Cost     O(max_buckets * blocks per bucket, at most 1,000 of each, + incarnations). Writes. Safe to
 --          retry.
 local shard, applied, dead, sweep, blocks_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local max_buckets, scrub_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+local pause_ms, idle_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 -- @include clock
 -- @include kinds
 -- @include number
@@ -34,10 +39,19 @@ keep_kind(shard, 'hash')
 keep_kind(applied, 'hash')
 keep_kind(dead, 'set')
 keep_kind(sweep, 'hash')
-for i = 3, #ARGV do
+for i = 5, #ARGV do
   if redis.call('HDEL', applied, ARGV[i]) == 1 then
     redis.call('SADD', dead, ARGV[i])
   end
+end
+local now, bits = now_ms(), bits_of(shard)
+if bits then
+  local is_idle = redis.call('EXISTS', dead, sweep) == 0
+  local stepped_ms = whole(redis.call('HGET', shard, 'stepped_ms'), now)
+  if stepped_ms and now - stepped_ms < (is_idle and idle_ms or pause_ms) then
+    return {0, 0, {}}
+  end
+  redis.call('HSET', shard, 'stepped_ms', string.format('%d', now))
 end
 for _, inc in ipairs(redis.call('SMEMBERS', dead)) do
   if not is_number(inc) then
@@ -53,12 +67,11 @@ for _, inc in ipairs(redis.call('HKEYS', applied)) do
     redis.call('HDEL', applied, inc)
   end
 end
-local bits = bits_of(shard)
 if not bits then
   return {0, 0, writers}
 end
 
-local now, count = now_ms(), 2 ^ bits
+local count = 2 ^ bits
 local cursor = whole(redis.call('HGET', sweep, 'cursor'), count - 1)
 local within = whole(redis.call('HGET', sweep, 'within'), 2 ^ 53) or 0
 local targets = redis.call('HGET', sweep, 'targets') or ''

@@ -42,7 +42,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SweepStep:
-    """What one step of the sweep did. buckets_left: 0 when nothing is left to sweep.
+    """What one step of the sweep did. buckets_left: 0 when nothing is left to sweep here and now.
     writers: the incarnations that may publish in the shard."""
 
     removed: int
@@ -171,16 +171,23 @@ def _groups(changes: Iterable[Change]) -> list[str]:
 
 
 def sweep(
-    shard: Keyspace, lost: Iterable[Incarnation], *, max_buckets: int, scrub_ms: int
+    shard: Keyspace,
+    lost: Iterable[Incarnation],
+    *,
+    max_buckets: int,
+    scrub_ms: int,
+    pause_ms: int = 0,
+    idle_ms: int = 0,
 ) -> Call[SweepStep]:
     """One bounded step of removing the entries of incarnations that may not publish.
 
     lost: incarnations that may not publish from now on. A new one among them starts a pass; so does
-    every scrub_ms.
+    every scrub_ms. pause_ms, idle_ms: how long ago the last step must be, anybody's, during a pass
+    and without one; else only `lost` is noted, and the step says that it found nothing.
     """
 
     def parse(reply: list[Any]) -> SweepStep:
         removed, buckets_left, writers = reply
         return SweepStep(removed, buckets_left, [Incarnation(int(inc)) for inc in writers])
 
-    return call("sweep", shard, max_buckets, scrub_ms, *lost, parse=parse)
+    return call("sweep", shard, max_buckets, scrub_ms, pause_ms, idle_ms, *lost, parse=parse)

@@ -48,7 +48,8 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     decisions           stream  one routed request each: see app/recording.py; by routers; trimmed
 
     kvroute:1:{<namespace>#<shard>}:...
-    shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass
+    shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass, and
+                                stepped_ms, of the last step, by sweep
     applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by open, apply; until
                                 swept. An incarnation that is not in it cannot publish.
     dead                set     <inc> whose entries are not swept yet; by sweep

@@ -369,6 +369,8 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "DRAIN_BLOCKS", 4)
     monkeypatch.setattr(maintenance, "MAINTENANCE_INTERVAL_S", 0.03)
     monkeypatch.setattr(maintenance, "SWEEP_PAUSE_S", 0.001)
+    monkeypatch.setattr(maintenance, "SWEEP_PAUSE_MS", 0)
+    monkeypatch.setattr(maintenance, "SWEEP_IDLE_MS", 20)
     monkeypatch.setattr(maintenance, "SCRUB_INTERVAL_MS", 100)
     monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", 300)
 

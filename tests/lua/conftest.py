@@ -161,11 +161,23 @@ class Namespace:
         writers = await self.redis.hkeys(self.shard["applied"])
         return await self.do(leases.absent(self.keys, [Incarnation(int(w)) for w in writers]))
 
-    async def sweep(self, max_buckets: int = 256, scrub_ms: int = LONG_MS) -> SweepStep:
+    async def sweep(
+        self,
+        max_buckets: int = 256,
+        scrub_ms: int = LONG_MS,
+        pause_ms: int = 0,
+        idle_ms: int = 0,
+    ) -> SweepStep:
         """One step, which is given the incarnations that are lost now."""
-        lost = await self.lost()
         return await self.do(
-            index.sweep(self.shard, lost, max_buckets=max_buckets, scrub_ms=scrub_ms)
+            index.sweep(
+                self.shard,
+                await self.lost(),
+                max_buckets=max_buckets,
+                scrub_ms=scrub_ms,
+                pause_ms=pause_ms,
+                idle_ms=idle_ms,
+            )
         )
 
     async def reserve(

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from app.core import index
+from app.core.index import SweepStep
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from tests.lua.conftest import CROWD, HOST, LONG_MS, A, B, C, Namespace
 
@@ -30,9 +31,11 @@ async def test_without_dead_incarnations_there_is_nothing_to_sweep(space: Namesp
     await space.hold(inc, [A, B])
     before = await space.contents()
     assert await swept(space) == (0, 0)
+    await space.redis.hdel(space.key("shard"), "stepped_ms")
     # Another router reported this one as lost, too, and it has been swept since.
     lost = [Incarnation(77)]
     await space.do(index.sweep(space.shard, lost, max_buckets=1, scrub_ms=LONG_MS))
+    await space.redis.hdel(space.key("shard"), "stepped_ms")
     assert await space.contents() == before
 
 
@@ -49,6 +52,35 @@ async def test_a_bucket_is_compact_again_once_its_blocks_have_few_owners(space: 
     await space.sweep()
     assert await space.redis.object("encoding", bucket) in (b"listpack", b"ziplist")
     assert await space.owners(A) == f"{first}d{others[0]}d"
+
+
+async def test_a_step_soon_after_another_only_notes_who_is_lost(space: Namespace) -> None:
+    a, b = await space.worker("a", bucket_bits=4), await space.worker("b", bucket_bits=4)
+    await space.hold(a, SPREAD)
+
+    async def soon(max_buckets: int = 4) -> SweepStep:
+        return await space.sweep(max_buckets, pause_ms=LONG_MS, idle_ms=LONG_MS)
+
+    nothing = SweepStep(removed=0, buckets_left=0, writers=[])
+    assert (await soon()).writers == [a, b]
+    assert await soon() == nothing
+    await space.retire("a", a)
+    assert await soon() == nothing
+    assert await space.redis.smembers(space.key("dead")) == {b"%d" % a}
+    # Idle no longer, it waits for another pause.
+    sooner = await space.sweep(4, idle_ms=LONG_MS)
+    assert (sooner.removed, sooner.buckets_left) == (4, 12)
+    assert await soon() == nothing
+    assert await swept(space) == (12, 0)
+    assert await soon() == nothing
+
+
+@pytest.mark.parametrize("moment", ["", "spoilt", "9" * 15])
+async def test_no_corrupted_moment_keeps_steps_away(space: Namespace, moment: str) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("shard"), "stepped_ms", moment)
+    step = await space.sweep(pause_ms=LONG_MS, idle_ms=LONG_MS)
+    assert step.writers == [inc]
 
 
 async def test_a_missing_namespace_has_nothing_to_sweep(space: Namespace) -> None:
