@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -158,7 +158,7 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
     return restored
 
 
-async def _all_hold(runner: ScriptRunner, calls: list[Call[bool]]) -> None:
+async def _all_hold(runner: ScriptRunner, calls: Sequence[Call[Any]]) -> None:
     if not all(await runner.run(calls)):
         raise ConfigError("another process registered a worker of the dump during the restore")
 

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from app.core import leases, metrics
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
-from app.core.keys import METRICS_INTERVAL_S, Keyspace
+from app.core.keys import METRICS_INTERVAL_S, Keyspace, metrics_interval_s
 from app.core.matching import Overlaps
 from app.core.metrics import (
     DEFAULT_SPEED,
@@ -37,7 +37,7 @@ from app.policy.cost import Candidates
 
 log = logging.getLogger(__name__)
 
-STALE_AFTER_MS = 10 * round(METRICS_INTERVAL_S * 1000)
+STALE_AFTER_INTERVALS = 10
 PAGE = 512
 """Entries of the metrics stream read at a time, in some 20 ms: two of each of 256 workers."""
 MAX_AHEAD_S = 60.0
@@ -57,8 +57,9 @@ class Measured:
     gpu: GpuReadings
     at_ms: int
 
-    def is_stale(self, now_ms: int) -> bool:
-        return now_ms - self.at_ms > STALE_AFTER_MS
+    def is_stale(self, now_ms: int, workers: int) -> bool:
+        """workers: how many there are, which determines how often each publishes."""
+        return now_ms - self.at_ms > STALE_AFTER_INTERVALS * 1000 * metrics_interval_s(workers)
 
 
 class Known:
@@ -294,10 +295,11 @@ class Fleet:
         Over the workers of the last view that are not stale; 0 if there are too few.
         """
         view = self.last_view
+        live = view.incarnations if view else []
         loads = [
             m.metrics.kv_active_blocks / m.metrics.kv_total_blocks
-            for m in map(self.measured, view.incarnations if view else [])
-            if m.metrics.kv_total_blocks and not m.is_stale(now_ms)
+            for m in map(self.measured, live)
+            if m.metrics.kv_total_blocks and not m.is_stale(now_ms, len(live))
         ]
         return (mean(loads) if loads else 0.0, stdev(loads) if len(loads) > 1 else 0.0)
 

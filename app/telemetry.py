@@ -30,7 +30,8 @@ WORKER_LOAD = {
     "kv_active_blocks": "KV blocks in use on a worker, as it reports.",
     "requests_waiting": "Requests waiting in a worker, as it reports.",
     "cache_usage": "Share of a worker's KV blocks in use, as it reports; 0-1.",
-    "stale": "1 if a worker's latest report is older than a second, else 0.",
+    "stale": "1 if a worker's latest report is older than a second, else 0; with more than 256 "
+    "workers, older than ten of the longer intervals.",
 }
 WORKER_GPU = {
     "memory_used_bytes": ("memory_used_bytes", "Memory in use on a worker's GPU."),

@@ -24,7 +24,7 @@
 -- ARGV[7] shards        int    that `inc` publishes in
 -- ARGV[8] staged        0|1    1: the worker is not switched over to `inc` yet
 -- ARGV[9] thorough      0|1    1: recount the load even if it can be read
--- Returns  1
+-- Returns  n                   renewed; how many incarnations have a lease, at least 1
 --          0                   retired, unknown or replaced, or the index has other shards: the
 --                              worker must register again
 -- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
@@ -92,4 +92,4 @@ if redis.call('HGET', workers, inc) ~= info then
   redis.call('HSET', meta, 'workers_ms', string.format('%d', now))
 end
 redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
-return 1
+return redis.call('ZCARD', leases)

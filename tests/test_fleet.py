@@ -398,8 +398,11 @@ async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_begin
 
 def test_measurements_older_than_a_second_are_stale() -> None:
     measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=10_000)
-    assert not measured.is_stale(11_000)
-    assert measured.is_stale(11_001)
+    assert not measured.is_stale(11_000, workers=256)
+    assert measured.is_stale(11_001, workers=256)
+    # They publish every 0.4 s each.
+    assert not measured.is_stale(14_000, workers=1024)
+    assert measured.is_stale(14_001, workers=1024)
 
 
 async def test_the_spread_of_load_is_a_sample_standard_deviation(space: Namespace) -> None:

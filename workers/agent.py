@@ -22,7 +22,7 @@ from app.core import index, leases, metrics
 from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable, WorkerReplaced
 from app.core.events import CacheEvent
 from app.core.index import Change
-from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
+from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
 from app.core.metrics import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed
 from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
@@ -44,6 +44,9 @@ AUDIT_INTERVAL_S = 2.0
 AUDIT_BLOCKS = 256
 """Checked every AUDIT_INTERVAL_S, for half a millisecond of Redis's time: a pool of 25,000 blocks
 every 200 s, so that damage done in Redis does not persist."""
+AUDIT_WORKERS = 64
+"""More workers than this audit less often, so that all audits together take Redis a twentieth of
+its time, where those of 1,000 workers would take all of it."""
 AUDIT_BUCKETS = 128
 """Just as often, this many buckets of each shard are searched for blocks that the worker does not
 hold: 131,072 buckets, a million blocks, every 34 minutes; a large one, 1,000 blocks at a time."""
@@ -63,7 +66,8 @@ class AgentSettings:
 
 
 class Agent:
-    """start, run, stop. Every 100 ms `measure` and `read_gpu` are asked for what to publish."""
+    """start, run, stop. Every 100 ms, less often in a fleet of more than 256 workers, `measure` and
+    `read_gpu` are asked for what to publish."""
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class Agent:
         self.info = info
         self.incarnation: Incarnation | None = None
         self.resyncs = 0
+        self.num_leases = 1
+        """How many incarnations of workers there were at the last renewal."""
         self._runner = runner
         self._keyspace = keyspace
         self._ttl_ms = round(settings.lease_ttl_s * 1000)
@@ -262,12 +268,13 @@ class Agent:
             except RedisUnavailable as error:
                 log.warning("%s: lease not renewed: %s", self.info.key, error)
                 continue
+            self.num_leases = max(*renewed, 1)
             if self.incarnation == held[0] and not renewed[0]:
                 log.warning("%s: incarnation %d lapsed", self.info.key, held[0])
                 self._lost = True
                 self._wake.set()
 
-    def _renew(self, inc: Incarnation, thorough: bool) -> Call[bool]:
+    def _renew(self, inc: Incarnation, thorough: bool) -> Call[int]:
         return leases.renew(
             self._keyspace,
             self.info,
@@ -288,7 +295,7 @@ class Agent:
     async def _audit(self) -> None:
         """Have shards audited, each once it has been sent all pending changes."""
         while True:
-            await asyncio.sleep(AUDIT_INTERVAL_S)
+            await asyncio.sleep(AUDIT_INTERVAL_S * max(1.0, self.num_leases / AUDIT_WORKERS))
             self._to_audit = dict(enumerate(self._ownership.next_to_audit(AUDIT_BLOCKS)))
             self._wake.set()
 
@@ -469,7 +476,7 @@ class Agent:
     async def _publish_metrics(self) -> None:
         """Publish only the latest value: a tick that Redis does not take is not retried."""
         while True:
-            await asyncio.sleep(METRICS_INTERVAL_S)
+            await asyncio.sleep(metrics_interval_s(self.num_leases))
             entry: dict[Any, Any] = {
                 "worker": str(self.info.key),
                 "incarnation": str(self.incarnation),

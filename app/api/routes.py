@@ -369,7 +369,7 @@ def _worker_models(view: View) -> list[schemas.WorkerModel]:
             gpu_prefix_cache_hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
             kv_idle_before_evict_s=measured.metrics.kv_idle_before_evict_s,
             gpu=None if measured.gpu == NO_READINGS else measured.gpu,
-            stale=measured.is_stale(view.now_ms),
+            stale=measured.is_stale(view.now_ms, len(view.infos)),
         )
         for inc, info, load, measured in zip(
             view.incarnations, view.infos, view.loads, view.measured, strict=True

@@ -202,7 +202,9 @@ class WorkerModel(BaseModel):
         description="how long recently evicted blocks had gone unused; 0: none was evicted"
     )
     gpu: GpuReadings | None = Field(description="null if nothing was read")
-    stale: bool = Field(description="the measurements are older than a second")
+    stale: bool = Field(
+        description="the measurements are older than a second; longer with more than 256 workers"
+    )
 
 
 class Workers(BaseModel):

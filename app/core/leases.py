@@ -134,11 +134,12 @@ def renew(
     shards: int = 1,
     staged: bool = False,
     thorough: bool = True,
-) -> Call[bool]:
+) -> Call[int]:
     """Extend a lease, or revive a lapsed one, and repair what Redis keeps about the worker.
 
-    shards: how many `inc` publishes in. thorough: recount its load as well. False: `inc` is retired
-    or replaced, or the index has another number of shards; register again.
+    shards: how many `inc` publishes in. thorough: recount its load as well. Returns how many
+    incarnations have a lease. 0: `inc` is retired or replaced, or the index has another number of
+    shards; register again.
     """
     return call(
         "lease_renew",
@@ -152,7 +153,7 @@ def renew(
         shards,
         int(staged),
         int(thorough),
-        parse=bool,
+        parse=int,
     )
 
 

@@ -22,6 +22,15 @@ async def test_renewing_extends_the_lease_from_now(space: Namespace) -> None:
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
 
 
+async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b", ttl_ms=1)
+    await space.until_lease_lapses(b)
+    nonces = (space.keys, info("a"), a, "nonce-a")
+    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == 2
+    await space.lapse()
+    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == 1
+
+
 async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)

@@ -280,6 +280,29 @@ async def test_an_unanswered_renewal_is_retried_before_the_lease_lapses(
         assert await observer.live() == {1: "w0:0"}
 
 
+async def test_the_more_workers_there_are_the_longer_an_agent_pauses(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the audits of 1,000 workers would take all of Redis's time."""
+    pauses: dict[str, float] = {}
+    sleep = asyncio.sleep
+
+    async def noting(delay: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        pauses[task.get_coro().__name__] = delay  # type: ignore[union-attr]
+        await sleep(min(delay, 0.01))
+
+    async def look() -> tuple[float | None, float | None]:
+        return pauses.get("_publish_metrics"), pauses.get("_audit")
+
+    monkeypatch.setattr("workers.agent.asyncio.sleep", noting)
+    async with running(new_agent(redis)):
+        await eventually(look, lambda now: now == (0.1, 2.0))
+        await redis.zadd(KEYS["leases"], {str(n): LATER for n in range(2, 1025)})
+        await eventually(look, lambda now: now == (pytest.approx(0.4), 64.0 / 2))
+
+
 async def test_the_lease_lapses_without_renewals(redis: Redis, observer: Observer) -> None:
     await new_agent(redis, ttl_s=0.05).start()
     await eventually(observer.live, lambda live: live == {})

@@ -23,6 +23,7 @@ from unittest.mock import ANY
 import pytest
 
 from app import inspection, maintenance, verification
+from app.core import keys
 from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import RoutingError
@@ -373,7 +374,7 @@ async def test_memory_does_not_grow_at_constant_occupancy(
 ) -> None:
     # A short stream, which fills as soon as the caches do.
     monkeypatch.setattr(agents, "METRICS_MAXLEN", FEW_METRICS)
-    monkeypatch.setattr(agents, "METRICS_INTERVAL_S", 0.02)
+    monkeypatch.setattr(keys, "METRICS_INTERVAL_S", 0.02)
     async with connect(one_redis_server.url) as redis, only_data_uses_memory(redis):
         await soak(redis, 3.0, turnovers=2, metrics_maxlen=FEW_METRICS)
 
