@@ -453,6 +453,26 @@ class TestTrouble:
             await all_announced(redis, 0)
             crowd.tasks["lost"].cancel()
 
+    async def test_however_many_wait_redis_is_told_of_a_few_at_a_time(
+        self,
+        router: Replica,
+        workers: FakeWorkers,
+        redis: Redis,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(waiting, "MAX_NAMED", 3)
+        monkeypatch.setattr(waiting, "NAME_S", 0.05)
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        crowd = [asyncio.ensure_future(router.route(request(f"r{i}"))) for i in range(10)]
+        await all_announced(redis, 10)
+        # Somebody takes all of them out: before long, each is named again.
+        await redis.delete(KEYS["waiting:normal:"])
+        await all_announced(redis, 10)
+        assert router.runner.most_named == 3
+        for task in crowd:
+            task.cancel()
+
     async def test_a_request_waiting_when_redis_fails_gets_a_degraded_decision(
         self, own_redis_server: EmbeddedRedis
     ) -> None:

@@ -36,7 +36,8 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     easy_flows          zset    <flow> scored by the tag of its first ticket that every worker
                                 could take; as line
     waiting:<flow>      zset    "<replica>-<number> <charge> -" scored by when the request began to
-                                wait, ms, Redis clock; as line
+                                wait, ms, Redis clock; by wait, turns, leave; until they leave, or
+                                none is named for ten seconds
     picky:<flow>        zset    "<replica>-<number> <charge> x", of requests that not every worker
                                 could take, as they exclude some or some are too small; as waiting
     sessions            hash    <session> -> "<inc> <when it last went there, ms, Redis clock>"; by

@@ -217,8 +217,11 @@ class Namespace:
     async def recall(self, *asked: str, ttl_ms: int = LONG_MS) -> list[Incarnation | None]:
         return await self.do(sessions.recall(self.keys, asked, ttl_ms))
 
-    async def wait(self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS) -> int:
-        return await self.do(turns.wait(self.keys, replica, tickets, ttl_ms))
+    async def wait(
+        self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS, kept_ms: int = LONG_MS
+    ) -> int:
+        call = turns.wait(self.keys, replica, tickets, ttl_ms=ttl_ms, kept_ms=kept_ms)
+        return await self.do(call)
 
     async def turns(
         self, replica: str, limit: int = 100, max_picky: int = turns.MAX_PICKY

@@ -28,7 +28,7 @@ async def test_a_router_sees_whether_any_request_waits(space: Namespace) -> None
 
 async def test_nothing_is_left_of_silent_replicas(space: Namespace) -> None:
     for replica in ("x", "y"):
-        await space.wait(replica, ticket(f"normal:{replica}", replica, 1), ttl_ms=20)
+        await space.wait(replica, ticket(f"normal:{replica}", replica, 1), ttl_ms=20, kept_ms=40)
     assert await eventually(space.contents, lambda found: not found) == ""
 
 
