@@ -37,6 +37,8 @@ from app.reading import (
     settled,
 )
 
+STEP_ENTRIES = 512
+"""Of the metrics stream, in 2 ms of Redis's time."""
 LATEST_MS = 1e15
 FULL_FACTOR = 4
 """Beyond this many times the blocks that it was laid out for, an index is called overfull."""
@@ -250,11 +252,8 @@ async def prefix(
 async def _workers(
     redis: Client, keyspace: Keyspace, control: Control, held: Counter[tuple[Incarnation, Tier]]
 ) -> list[Worker]:
-    async with deadline(STEP_TIMEOUT_S):
-        entries: Any = await redis.xrevrange(keyspace["metrics"], count=METRICS_MAXLEN)
-    newest: dict[bytes, tuple[int, dict[bytes, bytes]]] = {}
-    for entry_id, entry in entries:
-        newest.setdefault(entry.get(b"incarnation", b""), (int(entry_id.split(b"-")[0]), entry))
+    newest = await _newest(redis, keyspace)
+    serving = set(control.current.values())
     found = []
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
@@ -265,7 +264,7 @@ async def _workers(
             Worker(
                 incarnation=number,
                 info=_readable_info(info),
-                current=inc in control.current.values(),
+                current=inc in serving,
                 lease_ms=None if expiry is None else _finite(expiry) - control.now_ms,
                 load=parse_load(control.load.get(inc, b"")),
                 metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
@@ -279,6 +278,20 @@ async def _workers(
 def _finite(score: float) -> int:
     """The time that a score says, which anybody may have set to infinity."""
     return int(min(max(score, 0.0), LATEST_MS))
+
+
+async def _newest(redis: Client, keyspace: Keyspace) -> dict[bytes, tuple[int, dict[bytes, bytes]]]:
+    """When each incarnation last published metrics, by its text, and what."""
+    newest: dict[bytes, tuple[int, dict[bytes, bytes]]] = {}
+    before = "+"
+    for _ in range(0, METRICS_MAXLEN, STEP_ENTRIES):
+        async with deadline(STEP_TIMEOUT_S):
+            page: Any = await redis.xrevrange(keyspace["metrics"], max=before, count=STEP_ENTRIES)
+        for entry_id, entry in page:
+            at_ms = int(entry_id.split(b"-")[0])
+            newest.setdefault(entry.get(b"incarnation", b""), (at_ms, entry))
+            before = f"({entry_id.decode()}"
+    return newest
 
 
 def _number(inc: bytes) -> Incarnation:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
@@ -24,7 +24,7 @@ BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The keys of a namespace outside the index, all from one moment."""
+    """What a namespace says of its workers, all from one moment."""
 
     now_ms: int
     meta: dict[bytes, bytes]
@@ -33,42 +33,68 @@ class Control:
     leases: dict[bytes, float]
     writers: dict[bytes, bytes]
     load: dict[bytes, bytes]
-    reservations: dict[bytes, bytes]
-    expiry: set[bytes]
-    requests: dict[bytes, dict[bytes, bytes]]
-    prefills: dict[bytes, list[bytes]]
 
 
 async def read_control(redis: Client, keyspace: Keyspace) -> Control:
-    """Reads the keys in one transaction, once the incarnations are known."""
+    """Reads the keys in one transaction."""
     node = redis.node_of(keyspace["meta"]).client
-    async with deadline(STEP_TIMEOUT_S):
-        incs: Any = await node.hkeys(keyspace["writers"])
-        async with node.pipeline(transaction=True) as pipe:
-            pipe.time()
-            for name in ("meta", "workers", "current", "writers", "load", "reservations"):
-                pipe.hgetall(keyspace[name])
-            for name in ("leases", "expiry"):
-                pipe.zrange(keyspace[name], 0, -1, withscores=True)
-            for inc in incs:
-                pipe.hgetall(keyspace[f"requests:{readable(inc)}"])
-                pipe.lrange(keyspace[f"prefills:{readable(inc)}"], 0, -1)
-            (seconds, micros), *replies = await pipe.execute()
-    hashes, (lease_list, expiry), families = replies[:6], replies[6:8], replies[8:]
-    meta, workers, current, writers, load, reservations = hashes
-    return Control(
-        now_ms=seconds * 1000 + micros // 1000,
-        meta=meta,
-        workers=workers,
-        current=current,
-        leases=dict(lease_list),
-        writers=writers,
-        load=load,
-        reservations=reservations,
-        expiry={request for request, _ in expiry},
-        requests=dict(zip(incs, families[::2], strict=True)),
-        prefills=dict(zip(incs, families[1::2], strict=True)),
-    )
+    async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
+        pipe.time()
+        for name in ("meta", "workers", "current", "writers", "load"):
+            pipe.hgetall(keyspace[name])
+        pipe.zrange(keyspace["leases"], 0, -1, withscores=True)
+        (seconds, micros), *replies = await pipe.execute()
+    meta, workers, current, writers, load, lease_list = replies
+    now_ms = seconds * 1000 + micros // 1000
+    return Control(now_ms, meta, workers, current, dict(lease_list), writers, load)
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """Everything that is reserved. reservations, expiry: read in parts, so a request that comes or
+    goes meanwhile may be in one only. on: what each incarnation has, from one moment."""
+
+    reservations: dict[bytes, bytes]
+    expiry: set[bytes]
+    on: dict[bytes, OnWorker]
+
+
+class OnWorker(NamedTuple):
+    """Reservations on one incarnation. load: None if it has none, as it has ended."""
+
+    load: bytes | None
+    requests: dict[bytes, bytes]
+    prefills: list[bytes]
+
+
+async def read_promised(
+    redis: Client, keyspace: Keyspace, incarnations: Iterable[bytes]
+) -> Promised:
+    """Reads what is reserved in parts: all of 50,000 requests would keep Redis busy for 0.1 s."""
+    node = redis.node_of(keyspace["meta"]).client
+    reservations: dict[bytes, bytes] = {}
+    async for fields in _parts(node.hscan, keyspace["reservations"]):
+        reservations |= fields
+    expiry: set[bytes] = set()
+    async for members in _parts(node.zscan, keyspace["expiry"]):
+        expiry |= {member for member, _ in members}
+    on: dict[bytes, OnWorker] = {}
+    for inc in incarnations:
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
+            pipe.hget(keyspace["load"], readable(inc))
+            pipe.hgetall(keyspace[f"requests:{readable(inc)}"])
+            pipe.lrange(keyspace[f"prefills:{readable(inc)}"], 0, -1)
+            on[inc] = OnWorker(*await pipe.execute())
+    return Promised(reservations, expiry, on)
+
+
+async def _parts(scan_part: Callable[..., Awaitable[Any]], key: str) -> AsyncIterator[Any]:
+    """A large hash or sorted set, a few entries at a time."""
+    cursor = -1
+    while cursor != 0:
+        async with deadline(STEP_TIMEOUT_S):
+            cursor, entries = await scan_part(key, max(cursor, 0), count=STEP_KEYS)
+        yield entries
 
 
 def readable(raw: bytes) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,9 +19,11 @@ from app.core.types import Incarnation, parse_incarnation
 from app.reading import (
     STEP_TIMEOUT_S,
     Control,
+    Promised,
     buckets,
     contents,
     read_control,
+    read_promised,
     readable,
 )
 
@@ -67,12 +69,12 @@ async def verify(
     know a block's parent. Raises RedisUnavailable.
     """
     findings: dict[str, Finding] = {}
-    suspects = dict.fromkeys(_contradictions(await read_control(redis, keyspace)))
+    suspects = dict.fromkeys(await _look(redis, keyspace))
     for _ in range(LOOKS - 1):
         if not suspects:
             break
         await asyncio.sleep(LOOK_INTERVAL_S)
-        again = set(_contradictions(await read_control(redis, keyspace)))
+        again = set(await _look(redis, keyspace))
         suspects = {suspect: None for suspect in suspects if suspect in again}
     for what, where in suspects:
         _note(findings, what, where)
@@ -87,8 +89,13 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
         finding.examples.append(where)
 
 
-def _contradictions(c: Control) -> Iterator[tuple[str, str]]:
-    """(what, where) for every contradiction in the control keys."""
+async def _look(redis: Client, keyspace: Keyspace) -> Iterator[tuple[str, str]]:
+    control = await read_control(redis, keyspace)
+    return _contradictions(control, await read_promised(redis, keyspace, control.writers))
+
+
+def _contradictions(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
+    """(what, where) for every contradiction outside the index."""
     for inc in c.leases.keys() ^ c.writers.keys():
         yield "an incarnation with a lease but no writer, or the reverse", readable(inc)
     for inc in c.writers.keys() - c.workers.keys():
@@ -98,28 +105,26 @@ def _contradictions(c: Control) -> Iterator[tuple[str, str]]:
     for name, inc in c.current.items():
         if inc not in c.writers:
             yield "a worker whose current incarnation has ended", readable(name)
-    for inc in c.load.keys() & c.writers.keys():
-        if _counted(c, inc) != _loaded(c.load[inc]):
+    for inc, (load, requests, prefills) in promised.on.items():
+        if load is not None and _counted(requests.values()) != _loaded(load):
             yield "a load that is not the sum of its requests", readable(inc)
-    for inc, requests in c.requests.items():
         prefilling = {r for r, text in requests.items() if text.split()[3:4] == [b"p"]}
-        if prefilling != set(c.prefills.get(inc, ())):
+        if prefilling != set(prefills):
             yield "a prefill queue that does not match the requests prefilling", readable(inc)
         for request in requests:
-            if c.reservations.get(request) != inc:
+            if promised.reservations.get(request) != inc:
                 yield "a request without its reservation", readable(request)
-    for request in c.reservations.keys() ^ c.expiry:
+    for request in promised.reservations.keys() ^ promised.expiry:
         yield "a reservation without expiry, or the reverse", readable(request)
-    for request, inc in c.reservations.items():
-        if request not in c.requests.get(inc, ()):
+    for request, inc in promised.reservations.items():
+        if inc not in promised.on or request not in promised.on[inc].requests:
             yield "a reservation without its request", readable(request)
 
 
-def _counted(c: Control, inc: bytes) -> tuple[int, ...]:
+def _counted(records: Collection[bytes]) -> tuple[int, ...]:
     """prefill_tokens, prefill_us, blocks, requests, decoding, summed over the requests; () if one
     cannot be read."""
     tokens = us = blocks = decoding = 0
-    records = c.requests.get(inc, {}).values()
     for record in map(REQUEST.fullmatch, records):
         if record is None:
             return ()

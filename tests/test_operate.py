@@ -397,6 +397,21 @@ def test_verify_finds_contradictions(
     assert "no contradictions found" not in result.output
 
 
+def test_verify_reads_many_reservations_in_parts(
+    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.verification.LOOKS", 1)
+    requests = [f"r{i}" for i in range(1000)]
+    raw.hset(KEYS["reservations"], mapping=dict.fromkeys(requests, "1"))
+    raw.zadd(KEYS["expiry"], dict.fromkeys(requests, 1 << 50))
+    raw.config_resetstat()
+    found = json.loads(kvroute(url, "inspect", "verify", "--json").output)["findings"]
+    assert [(f["what"], f["count"]) for f in found] == [("a reservation without its request", 1000)]
+    calls = {name: stats["calls"] for name, stats in raw.info("commandstats").items()}
+    assert calls["cmdstat_hscan"] > 4
+    assert calls["cmdstat_zscan"] > 4
+
+
 def in_redis(url: str, work: Callable[[ScriptRunner], Awaitable[object]]) -> object:
     async def run() -> object:
         async with connect(url) as redis:

@@ -95,6 +95,7 @@ OUTSIDE_SCRIPTS = {
         "xrevrange",
         "zrange",
         "zrangebyscore",
+        "zscan",
     },
 }
 
