@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
@@ -197,33 +197,19 @@ async def metrics(request: Request) -> Response:
     """Metrics in Prometheus text format."""
     router, _ = _parts(request)
     telemetry, fleet = router.telemetry, router.fleet
-    telemetry.clear_workers()
     try:
         view = await router.refresh()
     except (RedisUnavailable, NamespaceMissing):
         # Gauges of workers that nobody can vouch for are left out.
-        pass
+        telemetry.workers.view = None
     else:
+        telemetry.workers.view = view
         telemetry.keep_workers({str(info.key) for info in view.infos})
-        for worker in _worker_models(view):
-            gauges = telemetry.worker_load
-            name = f"{worker.worker_id}:{worker.dp_rank}"
-            gauges["requests"].labels(name).set(worker.active_requests)
-            gauges["blocks"].labels(name).set(worker.active_blocks)
-            gauges["prefill_tokens"].labels(name).set(worker.prefill_tokens)
-            gauges["queue_seconds"].labels(name).set(worker.queue_s)
-            gauges["kv_active_blocks"].labels(name).set(worker.kv_active_blocks)
-            gauges["requests_waiting"].labels(name).set(worker.num_requests_waiting)
-            gauges["cache_usage"].labels(name).set(worker.gpu_cache_usage)
-            gauges["stale"].labels(name).set(worker.stale)
-            if worker.gpu is not None and not worker.stale:
-                for reading, value in worker.gpu.known().items():
-                    telemetry.worker_gpu[reading].labels(name).set(value)
         load_avg, load_std = fleet.load_statistics(view.now_ms)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)
     telemetry.metrics_age.set(fleet.metrics_age_s)
-    return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(await telemetry.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _parts(request: Request) -> tuple[Router, RouterSettings]:
