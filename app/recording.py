@@ -33,7 +33,8 @@ from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
 
 log = logging.getLogger(__name__)
 
-PAGE = 256
+PAGE = 64
+"""A few of them may hold all candidates: with a thousand workers, 160 KB each."""
 PAGE_TIMEOUT_S = 5.0
 WRITE_PAUSE_S = 0.05
 MAX_UNWRITTEN = 1024

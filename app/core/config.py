@@ -262,8 +262,8 @@ class RouterSettings(CommonSettings):
     )
     details_per_s: int = setting(
         20,
-        "All candidates are kept too for this many decisions a second, and for every request that "
-        "asks to be explained.",
+        "All candidates are kept too for this many decisions a second (fewer with more than 64 "
+        "workers), and for every request that asks to be explained.",
         COUNT,
     )
     reservation_ttl_s: float = setting(
