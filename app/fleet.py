@@ -189,6 +189,8 @@ class Fleet:
         self._keyspace = keyspace
         self._timeout_s = timeout_s
         self._infos: dict[Incarnation, WorkerInfo] = {}
+        self._texts: dict[Incarnation, bytes | str] = {}
+        """What each of them was read from."""
         self._measured: dict[Incarnation, Measured] = {}
         self._newest_ms: int | None = None
         """The time of the last entry read from the metrics stream."""
@@ -270,7 +272,7 @@ class Fleet:
                 self._keyspace["workers"], [str(inc) for inc in incarnations]
             )
         for inc, text in zip(incarnations, texts, strict=True):
-            if text is None:
+            if text is None or text == self._texts.get(inc):
                 continue
             try:
                 info = leases.decode_info(text)
@@ -280,13 +282,14 @@ class Fleet:
             if self._infos.get(inc, info) != info:
                 # The number is another worker's now, because Redis lost data.
                 self._measured.pop(inc, None)
-            self._infos[inc] = info
+            self._infos[inc], self._texts[inc] = info, text
             self._known = None
 
     def forget_except(self, live: Iterable[Incarnation]) -> None:
         """Drop what is known about incarnations that are not among `live`."""
         keep = set(live)
         self._infos = {inc: info for inc, info in self._infos.items() if inc in keep}
+        self._texts = {inc: text for inc, text in self._texts.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
 
     def load_statistics(self, now_ms: int) -> tuple[float, float]:

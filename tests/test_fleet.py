@@ -11,13 +11,13 @@ import pytest
 from redis.asyncio import Redis
 
 from app import fleet as fleets
-from app.core import metrics
+from app.core import leases, metrics
 from app.core.embedded import EmbeddedRedis
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.metrics import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.core.redis import connect
 from app.core.reservations import Load, Reservation, Snapshot
-from app.core.types import Incarnation, TierOverlap
+from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.fleet import Fleet, Known, Measured, View
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace, info
@@ -90,6 +90,22 @@ async def test_redis_is_asked_only_about_new_workers(space: Namespace) -> None:
     view = await fleet.view(await space.loads())
     assert [str(known.key) for known in view.infos] == ["a:0", "b:0"]
     assert view.incarnations == [ONE, b]
+
+
+async def test_of_a_thousand_workers_only_the_new_one_is_decoded(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    before = await space.get("meta", "workers_ms")
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    decoded: list[bytes] = []
+    decode = leases.decode_info
+    monkeypatch.setattr(leases, "decode_info", lambda text: decoded.append(text) or decode(text))
+    b = await space.worker("b")
+    assert (await fleet.view(await space.loads())).incarnations == [ONE, b]
+    assert [decode(text).key for text in decoded] == [WorkerKey("b")]
 
 
 async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Namespace) -> None:

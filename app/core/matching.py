@@ -286,7 +286,8 @@ def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
     return TierOverlap(overlap.device, overlap.host, overlap.disk + blocks)
 
 
-@lru_cache(maxsize=4096)
+# A thousand owners take 66 kB.
+@lru_cache(maxsize=512)
 def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
     # If a corrupted field names an incarnation twice, the first mention counts.
     tiers = dict(reversed(parse_owners(owners)))
