@@ -376,14 +376,12 @@ class Fleet:
 
     def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> bool:
         """Keep what an entry says; False: it makes no sense."""
-        text = {
-            name.decode(errors="replace"): v.decode(errors="replace") for name, v in fields.items()
-        }
         try:
-            incarnation = Incarnation(int(text["incarnation"]))
-            self._measured[incarnation] = Measured(*metrics.decode(text), at_ms)
+            incarnation = Incarnation(int(fields[b"incarnation"]))
+            self._measured[incarnation] = Measured(*metrics.decode(fields), at_ms)
         except (KeyError, ValueError) as error:
-            log.warning("ignoring a metrics entry of %s: %s", text.get("worker"), error)
+            worker = fields.get(b"worker", b"").decode(errors="replace")
+            log.warning("ignoring a metrics entry of %s: %s", worker, error)
             return False
         self._known = None
         return True

@@ -307,7 +307,7 @@ def _readable_info(text: bytes | None) -> WorkerInfo | None:
 
 def _readable_gpu(entry: dict[bytes, bytes]) -> GpuReadings:
     try:
-        return metrics.decode({name.decode(): text.decode() for name, text in entry.items()})[2]
+        return metrics.decode(entry)[2]
     except ValueError:
         return NO_READINGS
 

@@ -34,15 +34,20 @@ READINGS = GpuReadings(
 )
 
 
+def read(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
+    """What is decoded of an entry once Redis has had it."""
+    return decode({name.encode(): text.encode() for name, text in entry.items()})
+
+
 def test_metrics_are_read_as_they_were_written() -> None:
-    assert decode(encode(METRICS, SPEED, READINGS)) == (METRICS, SPEED, READINGS)
+    assert read(encode(METRICS, SPEED, READINGS)) == (METRICS, SPEED, READINGS)
 
 
 def test_only_readings_that_a_gpu_has_are_written() -> None:
     entry = encode(METRICS, SPEED, GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0))
     readings = entry.items() - encode(METRICS, SPEED).items()
     assert readings == {("gpu_memory_used_bytes", "60129542145"), ("gpu_power_w", "0")}
-    assert decode(entry)[2] == GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
+    assert read(entry)[2] == GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
 
 
 def test_every_field_is_written_as_short_text_under_its_own_name() -> None:
@@ -58,13 +63,13 @@ def test_every_field_is_written_as_short_text_under_its_own_name() -> None:
 
 
 def test_counts_stay_whole_numbers() -> None:
-    metrics, *_ = decode({"kv_total_blocks": "25000", "num_requests_waiting": "2"})
+    metrics, *_ = read({"kv_total_blocks": "25000", "num_requests_waiting": "2"})
     assert (metrics.kv_total_blocks, metrics.num_requests_waiting) == (25_000, 2)
     assert isinstance(metrics.kv_total_blocks, int)
 
 
 def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> None:
-    metrics, speed, gpu = decode({"kv_active_blocks": "5", "worker": "a:0", "colour": "red"})
+    metrics, speed, gpu = read({"kv_active_blocks": "5", "worker": "a:0", "colour": "red"})
     assert metrics == ForwardPassMetrics(kv_active_blocks=5)
     assert speed == DEFAULT_SPEED
     assert gpu == NO_READINGS
@@ -74,7 +79,7 @@ def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> No
 @pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e308"])
 def test_a_number_that_no_measurement_gives_is_refused(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is {text}"):
-        decode({field: text})
+        read({field: text})
 
 
 @pytest.mark.parametrize(
@@ -82,4 +87,4 @@ def test_a_number_that_no_measurement_gives_is_refused(field: str, text: str) ->
 )
 def test_a_field_that_is_not_a_number_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match="many"):
-        decode({field: "many"})
+        read({field: "many"})

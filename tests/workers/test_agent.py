@@ -663,7 +663,7 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
         "gpu_utilisation": "0.5",
         "gpu_pcie_sent_bytes_per_s": "7000",
     }
-    assert metrics.decode(text) == (MEASURED, LEARNED, READ)
+    assert metrics.decode(found[0][1]) == (MEASURED, LEARNED, READ)
 
 
 async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:
