@@ -22,23 +22,36 @@ end
 local bucket_name = bucket_namer(bits)
 local _, is_over = slice_reader(predictions, slice_ms, now_ms())
 
+-- By the owners as stored: the blocks of a prefix that all workers have are often the same.
+local parsed = {}
+local function parse(owners)
+  if not parsed[owners] then
+    local found = {}
+    for inc, slice in string.gmatch(owners, '(%d+)(%l)') do
+      found[inc] = not is_over(slice) or nil
+    end
+    parsed[owners] = found
+  end
+  return parsed[owners]
+end
+
 local seen = {}
 local function holders(position)
   if not seen[position] then
     local hash = string.sub(blocks, position * 16 - 15, position * 16)
     local owners = redis.pcall('HGET', predicted_prefix .. bucket_name(hash), hash)
-    local found = {}
-    for inc, slice in string.gmatch(type(owners) == 'string' and owners or '', '(%d+)(%l)') do
-      found[inc] = not is_over(slice) or nil
-    end
-    seen[position] = found
+    seen[position] = parse(type(owners) == 'string' and owners or '')
   end
   return seen[position]
 end
 
+local is_gone = {}
+for _, inc in ipairs(redis.call('SMEMBERS', dead)) do
+  is_gone[inc] = true
+end
 local answer = {}
 for inc in pairs(holders(1)) do
-  if whole(inc, 1e15) and redis.call('SISMEMBER', dead, inc) == 0 then
+  if whole(inc, 1e15) and not is_gone[inc] then
     -- Held up to `low`; not at `high`.
     local low, high = 1, #blocks / 16 + 1
     while high - low > 1 do
