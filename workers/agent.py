@@ -38,6 +38,9 @@ BATCHES_IN_FLIGHT = 8
 DRAIN_BLOCKS = 8192
 """Changes put in order at once: tens of milliseconds, where a million would outlast the lease."""
 METRICS_TIMEOUT_S = 1.0
+RECOUNT_BEATS, RECOUNT_WORKERS = 3, 256
+"""Every third renewal has Redis count the worker's load as well, which costs it ten times as much
+with 50 requests; fewer do where there are more workers than that."""
 FULL_PAUSE_S = 0.25
 """Between two attempts to store blocks in a Redis that is full. Removals wait as long."""
 AUDIT_INTERVAL_S = 2.0
@@ -260,9 +263,10 @@ class Agent:
             due = max(due + self._ttl_ms / 3000, loop.time())
             await asyncio.sleep(due - loop.time())
             held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
-            # Counting a load costs Redis more than the rest of a renewal.
             beats += 1
-            thorough = beats % 3 == 0
+            thorough = beats >= RECOUNT_BEATS * max(1.0, self.num_leases / RECOUNT_WORKERS)
+            if thorough:
+                beats = 0
             try:
                 renewed = await self._runner.run([self._renew(inc, thorough) for inc in held])
             except RedisUnavailable as error:

@@ -303,6 +303,34 @@ async def test_the_more_workers_there_are_the_longer_an_agent_pauses(
         await eventually(look, lambda now: now == (pytest.approx(0.4), 64.0 / 2))
 
 
+class RenewalRunner(ScriptRunner):
+    """Notes of each renewal whether it has the load counted."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, timeout_s=1.0)
+        self.thorough: list[int] = []
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        self.thorough += [c.args[-1] for c in calls if c.script.name == "lease_renew"]
+        return await super().run_each(calls)
+
+
+async def test_loads_of_many_workers_are_counted_less_often(redis: Redis) -> None:
+    runner = RenewalRunner(redis)
+
+    async def renewals() -> list[int]:
+        return runner.thorough
+
+    async with running(new_agent(redis, ttl_s=0.03, runner=runner)):
+        first = await eventually(renewals, lambda found: len(found) >= 6)
+        assert first[:6] == [0, 0, 1] * 2
+        await redis.zadd(KEYS["leases"], {str(n): LATER for n in range(2, 1025)})
+        del first[:]
+        later = await eventually(renewals, lambda found: len(found) >= 30)
+    at = [i for i, thorough in enumerate(later) if thorough]
+    assert at[-1] - at[-2] == 12
+
+
 async def test_the_lease_lapses_without_renewals(redis: Redis, observer: Observer) -> None:
     await new_agent(redis, ttl_s=0.05).start()
     await eventually(observer.live, lambda live: live == {})
