@@ -147,7 +147,8 @@ class Ownership:
         """The next `count` blocks, in rotation, that Redis should show, by shard."""
         if not self._audit:
             self._audit = [b for b, node in self._nodes.items() if node.told is not None]
-        blocks, self._audit = self._audit[-count:], self._audit[:-count]
+        blocks = self._audit[-count:]
+        del self._audit[-count:]
         by_shard: list[list[SequenceHash]] = [[] for _ in self._pending]
         for block in blocks:
             told = self._told(block)
