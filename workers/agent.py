@@ -35,6 +35,13 @@ log = logging.getLogger(__name__)
 BATCH_BLOCKS = 256
 """Changes per script run: under a millisecond of Redis's time."""
 BATCHES_IN_FLIGHT = 8
+"""At most, and the fewer the longer Redis takes: agents that all republish at once would else keep
+routers waiting for seconds, and each other's renewals."""
+BUSY_S = 0.02
+"""A round trip that takes longer means that Redis is busy."""
+BUSY_PAUSES = 2
+"""How many times as long an agent then waits before it sends more, for MAX_PAUSE_S at most."""
+MAX_PAUSE_S = 1.0
 DRAIN_BLOCKS = 8192
 """Changes put in order at once: tens of milliseconds, where a million would outlast the lease."""
 METRICS_TIMEOUT_S = 1.0
@@ -112,6 +119,8 @@ class Agent:
         self._notified = 0
         """How often `notify` was called; `_told`: how many of these calls each shard has had."""
         self._told: list[int] = []
+        self._in_flight = 1
+        """Batches to send together next time."""
         self._told_more = asyncio.Event()
         """Set, and replaced, when `_told` or `_unreachable` changes."""
 
@@ -425,24 +434,39 @@ class Agent:
         essential = list(takewhile(lambda c: not self._ownership.adds(shard, c), changes))
         batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
         batches += [(False, batch) for batch in _batched(changes[len(essential) :], BATCH_BLOCKS)]
-        for at in range(0, len(batches), BATCHES_IN_FLIGHT):
+        loop = asyncio.get_running_loop()
+        at = 0
+        while at < len(batches):
             calls = [
                 index.apply(keyspace, incarnation, self._nonce, seq, batch, essential=essential)
                 for seq, (essential, batch) in enumerate(
-                    batches[at : at + BATCHES_IN_FLIGHT], self._seqs[shard] + 1
+                    batches[at : at + self._in_flight], self._seqs[shard] + 1
                 )
             ]
+            sent_s = loop.time()
             replies = await self._insist_all(calls, shard=shard, unless_full=True)
+            took_s = loop.time() - sent_s
             applied = len(list(takewhile(lambda reply: reply is True, replies)))
             self._seqs[shard] += applied
+            at += applied
             if applied == len(calls):
+                await self._yield_to_others(took_s, is_more=at < len(batches))
                 continue
             reply: bool | RedisFull = replies[applied]
             if reply is not False:
-                for _, batch in batches[at + applied :]:
+                for _, batch in batches[at:]:
                     self._ownership.untell(shard, batch)
             return reply
         return True
+
+    async def _yield_to_others(self, took_s: float, *, is_more: bool) -> None:
+        """Adapt to how busy Redis was in the last round trip."""
+        if took_s <= BUSY_S:
+            self._in_flight = min(2 * self._in_flight, BATCHES_IN_FLIGHT)
+        else:
+            self._in_flight = 1
+            if is_more:
+                await asyncio.sleep(min(BUSY_PAUSES * took_s, MAX_PAUSE_S))
 
     def _note_full(self, shard: int, is_full: bool) -> None:
         was_full = bool(self._full)

@@ -246,6 +246,34 @@ async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer:
         assert agent.resyncs == 0
 
 
+class BatchRunner(ScriptRunner):
+    """Notes how many batches each round trip has."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, timeout_s=5.0)
+        self.batches: list[int] = []
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        if calls[0].script.name == "apply":
+            self.batches.append(len(calls))
+        return await super().run_each(calls)
+
+
+@pytest.mark.parametrize(("busy_s", "expected"), [(60.0, [1, 2, 4, 8, 8, 8, 1]), (-1.0, [1] * 32)])
+async def test_the_busier_redis_is_the_fewer_batches_an_agent_sends_together(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, busy_s: float, expected: list[int]
+) -> None:
+    monkeypatch.setattr("workers.agent.BATCH_BLOCKS", 4)
+    monkeypatch.setattr("workers.agent.BUSY_S", busy_s)
+    runner = BatchRunner(redis)
+    agent = new_agent(redis, ttl_s=30.0, runner=runner)
+    blocks = tuple(SequenceHash(n) for n in range(1, 129))
+    agent.notify([Stored(blocks, None)])
+    async with running(agent):
+        assert await agent.settled()
+    assert runner.batches == expected
+
+
 class DeafRunner(ScriptRunner):
     """The first renewal gets no answer and times out after `timeout_s`."""
 
