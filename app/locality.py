@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.core.matching import Overlaps
-from app.core.types import Incarnation
+from app.core.types import Incarnation, TierOverlap
 from app.fleet import View
 from app.policy.affinity import Affinity
 from app.policy.cost import Candidates
@@ -45,7 +45,12 @@ def locality_of(
     """
     best, best_overlap = choice.index, overlap
     lapsed: Incarnation | None = None
+    last: TierOverlap | None = None
     for inc, known in overlaps.items():
+        # A thousand workers that hold the same system prompt share one object.
+        if known is last:
+            continue
+        last = known
         if known.total > best_overlap:
             position = view.position(inc)
             best_overlap = known.total

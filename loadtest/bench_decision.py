@@ -94,14 +94,14 @@ def shapes() -> list[Shape]:
     ]
 
 
-async def register(url: str) -> None:
-    """Each worker holds the first half of every NUM_WORKERS-th prompt."""
+async def register(url: str, workers: int = NUM_WORKERS) -> None:
+    """Each of the first NUM_WORKERS holds the first half of every NUM_WORKERS-th prompt."""
     async with connect(url) as redis:
         holders = Holders(ScriptRunner(redis, timeout_s=10), KEYS)
-        await holders.register(NUM_WORKERS, max_requests=1_000_000)
+        await holders.register(workers, max_requests=1_000_000)
         for n, tokens in enumerate(prompts()):
             _, chain = compute_hashes(tokens[:HELD_TOKENS], BLOCK_SIZE)
-            await holders.store(n % NUM_WORKERS, chain)
+            await holders.store(n % min(workers, NUM_WORKERS), chain)
 
 
 def route_forever(redis_url: str, port: int) -> None:
@@ -303,10 +303,14 @@ def figures(loads: Sequence[Load]) -> dict[str, float]:
 
 
 def measure(
-    url: str, requests: int, rounds: int, replicas: Sequence[int] = REPLICAS
+    url: str,
+    requests: int,
+    rounds: int,
+    replicas: Sequence[int] = REPLICAS,
+    workers: int = NUM_WORKERS,
 ) -> dict[str, Any]:
     """`one`: figures by shape and concurrency. `replicas`: by shape and number of replicas."""
-    asyncio.run(register(url))
+    asyncio.run(register(url, workers))
     with ExitStack() as stack:
 
         def start(target: Callable[[str, int], None], n: int) -> Server:
@@ -337,7 +341,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _one(found: dict[str, Any]) -> Table:
-    table = Table(title=f"{NUM_TOKENS:,} tokens a prompt, {NUM_WORKERS} workers, one replica")
+    table = Table(title=f"{NUM_TOKENS:,} tokens a prompt, one replica")
     heads = ("", "at once", "per s", "CPU, µs", "of the bare endpoint's", "p50, ms", "p99, ms")
     for head in heads:
         table.add_column(head, justify="right")
@@ -395,11 +399,12 @@ def _curve(found: dict[str, Any]) -> Table:
     "--requests", default=4000, show_default=True, type=POSITIVE, help="Requests per round."
 )
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
+@click.option("--workers", default=NUM_WORKERS, show_default=True, type=POSITIVE)
 @json_option
-def main(requests: int, rounds: int, json_file: Path | None) -> None:
+def main(requests: int, rounds: int, workers: int, json_file: Path | None) -> None:
     """Measure the decisions of one replica, then of several."""
     with redis_to_measure() as url:
-        result = measure(url, requests, rounds)
+        result = measure(url, requests, rounds, workers=workers)
     show(result, Console(width=120))
     save(result, json_file)
 
