@@ -88,6 +88,16 @@ async def _decided(crowd: Crowd) -> int:
     return len(crowd.order)
 
 
+@pytest.mark.parametrize(
+    ("openings", "workers", "turns"),
+    [(5, 1000, 5), (500, 8, 16), (500, 128, 16), (500, 1000, 125), (9000, 4000, 128)],
+)
+def test_the_more_workers_there_are_the_more_requests_go_at_once(
+    openings: int, workers: int, turns: int
+) -> None:
+    assert waiting.turns_at_once(openings, workers) == turns
+
+
 class TestOff:
     async def test_without_the_setting_nobody_waits(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
