@@ -394,7 +394,7 @@ class TokenNumbers:
         return f"{token} "
 
     def end(self) -> str:
-        return ""
+        return "."
 
 
 async def test_other_requests_are_served_while_a_long_text_is_tokenized() -> None:
@@ -428,8 +428,9 @@ async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_
 
     chunks = events_of(long) if stream else [json.loads(long)]
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-    assert len(text.split()) == 8
-    assert text.startswith(answer.json()["choices"][0]["text"])
+    assert len(text.split()) == 9
+    assert text.endswith(" .")
+    assert text.startswith(answer.json()["choices"][0]["text"].removesuffix("."))
 
 
 @pytest.mark.parametrize(
@@ -671,7 +672,7 @@ async def test_a_client_that_disconnects_in_mid_stream_frees_its_blocks() -> Non
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_disconnects_before_the_first_token_cancels_its_request(
-    stream: bool,
+    stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
@@ -687,6 +688,8 @@ async def test_a_client_that_disconnects_before_the_first_token_cancels_its_requ
         posts[0].cancel()
         await until(lambda: is_idle(runner))
         gate.open(1)
+
+    assert caplog.messages == []
 
 
 async def test_an_engine_that_stops_during_a_request_is_reported_by_the_status(
