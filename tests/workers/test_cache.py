@@ -399,6 +399,24 @@ async def test_the_cache_ends_only_once_its_copies_have_ended(tmp_path: Path) ->
             await cache
 
 
+async def test_blocks_whose_copy_raises_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(move: Move) -> int:
+        raise RuntimeError("the device is out of memory")
+
+    async with running(tmp_path, FakePublisher()) as worker:
+        chain = chain_of(1, 4)
+        await worker.compute_and_release(chain)
+        await worker.cache._free(DEVICE, 4)
+        monkeypatch.setattr(worker.transfers, "carry_out", fail)
+        await worker.compute_and_release(chain)
+        assert worker.manager.counts.fallbacks == 1
+        assert worker.manager.match(chain) == [DEVICE] * 4
+    assert "copying 4 blocks failed" in caplog.text
+    assert "the device is out of memory" in caplog.text
+
+
 async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_path: Path) -> None:
     async with running(tmp_path, FakePublisher()) as worker:
         chain = chain_of(1, 8)
