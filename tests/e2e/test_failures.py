@@ -175,6 +175,7 @@ async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
             await eventually(both_running)
             worker.process.terminate()
         assert await asyncio.to_thread(worker.process.wait, 10) == 0
+        assert not await probe.redis.exists(cluster.keyspace["current"])  # it has retired
 
     assert whole.result().status_code == 503
     assert whole.result().json()["error"]["code"] == "stopping"
