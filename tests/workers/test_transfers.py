@@ -519,6 +519,8 @@ def test_blocks_on_disk_outlive_the_process(tmp_path: Path) -> None:
         before.evict(DEVICE)
         before.evict(HOST)
     with closing(Tiers(tmp_path)) as after:
+        parents = {r.block: r.parent for _, r in after.disk.records()}
+        assert parents == dict(zip(BLOCKS, [None, *BLOCKS[:-1]], strict=True))
         after.manager.adopt(
             DISK, [(n, r.generation, r.block, r.parent) for n, r in after.disk.records()]
         )
