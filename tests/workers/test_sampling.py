@@ -76,6 +76,12 @@ def test_top_k_keeps_tokens_tied_with_the_last_one() -> None:
     assert set(drawn(torch.zeros(1, 4), top_k=2)) == {0, 1, 2, 3}
 
 
+def test_top_p_is_a_share_of_what_top_k_leaves() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    assert set(drawn(logits, top_p=0.6)) == {0, 1}
+    assert set(drawn(logits, top_p=0.6, top_k=2)) == {0}  # 0.5 of 0.8 is more than 0.6
+
+
 def test_an_impossible_token_is_never_drawn() -> None:
     logits = torch.full((1, 6), -torch.inf)
     logits[0, [2, 4]] = 0.0
@@ -83,18 +89,25 @@ def test_an_impossible_token_is_never_drawn() -> None:
         assert set(drawn(logits, **options)) == {2, 4}
 
 
-class HighestDraw(Sampler):
-    """Always draws the highest possible number."""
+class FixedDraw(Sampler):
+    """Always draws this number."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(Sampling())
+        self.number = number
 
     def draw(self) -> float:
-        return math.nextafter(1.0, 0.0)
+        return self.number
 
 
-def test_the_highest_draw_still_gives_a_possible_token() -> None:
+def test_the_lowest_and_the_highest_draw_still_give_possible_tokens() -> None:
+    draws = [FixedDraw(0.0), FixedDraw(math.nextafter(1.0, 0.0))]
     for seed in range(200):
-        logits = some_logits(1, seed=seed)
-        logits[0, -3:] = -torch.inf
-        assert sample(logits, [HighestDraw(Sampling())])[0] < 47
+        logits = some_logits(2, seed=seed)
+        logits[:, [0, 1, 2, -3, -2, -1]] = -torch.inf
+        lowest, highest = sample(logits, draws)
+        assert lowest == 3
+        assert highest < 47
 
 
 def test_a_requests_tokens_do_not_depend_on_the_others_in_its_batch() -> None:

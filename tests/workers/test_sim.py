@@ -9,6 +9,7 @@ from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.types import SequenceHash, Tier
 from workers.engines.base import PromptTooLargeError
+from workers.engines.pool import BlockPool
 from workers.engines.profiles import PROFILES, Profile
 from workers.engines.sim import SimEngine
 from workers.engines.steps import SimRequest, Step
@@ -207,6 +208,15 @@ def test_blocks_computed_twice_at_the_same_time_are_kept_once() -> None:
     engine.step()
     engine.check()
     assert engine.metrics().kv_active_blocks == 3 + 2 + 2
+
+
+def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last() -> None:
+    a, b, c = hashes(range(12))
+    pool = BlockPool(8)
+    assert (pool.acquire((), 2), pool.acquire((), 3)) == (0, 0)
+    pool.register((a, b), None)
+    pool.register((a, b, c), None)
+    assert pool.take_events() == [Stored((a, b), None), Stored((c,), b)]
 
 
 def test_without_prefix_caching_nothing_is_reused_or_published() -> None:
@@ -456,6 +466,9 @@ def test_an_id_in_use_is_refused_until_its_request_has_finished() -> None:
     engine = engine_of()
     engine.submit(request_of("r", ABC))
 
+    with pytest.raises(ValueError, match="'r' is already in use"):
+        engine.submit(request_of("r", ABC))
+    engine.step()
     with pytest.raises(ValueError, match="'r' is already in use"):
         engine.submit(request_of("r", ABC))
 
