@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_a_full_step_of_a_70b_model_takes_178_ms() -> None:
 
 
 def test_decoding_requests_come_before_prefill_in_a_step() -> None:
-    engine = engine_of()
+    engine = engine_of(profile=replace(EASY, a0_s=0.0))
     engine.submit(request_of("first", ABC[:4], max_tokens=4))
     engine.step()
     engine.submit(request_of("second", range(10)))
@@ -120,6 +121,7 @@ def test_decoding_requests_come_before_prefill_in_a_step() -> None:
 
     assert step is not None
     assert (step.decode_seqs, step.prefill_tokens) == (1, 7)
+    assert step.duration_s == pytest.approx(1 + 8 + 0.01 * 7 * 3.5 + 0.001 * 5)
 
 
 def test_prompts_share_a_step_in_order_of_arrival() -> None:
@@ -398,6 +400,7 @@ def test_host_blocks_are_loaded_back_at_the_hosts_rate() -> None:
     steps = serve(engine, request_of("third", ABC))
 
     assert cached_tokens(steps) == {"third": 8}
+    assert [f.host_tokens for step in steps for f in step.finished] == [8]
     assert (steps[0].loaded_tokens, steps[0].prefill_tokens) == (8, 2)
     assert steps[0].load_s == 8 * 0.5
     assert steps[0].duration_s == pytest.approx(8 * 0.5 + 1 + 10 + 0.01 * 2 * (8 + 1))
