@@ -138,6 +138,14 @@ class CountingTokenizer(Tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_token_of_a_long_text_costs_no_more_than_one_of_a_short_text(kind: str) -> None:
+    of = CountingTokenizer(library(kind))
+    tokens = of.encode("A stream of tokens " * 100)
+    assert "".join(streamed(of, tokens)) == of.decode(tokens)
+    assert of.decoded < 10 * len(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_are_not_decoded_over_and_over(kind: str) -> None:
     """Such as those generated after the end of a sequence with `ignore_eos`."""
     of, ends = CountingTokenizer(library(kind)), [library(kind).token_to_id("</s>")] * 1000
