@@ -483,6 +483,29 @@ class TestTrouble:
         for task in crowd:
             task.cancel()
 
+    async def test_many_releases_do_not_make_a_replica_of_a_large_fleet_look_at_loads_all_the_time(
+        self, workers: FakeWorkers, router: Replica, redis: Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps = 0
+        step = waiting.Waiting._step
+
+        async def counted(self: waiting.Waiting) -> None:
+            nonlocal steps
+            steps += 1
+            await step(self)
+
+        monkeypatch.setattr(waiting.Waiting, "_step", counted)
+        monkeypatch.setattr(waiting, "PAUSE_PER_WORKER_S", 0.5)
+        await workers.register("w1", max_requests=1)
+        await router.route(request("first"))
+        crowd = Crowd(redis)
+        await crowd.join(router, "waits")
+        for _ in range(50):
+            await router.release("unknown")
+        assert steps < 25
+        await router.release("first")
+        assert (await crowd.tasks["waits"]).reserved
+
     async def test_a_request_waiting_when_redis_fails_gets_a_degraded_decision(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
