@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -247,31 +247,53 @@ async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer:
 
 
 class BatchRunner(ScriptRunner):
-    """Notes how many batches each round trip has."""
+    """Notes how many batches each round trip has; calls `on_trip` at each."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, on_trip: Callable[[int], None]) -> None:
         super().__init__(redis, timeout_s=5.0)
         self.batches: list[int] = []
+        self._on_trip = on_trip
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         if calls[0].script.name == "apply":
             self.batches.append(len(calls))
+            self._on_trip(len(self.batches))
         return await super().run_each(calls)
 
 
-@pytest.mark.parametrize(("busy_s", "expected"), [(60.0, [1, 2, 4, 8, 8, 8, 1]), (-1.0, [1] * 32)])
-async def test_the_busier_redis_is_the_fewer_batches_an_agent_sends_together(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch, busy_s: float, expected: list[int]
+@pytest.mark.parametrize(
+    ("busy_from", "expected", "num_pauses"),
+    [(99, [1, 2, 4, 8, 8, 8, 1], 0), (3, [1, 2, 4, *[1] * 25], 25)],
+)
+async def test_the_busier_redis_is_the_less_an_agent_sends_together_and_the_less_often(
+    redis: Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    busy_from: int,
+    expected: list[int],
+    num_pauses: int,
 ) -> None:
+    def on_trip(number: int) -> None:
+        monkeypatch.setattr("workers.agent.BUSY_S", -1.0 if number >= busy_from else 60.0)
+
+    delays: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noting(delay: float) -> None:
+        delays.append(delay)
+        await sleep(delay)
+
     monkeypatch.setattr("workers.agent.BATCH_BLOCKS", 4)
-    monkeypatch.setattr("workers.agent.BUSY_S", busy_s)
-    runner = BatchRunner(redis)
+    monkeypatch.setattr("workers.agent.BUSY_PAUSES", 1e9)
+    monkeypatch.setattr("workers.agent.MAX_PAUSE_S", 0.00123)
+    monkeypatch.setattr("workers.agent.asyncio.sleep", noting)
+    runner = BatchRunner(redis, on_trip)
     agent = new_agent(redis, ttl_s=30.0, runner=runner)
     blocks = tuple(SequenceHash(n) for n in range(1, 129))
     agent.notify([Stored(blocks, None)])
     async with running(agent):
         assert await agent.settled()
     assert runner.batches == expected
+    assert delays.count(0.00123) == num_pauses
 
 
 class DeafRunner(ScriptRunner):
