@@ -344,6 +344,8 @@ class ClusterClient:
                 self._session.request(method, next(self._base_urls) + path) as response,
             ):
                 self.num_lost_calls += response.status >= 400
+                # Leaving its body unread would close the connection, which HAProxy logs.
+                await response.read()
         except NETWORK_ERRORS:
             self.num_lost_calls += 1
 
