@@ -37,6 +37,10 @@ class FakeCluster:
     cached_tokens: int = 0
     refuses_calls: bool = False
     """Confirmations and releases get 503."""
+    body_delay_s: float = 0.0
+    """How much later than its headers the body of the answer to one of these comes, if above 0."""
+    num_late_bodies: int = 0
+    """How many of these bodies the client was still there to get."""
     speaks_nonsense: bool = False
     """The router's answers are not JSON."""
     completing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -118,8 +122,15 @@ class FakeCluster:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _bookkeeping(self, request: web.Request) -> web.Response:
+    async def _bookkeeping(self, request: web.Request) -> web.StreamResponse:
         self.calls.append(f"{request.method} {request.path}")
+        if self.body_delay_s:
+            response = web.StreamResponse(headers={"Content-Length": "2"})
+            await response.prepare(request)
+            await asyncio.sleep(self.body_delay_s)
+            self.num_late_bodies += request.transport is not None
+            await response.write(b"{}")
+            return response
         return _refusal(503) if self.refuses_calls else web.Response(status=204)
 
     def _note(self, request: web.Request) -> None:

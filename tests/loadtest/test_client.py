@@ -160,6 +160,15 @@ async def test_a_request_ends_at_its_deadline_and_is_released(cluster: FakeClust
     assert cluster.calls == [ROUTE, COMPLETE, RELEASE]
 
 
+async def test_answers_are_read_to_their_end_so_that_no_connection_is_cut_off(
+    cluster: FakeCluster, client: ClusterClient
+) -> None:
+    cluster.body_delay_s = 0.05
+    assert (await send(client)).failure is None
+    assert cluster.calls == [ROUTE, COMPLETE, CONFIRM, RELEASE]
+    assert cluster.num_late_bodies == 2
+
+
 async def test_a_request_still_being_routed_at_its_deadline_is_released(
     cluster: FakeCluster,
 ) -> None:
