@@ -42,7 +42,7 @@ class ScriptedRunner(ScriptRunner):
     """Records the round trips of decisions, and lets a test act between them.
 
     round_trips: the scripts of each, in order. num_wishes: reservations that it asked for.
-    most_named: tickets of waiting requests in one call.
+    most_named, most_turns: tickets of waiting requests and turns asked for, in one call.
     after_look_up, before_reserve: awaited each time. answer_is_lost: Redis reserves, but its
     answer does not arrive in time.
     """
@@ -52,6 +52,7 @@ class ScriptedRunner(ScriptRunner):
         self.round_trips: list[list[str]] = []
         self.num_wishes = 0
         self.most_named = 0
+        self.most_turns = 0
         self.after_look_up: Hook | None = None
         self.before_reserve: Hook | None = None
         self.answer_is_lost = False
@@ -64,6 +65,8 @@ class ScriptedRunner(ScriptRunner):
         self.num_wishes += sum(len(c.args) // 8 for c in calls if c.script.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
+        turns = [int(c.args[1]) for c in calls if c.script.name == "turns"]
+        self.most_turns = max(self.most_turns, *turns, 0)
         if "reserve" in names and self.before_reserve:
             await self.before_reserve()
         replies = await super()._send(node, calls)

@@ -483,6 +483,23 @@ class TestTrouble:
         for task in crowd:
             task.cancel()
 
+    async def test_however_much_room_there_is_few_turns_are_given_at_once(
+        self,
+        router: Replica,
+        workers: FakeWorkers,
+        redis: Redis,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(waiting, "MIN_TURNS", 2)
+        await workers.register("w1", max_requests=1)
+        await workers.occupy("w1", "x")
+        crowd = Crowd(redis)
+        for i in range(5):
+            await crowd.join(router, f"r{i}")
+        await workers.register("w2", max_requests=100)
+        await asyncio.gather(*crowd.tasks.values())
+        assert router.runner.most_turns == 2
+
     async def test_many_releases_do_not_make_a_replica_of_a_large_fleet_look_at_loads_all_the_time(
         self, workers: FakeWorkers, router: Replica, redis: Redis, monkeypatch: pytest.MonkeyPatch
     ) -> None:

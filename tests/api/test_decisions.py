@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
-from app import recording
+from app import planner, recording
 from app.cli import main
 from app.core.embedded import EmbeddedRedis
 from app.core.redis import connect
@@ -166,6 +166,21 @@ async def test_recording_and_its_details_can_be_switched_off(
         assert (await recorded(one_redis_server.url, "r3")).seen is not None
     assert (await recorded(one_redis_server.url, "r2")).seen is None
     assert await redis.xlen(KEYS["decisions"]) == 2
+
+
+async def test_the_more_workers_there_are_the_fewer_decisions_are_kept_in_detail(
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    two: FakeWorkers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "DETAILED_WORKERS", 0.001)
+    async with replica(one_redis_server.url, details_per_s=20) as client:
+        await route(client, "r1")
+        await asyncio.sleep(0.1)
+        await route(client, "r2")
+    assert (await recorded(one_redis_server.url, "r1")).seen is not None
+    assert (await recorded(one_redis_server.url, "r2")).seen is None
 
 
 async def test_the_stream_of_decisions_is_trimmed(

@@ -221,6 +221,7 @@ async def test_corrupt_owners_still_take_entries(space: Namespace, owners: str) 
         ("1d01k1x", "1h", None),
         ("1k2d01d10d", "1h2d10d", "2d10d"),
         ("2d10d", "1h2d10d", "2d10d"),
+        ("21d1d", "21d1h", "21d"),
     ],
 )
 async def test_a_change_replaces_every_entry_of_the_incarnation_even_with_leading_zeros(
