@@ -6,6 +6,7 @@ The fastest depends on the machine and on the block size, so they are tried at s
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ STAGED_BYTES = 32 << 20
 """How much is gathered at once on the way between scattered slots."""
 UNINTERRUPTED_BYTES = 1 << 20
 """How much `move_bytes` copies at once, because no other Python thread runs meanwhile."""
+PIECE_BYTES = 16 << 10, 128 << 10
+"""Torch gathers blocks in pieces of a size between these, if one divides them: 256 KiB at once take
+a quarter longer."""
 TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
 """At start-up, each mover copies TRIAL_BYTES, but no fewer and no more blocks than this."""
@@ -44,10 +48,11 @@ TRIAL_ROUNDS = 7
 
 def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """One copy for each run of blocks that are consecutive on both sides."""
-    runs = _runs(source_ids, target_ids)
+    upwards = _upwards(source_ids, target_ids)
+    runs = _runs(*upwards)
     if (source.is_cuda or target.is_cuda) and not source.is_contiguous():
         # Some layers only: torch copies memory with gaps through pageable memory, and waits for it.
-        runs = source_ids, target_ids, np.ones_like(source_ids)
+        runs = *upwards, np.ones_like(source_ids)
     for s, t, n in zip(*(ids.tolist() for ids in runs), strict=True):
         target[t : t + n].copy_(source[s : s + n], non_blocking=True)
 
@@ -93,6 +98,12 @@ def move_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
     """In host memory, into consecutive slots: torch gathers the blocks straight into them."""
     slots = _slots(target, target_ids)
     assert slots is not None, "the slots are scattered"
+    least, most = (num_bytes // WORD_BYTES for num_bytes in PIECE_BYTES)
+    row = source[0].numel()
+    piece = math.gcd(row, most)
+    if source.is_contiguous() and piece >= least:
+        source, slots = source.view(-1, piece), slots.view(-1, piece)
+        source_ids = (source_ids[:, None] * (row // piece) + np.arange(row // piece)).ravel()
     torch.index_select(source, 0, torch.from_numpy(source_ids), out=slots)
 
 
@@ -126,7 +137,7 @@ MOVERS: dict[str, Mover] = {
     "batched": move_batched,
     "gathered": move_gathered,
 }
-IN_HOST_MEMORY = "bytes", "runs", "selected"
+IN_HOST_MEMORY = "bytes", "selected", "runs"
 WITH_DEVICE = "runs", "batched", "gathered"
 """The movers tried in either case, those that need fewer threads and less memory first."""
 CLEARLY_FASTER = 1.1
@@ -277,7 +288,7 @@ def _slots(target: Tensor, ids: Ids) -> Tensor | None:
 
 def _upwards(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids]:
     """Both in ascending order of the source, which is the best order to read memory in: small
-    blocks are copied a seventh faster."""
+    blocks are copied a seventh faster, large ones a tenth."""
     order = np.argsort(source_ids)
     return source_ids[order], target_ids[order]
 

@@ -27,7 +27,7 @@ from workers import movers, transfers
 from workers.blocks import BlockManager
 from workers.disk import PAGE_BYTES, DiskBlock, SlotFile
 from workers.movers import IN_HOST_MEMORY, MOVERS, WITH_DEVICE, Copier, Mover
-from workers.tiers import Ids, KVShape, MemoryPool, host_pool
+from workers.tiers import WORD_BYTES, Ids, KVShape, MemoryPool, host_pool
 from workers.transfers import CopyStream, Transfers, copy_stream
 
 DEVICE, HOST, DISK = Tier
@@ -144,6 +144,33 @@ def test_more_blocks_than_fit_the_staging_buffer_are_copied_in_parts(
         expected = moved(source.words, target.words, source_ids, target_ids)
         MOVERS["gathered"](source.words, target.words, np.array(source_ids), np.array(target_ids))
         assert torch.equal(target.words, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "piece"),
+    [
+        (WIDE, slice(None), (32 << 10) // WORD_BYTES),
+        (WIDE, slice(0, 2), None),
+        (SMALL, slice(None), None),
+    ],
+    ids=["wide", "wide, two layers", "small"],
+)
+def test_large_blocks_are_gathered_in_pieces_of_a_size_that_divides_them(
+    shape: KVShape, layers: slice, piece: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[torch.Size] = []
+    select = torch.index_select
+
+    def recorded(words: Tensor, dim: int, ids: Tensor, *, out: Tensor) -> Tensor:
+        rows.append(words.shape[1:])
+        return select(words, dim, ids, out=out)
+
+    monkeypatch.setattr(torch, "index_select", recorded)
+    source, target = (pool_of(shape, seed).words[:, layers] for seed in (1, 2))
+    expected = moved(source, target, *MAPS["packed"])
+    MOVERS["selected"](source, target, *map(np.array, MAPS["packed"]))
+    assert torch.equal(target, expected)
+    assert rows == [source.shape[1:] if piece is None else (piece,)]
 
 
 class RecordingMemory:
