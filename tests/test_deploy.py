@@ -1,4 +1,4 @@
-"""deploy/alerts.yaml and deploy/grafana.json ask for metrics that routers and workers have."""
+"""The files in deploy/ name what exists: metrics, and variables that the parts read."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from app.cli import main
 from app.telemetry import Telemetry
 from workers.engines.profiles import PROFILES
 from workers.engines.runner import EngineRunner
 from workers.engines.sim import SimEngine
 from workers.telemetry import registry_of
 
-ROOT = Path(__file__).parents[1]
+DEPLOY = Path(__file__).parents[1] / "deploy"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 VARIABLES = {"$__rate_interval": "5m", "$routers": "routers", "$workers": "workers"}
 
 
 def alerts() -> Iterator[str]:
-    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
+    rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())
     for group in rules["groups"]:
         for rule in group["rules"]:
             yield rule["expr"]
 
 
 def panels() -> Iterator[str]:
-    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
             expression = target["expr"]
@@ -54,3 +55,29 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
     assert asked <= known
+
+
+def kubernetes_variables() -> Iterator[tuple[str, str]]:
+    for resource in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()):
+        if resource["kind"] == "Deployment":
+            for container in resource["spec"]["template"]["spec"]["containers"]:
+                for variable in container.get("env", []):
+                    yield container["name"], variable["name"]
+
+
+def compose_variables() -> Iterator[tuple[str, str]]:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for part, service in services.items():
+        for name in service.get("environment", {}):
+            yield part, name
+
+
+@pytest.mark.parametrize(
+    ("part", "variable"), sorted({*kubernetes_variables(), *compose_variables()})
+)
+def test_each_part_reads_the_variables_that_it_is_given(part: str, variable: str) -> None:
+    if part == "balancer":
+        assert f"${{{variable}}}" in (DEPLOY / "haproxy.cfg").read_text()
+    elif variable != "POD_IP":  # the manifest itself uses it
+        command = main.commands[part]
+        assert variable in {getattr(option, "envvar", None) for option in command.params}
