@@ -169,7 +169,8 @@ def _coarse(
     if isinstance(samples, range):
         group_size, following = GROUP_BLOCKS, []
     else:
-        group_size, following = 1, [n for n, i in enumerate(samples, 1) if i % GROUP_BLOCKS]
+        ends = sorted(_ends(len(chain), guesses))
+        group_size, following = 1, [bisect_left(samples, i) + 1 for i in ends if i % GROUP_BLOCKS]
     # Just after the change first: if the owners there are still the same, that side is settled.
     first = [bisect_left(samples, i) + 1 for guess in guesses for i in (guess, guess - 1)]
     return _text(chain, samples), group_size, _spaced(following), _spaced(first), UNKNOWN, UNKNOWN
@@ -180,18 +181,21 @@ def _spaced(numbers: Sequence[int]) -> bytes:
 
 
 def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
-    """Positions to look at first: all, or the first ones of some groups, the last, and the guesses.
+    """Positions to look at first: all, or the first ones of some groups, and the ends.
 
-    Each guess adds the two positions between which the owners may change. A position that is not
-    the first of its group is preceded by that first one.
+    An end that is not the first of its group is preceded by that first one.
     """
     if length <= WHOLE_CHAIN:
         return range(length)
     step = max(1, round(isqrt(length // 2) / GROUP_BLOCKS)) * GROUP_BLOCKS
-    samples = {*range(0, length, step)}
-    for i in (length - 1, *guesses, *(guess - 1 for guess in guesses)):
-        samples |= {i - i % GROUP_BLOCKS, i}
-    return sorted(samples)
+    ends = _ends(length, guesses)
+    extra = ends.union([i - i % GROUP_BLOCKS for i in ends])
+    return sorted([*range(0, length, step), *[i for i in extra if i % step]])
+
+
+def _ends(length: int, guesses: Sequence[int]) -> set[int]:
+    """The last position, and for each guess the two between which the owners may change."""
+    return {length - 1, *guesses, *[guess - 1 for guess in guesses]}
 
 
 def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
