@@ -38,7 +38,6 @@ def engine_of(
     *,
     host_blocks: int = 0,
     profile: Profile = EASY,
-    caching: bool = True,
     now: Callable[[], float] = lambda: 0.0,
 ) -> SimEngine:
     return SimEngine(
@@ -46,7 +45,6 @@ def engine_of(
         block_size=BLOCK_SIZE,
         kv_pool_tokens=pool_blocks * BLOCK_SIZE,
         host_pool_tokens=host_blocks * BLOCK_SIZE,
-        prefix_caching=caching,
         now=now,
     )
 
@@ -219,17 +217,6 @@ def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last
     pool.register((a, b), None)
     pool.register((a, b, c), None)
     assert pool.take_events() == [Stored((a, b), None), Stored((c,), b)]
-
-
-def test_without_prefix_caching_nothing_is_reused_or_published() -> None:
-    engine = engine_of(caching=False)
-    serve(engine, request_of("first", ABC, max_tokens=9))
-
-    steps = serve(engine, request_of("second", ABC))
-
-    assert cached_tokens(steps) == {"second": 0}
-    assert engine.take_events() == []
-    assert engine.metrics().kv_active_blocks == 0
 
 
 def test_the_hit_rate_is_cached_over_all_prompt_tokens() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from app.core.events import CacheEvent
@@ -71,9 +71,8 @@ class _Prefill:
 class SimEngine:
     """Submit requests, then call `step` until it returns None.
 
-    kv_pool_tokens: overrides the profile's. host_pool_tokens: 0 means no host tier. prefix_caching:
-    if off, nothing is reused and no events are emitted. now: seconds, for when blocks were last
-    used.
+    kv_pool_tokens: overrides the profile's. host_pool_tokens: 0 means no host tier. now: seconds,
+    for when blocks were last used.
     """
 
     def __init__(
@@ -83,14 +82,12 @@ class SimEngine:
         block_size: int,
         kv_pool_tokens: int | None = None,
         host_pool_tokens: int = 0,
-        prefix_caching: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         pool_tokens = profile.kv_pool_tokens if kv_pool_tokens is None else kv_pool_tokens
         self.profile = profile
         self.block_size = block_size
         self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size, now)
-        self.prefix_caching = prefix_caching
         self._waiting: OrderedDict[str, SimRequest] = OrderedDict()
         self._running: dict[str, _Running] = {}
         # A request takes the whole batch or gets done, so at most one is left half computed.
@@ -262,11 +259,9 @@ class SimEngine:
             return None
         request = next(iter(self._waiting.values()))
         num_blocks = self._num_blocks(request)
-        prefix: Sequence[SequenceHash] = ()
-        if self.prefix_caching:
-            # As in vLLM, the last token is always computed: its logits give the first new token.
-            usable = request.blocks[: (request.prompt_tokens - 1) // self.block_size]
-            prefix = usable[: self.pool.match(usable)]
+        # As in vLLM, the last token is always computed: its logits give the first new token.
+        usable = request.blocks[: (request.prompt_tokens - 1) // self.block_size]
+        prefix = usable[: self.pool.match(usable)]
         onboarded = self.pool.acquire(prefix, num_blocks)
         if onboarded is None:
             assert self._running, "an empty pool refused a request that fits"
@@ -282,8 +277,6 @@ class SimEngine:
 
     def _register_prompt(self, running: _Running) -> None:
         """Register the blocks computed so far: requests admitted later in this step reuse them."""
-        if not self.prefix_caching:
-            return
         chain = running.chain
         filled = running.request.blocks[len(chain) : running.prefilled // self.block_size]
         self.pool.register(filled, chain[-1] if chain else None)
@@ -307,12 +300,9 @@ class SimEngine:
         self._decoding += prefilled
 
     def _next_due(self, running: _Running) -> int:
-        max_tokens = running.request.max_tokens
-        if not self.prefix_caching:
-            return max_tokens
         # A token's KV is computed one step after the token itself.
         full_at = (len(running.chain) + 1) * self.block_size - running.request.prompt_tokens + 1
-        return min(full_at, max_tokens)
+        return min(full_at, running.request.max_tokens)
 
     def _settle(self, due: list[_Running]) -> list[Finished]:
         """Register the blocks that filled, and end the requests that are done."""
@@ -320,7 +310,7 @@ class SimEngine:
         for running in due:
             request = running.request
             computed = running.context_tokens - 1
-            if self.prefix_caching and computed == (len(running.chain) + 1) * self.block_size:
+            if computed == (len(running.chain) + 1) * self.block_size:
                 self._register_output(running)
             if running.emitted < request.max_tokens:
                 running.due = self._next_due(running)
