@@ -7,12 +7,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from app.core.config import POLICY_NAMES, PRIORITIES
+from app.core.hashing import U64
 from app.core.metrics import GpuReadings
 from app.core.types import REQUEST_ID, TENANT_ID
 
 T = TypeVar("T")
 
-U64 = 1 << 64
 ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
 
 Array = Annotated[list[T], Field(fail_fast=True)]
@@ -27,9 +27,9 @@ def _u64(value: Any) -> int:
         return int(value, 16)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("not an integer or 16 hex digits")
-    if not -(U64 >> 1) <= value < U64:
+    if not -(1 << 63) <= value <= U64:
         raise ValueError("does not fit in 64 bits")
-    return value % U64
+    return value & U64
 
 
 HashValue = Annotated[
