@@ -22,35 +22,19 @@ from workers.engines.profiles import Profile
 from workers.engines.steps import Finished, SimRequest, Step
 
 
+@dataclass(eq=False, slots=True)
 class _Running:
     """An admitted request. The pool holds `chain` as references and the rest as private blocks."""
 
-    __slots__ = (
-        "cached_tokens",
-        "chain",
-        "due",
-        "emitted",
-        "host_tokens",
-        "num_blocks",
-        "prefilled",
-        "request",
-    )
-
-    def __init__(
-        self,
-        request: SimRequest,
-        chain: list[SequenceHash],
-        num_blocks: int,
-        cached_tokens: int,
-        host_tokens: int,
-    ) -> None:
-        self.request = request
-        self.chain = chain
-        self.num_blocks = num_blocks
-        self.cached_tokens = self.prefilled = cached_tokens
-        self.host_tokens = host_tokens
-        self.emitted = 0
-        self.due = 0  # the value of `emitted` at which a block fills or the request ends
+    request: SimRequest
+    chain: list[SequenceHash]
+    num_blocks: int
+    cached_tokens: int
+    host_tokens: int
+    prefilled: int
+    emitted: int = 0
+    due: int = 0
+    """The value of `emitted` at which a block fills or the request ends."""
 
     @property
     def context_tokens(self) -> int:
@@ -271,7 +255,9 @@ class SimEngine:
         cached_tokens = len(prefix) * self.block_size
         self._hit_rate.add(cached_tokens, request.prompt_tokens)
         del self._waiting[request.request_id]
-        running = _Running(request, list(prefix), num_blocks, cached_tokens, host_tokens)
+        running = _Running(
+            request, list(prefix), num_blocks, cached_tokens, host_tokens, prefilled=cached_tokens
+        )
         self._running[request.request_id] = running
         return running
 
