@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from itertools import count, cycle, islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,6 +39,8 @@ from workers.engines.profiles import PROFILES, Profile
 from workers.engines.sim import SimEngine
 from workers.engines.steps import Finished, SimRequest, Step
 from workers.speed import SpeedLearner
+
+T = TypeVar("T")
 
 SPEED_INTERVAL_S = 5.0
 """How often a worker publishes its speed. A live worker does so with its metrics, but the values
@@ -149,7 +152,7 @@ class Books:
             self.load.head_us = self._reserved[head].prefill_us if head else 0
             self.load.head_since_ms = round(now_s * 1000)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, _: float) -> None:
         """Like lua/release.lua, for a request that has its first token."""
         self.load.blocks -= self._reserved.pop(request_id).blocks
         self.load.requests -= 1
@@ -433,7 +436,7 @@ class Simulation:
                 overtaken.add(plan.worker)
                 refused.append(plan.flight)
                 continue
-            self._tell(replica, plan.worker, now_s, reserve=plan.reservation)
+            self._tell(replica, plan.worker, now_s, Books.reserve, plan.reservation)
             self._start(plan.flight, plan.worker, now_s)
         self.conflicts += len(refused)
         replica.waiting = refused + replica.waiting
@@ -446,28 +449,17 @@ class Simulation:
         replica: _Replica,
         worker: int,
         now_s: float,
-        *,
-        reserve: Reservation | None = None,
-        first_token: str | None = None,
-        end: str | None = None,
+        enter: Callable[[Books, T, float], None],
+        what: T,
     ) -> None:
         """Enter something in the replica's books, and in the others' when they learn of it."""
-
-        def enter(books: list[Books], when_s: float) -> None:
-            if reserve is not None:
-                books[worker].reserve(reserve, when_s)
-            if first_token is not None:
-                books[worker].prefill_complete(first_token, when_s)
-            if end is not None:
-                books[worker].release(end)
-
-        enter(replica.books, now_s)
+        enter(replica.books[worker], what, now_s)
         if self.setting.sharing is Sharing.LATE:
-            others = [other for other in self.replicas if other is not replica]
+            others = [other.books[worker] for other in self.replicas if other is not replica]
 
             def sync(then_s: float) -> None:
-                for other in others:
-                    enter(other.books, then_s)
+                for books in others:
+                    enter(books, what, then_s)
 
             self._at(now_s + self.setting.sync_s, sync)
 
@@ -518,10 +510,10 @@ class Simulation:
         for request_id in step.first_tokens:
             flight = self._flights[request_id]
             flight.first_token_s = now_s
-            self._tell(flight.replica, flight.worker, now_s, first_token=request_id)
+            self._tell(flight.replica, flight.worker, now_s, Books.prefill_complete, request_id)
         for finished in step.finished:
             flight = self._flights.pop(finished.request_id)
-            self._tell(flight.replica, flight.worker, now_s, end=finished.request_id)
+            self._tell(flight.replica, flight.worker, now_s, Books.release, finished.request_id)
             if self.setting.count_in_flight:
                 worker.holdings.settle(flight.request.blocks)
             self._finish(flight, finished, now_s)

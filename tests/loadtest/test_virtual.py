@@ -165,7 +165,7 @@ def test_books_follow_the_head_of_the_queue() -> None:
     assert books.load.queue_s(11_000) == 4.0
     books.prefill_complete("a", now_s=12.0)
     assert books.load.queue_s(13_000) == 2.0
-    books.release("a")
+    books.release("a", 14.0)
     assert (books.load.requests, books.load.blocks, books.load.prefill_tokens) == (1, 4, 100)
 
 
