@@ -71,7 +71,10 @@ class Known:
         self.measured = [measured for _, _, measured in known]
         self.everybody = np.ones(len(known), dtype=np.bool_)
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
-        columns = [_measured_fields(info, measured) for _, info, measured in known]
+        columns = [
+            measured_fields(measured.metrics, measured.speed, _kv_total_blocks(info, measured))
+            for _, info, measured in known
+        ]
         self.rows = tuple(_rows(columns, 14))
 
 
@@ -87,7 +90,7 @@ class View:
         self.everybody = known.everybody
         self.loads = [snapshot.loads[inc] for inc in self.incarnations]
         columns = [
-            (0.0, 0.0, 0.0, *self._load_fields(load, info))
+            (0.0, 0.0, 0.0, *load_fields(load, self.now_ms, info.max_requests))
             for info, load in zip(self.infos, self.loads, strict=True)
         ]
         # Overlaps and load differ between decisions; the rest does not.
@@ -114,10 +117,7 @@ class View:
 
     def all_hold(self, num_blocks: int) -> bool:
         """Whether no worker reports fewer KV blocks than this in total."""
-        totals = [
-            measured.metrics.kv_total_blocks or info.kv_total_blocks
-            for info, measured in zip(self.infos, self.measured, strict=True)
-        ]
+        totals = map(_kv_total_blocks, self.infos, self.measured)
         return not any(0 < total < num_blocks for total in totals)
 
     def candidates(self, overlaps: Overlaps) -> Candidates:
@@ -139,17 +139,8 @@ class View:
         """Count a reservation made, or about to be made, on the worker at `position`."""
         load = self.loads[position]
         load.add(reservation, self.now_ms)
-        self._changing[3:, position] = self._load_fields(load, self.infos[position])
-
-    def _load_fields(self, load: Load, info: WorkerInfo) -> tuple[float, ...]:
-        return (
-            load.prefill_tokens,
-            load.queue_s(self.now_ms),
-            load.blocks,
-            load.requests,
-            load.decoding,
-            info.max_requests,
-        )
+        fields = load_fields(load, self.now_ms, self.infos[position].max_requests)
+        self._changing[3:, position] = fields
 
 
 def _rows(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
@@ -157,11 +148,28 @@ def _rows(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
     return np.array(columns, dtype=np.float64).reshape(len(columns), height).T.copy()
 
 
-def _measured_fields(info: WorkerInfo, measured: Measured) -> tuple[float, ...]:
-    m, s = measured.metrics, measured.speed
+def _kv_total_blocks(info: WorkerInfo, measured: Measured) -> int:
+    """As measured, or as registered until then."""
+    return measured.metrics.kv_total_blocks or info.kv_total_blocks
+
+
+def load_fields(load: Load, now_ms: int, max_requests: int) -> tuple[float, ...]:
+    """What Candidates says of the load on one worker, in its order."""
+    return (
+        load.prefill_tokens,
+        load.queue_s(now_ms),
+        load.blocks,
+        load.requests,
+        load.decoding,
+        max_requests,
+    )
+
+
+def measured_fields(m: ForwardPassMetrics, s: Speed, kv_total_blocks: int) -> tuple[float, ...]:
+    """What Candidates says of one worker besides overlaps and load, in its order."""
     return (
         m.kv_active_blocks,
-        m.kv_total_blocks or info.kv_total_blocks,
+        kv_total_blocks,
         m.num_requests_waiting,
         m.gpu_cache_usage_perc,
         m.request_active_slots,

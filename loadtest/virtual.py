@@ -25,6 +25,7 @@ from app.core.events import CacheEvent, Cleared, Stored
 from app.core.metrics import ForwardPassMetrics, Speed
 from app.core.reservations import Load, Reservation
 from app.core.types import SequenceHash, Tier
+from app.fleet import load_fields, measured_fields
 from app.policy.cost import (
     Candidates,
     CostFunction,
@@ -276,18 +277,12 @@ class Worker:
     def column(self, load: Load, chain: Sequence[SequenceHash], now_s: float) -> tuple[float, ...]:
         """This worker's values, in the order of Candidates."""
         self.publish_metrics(now_s)
-        m, s = self.metrics, self.speed
+        metrics = self.metrics
         return (
             *self.holdings.overlap(chain, now_s),
             0.0,
-            *(load.prefill_tokens, load.queue_s(round(now_s * 1000)), load.blocks),
-            *(load.requests, load.decoding, m.request_total_slots),
-            *(m.kv_active_blocks, m.kv_total_blocks, m.num_requests_waiting),
-            *(m.gpu_cache_usage_perc, m.request_active_slots, m.request_total_slots),
-            m.kv_idle_before_evict_s,
-            *(s.prefill_s_per_token, s.prefill_s_per_token2),
-            *(s.decode_s_per_kv_token, s.decode_s_per_seq),
-            *(s.host_s_per_token, s.disk_s_per_token, s.mean_output_tokens),
+            *load_fields(load, round(now_s * 1000), metrics.request_total_slots),
+            *measured_fields(metrics, self.speed, metrics.kv_total_blocks),
         )
 
 
