@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -61,15 +62,15 @@ class Sample:
     """Blocks of overlap on the chosen worker."""
 
 
-async def run(url: str, kill: Callable[[], None]) -> dict[str, float]:
-    """What went wrong after `kill`: durations in seconds, and counts of decisions."""
+@asynccontextmanager
+async def running_router(
+    url: str, chains: Sequence[Sequence[SequenceHash]]
+) -> AsyncIterator[Router]:
+    """A router, and two agents that take turns in holding `chains`."""
     settings = RouterSettings(namespace=KEYS.namespace, seed=1)
     timeout_s = settings.redis_timeout_ms / 1000
-    rng = np.random.default_rng(1)
-    chains = [hashes(rng, CHAIN) for _ in range(CHAINS)]
-    loop = asyncio.get_running_loop()
+    running: list[asyncio.Future[None]] = []
     async with AsyncExitStack() as stack:
-        running: list[asyncio.Future[None]] = []
         for n in range(2):
             agent = Agent(
                 ScriptRunner(await stack.enter_async_context(connect(url)), 1.0),
@@ -85,53 +86,72 @@ async def run(url: str, kill: Callable[[], None]) -> dict[str, float]:
         fleet = Fleet(redis, KEYS, timeout_s)
         router = Router(ScriptRunner(redis, timeout_s), KEYS, settings, fleet, Telemetry())
         running.append(asyncio.ensure_future(router.run()))
-        samples: list[Sample] = []
+        try:
+            yield router
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
 
-        async def ask(number: int, chain: list[SequenceHash]) -> Sample:
-            at = loop.time()
-            made = await router.route(
-                RouteRequest(f"r{number}", chain, CHAIN * BLOCK_SIZE, settings.policy)
-            )
-            took = loop.time() - at
-            asyncio.ensure_future(router.release(made.request_id)).add_done_callback(
-                lambda done: done.exception()
-            )
-            return Sample(at, took, made.degraded, made.overlap.total)
 
-        async def whole_since(at: float) -> float:
-            """Ask until all chains, one after another, have been found whole."""
-            good = 0
-            while good < CHAINS:
-                sample = await ask(len(samples), chains[len(samples) % CHAINS])
-                samples.append(sample)
-                good = good + 1 if sample.found == CHAIN else 0
-                await asyncio.sleep(PAUSE_S)
-            return samples[-CHAINS].at - at
+class Caller:
+    """Requests chains in turn, one at a time. samples: the decisions so far."""
 
-        await whole_since(0)
-        end = loop.time() + BEFORE_S
-        while loop.time() < end:
-            samples.append(await ask(len(samples), chains[len(samples) % CHAINS]))
-            await asyncio.sleep(PAUSE_S)
-        samples.clear()
-        killed = loop.time()
+    def __init__(self, router: Router, chains: Sequence[list[SequenceHash]]) -> None:
+        self.samples: list[Sample] = []
+        self._router = router
+        self._chains = chains
+
+    async def ask(self) -> Sample:
+        """Make one request, and pause."""
+        number = len(self.samples)
+        chain = self._chains[number % CHAINS]
+        at = time.perf_counter()
+        made = await self._router.route(
+            RouteRequest(f"r{number}", chain, CHAIN * BLOCK_SIZE, "latency")
+        )
+        took = time.perf_counter() - at
+        asyncio.ensure_future(self._router.release(made.request_id)).add_done_callback(
+            lambda done: done.exception()
+        )
+        self.samples.append(Sample(at, took, made.degraded, made.overlap.total))
+        await asyncio.sleep(PAUSE_S)
+        return self.samples[-1]
+
+    async def ask_until_whole(self) -> float:
+        """Ask until CHAINS requests in a row find theirs whole; returns when the first was made."""
+        good = 0
+        while good < CHAINS:
+            good = good + 1 if (await self.ask()).found == CHAIN else 0
+        return self.samples[-CHAINS].at
+
+
+async def run(url: str, kill: Callable[[], None]) -> dict[str, float]:
+    """What went wrong after `kill`: durations in seconds, and counts of decisions."""
+    rng = np.random.default_rng(1)
+    chains = [hashes(rng, CHAIN) for _ in range(CHAINS)]
+    async with running_router(url, chains) as router:
+        caller = Caller(router, chains)
+        await caller.ask_until_whole()
+        end = time.perf_counter() + BEFORE_S
+        while time.perf_counter() < end:
+            await caller.ask()
+        caller = Caller(router, chains)
+        killed = time.perf_counter()
         kill()
         async with asyncio.timeout(WHOLE_WITHIN_S):
-            while not any(sample.degraded or sample.found < CHAIN for sample in samples):
-                samples.append(await ask(len(samples), chains[len(samples) % CHAINS]))
-                await asyncio.sleep(PAUSE_S)
-            whole = await whole_since(killed)
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
-        degraded = [sample for sample in samples if sample.degraded]
-        return {
-            "degraded_s": degraded[-1].at + degraded[-1].took - degraded[0].at if degraded else 0.0,
-            "whole_after_s": whole,
-            "slowest_s": max(sample.took for sample in samples),
-            "decisions": float(len(samples)),
-            "degraded": float(len(degraded)),
-        }
+            sample = await caller.ask()
+            while not sample.degraded and sample.found == CHAIN:
+                sample = await caller.ask()
+            whole = await caller.ask_until_whole()
+    degraded = [sample for sample in caller.samples if sample.degraded]
+    return {
+        "degraded_s": degraded[-1].at + degraded[-1].took - degraded[0].at if degraded else 0.0,
+        "whole_after_s": whole - killed,
+        "slowest_s": max(sample.took for sample in caller.samples),
+        "decisions": float(len(caller.samples)),
+        "degraded": float(len(degraded)),
+    }
 
 
 def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
