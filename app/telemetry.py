@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -109,122 +109,100 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        r = self.registry
-        self.decisions = Counter(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.decisions = counter(
             "kvroute_decisions",
             "Decisions by policy and outcome: routed, no_workers, too_large (for every worker), "
             "all_busy, overloaded, gone (the caller hung up while waiting), or failed (abandoned, "
             "or an internal error).",
             ["policy", "outcome"],
-            registry=r,
         )
-        self.degraded = Counter(
-            "kvroute_degraded_decisions", "Decisions made without Redis, by load alone.", registry=r
+        self.degraded = counter(
+            "kvroute_degraded_decisions", "Decisions made without Redis, by load alone."
         )
-        self.blind = Counter(
+        self.blind = counter(
             "kvroute_blind_decisions",
             "Lookups without overlap, because the prompt's shard of the index was unreachable.",
-            registry=r,
         )
-        self.decision_seconds = Histogram(
+        self.decision_seconds = histogram(
             "kvroute_decision_seconds",
             "Time from a request's hashes to its worker, including the reservation; for a request "
             "that had to wait, time until it began to wait.",
             buckets=_SECONDS,
-            registry=r,
         )
-        self.redis_seconds = Histogram(
+        self.redis_seconds = histogram(
             "kvroute_redis_round_trip_seconds",
             "Time of Redis round trips for decisions, by step.",
             ["step"],
             buckets=_SECONDS,
-            registry=r,
         )
-        self.hit_fraction = Histogram(
+        self.hit_fraction = histogram(
             "kvroute_hit_fraction",
             "Share of a prompt's blocks that its worker held.",
             buckets=_FRACTIONS,
-            registry=r,
         )
-        self.locality = Counter(
+        self.locality = counter(
             "kvroute_locality",
             "Routed requests by whether the worker with the longest overlap was chosen and, if "
             "not, why: kept, none, tie, load, session, full, excluded, lease, degraded.",
             ["reason"],
-            registry=r,
         )
-        self.worker_blocks = Counter(
+        self.worker_blocks = counter(
             "kvroute_worker_routed_blocks",
             "Blocks of the prompts routed to a worker (isl), and those of them that it held "
             "(overlap), without degraded decisions.",
             ["worker", "what"],
-            registry=r,
         )
-        self.isl_blocks = Counter(
-            "kvroute_isl_blocks",
-            "Blocks of routed prompts, without those of degraded decisions.",
-            registry=r,
+        self.isl_blocks = counter(
+            "kvroute_isl_blocks", "Blocks of routed prompts, without those of degraded decisions."
         )
-        self.overlap_blocks = Counter(
+        self.overlap_blocks = counter(
             "kvroute_overlap_blocks",
             "Blocks of routed prompts that their worker held, by tier.",
             ["tier"],
-            registry=r,
         )
-        self.reservations = Counter(
+        self.reservations = counter(
             "kvroute_reservations",
             "Reservations by event: made, prefill_complete, released, expired, unknown.",
             ["event"],
-            registry=r,
         )
-        self.conflicts = Counter(
+        self.conflicts = counter(
             "kvroute_reserve_conflicts",
             "Reservations refused, by reason: changed, full, lapsed.",
             ["reason"],
-            registry=r,
         )
-        self.retries = Counter(
-            "kvroute_decision_retries",
-            "Decisions made again after a refused reservation.",
-            registry=r,
+        self.retries = counter(
+            "kvroute_decision_retries", "Decisions made again after a refused reservation."
         )
-        self.waiting = Gauge(
-            "kvroute_waiting_requests",
-            "Requests waiting at this replica for a worker.",
-            registry=r,
+        self.waiting = gauge(
+            "kvroute_waiting_requests", "Requests waiting at this replica for a worker."
         )
-        self.waited_seconds = Histogram(
+        self.waited_seconds = histogram(
             "kvroute_waited_seconds",
             "How long requests waited for a worker, whatever the outcome.",
             buckets=_WAITED_SECONDS,
-            registry=r,
         )
-        self.waits = Counter(
+        self.waits = counter(
             "kvroute_waits",
             "Requests that had to wait, by tenant (tenants without a weight together), priority, "
             "and outcome: routed, timed_out, crowded_out (too many were waiting), gone (the caller "
             "hung up), stopped (the replica is stopping), failed.",
             ["tenant", "priority", "outcome"],
-            registry=r,
         )
-        self.metrics_age = Gauge(
-            "kvroute_metrics_stream_lag_seconds",
-            "Age of the newest entry in the metrics stream.",
-            registry=r,
+        self.metrics_age = gauge(
+            "kvroute_metrics_stream_lag_seconds", "Age of the newest entry in the metrics stream."
         )
-        self.index_fill = Gauge(
+        self.index_fill = gauge(
             "kvroute_index_fill",
             "Blocks in the index over the number it was laid out for, from a sample. Above 4, "
             "changes to the index are slower.",
-            registry=r,
         )
-        self.load_mean = Gauge(
-            "kvroute_load_avg", "Mean used fraction of the workers' KV blocks.", registry=r
-        )
-        self.load_std = Gauge(
+        self.load_mean = gauge("kvroute_load_avg", "Mean used fraction of the workers' KV blocks.")
+        self.load_std = gauge(
             "kvroute_load_std",
             "Sample standard deviation of the used fraction of the workers' KV blocks.",
-            registry=r,
         )
         # Looking up a child takes longer than counting in it, and a decision counts in many.
         self.decisions_of = cache(self.decisions.labels)
@@ -236,7 +214,7 @@ class Telemetry:
             self.overlap_of(tier)
         self._counted: dict[str, tuple[Counter, Counter]] = {}
         self.workers = WorkerGauges()
-        r.register(self.workers)
+        self.registry.register(self.workers)
 
     async def text(self) -> bytes:
         """All metrics in Prometheus text format. Other tasks run between any two of them, as one
