@@ -7,15 +7,12 @@ parent, so a dump can be restored only into an index with as many shards and buc
 
 from __future__ import annotations
 
-import asyncio
-import math
 import re
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
@@ -29,6 +26,7 @@ from app.core.redis import deadline
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.pace import Pace
 from app.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, readable, scan, settled
 
 T = TypeVar("T")
@@ -131,17 +129,17 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
         )
         for inc, info in dumped.workers.items()
     ]
-    clock, renewed_s = asyncio.get_running_loop().time, -math.inf
+    # Leases run on meanwhile: each is renewed three times in its length.
+    renewals_due = Pace(3000 / lease_ttl_ms)
     seqs: dict[tuple[Incarnation, int], int] = defaultdict(int)
     restored = 0
     file.seek(start)
     for stored in _Dump(file).stored():
-        if clock() - renewed_s > lease_ttl_ms / 3000:
-            # Leases keep running meanwhile.
-            renewed_s = clock()
+        if renewals_due.lets_through():
             await _all_hold(runner, renewals)
         inc, shard = writers[stored.incarnation], stored.shard
-        for batch in _batched(stored.changes):
+        for at in range(0, len(stored.changes), BATCH):
+            batch = stored.changes[at : at + BATCH]
             seqs[inc, shard] += 1
             call = index.apply(keyspace.of_shard(shard), inc, nonce, seqs[inc, shard], batch)
             if not await runner.one(call):
@@ -400,9 +398,3 @@ def _is_bucket(name: str, bits: int) -> bool:
     """Whether one of 2^bits buckets has this name."""
     is_hex = len(name) == -(-bits // 4) and _HEX.fullmatch(name) is not None
     return is_hex and int(name, 16) % (1 << (-bits % 4)) == 0
-
-
-def _batched(changes: list[Change]) -> Iterator[list[Change]]:
-    iterator = iter(changes)
-    while batch := list(islice(iterator, BATCH)):
-        yield batch

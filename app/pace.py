@@ -9,7 +9,7 @@ import time
 class Pace:
     """Lets through up to `per_s` events a second, evenly spaced; large ones count as several."""
 
-    def __init__(self, per_s: int) -> None:
+    def __init__(self, per_s: float) -> None:
         self._pause_s = 1 / per_s if per_s else math.inf
         self._due = 0.0 if per_s else math.inf
 
