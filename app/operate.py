@@ -151,8 +151,6 @@ GPU_TEXT = (
     ("pcie_received_bytes_per_s", 1e6, "{:,.1f} MB/s received"),
 )
 """Fields of GpuReadings: the unit that a person reads them in, and the words around it."""
-
-
 RESERVED_TEXT = (
     "  request  prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt"
 )
@@ -282,6 +280,60 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
         click.get_current_context().exit(1)
 
 
+@inspect.command(cls=Command)
+@COMMON
+@as_json
+@on_redis
+async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+    """Show who waits for a worker, in the order of turns."""
+    await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
+    found = await inspection.waiting(redis, keyspace)
+    if as_json:
+        click.echo(json_text([asdict(flow) for flow in found]))
+        return
+    rows = [
+        (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
+    ]
+    click.echo(
+        text_table(("tenant", "priority", "requests", "oldest"), rows)
+        if rows
+        else "no requests are waiting"
+    )
+
+
+@inspect.command(cls=Command)
+@click.option(
+    "--window-s",
+    default=600.0,
+    show_default=True,
+    type=config.POSITIVE_SECONDS,
+    help="How far back to count, from the latest decision kept.",
+)
+@COMMON
+@as_json
+@on_redis
+async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
+    """Show how often prefixes of prompts were requested, according to the decisions kept."""
+    await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
+    records: list[Record] = []
+    async for record in recording.read(redis, keyspace):
+        if records and record.at_ms < records[0].at_ms - window_s * 1000:
+            break
+        records.append(record)
+    found = list(recording.usages(records))
+    if as_json:
+        prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
+        click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
+        return
+    click.echo(
+        f"{len(records):,} decisions; a prefix is left out if a longer one was requested as often"
+    )
+    rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
+    click.echo(
+        text_table(("last block", "blocks", "requests"), rows) if rows else "no prefixes are kept"
+    )
+
+
 @click.command(cls=Command)
 @click.option("--out", type=click.File("wb", lazy=True), default="-", help="Default: stdout.")
 @COMMON
@@ -339,57 +391,3 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
     if not yes:
         click.confirm(f"Delete {keys:,} keys of namespace {keyspace.namespace!r}?", abort=True)
     click.echo(f"{await dumping.reset(redis, keyspace):,} keys deleted")
-
-
-@inspect.command(cls=Command)
-@COMMON
-@as_json
-@on_redis
-async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
-    """Show who waits for a worker, in the order of turns."""
-    await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
-    found = await inspection.waiting(redis, keyspace)
-    if as_json:
-        click.echo(json_text([asdict(flow) for flow in found]))
-        return
-    rows = [
-        (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
-    ]
-    click.echo(
-        text_table(("tenant", "priority", "requests", "oldest"), rows)
-        if rows
-        else "no requests are waiting"
-    )
-
-
-@inspect.command(cls=Command)
-@click.option(
-    "--window-s",
-    default=600.0,
-    show_default=True,
-    type=config.POSITIVE_SECONDS,
-    help="How far back to count, from the latest decision kept.",
-)
-@COMMON
-@as_json
-@on_redis
-async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
-    """Show how often prefixes of prompts were requested, according to the decisions kept."""
-    await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
-    records: list[Record] = []
-    async for record in recording.read(redis, keyspace):
-        if records and record.at_ms < records[0].at_ms - window_s * 1000:
-            break
-        records.append(record)
-    found = list(recording.usages(records))
-    if as_json:
-        prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
-        click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
-        return
-    click.echo(
-        f"{len(records):,} decisions; a prefix is left out if a longer one was requested as often"
-    )
-    rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
-    click.echo(
-        text_table(("last block", "blocks", "requests"), rows) if rows else "no prefixes are kept"
-    )

@@ -244,10 +244,6 @@ class Router:
             busy = f"no worker could be reserved in {MAX_TRIES} tries"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
-    def _note_decision(self, plan: Plan) -> None:
-        self.telemetry.locality_of(plan.decision.locality).inc()
-        self._recorder.add(plan.record)
-
     def _plan_all(
         self, undecided: list[Pending], view: View
     ) -> tuple[list[Plan], list[tuple[Pending, AllWorkersBusy]]]:
@@ -388,6 +384,10 @@ class Router:
             # The caller has hung up meanwhile.
             self.abandon(decision)
         _answer(plan.pending, decision)
+
+    def _note_decision(self, plan: Plan) -> None:
+        self.telemetry.locality_of(plan.decision.locality).inc()
+        self._recorder.add(plan.record)
 
     def _decide_degraded(self, batch: list[Pending], reason: Exception) -> None:
         """Spread requests by the loads last seen, plus what has been decided since."""
