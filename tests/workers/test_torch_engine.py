@@ -621,7 +621,7 @@ async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_lat
         await served.ask(prompt)
         await served.evict(DEVICE)
         assert (await served.ask(prompt))[1].host_tokens == 40
-        engine._loaded.append((HOST, 40, 60.0))  # as if the load had taken a minute
+        engine._judge.observe_load(HOST, 10, 60.0)  # as if the load had taken a minute
 
         async def loads() -> bool:
             return engine._manager.admission.loads(HOST)
@@ -629,9 +629,9 @@ async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_lat
         await eventually(loads, lambda is_loaded_from: not is_loaded_from)
         await served.evict(DEVICE)
         assert (await served.ask(prompt))[1].cached_tokens == 0
-        monkeypatch.setattr("workers.engines.torch.TIER_RETRIED_S", 0.0)
+        monkeypatch.setattr("workers.engines.judge.TIER_RETRIED_S", 0.0)
         await eventually(loads)
-        monkeypatch.setattr("workers.engines.torch.TIER_RETRIED_S", 60.0)
+        monkeypatch.setattr("workers.engines.judge.TIER_RETRIED_S", 60.0)
         await served.evict(DEVICE)
         assert (await served.ask(prompt))[1].host_tokens == 40
         assert engine.speed().host_s_per_token < 0.1

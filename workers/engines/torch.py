@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -37,18 +37,14 @@ from workers.engines.base import (
     PromptTooLargeError,
     QueueFullError,
 )
+from workers.engines.judge import Judge
 from workers.engines.llama import Llama
 from workers.engines.sampling import Sampler, sample
 from workers.engines.steps import Finished, Step
 from workers.slots import Move
-from workers.speed import SpeedLearner
 from workers.tiers import MemoryPool
 
-FORGET = 0.99
-"""Weight of a chunk's speed relative to the next one's."""
 JUDGE_INTERVAL_S = 1.0
-TIER_RETRIED_S = 60.0
-"""A tier from which loading took longer than computing is retried after this long."""
 PREFETCHED_REQUESTS = 2
 """For this many requests behind the first that waits, blocks are loaded ahead. With more, they
 would evict each other's blocks, and cached blocks that are not in use at the moment."""
@@ -129,12 +125,7 @@ class TorchEngine:
         self._chunk_tokens = chunk_tokens
         self._max_num_seqs = max_num_seqs
         self._max_waiting = max_waiting
-        self._learner = SpeedLearner(chunk_tokens)
-        self._loaded: deque[tuple[Tier, int, float]] = deque()
-        """Tier, tokens and seconds of loads that the learner has not seen yet."""
-        self._loaded_at: dict[Tier, float] = {}
-        self._prefill_s = self._prefill_tokens = 0.0
-        """Seconds and tokens of the last chunks; older ones count less."""
+        self._judge = Judge(chunk_tokens, self.block_size)
         self._hit_rate = HitRate()
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
@@ -214,11 +205,7 @@ class TorchEngine:
         )
 
     def speed(self) -> Speed:
-        while self._loaded:
-            tier, num_tokens, seconds = self._loaded.popleft()
-            self._learner.observe_load(tier, num_tokens, seconds)
-            self._loaded_at[tier] = time.monotonic()
-        return self._learner.speed()
+        return self._judge.speed()
 
     def block_events(self) -> dict[str, int]:
         """See Counts in workers/blocks.py, and BlockCache.unconfirmed."""
@@ -352,20 +339,7 @@ class TorchEngine:
         """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
         while True:
             await asyncio.sleep(JUDGE_INTERVAL_S)
-            if not self._prefill_tokens:
-                continue
-            now = time.monotonic()
-            for tier in [t for t, at in self._loaded_at.items() if now - at >= TIER_RETRIED_S]:
-                # A tier that was once slow is judged by what it does now.
-                self._learner.discount_loads(tier)
-                del self._loaded_at[tier]
-            speed = self.speed()
-            load_s = {Tier.HOST: speed.host_s_per_token, Tier.DISK: speed.disk_s_per_token}
-            self._manager.admission = replace(
-                self._manager.admission,
-                compute_s=self._prefill_s / self._prefill_tokens * self.block_size,
-                load_s={tier: load_s[tier] * self.block_size for tier in self._loaded_at},
-            )
+            self._manager.admission = self._judge.revised(self._manager.admission)
 
     def _next_chunk(self) -> _Chunk | None:
         if not self._prefilling:
@@ -505,9 +479,6 @@ class TorchEngine:
         finished: list[Finished],
     ) -> None:
         num_prefilled = chunk.stop - chunk.start if chunk else 0
-        if num_prefilled:
-            self._prefill_s = FORGET * self._prefill_s + duration_s
-            self._prefill_tokens = FORGET * self._prefill_tokens + num_prefilled
         step = Step(
             duration_s=duration_s,
             load_s=0.0,
@@ -520,13 +491,12 @@ class TorchEngine:
             first_tokens=[],
             finished=finished,
         )
-        self._learner.observe(step, duration_s)
+        self._judge.observe(step)
 
     def _carry_out(self, move: Move) -> int:
         """Runs in a thread; remembers how long loads took."""
         started = time.perf_counter()
         done = self._copy(move)
         if move.target is Tier.DEVICE and done == len(move.blocks):
-            seconds = time.perf_counter() - started
-            self._loaded.append((move.source, done * self.block_size, seconds))
+            self._judge.observe_load(move.source, done, time.perf_counter() - started)
         return done
