@@ -14,6 +14,7 @@ previous turn followed by `hash_ids`. A session's first turn has `timestamp` (ms
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -197,11 +198,11 @@ class _Record:
 
 
 def _first_requests(sessions: Iterable[Session], requests: int | None) -> Iterator[Session]:
-    left = float("inf") if requests is None else requests
+    left = sys.maxsize if requests is None else requests
     for session in sessions:
         if left <= 0:
             return
-        turns = session.turns if len(session.turns) <= left else session.turns[: int(left)]
+        turns = session.turns[:left]
         left -= len(turns)
         yield replace(session, turns=turns)
 
