@@ -31,6 +31,9 @@ from loadtest.traces import DEMO_TRACE, Session, Trace, TraceError, TraceRequest
 if TYPE_CHECKING:
     from rich.console import Console
 
+DEADLINE_S = 600.0
+"""For each request, in engine seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -54,8 +57,6 @@ async def replay_policy(
     load: float = 1.0,
     warmup: float = 0.25,
     seed: int = 0,
-    deadline_s: float = 600.0,
-    max_in_flight: int = 512,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PolicyRun:
     """Plays the whole trace under one policy.
@@ -64,13 +65,11 @@ async def replay_policy(
     policy: None for the routers' own default. speedup: how much faster than real time the cluster's
     engines run; the trace is played that much faster. load: arrival rate, as a multiple of the
     recorded one. warmup: share of the requests that the figures leave out. seed: for the prompts'
-    tokens; a replay with another seed finds nothing of this one's in the caches. deadline_s: per
-    request, engine seconds. on_progress: called after each request.
+    tokens; a replay with another seed finds nothing of this one's in the caches.
+    on_progress: called after each request.
     Raises RequestError if the cluster does not answer at the start; later failures are outcomes.
     """
-    async with ClusterClient(
-        base_url, deadline_s=deadline_s / speedup, max_in_flight=max_in_flight
-    ) as client:
+    async with ClusterClient(base_url, deadline_s=DEADLINE_S / speedup) as client:
         player = _Player(client, policy, speedup, seed, trace.num_requests, on_progress)
         workers = await client.workers()
         outcomes = await player.play(trace.at_load(load))

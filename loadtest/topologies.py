@@ -28,6 +28,7 @@ CLUSTER_SETTINGS = {
     "repl-ping-replica-period": "1",
 }
 SERVICE = "kvroute"
+WITHIN_S = 20.0
 
 
 def _cluster_port() -> int:
@@ -154,11 +155,11 @@ class SentinelServers:
         return str(path)
 
 
-def wait_until(look: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Blocks until `look` returns something true. Raises AssertionError after `within_s`."""
-    end = time.monotonic() + within_s
+def wait_until(look: Callable[[], Any]) -> None:
+    """Blocks until `look` returns something true. Raises AssertionError after WITHIN_S."""
+    end = time.monotonic() + WITHIN_S
     while not look():
-        assert time.monotonic() < end, f"{within_s:g} s on, still not {look}"
+        assert time.monotonic() < end, f"{WITHIN_S:g} s on, still not {look}"
         time.sleep(0.02)
 
 
