@@ -32,7 +32,7 @@ from app.core.metrics import (
 )
 from app.core.redis import deadline
 from app.core.reservations import Load, Reservation, Snapshot
-from app.core.types import Incarnation, TierOverlap, WorkerInfo
+from app.core.types import Incarnation, WorkerInfo
 from app.policy.cost import Candidates
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ MAX_AHEAD_S = 60.0
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable. Agents renew a third of a lease after it
 is back, usually 1 s."""
-NO_OVERLAP = TierOverlap()
 
 
 @dataclass(frozen=True, slots=True)

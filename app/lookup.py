@@ -11,9 +11,9 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.matching import Overlaps
 from app.core.scripts import ScriptRunner
-from app.core.types import Incarnation
+from app.core.types import NO_OVERLAP, Incarnation
 from app.decision import Pending
-from app.fleet import NO_OVERLAP, Fleet, View
+from app.fleet import Fleet, View
 from app.routed import Routed
 from app.telemetry import Telemetry
 

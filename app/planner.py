@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
 from app.core.reservations import Reservation
-from app.core.types import Incarnation
+from app.core.types import NO_OVERLAP, Incarnation
 from app.decision import Candidate, Decision, Pending, RouteRequest
-from app.fleet import NO_OVERLAP, View
+from app.fleet import View
 from app.locality import locality_of
 from app.pace import Pace
 from app.policy.affinity import Affinity, discounted

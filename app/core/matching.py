@@ -22,7 +22,7 @@ from app.core.errors import RedisUnavailable
 from app.core.index import GROUP_BLOCKS, TIER_OF_LETTER, hex_text, shard_of
 from app.core.keys import Keyspace
 from app.core.scripts import Call, ScriptRunner, call
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
 
 WHOLE_CHAIN = 512
 """Chains up to this length are sent whole: the hashes cost Redis less than another round trip."""
@@ -32,7 +32,6 @@ CHAINS_PER_CALL = 16
 MAX_BOUNDARIES = 16_384
 """About 3 MB."""
 
-NOTHING = TierOverlap()
 NOBODY = b"-"
 UNKNOWN = b""
 NONE = b""
@@ -275,7 +274,7 @@ def _overlaps(runs: list[Run]) -> Overlaps:
                 if (both := members & incs)
             ]
         else:
-            alive = [(incs, _longer(NOTHING, tier, end)) for tier, incs in by_tier.items()]
+            alive = [(incs, _longer(NO_OVERLAP, tier, end)) for tier, incs in by_tier.items()]
         for members, overlap in alive:
             found.update(dict.fromkeys(members, overlap))
         reached = end

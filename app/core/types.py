@@ -72,6 +72,9 @@ class TierOverlap:
         return self.device + self.host + self.disk
 
 
+NO_OVERLAP = TierOverlap()
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker reports about itself when it registers; fixed for one incarnation."""
