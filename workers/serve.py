@@ -188,7 +188,7 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
     value = fields.get(name)
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if type(value) is not int or value < 1:
         raise InvalidRequest(name, f"needs an integer of at least 1, got {shown(value)}")
     return value
 

@@ -51,19 +51,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field and its value."""
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_TEMPERATURE:
+        # Types are compared exactly, because a bool is an int to isinstance.
+        if (
+            type(self.temperature) not in (int, float)
+            or not 0 <= self.temperature <= MAX_TEMPERATURE
+        ):
             raise InvalidRequest(
                 "temperature", f"needs a number from 0 to 2, got {shown(self.temperature)}"
             )
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:
             raise InvalidRequest(
                 "top_p", f"needs a number above 0 and up to 1, got {shown(self.top_p)}"
             )
-        if not _is_int(self.top_k) or self.top_k < -1:
+        if type(self.top_k) is not int or self.top_k < -1:
             raise InvalidRequest(
                 "top_k", f"needs an integer of at least -1, got {shown(self.top_k)}"
             )
-        if self.seed is not None and (not _is_int(self.seed) or self.seed not in _INT64):
+        if self.seed is not None and (type(self.seed) is not int or self.seed not in _INT64):
             raise InvalidRequest("seed", f"needs an integer of 64 bits, got {shown(self.seed)}")
 
     @property
@@ -216,11 +220,3 @@ class HitRate:
     @property
     def value(self) -> float:
         return self._cached / max(1, self._tokens)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_int(value)

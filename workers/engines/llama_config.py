@@ -79,7 +79,7 @@ class LlamaConfig:
         if not isinstance(self.tie_word_embeddings, bool):
             raise ConfigError(f"tie_word_embeddings: needs a bool, got {self.tie_word_embeddings}")
         for token in self.eos_token_ids:
-            if not _is_int(token) or not 0 <= token < self.vocab_size:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ConfigError(
                     f"eos_token_ids: needs tokens below {self.vocab_size}, got {token!r}"
                 )
@@ -168,17 +168,13 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     return int(value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_count(name: str, value: Any) -> None:
-    if not _is_int(value) or not 1 <= value <= MAX_COUNT:
+    if type(value) is not int or not 1 <= value <= MAX_COUNT:
         raise ConfigError(f"{name}: needs an integer from 1 to {MAX_COUNT:,}, got {value!r}")
 
 
 def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ConfigError(f"{name}: needs a positive number, got {value!r}")
 
 
