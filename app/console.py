@@ -18,7 +18,7 @@ from app.core.redis import connect, deadline
 T = TypeVar("T")
 TIMEOUT_S = 5.0
 COMMON = config.options(CommonSettings, without=("host", "log_level"))
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:

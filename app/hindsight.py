@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from app import inspection, recording
-from app.console import COMMON, as_json, json_text, on_redis, text_table
+from app.console import COMMON, json_option, json_text, on_redis, text_table
 from app.core import config
 from app.core.config import POLICY_NAMES, Command
 from app.core.errors import RoutingError
@@ -36,7 +36,7 @@ LOCALITY_TEXT = {
 @click.command(cls=Command)
 @click.argument("request_id")
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
     """Explain why a request went where it went, while the decision is kept."""
@@ -110,7 +110,7 @@ def _short(cell: Any) -> str:
     "--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions to score."
 )
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def whatif(
     redis: Client,

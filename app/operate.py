@@ -14,7 +14,7 @@ import orjson
 
 from app import dump as dumping
 from app import inspection, recording, verification
-from app.console import COMMON, as_json, json_text, on_redis, text_table
+from app.console import COMMON, json_option, json_text, on_redis, text_table
 from app.core import config
 from app.core.config import Command
 from app.core.hashing import compute_hashes, seed_for
@@ -48,7 +48,7 @@ def inspect() -> None:
 
 @inspect.command(cls=Command)
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
@@ -118,7 +118,7 @@ def _state(worker: inspection.Worker) -> str:
 @inspect.command(cls=Command)
 @click.argument("block", metavar="HASH", type=_Hash())
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
     """Show who holds a block, given its sequence hash (16 hex digits)."""
@@ -160,7 +160,7 @@ RESERVED_TEXT = (
 @inspect.command(cls=Command)
 @click.argument("name", metavar="WORKER")
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) -> None:
     """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
@@ -201,7 +201,7 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
 @click.option("--lora-name", default=None, help="LoRA adapter of the request.")
 @click.option("--cache-namespace", default=None, help="Cache namespace of the request.")
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def prefix(
     redis: Client,
@@ -257,7 +257,7 @@ def _tokens(file: BinaryIO) -> list[int]:
     help="Maximum number of index buckets to check.",
 )
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
     """Check for contradictions; exit with status 1 if there are any."""
@@ -282,7 +282,7 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
 
 @inspect.command(cls=Command)
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     """Show who waits for a worker, in the order of turns."""
@@ -310,7 +310,7 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     help="How far back to count, from the latest decision kept.",
 )
 @COMMON
-@as_json
+@json_option
 @on_redis
 async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
     """Show how often prefixes of prompts were requested, according to the decisions kept."""
