@@ -78,7 +78,7 @@ def _scored(record: Record) -> tuple[list[list[Any]], list[str]]:
         return [], []
     seen, candidates = record.seen, record.seen.candidates
     costs = seen.priced(POLICIES[record.policy])(candidates, record.size)
-    overlap = candidates.overlap_device + candidates.overlap_host + candidates.overlap_disk
+    overlap = candidates.overlap
     rows = [
         [
             worker,
@@ -193,9 +193,8 @@ class Comparison:
             # chance that another was drawn this time.
             would_be = was
         c = seen.candidates
-        overlap = c.overlap_device + c.overlap_host + c.overlap_disk
         start = c.prefill_s + predicted_prefill_s(c, record.size)
-        for name, values in zip(self._sums, (overlap, start, c.active_requests), strict=True):
+        for name, values in zip(self._sums, (c.overlap, start, c.active_requests), strict=True):
             self._sums[name][0] += float(values[was])
             self._sums[name][1] += float(values[would_be])
         self.decisions += 1

@@ -51,16 +51,9 @@ def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
 def _credited(candidates: Candidates, size: RequestSize, affinity: Affinity) -> Candidates:
     """The candidates as if the worker held more of the prompt."""
     at = affinity.position
-    held = sum(
-        overlap[at]
-        for overlap in (
-            candidates.overlap_device,
-            candidates.overlap_host,
-            candidates.overlap_disk,
-        )
-    )
+    lacking = size.isl_tokens / size.block_size - candidates.overlap[at]
     device = candidates.overlap_device.copy()
-    device[at] += affinity.fraction * max(size.isl_tokens / size.block_size - held, 0.0)
+    device[at] += affinity.fraction * max(lacking, 0.0)
     return replace(candidates, overlap_device=device)
 
 

@@ -83,6 +83,11 @@ class Candidates:
     disk_s_per_token: Floats
     mean_output_tokens: Floats
 
+    @property
+    def overlap(self) -> Floats:
+        """Leading blocks of the prompt that the worker holds, in any tier."""
+        return self.overlap_device + self.overlap_host + self.overlap_disk
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
@@ -236,9 +241,8 @@ def logit(candidates: Candidates, size: RequestSize) -> Costs:
     every tier count as overlap: the original's events named no tier. If all logits are zero the
     original expresses no preference; here all workers then tie, and any of them is chosen.
     """
-    overlap = candidates.overlap_device + candidates.overlap_host + candidates.overlap_disk
     terms: dict[str, Floats] = {
-        "overlap": -2.0 * size.block_size / size.isl_tokens * overlap,
+        "overlap": -2.0 * size.block_size / size.isl_tokens * candidates.overlap,
         "cache_usage": candidates.gpu_cache_usage,
         "waiting": candidates.num_requests_waiting / (candidates.num_requests_waiting.max() or 1.0),
     }
