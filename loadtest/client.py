@@ -105,10 +105,15 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Progress:
-    """An outcome while it happens."""
+class _Request:
+    """A request under way, and what has become of it so far."""
 
-    sent_s: float = 0.0
+    request_id: str
+    output_tokens: int
+    policy: str | None
+    arrival_s: float
+    sent_s: float
+    prompt: bytes = b""
     attempts: int = 0
     worker: str | None = None
     decision_s: float | None = None
@@ -126,6 +131,28 @@ class _Progress:
             return False
         self.last_error = error
         return True if error.retry_after_s is None else error.retry_after_s
+
+    def outcome(self, failure: FailureKind | None = None, error: str | None = None) -> Outcome:
+        is_whole = failure is None
+        usage = self.usage if is_whole and self.usage else {}
+        details = usage.get("prompt_tokens_details") or {}
+        return Outcome(
+            request_id=self.request_id,
+            arrival_s=self.arrival_s,
+            sent_s=self.sent_s,
+            prompt_tokens=len(self.prompt) // 4,
+            attempts=self.attempts,
+            failure=failure,
+            error=error,
+            worker=self.worker,
+            decision_s=self.decision_s,
+            degraded=self.degraded,
+            first_token_s=self.first_token_s if is_whole else None,
+            end_s=self.end_s if is_whole else None,
+            cached_tokens=details.get("cached_tokens", 0),
+            cached_tokens_by_tier=details.get("cached_tokens_by_tier") or {},
+            output_tokens=usage.get("completion_tokens", 0),
+        )
 
 
 class ClusterClient:
@@ -196,46 +223,25 @@ class ClusterClient:
         failures are in the outcome.
         """
         arrival = clock() if arrival is None else arrival
-        deadline_s = arrival + self._deadline_s - clock()
-        progress = _Progress(sent_s=arrival)
-        prompt = b""
-        failure = error = None
+        request = _Request(request_id, output_tokens, policy, arrival_s=arrival, sent_s=arrival)
         try:
-            async with asyncio.timeout(deadline_s), self._slot():
-                prompt = make_prompt()
-                progress.sent_s = clock()
+            async with asyncio.timeout(arrival + self._deadline_s - clock()), self._slot():
+                request.prompt = make_prompt()
+                request.sent_s = clock()
                 async for attempt in stamina.retry_context(
-                    on=progress.wait_before_retry, attempts=None, timeout=None, wait_jitter=0.1
+                    on=request.wait_before_retry, attempts=None, timeout=None, wait_jitter=0.1
                 ):
                     with attempt:
-                        progress.attempts = attempt.num
-                        await self._attempt(request_id, prompt, output_tokens, policy, progress)
+                        request.attempts = attempt.num
+                        await self._attempt(request)
         except TimeoutError:
-            failure = FailureKind.DEADLINE
-            error = f"no answer within {self._deadline_s:g} s"
-            if progress.last_error is not None:
-                error += f", last error: {progress.last_error}"
-        except RequestError as request_error:
-            failure, error = request_error.kind, str(request_error)
-        usage = progress.usage if failure is None and progress.usage else {}
-        details = usage.get("prompt_tokens_details") or {}
-        return Outcome(
-            request_id=request_id,
-            arrival_s=arrival,
-            sent_s=progress.sent_s,
-            prompt_tokens=len(prompt) // 4,
-            attempts=progress.attempts,
-            failure=failure,
-            error=error,
-            worker=progress.worker,
-            decision_s=progress.decision_s,
-            degraded=progress.degraded,
-            first_token_s=progress.first_token_s if failure is None else None,
-            end_s=progress.end_s if failure is None else None,
-            cached_tokens=details.get("cached_tokens", 0),
-            cached_tokens_by_tier=details.get("cached_tokens_by_tier") or {},
-            output_tokens=usage.get("completion_tokens", 0),
-        )
+            late = f"no answer within {self._deadline_s:g} s"
+            if request.last_error is not None:
+                late += f", last error: {request.last_error}"
+            return request.outcome(FailureKind.DEADLINE, late)
+        except RequestError as error:
+            return request.outcome(error.kind, str(error))
+        return request.outcome()
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
@@ -243,87 +249,72 @@ class ClusterClient:
         async with self._slots:
             yield
 
-    async def _attempt(
-        self,
-        request_id: str,
-        prompt: bytes,
-        output_tokens: int,
-        policy: str | None,
-        progress: _Progress,
-    ) -> None:
+    async def _attempt(self, request: _Request) -> None:
         try:
             # A lost answer may have left a reservation. The retry, under the same id, finds it.
-            address = await self._route(request_id, prompt, policy, progress)
+            address = await self._route(request)
         except asyncio.CancelledError:  # the deadline; the answer may be under way
-            await self._tell_router("DELETE", f"/v1/requests/{request_id}")
+            await self._tell_router("DELETE", f"/v1/requests/{request.request_id}")
             raise
         try:
-            await self._complete(address, request_id, prompt, output_tokens, progress)
+            await self._complete(address, request)
         except RequestError:
-            progress.failed_worker = progress.worker
+            request.failed_worker = request.worker
             raise
         finally:
-            await self._tell_router("DELETE", f"/v1/requests/{request_id}")
+            await self._tell_router("DELETE", f"/v1/requests/{request.request_id}")
 
-    async def _route(
-        self, request_id: str, prompt: bytes, policy: str | None, progress: _Progress
-    ) -> str:
-        params = {"request_id": request_id}
-        if policy is not None:
-            params["policy"] = policy
-        if progress.failed_worker is not None:
+    async def _route(self, request: _Request) -> str:
+        params = {"request_id": request.request_id}
+        if request.policy is not None:
+            params["policy"] = request.policy
+        if request.failed_worker is not None:
             # Excluded only once: it may be the only worker there is.
-            params["exclude"], progress.failed_worker = progress.failed_worker, None
+            params["exclude"], request.failed_worker = request.failed_worker, None
         asked = clock()
         base_url = next(self._base_urls)
         with _translated_errors(base_url):
             async with (
                 asyncio.timeout(ROUTE_TIMEOUT_S),
                 self._session.post(
-                    f"{base_url}/v1/route", params=params, data=prompt, headers=TOKENS_TYPE
+                    f"{base_url}/v1/route", params=params, data=request.prompt, headers=TOKENS_TYPE
                 ) as response,
             ):
                 if response.status != 200:
                     raise await _status_error(response, FailureKind.UNAVAILABLE)
                 choice = orjson.loads(await response.read())
-            progress.decision_s = clock() - asked
-            progress.worker = _worker_name(choice)
-            progress.degraded = choice["degraded"]
+            request.decision_s = clock() - asked
+            request.worker = _worker_name(choice)
+            request.degraded = choice["degraded"]
             return str(choice["address"])
 
-    async def _complete(
-        self,
-        address: str,
-        request_id: str,
-        prompt: bytes,
-        output_tokens: int,
-        progress: _Progress,
-    ) -> None:
+    async def _complete(self, address: str, request: _Request) -> None:
         params = {
-            "request_id": request_id,
-            "max_tokens": str(output_tokens),
+            "request_id": request.request_id,
+            "max_tokens": str(request.output_tokens),
             "stream": "true",
-            "stream_interval": str(max(1, -(-output_tokens // CHUNKS_PER_ANSWER))),
+            "stream_interval": str(max(1, -(-request.output_tokens // CHUNKS_PER_ANSWER))),
         }
         try:
             async with self._session.post(
-                f"{address}/v1/completions", params=params, data=prompt, headers=TOKENS_TYPE
+                f"{address}/v1/completions",
+                params=params,
+                data=request.prompt,
+                headers=TOKENS_TYPE,
             ) as response:
                 if response.status != 200:
                     raise await _status_error(response, FailureKind.WORKER)
-                await self._read_answer(response.content, request_id, progress)
-            progress.end_s = clock()
-            if progress.usage is None:
+                await self._read_answer(response.content, request)
+            request.end_s = clock()
+            if request.usage is None:
                 raise ValueError("answer without usage")
         except (*NETWORK_ERRORS, ValueError) as error:
             kind = (
-                FailureKind.WORKER if progress.first_token_s is None else FailureKind.BROKEN_STREAM
+                FailureKind.WORKER if request.first_token_s is None else FailureKind.BROKEN_STREAM
             )
             raise RequestError(kind, f"{address}: {_describe(error)}") from error
 
-    async def _read_answer(
-        self, stream: aiohttp.StreamReader, request_id: str, progress: _Progress
-    ) -> None:
+    async def _read_answer(self, stream: aiohttp.StreamReader, request: _Request) -> None:
         """Raises ValueError for a chunk that is not JSON or that reports an error."""
         async for line in stream:
             if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
@@ -331,10 +322,12 @@ class ClusterClient:
             chunk = orjson.loads(line[5:])
             if "error" in chunk:
                 raise ValueError(str(chunk["error"]))
-            if progress.first_token_s is None:
-                progress.first_token_s = clock()
-                await self._tell_router("POST", f"/v1/requests/{request_id}/prefill_complete")
-            progress.usage = chunk.get("usage") or progress.usage
+            if request.first_token_s is None:
+                request.first_token_s = clock()
+                await self._tell_router(
+                    "POST", f"/v1/requests/{request.request_id}/prefill_complete"
+                )
+            request.usage = chunk.get("usage") or request.usage
 
     async def _tell_router(self, method: str, path: str) -> None:
         """A lost call is counted but fails no request, as reservations expire by themselves."""
