@@ -8,6 +8,8 @@ Then, with two workers behind two routers: conversations with and without KV-awa
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,12 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cluster import Cluster
-from app.core.config import (
-    POSITIVE,
-    POSITIVE_SECONDS,
-    RouterSettings,
-    WorkerSettings,
-)
+from app.core.config import POSITIVE, POSITIVE_SECONDS, RouterSettings, WorkerSettings
 from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient
@@ -104,20 +101,28 @@ class Prompts:
         return pseudo_random_tokens(positions, seed=0).astype("<u4").tobytes()
 
 
-def worker_settings(model: str, folder: str) -> WorkerSettings:
-    return WorkerSettings(
-        engine="torch",
-        model=model,
-        device="cpu",
-        block_size=BLOCK_SIZE,
-        threads=1,
-        prefill_chunk=CHUNK,
-        kv_pool_tokens=POOL_TOKENS,
-        host_pool_tokens=POOL_TOKENS,
-        disk_pool_tokens=4 * POOL_TOKENS,
-        disk_folder=folder,
-        log_level="warning",
-    )
+@contextmanager
+def torch_cluster(model: str, size: int) -> Iterator[Cluster]:
+    """`size` workers behind as many routers; their disk pools end with them."""
+    with TemporaryDirectory(prefix="kvroute-disk-") as folder:
+        settings = WorkerSettings(
+            engine="torch",
+            model=model,
+            device="cpu",
+            block_size=BLOCK_SIZE,
+            threads=1,
+            prefill_chunk=CHUNK,
+            kv_pool_tokens=POOL_TOKENS,
+            host_pool_tokens=POOL_TOKENS,
+            disk_pool_tokens=4 * POOL_TOKENS,
+            disk_folder=folder,
+            log_level="warning",
+        )
+        router = RouterSettings(log_level="warning")
+        with Cluster(
+            num_workers=size, num_replicas=size, router=router, worker=settings
+        ) as cluster:
+            yield cluster
 
 
 async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
@@ -231,14 +236,8 @@ def main(
     """Torch workers on this machine's CPU: hits against misses, then two policies."""
     make_folder(out)
     console = Console()
-    router = RouterSettings(log_level="warning")
     console.print(f"one worker, model {model} with random weights, one thread")
-    with (
-        TemporaryDirectory(prefix="kvroute-disk-") as folder,
-        Cluster(
-            num_workers=1, num_replicas=1, router=router, worker=worker_settings(model, folder)
-        ) as cluster,
-    ):
+    with torch_cluster(model, 1) as cluster:
         times = run(measure_tiers(cluster.balancer_url, rounds))
     console.print(tiers_table(times))
 
@@ -247,10 +246,7 @@ def main(
     runs = []
     for policy in POLICIES:
         with (
-            TemporaryDirectory(prefix="kvroute-disk-") as folder,
-            Cluster(
-                num_workers=2, num_replicas=2, router=router, worker=worker_settings(model, folder)
-            ) as cluster,
+            torch_cluster(model, 2) as cluster,
             progress_display(console, trace.num_requests) as on_progress,
         ):
             playing = replay_policy(trace, cluster.balancer_url, policy, on_progress=on_progress)
