@@ -8,13 +8,7 @@ import click
 from rich.console import Console
 
 from app.cluster import Cluster
-from app.core.config import (
-    FACTOR,
-    POLICY_NAMES,
-    PROCESSES,
-    RouterSettings,
-    WorkerSettings,
-)
+from app.core.config import FACTOR, POLICY_NAMES, PROCESSES, RouterSettings, WorkerSettings
 from app.core.serving import run
 from loadtest import report
 from loadtest.command import Command, distinct, make_folder, save
@@ -59,7 +53,7 @@ def demo(
     """Replay real traffic on a cluster on this machine, one policy after another."""
     make_folder(out)
     console = Console()
-    trace = read_trace(DEMO_TRACE).cut(0.0, None, NUM_REQUESTS)
+    trace = read_trace(DEMO_TRACE).cut(requests=NUM_REQUESTS)
     console.print(
         f"{trace.num_requests:,} requests of real chat traffic, {num_workers} simulated workers "
         f"(70B, 4 x H100 each) at {SPEEDUP:g} times life speed, {num_replicas} router replicas"

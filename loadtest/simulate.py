@@ -400,7 +400,7 @@ def main(
     """Compare policies on a trace in virtual time, with a table for each load."""
     console = Console()
     try:
-        trace = read_trace(trace_file).cut(0.0, None, requests)
+        trace = read_trace(trace_file).cut(requests=requests)
     except TraceError as error:
         raise click.ClickException(str(error)) from error
     scenario = Scenario(trace, _setting(**options))
