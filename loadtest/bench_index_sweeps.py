@@ -138,6 +138,9 @@ class RadixTree:
         return overlaps(found)
 
 
+IN_PROCESS: dict[str, type[InProcess]] = {"radix_tree": RadixTree, "flat_map": FlatMap}
+
+
 def overlaps(owners: Sequence[set[int] | None]) -> dict[int, int]:
     scores: dict[int, int] = {}
     active: set[int] = set()
@@ -172,8 +175,9 @@ def workload(point: Point) -> Workload:
     return Workload(chains, queries, len(common) + own * len(chains))
 
 
-def in_process(load: Workload, made: InProcess) -> dict[str, float]:
-    """CPU time, µs: per block stored, per block removed and per query."""
+def in_process(load: Workload, kind: type[InProcess]) -> dict[str, float]:
+    """CPU time, µs, per block stored, per block removed and per query; bytes per unique block."""
+    made = kind()
     blocks = sum(len(chain) for _, chain in load.chains)
 
     def timed(run: Any, calls: list[tuple[Any, ...]]) -> float:
@@ -186,6 +190,7 @@ def in_process(load: Workload, made: InProcess) -> dict[str, float]:
         "store": timed(made.store, list(load.chains)) / blocks,
         "match": timed(made.match, [(query,) for query in load.queries]) / QUERIES,
         "remove": timed(made.remove, list(load.chains)) / blocks,
+        "bytes": traced_bytes(load, kind()),
     }
 
 
@@ -248,10 +253,7 @@ async def measure(url: str, sweeps: dict[str, Sequence[float]]) -> list[dict[str
                             **asdict(point),
                             "unique_blocks": load.unique_blocks,
                             "kvroute": await in_redis(redis, load, point.width),
-                            "radix_tree": in_process(load, RadixTree())
-                            | {"bytes": traced_bytes(load, RadixTree())},
-                            "flat_map": in_process(load, FlatMap())
-                            | {"bytes": traced_bytes(load, FlatMap())},
+                            **{name: in_process(load, kind) for name, kind in IN_PROCESS.items()},
                         }
                     )
         finally:
@@ -260,7 +262,7 @@ async def measure(url: str, sweeps: dict[str, Sequence[float]]) -> list[dict[str
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    indexes = ("kvroute", "radix_tree", "flat_map")
+    indexes = ("kvroute", *IN_PROCESS)
     units = {"match": "µs a query", "store": "µs a block", "remove": "µs a block", "bytes": "bytes"}
     for name in SWEEPS:
         table = Table(title=f"By {name}")
