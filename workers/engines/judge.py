@@ -31,6 +31,7 @@ class Judge:
         """Seconds and tokens of the last chunks; older ones count less."""
 
     def observe(self, step: Step) -> None:
+        """Learn from a step whose `duration_s` is wall time."""
         if step.prefill_tokens:
             self._prefill_s = FORGET * self._prefill_s + step.duration_s
             self._prefill_tokens = FORGET * self._prefill_tokens + step.prefill_tokens
@@ -41,6 +42,7 @@ class Judge:
         self._loads.append((tier, num_blocks * self._block_size, seconds))
 
     def speed(self) -> Speed:
+        """What was learnt; to be called in one thread only."""
         while self._loads:
             tier, num_tokens, seconds = self._loads.popleft()
             self._learner.observe_load(tier, num_tokens, seconds)
