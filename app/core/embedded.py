@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import random
@@ -15,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -68,7 +67,7 @@ def free_port() -> int:
     another one each time, as nobody may be listening yet on the last one.
     """
     for port in islice(_next_port, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
     raise OSError(f"every port from {PORTS[0]} to {PORTS[-1]} on {LOOPBACK} is in use")
@@ -159,7 +158,7 @@ class EmbeddedRedis:
         """Stop the server: gracefully, and by force after STOP_DEADLINE_S. Harmless if stopped."""
         if self._process is not None:
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_DEADLINE_S)
             self.kill()
 
