@@ -94,5 +94,11 @@ class Pending:
     """Its place in line, if it had to wait."""
 
     @property
+    def decided(self) -> bool:
+        """Whether the answer is a decision: it has neither failed nor lost its caller."""
+        answer = self.answer
+        return answer.done() and not answer.cancelled() and answer.exception() is None
+
+    @property
     def waited_ms(self) -> int:
         return round(1000 * (time.perf_counter() - self.waiter.since_s)) if self.waiter else 0

@@ -117,7 +117,7 @@ class Router:
             outcome = error.outcome
             raise
         except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled() and answer.exception() is None:
+            if pending.decided:
                 # Decided, but the caller has gone before it could take the answer.
                 self.abandon(answer.result())
             raise
@@ -234,8 +234,8 @@ class Router:
                 view = await self.fleet.view(fresh)
             except RedisUnavailable as error:
                 self.fleet.note(error)
-                lost = [plan.pending for plan in plans if not plan.pending.answer.done()]
-                # Redis may still run what it was sent.
+                lost = [plan.pending for plan in plans if not plan.pending.decided]
+                # Redis may still run what it was sent, also for callers who have gone since.
                 for pending in lost:
                     self._maintenance.release_soon(pending.request.request_id, pending.attempt)
                 self._decide_degraded(lost, error)

@@ -707,6 +707,31 @@ class TestWithoutRedis:
         await eventually(workers.reserved, lambda reserved: reserved == {})
         assert (await workers.load("w1")).requests == 0
 
+    async def test_a_reservation_whose_answer_and_caller_were_lost_is_released(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        router.runner.answer_is_lost = True
+        gone = asyncio.ensure_future(router.route(request("r1")))
+
+        async def hang_up() -> None:
+            gone.cancel()
+            await asyncio.wait([gone])
+
+        router.runner.before_reserve = hang_up
+        await asyncio.wait([gone])
+
+        async def recovers() -> bool:
+            return router.fleet.recovers
+
+        await eventually(recovers)
+        # Releases are made in order, so any other has been made once this one has.
+        router.runner.before_reserve = None
+        router.runner.answer_is_lost = False
+        router.abandon(await router.route(request("r2")))
+        await eventually(workers.reserved, lambda reserved: "r2" not in reserved)
+        assert await workers.reserved() == {}
+
     async def test_a_request_routed_again_keeps_its_newer_reservation(
         self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
     ) -> None:
