@@ -236,13 +236,12 @@ def _listening(cluster: Any) -> str:
 
 def _until_stopped(cluster: Any) -> None:
     """Wait for SIGINT or SIGTERM; report any process of the cluster that ends before."""
-    gone: set[str] = set()
+    reported: set[str] = set()
     while True:
-        for member in cluster.members:
-            status = member.process.poll()
-            if status is not None and member.name not in gone:
-                gone.add(member.name)
-                click.echo(f"{member.name} exited with status {status}", err=True)
+        for name, status in cluster.ended().items():
+            if name not in reported:
+                reported.add(name)
+                click.echo(f"{name} exited with status {status}", err=True)
         time.sleep(POLL_S)
 
 

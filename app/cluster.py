@@ -94,6 +94,13 @@ class Cluster:
     def members(self) -> list[Member]:
         return [*self.workers, *self.routers, *([self.balancer] if self.balancer else [])]
 
+    def ended(self) -> dict[str, int]:
+        """Name and exit status of each process that has ended, the embedded Redis's included."""
+        found = {member.name: member.process.poll() for member in self.members}
+        if self.redis is not None:
+            found["redis"] = self.redis.exit_status
+        return {name: status for name, status in found.items() if status is not None}
+
     def __enter__(self) -> Cluster:
         try:
             self._start()

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from redis import Redis
 
-from app.cli import _listening, main
+from app.cli import _listening, _until_stopped, main
 from app.cluster import Cluster
 from app.core.config import Command, RouterSettings, WorkerSettings
 from app.core.embedded import EmbeddedRedis
@@ -403,6 +403,26 @@ def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
     assert [line for line in errors.splitlines() if not re.match(r"\[\w+\] +\(\d+\) :", line)] == []
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     assert [name for name, url in urls.items() if listens(url)] == []
+
+
+def test_up_reports_once_that_its_redis_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require_redis(newest_kind())
+    cluster = Cluster(
+        num_workers=1, num_replicas=1, router=RouterSettings(), worker=WorkerSettings()
+    )
+    assert cluster.redis is not None
+    with cluster.redis as redis:
+        assert redis.pid is not None
+        assert cluster.ended() == {}
+        os.kill(redis.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, redis.pid, os.WEXITED | os.WNOWAIT)
+        two_naps = iter((None, None))
+        monkeypatch.setattr("app.cli.time.sleep", lambda _: next(two_naps))
+        with pytest.raises(StopIteration):
+            _until_stopped(cluster)
+    assert capsys.readouterr().err == "redis exited with status -9\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")

@@ -134,6 +134,11 @@ class EmbeddedRedis:
         """Process id while started, else None."""
         return self._process.pid if self._process else None
 
+    @property
+    def exit_status(self) -> int | None:
+        """Of a server that has ended though nobody here stopped it, else None."""
+        return self._process.poll() if self._process else None
+
     def start(self) -> None:
         """Returns once the server answers, empty.
 
