@@ -195,10 +195,11 @@ def up(**values: Any) -> None:
 
 async def _reach(redis_url: str) -> None:
     """Raises RedisUnavailable, and ConfigError for a Redis that cannot be used."""
-    from app.core.redis import check_server, connect
+    from app.core.redis import check_server, connect, naming
 
-    async with connect(redis_url, timeout_s=REDIS_TIMEOUT_S) as redis:
-        await check_server(redis, REDIS_TIMEOUT_S)
+    with naming(redis_url):
+        async with connect(redis_url, timeout_s=REDIS_TIMEOUT_S) as redis:
+            await check_server(redis, REDIS_TIMEOUT_S)
 
 
 def _inherited(number: int) -> socket.socket:

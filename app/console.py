@@ -13,7 +13,7 @@ import orjson
 from app.core import config
 from app.core.config import CommonSettings
 from app.core.keys import Keyspace
-from app.core.redis import connect, deadline
+from app.core.redis import connect, deadline, naming
 
 T = TypeVar("T")
 TIMEOUT_S = 5.0
@@ -32,7 +32,8 @@ def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
                     await redis.masters()  # a Cluster's client then knows where each key is
                 return await command(redis, Keyspace(namespace), **values)
 
-        return asyncio.run(connected())
+        with naming(redis_url):
+            return asyncio.run(connected())
 
     return run
 

@@ -319,11 +319,12 @@ def test_a_cluster_that_cannot_start_ends_with_status_1() -> None:
     ]
 
 
-def test_a_cluster_is_not_started_on_an_unreachable_redis() -> None:
-    ended = kvroute(*UP, "--redis=redis://127.0.0.1:1", "--port=0")
-    assert ended.returncode == 1
+@pytest.mark.parametrize("command", [[*UP, "--port=0"], ["inspect", "summary"]])
+def test_a_redis_that_cannot_be_reached_is_named_in_one_line(command: list[str]) -> None:
+    ended = CliRunner().invoke(main, [*command, "--redis-url=redis://:sesame@127.0.0.1:1"])
+    assert ended.exit_code == 1
     [line] = ended.stderr.splitlines()
-    assert line.startswith("Error: ConnectionError: ")
+    assert line.startswith("Error: REDIS_URL 'redis://127.0.0.1:1': ConnectionError: ")
 
 
 def test_up_does_not_print_the_redis_password() -> None:
@@ -484,21 +485,26 @@ def test_a_service_that_is_stopped_while_it_starts_ends_with_status_0(command: s
 
 
 @pytest.mark.parametrize("command", ["router", "worker"])
-def test_a_start_without_redis_is_logged_with_the_reason(
+def test_a_service_logs_where_it_listens_and_why_it_starts_without_redis(
     command: str, own_redis_server: EmbeddedRedis
 ) -> None:
     with Redis.from_url(own_redis_server.url) as client:
         client.config_set("requirepass", "sesame")
     process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", command, "--port=0", "--log-level=warning"],
+        [sys.executable, "-m", "app.cli", command, "--port=0"],
         env={**os.environ, "REDIS_URL": own_redis_server.url},
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         assert process.stderr is not None
-        first = process.stderr.readline()
+        first, second = process.stderr.readline(), process.stderr.readline()
+        url = first.strip().rpartition(f"{command} listening on ")[2]
+        assert listens(url), first
     finally:
         process.kill()
         process.communicate()
-    assert first.endswith("starting without Redis: AuthenticationError: Authentication required.\n")
+    assert second.endswith(
+        f"starting without Redis at {own_redis_server.url}: "
+        "AuthenticationError: Authentication required.\n"
+    )

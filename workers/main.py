@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from app.core.config import WorkerSettings
+from app.core.config import WorkerSettings, base_url
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.metrics import ForwardPassMetrics, Speed
-from app.core.redis import check_server, connect
+from app.core.redis import check_server, connect, shown_url
 from app.core.scripts import ScriptRunner
 from app.core.serving import listen
 from app.core.serving import serve as serve_http
@@ -47,6 +47,7 @@ async def serve(settings: WorkerSettings) -> None:
     listening = listen(settings.host, settings.port)
     settings = replace(settings, port=listening.getsockname()[1])
     redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+    log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
     probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
 
     def measure() -> tuple[ForwardPassMetrics, Speed]:
@@ -57,7 +58,7 @@ async def serve(settings: WorkerSettings) -> None:
     try:
         await check_server(redis, REDIS_TIMEOUT_S)
     except RedisUnavailable as error:
-        log.warning("starting without Redis: %s", error)
+        log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())

@@ -15,7 +15,7 @@ from app.api.routes import Application, routes
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.redis import check_server, connect
+from app.core.redis import check_server, connect, shown_url
 from app.core.scripts import ScriptRunner
 from app.core.serving import serve
 from app.fleet import Fleet
@@ -38,7 +38,7 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
         try:
             await check_server(redis, CHECK_TIMEOUT_S)
         except RedisUnavailable as error:
-            log.warning("starting without Redis: %s", error)
+            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
     await serve(app, *sockets, on_stop=app.state.router.stop)
 
 

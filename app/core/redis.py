@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -169,6 +171,15 @@ def shown_url(url: str) -> str:
     if not separator:
         scheme, rest = "", url
     return scheme + separator + rest.partition("?")[0].rpartition("@")[2]
+
+
+@contextmanager
+def naming(url: str) -> Iterator[None]:
+    """Has a RedisUnavailable of a command say which Redis that was: the URL may be a default."""
+    try:
+        yield
+    except RedisUnavailable as error:
+        raise RedisUnavailable(f"REDIS_URL {shown_url(url)!r}: {error}") from error
 
 
 class deadline:  # noqa: N801 - used like asyncio.timeout
