@@ -246,7 +246,7 @@ class Agent:
         waiting = range(len(self._told)) if shard is None else (shard,)
         final = RedisFull if unless_full else ()
         async for attempt in stamina.retry_context(
-            on=_is_passing, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
+            on=RedisUnavailable, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
         ):
             with attempt:
                 replies = await self._runner.run_each(calls)
@@ -254,6 +254,14 @@ class Agent:
                     if isinstance(reply, RedisUnavailable) and not isinstance(reply, final):
                         self._unreachable.update(waiting)
                         self._notice()
+                        # Ever more rarely, as Redis may be gone for hours.
+                        if attempt.num.bit_count() == 1:
+                            log.warning(
+                                "%s: attempt %d failed, retrying: %s",
+                                self.info.key,
+                                attempt.num,
+                                reply,
+                            )
                         raise reply
                 self._unreachable.difference_update(waiting)
                 return replies
@@ -520,13 +528,6 @@ class Agent:
                     )
             except RedisUnavailable as error:
                 log.debug("%s: metrics not published: %s", self.info.key, error)
-
-
-def _is_passing(error: Exception) -> bool:
-    """For stamina, which asks before each retry: log what it waits for."""
-    if isinstance(error, RedisUnavailable):
-        log.warning("%s; retrying", error)
-    return isinstance(error, RedisUnavailable)
 
 
 # Stamina's own log line does not show what failed.

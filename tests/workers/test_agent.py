@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import stamina
 from redis.asyncio import Redis
 
 import workers.agent
@@ -627,8 +629,20 @@ async def test_a_starting_agent_waits_for_an_unreachable_redis_and_logs_it(
         own_redis_server.start()
         await starting
         assert await Observer(redis).live() == {1: "w0:0"}
-    assert f":{own_redis_server.port}" in caplog.text
-    assert "retrying" in caplog.text
+    [first, *_] = [r.getMessage() for r in caplog.records if "retrying" in r.getMessage()]
+    assert first.startswith("w0:0: attempt 1 failed, retrying: register: ConnectionError: ")
+    assert f":{own_redis_server.port}" in first
+
+
+async def test_an_agent_that_retries_for_long_says_so_ever_more_rarely(
+    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_redis_server.kill()
+    async with connect(own_redis_server.url) as redis:
+        with stamina.set_testing(True, attempts=20), pytest.raises(RedisUnavailable):
+            await new_agent(redis).start()
+    told = re.findall(r"attempt (\d+) failed", caplog.text)
+    assert told == ["1", "2", "4", "8", "16"]
 
 
 async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRedis) -> None:
