@@ -315,7 +315,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
         case BodyTimeout():
             status, code, headers = 408, "body_timeout", CLOSE
         case PromptTooLargeError():
-            code, field = "prompt_too_large", "prompt"
+            code, field = "prompt_too_large", error.field
         case QueueFullError():
             status, code = 429, "queue_full"
             headers = {"Retry-After": str(RETRY_AFTER_S)}

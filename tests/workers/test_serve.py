@@ -615,15 +615,22 @@ async def test_a_body_that_is_not_json_is_refused() -> None:
     assert response.json()["error"]["field"] == "body"
 
 
-async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "field"), [(10, 55, "max_tokens"), (64, 1, "prompt")]
+)
+async def test_a_request_larger_than_the_pool_is_refused_by_the_field_that_is_too_large(
+    prompt_tokens: int, max_tokens: int, field: str
+) -> None:
     async with serving(fast()) as client:
-        response = await client.post("/v1/completions", json={"prompt": ABC, "max_tokens": 55})
+        body = {"prompt": list(range(prompt_tokens)), "max_tokens": max_tokens}
+        response = await client.post("/v1/completions", json=body)
 
     assert response.status_code == 422
     assert response.json()["error"] == {
         "code": "prompt_too_large",
-        "message": "needs 10 prompt + 55 output tokens, but the KV pool holds 64",
-        "field": "prompt",
+        "message": f"needs {prompt_tokens} prompt + {max_tokens} output tokens, "
+        "but the KV pool holds 64",
+        "field": field,
     }
 
 

@@ -23,7 +23,17 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class PromptTooLargeError(ValueError):
-    """The request could never be admitted: prompt and output exceed the whole KV pool."""
+    """The request could never be admitted: prompt and output exceed the whole KV pool, or what the
+    model takes.
+
+    limit_of: says what has the limit. field: of the request, that must become smaller.
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit_of: str, limit: int) -> None:
+        super().__init__(
+            f"needs {prompt_tokens} prompt + {max_tokens} output tokens, but {limit_of} {limit}"
+        )
+        self.field = "prompt" if prompt_tokens >= limit else "max_tokens"
 
 
 class QueueFullError(Exception):

@@ -103,8 +103,10 @@ class SimEngine:
             )
         if self._num_blocks(request) > self.pool.num_blocks:
             raise PromptTooLargeError(
-                f"needs {request.prompt_tokens} prompt + {request.max_tokens} output tokens, "
-                f"but the KV pool holds {self.pool.num_blocks * self.block_size}"
+                request.prompt_tokens,
+                request.max_tokens,
+                "the KV pool holds",
+                self.pool.num_blocks * self.block_size,
             )
         if request.request_id in self._waiting or request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already in use")

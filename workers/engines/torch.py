@@ -235,17 +235,16 @@ class TorchEngine:
             raise InvalidRequest(
                 "prompt", f"{ids.max()} is not a token id of a vocabulary of {config.vocab_size}"
             )
-        needed = f"needs {len(ids)} prompt + {request.max_tokens} output tokens"
         num_tokens = len(ids) + request.max_tokens
         if num_tokens > config.max_position_embeddings:
             raise PromptTooLargeError(
-                f"{needed}, but the model takes {config.max_position_embeddings}"
+                len(ids), request.max_tokens, "the model takes", config.max_position_embeddings
             )
         num_blocks = -(-num_tokens // self.block_size)
         num_slots = self._manager.tiers[Tier.DEVICE].num_slots
         if num_blocks > num_slots:
             raise PromptTooLargeError(
-                f"{needed}, but the KV pool holds {num_slots * self.block_size}"
+                len(ids), request.max_tokens, "the KV pool holds", num_slots * self.block_size
             )
         return _Sequence(
             request,
