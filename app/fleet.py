@@ -212,6 +212,8 @@ class Fleet:
         self._missed: frozenset[Incarnation] = frozenset()
         """The incarnations that were live when Redis became unreachable."""
         self._recovers_until = 0.0
+        self._failure = ""
+        """How Redis failed last."""
 
     @property
     def block_size(self) -> int | None:
@@ -243,6 +245,7 @@ class Fleet:
         if not isinstance(error, RedisUnavailable) or isinstance(error, RedisRecovering):
             return
         self._recovers_until = time.monotonic() + RECOVERY_S
+        self._failure = str(error)
         if not self._missed and self.last_view is not None:
             self._missed = frozenset(self.last_view.incarnations)
 
@@ -253,7 +256,7 @@ class Fleet:
         """
         if self.recovers and self._missed & snapshot.lapsed:
             raise RedisRecovering(
-                f"{len(snapshot.lapsed)} leases lapsed while Redis was unreachable"
+                f"leases lapsed while Redis failed: {len(snapshot.lapsed)} ({self._failure})"
             )
         self._missed = frozenset()
         self._redis_ahead_ms = snapshot.now_ms - time.monotonic() * 1000
