@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
 from app.core.http import CLOSE, error_body, header, http_error, hung_up, json_response, read_body
-from app.core.types import REQUEST_ID
+from app.core.types import checked_request_id
 from workers.engines.base import (
     CompletionRequest,
     Engine,
@@ -162,13 +162,9 @@ def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
     request_id = fields.get("request_id")
     if request_id is None:
         request_id = f"cmpl-{uuid.uuid4().hex}"
-    if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
-        raise InvalidRequest(
-            "request_id", f"needs 1 to 128 visible ASCII characters, got {shown(request_id)}"
-        )
     chosen = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     completion = CompletionRequest(
-        request_id,
+        checked_request_id(request_id),
         prompt,
         _positive(fields, "max_tokens", DEFAULT_MAX_TOKENS),
         Sampling(**chosen),  # type: ignore[arg-type]  # it checks them

@@ -25,7 +25,7 @@ from app.core.errors import (
 )
 from app.core.http import header, hung_up, json_response, read_body
 from app.core.metrics import NO_READINGS
-from app.core.types import REQUEST_ID
+from app.core.types import checked_request_id
 from app.decision import Candidate, Decision, RouteRequest
 from app.fleet import View
 from app.router import Router
@@ -138,14 +138,14 @@ async def route(request: Request) -> Response:
 @routes.post("/v1/requests/{request_id:path}/prefill_complete", responses=_errors(422, 503))
 async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
     """Report that a request's first token is out. Idempotent."""
-    found = await _parts(request)[0].prefill_complete(request_id)
+    found = await _parts(request)[0].prefill_complete(checked_request_id(request_id))
     return schemas.RequestState(request_id=request_id, found=found)
 
 
 @routes.delete("/v1/requests/{request_id:path}", responses=_errors(422, 503))
 async def release(request: Request, request_id: str) -> schemas.RequestState:
     """Report that a request has ended, and release its reservation. Idempotent."""
-    found = await _parts(request)[0].release(request_id)
+    found = await _parts(request)[0].release(checked_request_id(request_id))
     return schemas.RequestState(request_id=request_id, found=found)
 
 
@@ -227,9 +227,7 @@ def _request_id(request: Request, options: schemas.RouteOptions) -> str:
     request_id = header(request, b"x-request-id")
     if not request_id:
         return _new_id()
-    if not REQUEST_ID.fullmatch(request_id):
-        schemas.RouteOptions(request_id=request_id)  # says what is wrong with it
-    return request_id
+    return checked_request_id(request_id)
 
 
 def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> str:

@@ -8,6 +8,8 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple, NewType
 
+from app.core.errors import InvalidRequest, shown
+
 LocalHash = NewType("LocalHash", int)
 """u64 over the tokens of one block."""
 
@@ -31,6 +33,15 @@ def parse_incarnation(text: bytes) -> Incarnation | None:
     Cached, because every decision reads those of all workers.
     """
     return Incarnation(int(text)) if _INCARNATION.fullmatch(text) else None
+
+
+def checked_request_id(value: object) -> str:
+    """`value`, which a caller gave as the id of a request. Raises InvalidRequest if it is none."""
+    if not isinstance(value, str) or not REQUEST_ID.fullmatch(value):
+        raise InvalidRequest(
+            "request_id", f"needs 1 to 128 visible ASCII characters, got {shown(value)}"
+        )
+    return value
 
 
 class WorkerKey(NamedTuple):

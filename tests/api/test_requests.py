@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from app.api.main import create_app
 from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
+from app.core.errors import shown
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers
@@ -86,6 +87,22 @@ async def test_an_unknown_request_is_reported_as_not_found_but_is_no_error(
             {"request_id": "r9", "found": False},
         )
     assert (await one.load("w1")).requests == 1
+
+
+@pytest.mark.parametrize(
+    ("in_path", "request_id"), [("", ""), ("a%20b", "a b"), ("x" * 129, "x" * 129)]
+)
+async def test_an_id_that_no_request_can_have_is_refused(
+    client: httpx.AsyncClient, one: FakeWorkers, in_path: str, request_id: str
+) -> None:
+    for response in (
+        await client.post(f"/v1/requests/{in_path}/prefill_complete"),
+        await client.delete(f"/v1/requests/{in_path}"),
+    ):
+        assert response.status_code == 422
+        error = response.json()["error"]
+        assert (error["code"], error["field"]) == ("invalid_request", "request_id")
+        assert error["message"].endswith(f"got {shown(request_id)}")
 
 
 async def test_prefill_complete_after_the_release_finds_nothing(
