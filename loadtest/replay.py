@@ -337,7 +337,7 @@ async def _check_answers(url: str, policy: str | None) -> None:
             f"probe-{uuid.uuid4().hex[:8]}", lambda: bytes(4), output_tokens=1, policy=policy
         )
     if outcome.failure is not None:
-        raise click.ClickException(f"the cluster does not answer: {outcome.error}")
+        raise click.ClickException(f"a test request failed: {outcome.error}")
 
 
 def _problems(runs: list[PolicyRun]) -> Iterator[str]:

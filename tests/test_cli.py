@@ -225,10 +225,7 @@ def test_a_port_in_use_is_reported_in_one_line(command: list[str]) -> None:
     with taken_port() as port:
         ended = kvroute(*command, f"--port={port}")
     assert ended.returncode == 1
-    assert ended.stderr.startswith(
-        f"Error: cannot listen on 127.0.0.1:{port}: Address already in use"
-    )
-    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stderr == f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
     assert ended.stdout == ""
 
 

@@ -50,7 +50,9 @@ def listen(host: str, port: int) -> socket.socket:
             dualstack_ipv6=socket.has_dualstack_ipv6(),
         )
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        # Python appends the address once more.
+        reason = str(error.strerror or error).partition(" (while")[0]
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
 
 
 class _Server(uvicorn.Server):

@@ -273,7 +273,7 @@ class TestCommand:
         cluster.route_script.append(422)
         done = await invoke("--url", cluster.url, "--trace", trace_file, "--policy", "odd")
         assert done.exit_code == 1
-        assert "the cluster does not answer" in done.output
+        assert "Error: a test request failed: " in done.output
         assert "422" in done.output
         assert len(cluster.calls) == 1
 
