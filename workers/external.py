@@ -11,7 +11,8 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
 
@@ -82,6 +83,11 @@ class AllBlocksCleared:
 
 EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
+_Place = tuple[Tier, int | None]
+"""A tier, and a group of the engine's layers."""
+_References = tuple[tuple[_Place, int], ...]
+"""How many copies of a block were announced in each place."""
+
 
 @dataclass(slots=True)
 class _Block:
@@ -93,11 +99,10 @@ class _Block:
     """XXH3_64 of the block's tokens."""
     lora_name: str | None
     cache_salt: str | None
-    references: Counter[tuple[Tier, int | None]] = field(default_factory=Counter)
-    """By tier and group: an engine may announce several copies of a block."""
+    references: _References = ()
 
     def lies_in(self, tier: Tier) -> bool:
-        return any(held is tier for held, _ in self.references)
+        return any(held is tier for (held, _), _ in self.references)
 
     def is_of(self, tokens: int, parent: SequenceHash | None) -> bool:
         return self.tokens == tokens and self.parent == parent
@@ -126,8 +131,8 @@ class ExternalBlocks:
         self._joined_late = joined_late
         self._known: dict[BlockHash, _Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
-        self._copies: Counter[tuple[SequenceHash, Tier]] = Counter()
-        """How many of the engine's blocks are, or contain, the same one of ours."""
+        self._copies: dict[Tier, Counter[SequenceHash]] = {tier: Counter() for tier in Tier}
+        """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
         self._other_groups: set[int] = set()
         self._waiting: dict[BlockHash, list[BlockStored | BlockRemoved]] = {}
         """Events that can be understood only once that block is known."""
@@ -191,7 +196,8 @@ class ExternalBlocks:
     def _clear(self) -> None:
         self._known.clear()
         self._unreferenced.clear()
-        self._copies.clear()
+        for copies in self._copies.values():
+            copies.clear()
         self._waiting.clear()
         self._awaits.clear()
         self._waits_since.clear()
@@ -320,18 +326,18 @@ class ExternalBlocks:
 
     def _refer(self, name: BlockHash, block: _Block, tier: Tier, group: int | None) -> None:
         if not block.lies_in(tier):
-            self._copies.update((own, tier) for own in block.blocks)
-        block.references[tier, group] += 1
+            self._copies[tier].update(block.blocks)
+        block.references = _counted(block.references, (tier, group), 1)
         self._unreferenced.pop(name, None)
 
     def _unrefer(
         self, name: BlockHash, block: _Block, tier: Tier, group: int | None
     ) -> Iterator[SequenceHash]:
         """Our blocks that are no longer in `tier`, the last one first."""
-        if (tier, group) not in block.references:
+        left = _counted(block.references, (tier, group), -1)
+        if left == block.references:
             return
-        block.references[tier, group] -= 1
-        block.references += Counter()  # drops what is zero
+        block.references = left
         if not block.lies_in(tier):
             yield from self._give_up_copy(block, tier)
         if not block.references:
@@ -341,10 +347,11 @@ class ExternalBlocks:
                 del self._known[oldest]
 
     def _give_up_copy(self, block: _Block, tier: Tier) -> Iterator[SequenceHash]:
+        copies = self._copies[tier]
         for own in reversed(block.blocks):
-            self._copies[own, tier] -= 1
-            if not self._copies[own, tier]:
-                del self._copies[own, tier]
+            copies[own] -= 1
+            if not copies[own]:
+                del copies[own]
                 yield own
 
     def _forget(self, name: BlockHash) -> Iterator[CacheEvent]:
@@ -392,6 +399,19 @@ class ExternalBlocks:
                     if self._awaits.get(waited) == name:
                         del self._awaits[waited]
                 yield event
+
+
+@lru_cache(maxsize=4096)
+def _counted(references: _References, place: _Place, change: int) -> _References:
+    """`references` with one more or one less in `place`; the same if there is none to take away.
+
+    Cached, so that blocks share them: a Counter for each would be a third of their memory.
+    """
+    counts = dict(references)
+    counts[place] = counts.get(place, 0) + change
+    if counts[place] < 0:
+        return references
+    return tuple((held, count) for held, count in counts.items() if count)
 
 
 def _key(block_hash: BlockHash) -> int:
