@@ -115,6 +115,10 @@ class ExternalBlocks:
     now: monotonic seconds. joined_late: the engine held blocks before the first event. A block that
     waits in vain for its parent is then taken to follow one of those, and left out until it is
     stored again.
+
+    announces_copies: a block is held until it has been removed as often as it was stored. vLLM
+    stores each copy of a block and removes each, unless a request's kv_cache_report_mode is `full`.
+    If False, one removal from a tier suffices: SGLang has no copies, but stores some blocks again.
     """
 
     def __init__(
@@ -123,12 +127,14 @@ class ExternalBlocks:
         now: Callable[[], float] = time.monotonic,
         *,
         joined_late: bool = False,
+        announces_copies: bool = True,
     ) -> None:
         self.num_left_out = 0
         """How many of the engine's blocks were left out: for a metric."""
         self._block_size = block_size
         self._now = now
         self._joined_late = joined_late
+        self._announces_copies = announces_copies
         self._known: dict[BlockHash, _Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
         self._copies: dict[Tier, Counter[SequenceHash]] = {tier: Counter() for tier in Tier}
@@ -327,7 +333,9 @@ class ExternalBlocks:
     def _refer(self, name: BlockHash, block: _Block, tier: Tier, group: int | None) -> None:
         if not block.lies_in(tier):
             self._copies[tier].update(block.blocks)
-        block.references = _counted(block.references, (tier, group), 1)
+        place = tier, group
+        if self._announces_copies or all(held != place for held, _ in block.references):
+            block.references = _counted(block.references, place, 1)
         self._unreferenced.pop(name, None)
 
     def _unrefer(

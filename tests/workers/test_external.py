@@ -217,6 +217,15 @@ def test_a_block_stored_twice_must_be_removed_twice(holder: Holder) -> None:
     assert holder.overlap() == TierOverlap(device=1)
 
 
+def test_a_block_of_an_engine_without_copies_is_removed_once(holder: Holder) -> None:
+    holder.external = ExternalBlocks(SIZE, announces_copies=False)
+    holder.take(stored([11, 12]), stored([11]), announced([11]), announced([11]))
+    holder.take(BlockRemoved([12, 11]))
+    assert holder.overlap() == TierOverlap(host=1)
+    holder.take(BlockRemoved([11], "CPU"))
+    assert holder.overlap() == TierOverlap()
+
+
 def test_each_group_is_counted_separately(holder: Holder) -> None:
     holder.take(*(replace(stored([11]), group_idx=group) for group in (0, 1)))
     holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], group_idx=0))
