@@ -139,7 +139,8 @@ class ExternalBlocks:
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
         self._copies: dict[Tier, Counter[SequenceHash]] = {tier: Counter() for tier in Tier}
         """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
-        self._other_groups: set[int] = set()
+        self._is_prefix_group: dict[int, bool] = {}
+        """For each group that was stored with its kind."""
         self._waiting: dict[BlockHash, list[BlockStored | BlockRemoved]] = {}
         """Events that can be understood only once that block is known."""
         self._awaits: dict[BlockHash, BlockHash] = {}
@@ -186,9 +187,7 @@ class ExternalBlocks:
             case AllBlocksCleared():
                 self._clear()
                 return [Cleared()], ()
-            case BlockStored() if self._is_of_other_group(event):
-                return [], ()
-            case BlockRemoved() if event.group_idx in self._other_groups:
+            case BlockStored() | BlockRemoved() if not self._is_of_prefix_group(event):
                 return [], ()
         tier = _tier_of(event.medium, event.locality)
         if tier is None:
@@ -210,13 +209,21 @@ class ExternalBlocks:
         self._num_waiting = 0
         self._overrun = False
 
-    def _is_of_other_group(self, event: BlockStored) -> bool:
-        kind = event.kv_cache_spec_kind
-        if kind is None or kind.lower() in _PREFIX_KINDS:
-            return event.group_idx in self._other_groups
-        if event.group_idx is not None:
-            self._other_groups.add(event.group_idx)
-        return True
+    def _is_of_prefix_group(self, event: BlockStored | BlockRemoved) -> bool:
+        group = event.group_idx
+        kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
+        if kind is None:
+            # An engine that names kinds does so in all events with tokens, but not in offloads
+            # without. All groups give the same block the same hash.
+            return (
+                group is None
+                or not self._is_prefix_group
+                or self._is_prefix_group.get(group, False)
+            )
+        is_prefix = kind.lower() in _PREFIX_KINDS
+        if group is not None:
+            self._is_prefix_group[group] = is_prefix
+        return is_prefix
 
     def _store(
         self, event: BlockStored, tier: Tier

@@ -260,6 +260,21 @@ def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder: H
     assert holder.overlap() == TierOverlap()
 
 
+def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder: Holder) -> None:
+    """As an engine without kinds has it, both count: see test_each_group_is_counted_separately."""
+    whole = replace(stored([11]), group_idx=0, kv_cache_spec_kind="full_attention")
+    window = replace(whole, group_idx=1, kv_cache_spec_kind="sliding_window")
+    offloads = [
+        replace(announced([11], "DISK"), group_idx=1),
+        replace(announced([11]), group_idx=0),
+    ]
+    holder.take(*offloads, whole, *offloads, window)
+    holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], "CPU", group_idx=0))
+    assert holder.overlap() == TierOverlap(host=1)
+    holder.take(BlockRemoved([11], "CPU", group_idx=0))
+    assert holder.overlap() == TierOverlap()
+
+
 def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> None:
     first = replace(stored([11]), lora_name="sql", cache_salt="tenant")
     holder.take(first, stored([12], start=1, parent=11))
