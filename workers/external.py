@@ -146,16 +146,19 @@ class ExternalBlocks:
         self._awaits: dict[BlockHash, BlockHash] = {}
         """For each block in `_waiting`, the block that it waits for."""
         self._waits_since: dict[BlockHash, float] = {}
+        """For each block that another's tokens wait for."""
         self._num_waiting = 0
         self._overrun = False
 
     @property
     def is_blind(self) -> bool:
-        """Whether events were missed: some have waited over MAX_WAIT_S for a block that has not
+        """Whether events were missed: some have waited over MAX_WAIT_S for a parent that has not
         come, or more than MAX_WAITING would have to wait. Only a new incarnation is correct again,
         with a new ExternalBlocks and what the engine replays or announces from then on.
 
-        Never, if it joined late: nothing that could be done would bring those blocks back."""
+        Never, if it joined late: nothing that could be done would bring those blocks back. Nor
+        because of an offload without tokens: an engine may load a block that it has not stored
+        since it started, and announce its tokens later or never."""
         if self._joined_late:
             return False
         oldest = next(iter(self._waits_since.values()), self._now())
@@ -320,7 +323,8 @@ class ExternalBlocks:
         for name in map(_key, event.block_hashes):
             known = self._known.get(name)
             if known is None:
-                self._wait(name, replace(event, block_hashes=[name]))
+                # After the block's own tokens, if those are waiting.
+                self._wait(self._awaits.get(name, name), replace(event, block_hashes=[name]))
             else:
                 changes.append(Stored(known.blocks, known.parent, tier))
                 self._refer(name, known, tier, event.group_idx)
@@ -383,26 +387,34 @@ class ExternalBlocks:
 
     def _wait(self, wanted: BlockHash, event: BlockStored | BlockRemoved) -> None:
         num_blocks = len(event.block_hashes)
-        if self._joined_late:
-            self._make_room(num_blocks)
+        self._make_room(num_blocks)
         if self._num_waiting + num_blocks > MAX_WAITING:
             self._overrun = True
             self.num_left_out += num_blocks
             return
         self._num_waiting += num_blocks
         self._waiting.setdefault(wanted, []).append(event)
-        self._waits_since.setdefault(wanted, self._now())
+        if isinstance(event, BlockStored) and event.token_ids:
+            self._waits_since.setdefault(wanted, self._now())
         self._awaits.update(dict.fromkeys(event.block_hashes, wanted))
 
     def _make_room(self, num_blocks: int) -> None:
-        """Leave out what has waited too long, and the oldest of what is too much."""
-        while self._waits_since:
+        """Leave out what may be: offloads of blocks without tokens if too much waits, and, having
+        joined late, what has waited too long as well as the oldest of what is too much."""
+        num_allowed = MAX_WAITING - num_blocks
+        if self._num_waiting > num_allowed:
+            for wanted in self._waiting.keys() - self._waits_since.keys():
+                self._leave_out(wanted)
+        while self._joined_late and self._waits_since:
             wanted, since = next(iter(self._waits_since.items()))
-            if self._now() - since <= MAX_WAIT_S and self._num_waiting + num_blocks <= MAX_WAITING:
+            if self._now() - since <= MAX_WAIT_S and self._num_waiting <= num_allowed:
                 break
-            for event in self._released([wanted]):
-                if isinstance(event, BlockStored):
-                    self.num_left_out += len(event.block_hashes)
+            self._leave_out(wanted)
+
+    def _leave_out(self, wanted: BlockHash) -> None:
+        for event in self._released([wanted]):
+            if isinstance(event, BlockStored):
+                self.num_left_out += len(event.block_hashes)
 
     def _released(self, names: Iterable[BlockHash]) -> Iterator[EngineEvent]:
         """What waited for these blocks, in order of arrival."""

@@ -261,7 +261,6 @@ def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder: H
 
 
 def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder: Holder) -> None:
-    """As an engine without kinds has it, both count: see test_each_group_is_counted_separately."""
     whole = replace(stored([11]), group_idx=0, kv_cache_spec_kind="full_attention")
     window = replace(whole, group_idx=1, kv_cache_spec_kind="sliding_window")
     offloads = [
@@ -455,6 +454,32 @@ def test_exceeding_the_waiting_limit_sets_is_blind_at_once(
     assert not holder.external.is_blind
     holder.take(BlockRemoved([13]))
     assert holder.external.is_blind
+
+
+def test_an_offload_of_a_block_that_is_never_stored_does_not_set_is_blind(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "MAX_WAITING", 4)
+    holder.take(announced([11, 31, 32]))
+    holder.clock.now = 2 * external.MAX_WAIT_S
+    assert not holder.external.is_blind
+    holder.take(stored([12], start=1, parent=11))
+    # What waits for the parent stays; offloads alone give way.
+    holder.take(stored([22, 23], start=1, parent=21))
+    assert (holder.external.num_left_out, holder.external.is_blind) == (2, False)
+    holder.take(stored([11]), BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap(host=2)
+    holder.clock.now += external.MAX_WAIT_S + 0.1
+    assert holder.external.is_blind
+
+
+def test_a_removal_waits_with_its_block_when_offloads_are_left_out(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "MAX_WAITING", 4)
+    holder.take(stored([12], start=1, parent=11), announced([12]), BlockRemoved([12]))
+    holder.take(announced([31]), announced([32]), stored([11]))
+    assert holder.overlap() == TierOverlap(device=1, host=1)
 
 
 def test_a_late_joiner_leaves_out_events_that_continue_unknown_blocks(
