@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -137,7 +137,7 @@ class ExternalBlocks:
         self._announces_copies = announces_copies
         self._known: dict[BlockHash, _Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
-        self._copies: dict[Tier, Counter[SequenceHash]] = {tier: Counter() for tier in Tier}
+        self._copies: dict[Tier, dict[SequenceHash, int]] = {tier: {} for tier in Tier}
         """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
         self._is_prefix_group: dict[int, bool] = {}
         """For each group that was stored with its kind."""
@@ -343,7 +343,9 @@ class ExternalBlocks:
 
     def _refer(self, name: BlockHash, block: _Block, tier: Tier, group: int | None) -> None:
         if not block.lies_in(tier):
-            self._copies[tier].update(block.blocks)
+            copies = self._copies[tier]
+            for own in block.blocks:
+                copies[own] = copies.get(own, 0) + 1
         place = tier, group
         if self._announces_copies or all(held != place for held, _ in block.references):
             block.references = _counted(block.references, place, 1)
@@ -481,7 +483,7 @@ def _items(
     If one block of the engine is several of ours, each of them counts as holding its items: events
     do not say how far an item extends.
     """
-    if event.extra_keys is None:
+    if not event.extra_keys or not any(event.extra_keys):
         return None
     # Not a set: an identifier with its position is a list, as msgpack decodes it.
     named = [name for name in (lora_name, cache_salt) if name]
