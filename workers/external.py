@@ -139,8 +139,8 @@ class ExternalBlocks:
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
         self._copies: dict[Tier, dict[SequenceHash, int]] = {tier: {} for tier in Tier}
         """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
-        self._is_prefix_group: dict[int, bool] = {}
-        """For each group that was stored with its kind."""
+        self._group: int | None = None
+        """The group that counts, once an event has named a kind."""
         self._waiting: dict[BlockHash, list[BlockStored | BlockRemoved]] = {}
         """Events that can be understood only once that block is known."""
         self._awaits: dict[BlockHash, BlockHash] = {}
@@ -190,7 +190,7 @@ class ExternalBlocks:
             case AllBlocksCleared():
                 self._clear()
                 return [Cleared()], ()
-            case BlockStored() | BlockRemoved() if not self._is_of_prefix_group(event):
+            case BlockStored() | BlockRemoved() if not self._counts(event):
                 return [], ()
         tier = _tier_of(event.medium, event.locality)
         if tier is None:
@@ -212,21 +212,21 @@ class ExternalBlocks:
         self._num_waiting = 0
         self._overrun = False
 
-    def _is_of_prefix_group(self, event: BlockStored | BlockRemoved) -> bool:
+    def _counts(self, event: BlockStored | BlockRemoved) -> bool:
+        """Is the event's group the one that stands for all?
+
+        It is the first one with attention over the whole prefix. vLLM reuses a block only if all
+        groups hold it, and as a rule evicts it from all at about the same time. Groups use the same
+        hashes, even where their blocks differ in size. Offloads without tokens do not name the
+        kind.
+        """
         group = event.group_idx
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
-        if kind is None:
-            # An engine that names kinds does so in all events with tokens, but not in offloads
-            # without. All groups give the same block the same hash.
-            return (
-                group is None
-                or not self._is_prefix_group
-                or self._is_prefix_group.get(group, False)
-            )
-        is_prefix = kind.lower() in _PREFIX_KINDS
-        if group is not None:
-            self._is_prefix_group[group] = is_prefix
-        return is_prefix
+        if kind is not None and kind.lower() not in _PREFIX_KINDS:
+            return False
+        if kind is not None and self._group is None:
+            self._group = group
+        return group is None or self._group is None or group == self._group
 
     def _store(
         self, event: BlockStored, tier: Tier

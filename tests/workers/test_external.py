@@ -274,6 +274,16 @@ def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder: H
     assert holder.overlap() == TierOverlap()
 
 
+def test_of_several_groups_of_full_attention_the_first_counts(holder: Holder) -> None:
+    whole = replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention")
+    # All groups name a prefix by the same hash.
+    large = replace(stored([12], size=2 * SIZE), group_idx=1, kv_cache_spec_kind="mla_attention")
+    holder.take(whole, large, replace(large, medium="CPU"))
+    assert holder.overlap() == TierOverlap(device=2)
+    holder.take(BlockRemoved([11, 12], group_idx=0))
+    assert holder.overlap() == TierOverlap()
+
+
 def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> None:
     first = replace(stored([11]), lora_name="sql", cache_salt="tenant")
     holder.take(first, stored([12], start=1, parent=11))
