@@ -434,7 +434,7 @@ class ExternalBlocks:
 def _counted(references: _References, place: _Place, change: int) -> _References:
     """`references` with one more or one less in `place`; the same if there is none to take away.
 
-    Cached, so that blocks share them: a Counter for each would be a third of their memory.
+    Cached, so that blocks share them: a Counter for each would take as much as all the rest.
     """
     counts = dict(references)
     counts[place] = counts.get(place, 0) + change
