@@ -143,8 +143,9 @@ class ExternalBlocks:
         """The group that counts, once an event has named a kind."""
         self._waiting: dict[BlockHash, list[BlockStored | BlockRemoved]] = {}
         """Events that can be understood only once that block is known."""
-        self._awaits: dict[BlockHash, BlockHash] = {}
-        """For each block in `_waiting`, the block that it waits for."""
+        self._awaits: dict[BlockHash, list[BlockHash]] = {}
+        """For each block in `_waiting`, the blocks that it waits for, the latest last: two events
+        may store it as part of stretches that begin at different places."""
         self._waits_since: dict[BlockHash, float] = {}
         """For each block that another's tokens wait for."""
         self._num_waiting = 0
@@ -324,7 +325,8 @@ class ExternalBlocks:
             known = self._known.get(name)
             if known is None:
                 # After the block's own tokens, if those are waiting.
-                self._wait(self._awaits.get(name, name), replace(event, block_hashes=[name]))
+                wanted = self._awaits.get(name, [name])[-1]
+                self._wait(wanted, replace(event, block_hashes=[name]))
             else:
                 changes.append(Stored(known.blocks, known.parent, tier))
                 self._refer(name, known, tier, event.group_idx)
@@ -337,8 +339,11 @@ class ExternalBlocks:
             if known is not None:
                 gone += self._unrefer(name, known, tier, event.group_idx)
             elif name in self._awaits:
-                # It was stored, but is not understood yet.
-                self._wait(self._awaits[name], replace(event, block_hashes=[name]))
+                # It was stored, but is not understood yet. What has to wait may be left out later:
+                # then a removal must not be, where a store of the block is still waiting.
+                awaited = self._awaits[name]
+                for wanted in tuple(awaited) if self._joined_late else awaited[-1:]:
+                    self._wait(wanted, replace(event, block_hashes=[name]))
         return [Removed(tuple(gone), tier)] if gone else []
 
     def _refer(self, name: BlockHash, block: _Block, tier: Tier, group: int | None) -> None:
@@ -398,7 +403,10 @@ class ExternalBlocks:
         self._waiting.setdefault(wanted, []).append(event)
         if isinstance(event, BlockStored) and event.token_ids:
             self._waits_since.setdefault(wanted, self._now())
-        self._awaits.update(dict.fromkeys(event.block_hashes, wanted))
+        for name in event.block_hashes:
+            awaited = self._awaits.setdefault(name, [])
+            if wanted not in awaited:
+                awaited.append(wanted)
 
     def _make_room(self, num_blocks: int) -> None:
         """Leave out what may be: offloads of blocks without tokens if too much waits, and, having
@@ -425,8 +433,11 @@ class ExternalBlocks:
             for event in self._waiting.pop(name, ()):
                 self._num_waiting -= len(event.block_hashes)
                 for waited in event.block_hashes:
-                    if self._awaits.get(waited) == name:
-                        del self._awaits[waited]
+                    awaited = self._awaits.get(waited, [])
+                    if name in awaited:
+                        awaited.remove(name)
+                        if not awaited:
+                            del self._awaits[waited]
                 yield event
 
 

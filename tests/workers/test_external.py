@@ -518,6 +518,22 @@ def test_a_late_joiner_leaves_out_events_that_continue_unknown_blocks(
     assert late.take(stored([32], start=1, parent=31)) == [Stored((CHAIN[1],), CHAIN[0], device)]
 
 
+def test_a_late_joiner_leaves_out_no_removal_of_a_block_that_may_yet_be_known(
+    holder: Holder,
+) -> None:
+    holder.external = ExternalBlocks(SIZE, holder.clock, joined_late=True)
+    holder.take(stored([21], start=1, parent=11))
+    holder.clock.now = external.MAX_WAIT_S
+    # Two copies of 13, which wait for different blocks.
+    holder.take(stored([13], start=2, parent=12), stored([12, 13], start=1, parent=11))
+    holder.take(BlockRemoved([13]), BlockRemoved([13]))
+    holder.clock.now += 0.1
+    holder.take(stored([32], start=1, parent=31))
+    assert holder.external.num_left_out == 3
+    holder.take(stored([11]), stored([12], start=1, parent=11))
+    assert holder.overlap() == TierOverlap(device=2)
+
+
 @pytest.mark.parametrize(
     ("event", "message"),
     [
