@@ -79,6 +79,7 @@ class Router:
             Waiting(runner, keyspace, settings, fleet, telemetry) if settings.wait_queue else None
         )
         self._complaints = Pace(COMPLAINTS_PER_S)
+        self._complained = False
         self._nonce = secrets.token_hex(4)
         self._attempts = count(1)
         self._recorder = Recorder(runner, keyspace, settings)
@@ -228,6 +229,9 @@ class Router:
             try:
                 with self.telemetry.seconds_of("reserve").time():
                     replies = await self._reserve(plans, final=attempt == MAX_TRIES)
+                if self._complained:
+                    self._complained = False
+                    log.info("deciding with Redis again")
                 undecided, fresh = self._settle(plans, replies)
                 if fresh is None:
                     return
@@ -392,6 +396,7 @@ class Router:
     def _decide_degraded(self, batch: list[Pending], reason: Exception) -> None:
         """Spread requests by the loads last seen, plus what has been decided since."""
         if self._complaints.lets_through():
+            self._complained = True
             log.warning("deciding without Redis: %s", reason)
         view = self.fleet.last_view
         for pending in batch:

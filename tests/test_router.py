@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -698,6 +699,20 @@ class TestWithoutRedis:
         setattr(router.runner, hook, lose)
         assert (await router.route(request("r1"))).degraded
         assert router.fleet.recovers
+
+    async def test_an_outage_is_logged_with_its_reason_and_its_end(
+        self, router: Replica, workers: FakeWorkers, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "app.router")
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.answer_is_lost = True
+        assert (await router.route(request("r1"))).degraded
+        router.runner.answer_is_lost = False
+        for name in ("r2", "r3"):
+            assert (await router.route(request(name))).reserved
+        told = [r.getMessage() for r in caplog.records if r.name == "app.router"]
+        assert told == ["deciding without Redis: TimeoutError: ", "deciding with Redis again"]
 
     async def test_a_reservation_whose_answer_was_lost_is_released(
         self, router: Replica, workers: FakeWorkers
