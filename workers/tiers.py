@@ -217,11 +217,16 @@ def reshard(
 
     sources, targets: `kv` of each rank, in order: (num_blocks, num_layers, 2, block_size,
     heads of the rank, head_size). Block source_ids[i] of all sources becomes block target_ids[i]
-    of all targets; heads keep their order. Works for scattering and gathering alike.
+    of all targets; heads keep their order. Works for scattering and gathering alike. Raises
+    ValueError if the blocks of the two groups do not fit each other.
     """
     heads = [sum(kv.shape[-2] for kv in kvs) for kvs in (sources, targets)]
     if heads[0] != heads[1]:
         raise ValueError(f"{heads[0]} heads are not {heads[1]}")
+    # Copying would repeat a single layer or token, and take the bits of one type for another's.
+    kinds = {(*kv.shape[1:-2], kv.shape[-1], kv.dtype) for kv in (*sources, *targets)}
+    if len(kinds) > 1:
+        raise ValueError(f"blocks differ in more than their heads: {kinds}")
     checked_map(
         source_ids,
         min(len(kv) for kv in sources),

@@ -237,6 +237,15 @@ def test_ranks_of_different_models_cannot_be_resharded() -> None:
         reshard(sources, [0], targets[:3], [0])
     with pytest.raises(ValueError, match="2 blocks for 1 slots"):
         reshard(sources, [0, 1], targets, [0])
+    others: list[dict[str, Any]] = [
+        {"num_layers": 1},
+        {"block_size": 1},
+        {"head_size": 2},
+        {"dtype": torch.bfloat16},
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="blocks differ in more than their heads"):
+            reshard(ranks(replace(SMALL, **other), 2, 3, seed=0), [0], targets, [0])
 
 
 def test_block_ids_must_be_in_range_and_unique() -> None:
