@@ -305,7 +305,7 @@ class BlockManager:
         wanted: dict[Tier, list[Slot]] = {}
         room = self.tiers[tier].num_free
         for source, slot in self._find(chain):
-            if source > tier:
+            if source > tier and not self.tiers[tier].find(_block(slot)):
                 if not room:
                     break
                 room -= 1

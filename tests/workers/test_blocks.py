@@ -541,6 +541,9 @@ def test_a_tier_slower_than_computing_is_neither_stored_to_nor_loaded_from() -> 
     finish_all(manager)
     assert manager.tiers[HOST].find(block("A")) is not None
     manager.admission = Admission(compute_s=1.0, load_s={HOST: math.inf})
+    evict(manager, DEVICE, 2)
+    assert manager.match(chain("AB")) == [DISK] * 2
+    assert manager.prefetch(chain("AB"), HOST) == 0, "a tier that is slow has the blocks even so"
     cached(manager, "XY")
     assert finish_all(manager) == []
 
