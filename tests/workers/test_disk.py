@@ -276,12 +276,13 @@ def test_a_truncated_index_still_lists_its_remaining_records(size: int, tmp_path
         assert listed(file) == {slot: SequenceHash(slot) for slot in range(whole)}
 
 
-def test_a_record_copied_to_another_slot_is_ignored(tmp_path: Path) -> None:
+def test_a_record_that_is_not_its_slots_own_is_ignored(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
     index = bytearray((tmp_path / "index").read_bytes())
     at = PAGE_BYTES + 2 * RECORD_BYTES
     index[at + RECORD_BYTES : at + 2 * RECORD_BYTES] = index[at : at + RECORD_BYTES]
+    index += disk._packed([NUM_SLOTS], [DiskBlock(1, B, None)], [0]).tobytes()  # there is none
     (tmp_path / "index").write_bytes(index)
     with opened(tmp_path) as file:
         assert listed(file) == {2: A}
@@ -331,16 +332,22 @@ def test_blocks_that_the_kernel_has_not_cached_are_read_from_the_disk(
     run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv, asked = os.preadv, set()
+    told: list[int] = []
+
+    def told_of(file: int, at: int, size: int, advice: int) -> None:
+        told.extend(range(at // SLOT_BYTES, (at + size) // SLOT_BYTES))
 
     def from_disk(file: int, rows: Sequence[memoryview], at: int, flags: int) -> int:
         asked.add(flags)
         if flags & os.RWF_NOWAIT:
             raise BlockingIOError
+        assert told == [1, 2, 3], "the kernel was not told of all blocks before the first wait"
         if at // SLOT_BYTES == 2:
             raise OSError(errno.EIO, "Input/output error")
         return preadv(file, rows, at, flags)
 
     monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(os, "posix_fadvise", told_of)
     monkeypatch.setattr(os, "preadv", from_disk)
     with opened(tmp_path) as file:
         write_roots(file, [1, 2, 3])
@@ -437,6 +444,30 @@ def test_a_batch_is_read_as_it_was_written(
     with opened(tmp_path) as file:
         assert listed(file) == {slot: slot for slot in slots}
         assert read_roots(file, slots) == ([content(slot) for slot in slots], {})
+
+
+def test_blocks_in_consecutive_slots_take_one_system_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "RUN_BYTES", 1 << 20)
+    calls: list[tuple[str, int]] = []
+
+    def count(name: str) -> None:
+        call = getattr(os, name)
+
+        def counted(fd: int, data: Any, at: int, *flags: int) -> int:
+            if fd == file._blocks:
+                calls.append((name, at // SLOT_BYTES))
+            return int(call(fd, data, at))  # without flags: not every file system knows them
+
+        monkeypatch.setattr(os, name, counted)
+
+    with opened(tmp_path) as file:
+        for name in ("pwrite", "pwritev", "preadv"):
+            count(name)
+        assert write_roots(file, [1, 2, 3, 6]) == {}
+        read_roots(file, [1, 2, 3, 6])
+    assert calls == [("pwritev", 1), ("pwritev", 6), ("preadv", 1), ("preadv", 6)]
 
 
 @pytest.mark.parametrize(("share_bytes", "num_threads"), [(SLOT_BYTES, 3), (2 * SLOT_BYTES, 1)])
