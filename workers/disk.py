@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -275,18 +276,28 @@ class SlotFile:
         num_bytes = self._slot_bytes * sum(run.stop - run.start for run in runs)
         num_shares = max(1, min(THREADS, num_bytes // SHARE_BYTES))
         size = -(-len(runs) // num_shares)
-        first, *others = (runs[at : at + size] for at in range(0, len(runs), size))
+        shares = [runs[at : at + size] for at in range(0, len(runs), size)]
+        untaken = iter(enumerate(shares))
+        found: dict[int, list[T]] = {}
 
-        def of_share(share: Sequence[slice]) -> list[T]:
-            return list(chain.from_iterable(map(act, share)))
+        def take_shares() -> None:
+            for n, share in untaken:
+                found[n] = list(chain.from_iterable(map(act, share)))
 
-        begun = [self._threads.submit(of_share, share) for share in others]
+        begun = []
         try:
-            found = of_share(first)
+            with suppress(RuntimeError):  # no thread can be started: those there are do more
+                for _ in shares[1:]:
+                    begun.append(self._threads.submit(take_shares))
+            take_shares()
         finally:
-            # Even if it failed: once this ends, slots and memory may go to other blocks.
+            # Even if it failed: once this ends, slots and memory may go to other blocks. A task for
+            # which no thread could be started runs all the same, after others: it finds nothing.
+            deque(untaken, maxlen=0)
             wait(begun)
-        return [*found, *chain.from_iterable(other.result() for other in begun)]
+        for other in begun:
+            other.result()
+        return list(chain.from_iterable(found[n] for n in range(len(shares))))
 
     def _with_pads(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
         return [part for row in rows for part in (row, self._pad)] if self._pad else rows

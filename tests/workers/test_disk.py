@@ -9,9 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from threading import Barrier, Event, current_thread, main_thread
+from threading import Barrier, Event, Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -491,8 +491,9 @@ def test_threads_share_a_batch_only_if_it_is_large_enough(
         assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
 
 
+@pytest.mark.parametrize("main_fails", [True, False])
 def test_an_error_in_one_share_of_a_batch_is_raised_only_after_the_others_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    main_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callers that see the error may reuse the slots and the memory."""
     monkeypatch.setattr(disk, "THREADS", 3)
@@ -500,20 +501,49 @@ def test_an_error_in_one_share_of_a_batch_is_raised_only_after_the_others_have_e
     monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
     reported, num_late, pwritev = Event(), 0, os.pwritev
 
-    def main_thread_fails(*args: Any) -> int:
+    def some_fail(*args: Any) -> int:
         nonlocal num_late
-        if current_thread() is main_thread():
+        if (current_thread() is main_thread()) is main_fails:
             raise MemoryError
         reported.wait(0.2)
         num_late += reported.is_set()
         return pwritev(*args)
 
-    monkeypatch.setattr(os, "pwritev", main_thread_fails)
+    monkeypatch.setattr(os, "pwritev", some_fail)
     with opened(tmp_path) as file:
         with pytest.raises(MemoryError):
             write_roots(file, [1, 2, 3])
         reported.set()
     assert not num_late
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_shares_for_which_no_thread_can_be_started_are_not_carried_out_late(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "THREADS", 3)
+    monkeypatch.setattr(disk, "SHARE_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
+    writing, pwritev = [], os.pwritev
+
+    def no_more(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def recorded(*args: Any) -> int:
+        writing.append(current_thread())
+        if fails:
+            raise MemoryError
+        return pwritev(*args)
+
+    monkeypatch.setattr(os, "pwritev", recorded)
+    with opened(tmp_path) as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(Thread, "start", no_more)
+            with pytest.raises(MemoryError) if fails else nullcontext():
+                assert write_roots(file, [1, 2, 3]) == {}
+        file._threads.submit(int).result()  # now there is a thread
+        assert listed(file) == ({} if fails else {1: 1, 2: 2, 3: 3})
+    assert writing == [main_thread()] * (1 if fails else 3)
 
 
 @pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
