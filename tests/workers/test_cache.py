@@ -231,7 +231,7 @@ async def test_no_slot_is_reused_before_redis_confirms_the_removal_of_its_block(
 async def test_slots_freed_by_sharing_go_to_a_waiting_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("workers.cache.WITHDRAW_TIMEOUT_S", 3600.0)
     publisher = FakePublisher()
     publisher.confirms.clear()
     async with running(tmp_path, publisher) as worker:
@@ -248,7 +248,7 @@ async def test_slots_freed_by_sharing_go_to_a_waiting_request(
         assert await eventually(withdrawn) == device.num_leaving
         assert not waiting.done()
         assert worker.cache.share(late, chain) == 8
-        for table in (await waiting, late, early):
+        for table in (await asyncio.wait_for(waiting, 20), late, early):
             worker.cache.release(table)
         publisher.confirms.set()
         await worker.settle()
