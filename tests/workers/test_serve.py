@@ -221,16 +221,22 @@ async def test_an_id_in_use_is_refused() -> None:
         runner.generate(request_of("r", ABC, 1))
 
 
-async def test_stopping_ends_requests_under_way_and_refuses_new_ones() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_stopping_ends_requests_under_way_and_refuses_new_ones(is_cancelled: bool) -> None:
     gate = Gate()
-    async with running(runner_of(sleep=gate.sleep)) as runner:
-        generation = runner.generate(request_of("r", ABC, 9))
-        await until(lambda: runner.metrics().request_active_slots == 1)
+    runner = runner_of(sleep=gate.sleep)
+    run = asyncio.ensure_future(runner.run())
+    generation = runner.generate(request_of("r", ABC, 9))
+    await until(lambda: runner.metrics().request_active_slots == 1)
+    if is_cancelled:
+        run.cancel()
+    else:
         runner.stop()
         gate.open(1)
+    await asyncio.wait([run])
 
-        with pytest.raises(EngineStoppedError, match="the engine stopped request r after 0 tokens"):
-            await outputs_of(generation)
+    with pytest.raises(EngineStoppedError, match="the engine stopped request r after 0 tokens"):
+        await outputs_of(generation)
     with pytest.raises(EngineStoppedError, match="stopping"):
         runner.generate(request_of("new", ABC, 9))
 
