@@ -417,6 +417,65 @@ async def test_blocks_whose_copy_raises_are_computed(
     assert "the device is out of memory" in caplog.text
 
 
+@asynccontextmanager
+async def running_with_a_copy_under_way(folder: Path) -> AsyncIterator[Worker]:
+    """As long as there is one, requests without room wait; it takes no room on the device."""
+    block, manager = SequenceHash(7), BlockManager(NUM_SLOTS, now=lambda: 0.0)
+    manager.adopt(DISK, [(0, 1, block, None)])
+    async with running(folder, FakePublisher(), manager) as worker:
+        worker.may_load_from_disk.clear()
+        assert worker.cache.prefetch([block], HOST) == 1
+        yield worker
+
+
+async def test_slots_of_a_request_that_cannot_fall_back_go_to_a_waiting_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_with_a_copy_under_way(tmp_path) as worker:
+        chain = chain_of(1, 8)
+        await worker.compute_and_release(chain)
+        await worker.cache._free(DEVICE, 8)
+        worker.may_load.clear()
+        # Both wait for the same load, and what other slots there are goes to a third.
+        large = asyncio.ensure_future(worker.cache.admit(chain, 12))
+        small = asyncio.ensure_future(worker.cache.admit(chain, 8))
+        other = await worker.compute(chain_of(2, 12), 12)
+        waiting = asyncio.ensure_future(worker.cache.admit([], 4))
+        await asyncio.sleep(0)
+
+        def fail(move: Move) -> int:
+            raise RuntimeError("the device is out of memory")
+
+        monkeypatch.setattr(worker.transfers, "carry_out", fail)
+        worker.may_load.set()
+        tables = [await asyncio.wait_for(asked, 20) for asked in (small, waiting)]
+        assert not large.done()
+        for table in (*tables, other):
+            worker.cache.release(table)
+        worker.cache.release(await large)
+
+
+async def test_nothing_is_evicted_for_a_request_that_there_can_be_no_room_for_yet(
+    tmp_path: Path,
+) -> None:
+    async with running_with_a_copy_under_way(tmp_path) as worker:
+        cached, first, second = (chain_of(n, length) for n, length in ((1, 10), (2, 5), (3, 5)))
+        held = [await worker.compute(chain, len(chain)) for chain in (cached, first, second)]
+        worker.cache.release(held.pop(0))
+        waiting = asyncio.ensure_future(worker.cache.admit([], 14))
+        await asyncio.sleep(0)
+        # Before anything is evicted for it, another request uses what would have been.
+        held.append(await worker.cache.admit(cached, 10))
+        await asyncio.sleep(0)
+        worker.cache.release(held.pop(0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert worker.manager.tiers[DEVICE].num_idle == 5
+        for table in held:
+            worker.cache.release(table)
+        worker.cache.release(await waiting)
+
+
 async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_path: Path) -> None:
     async with running(tmp_path, FakePublisher()) as worker:
         chain = chain_of(1, 8)
