@@ -181,14 +181,11 @@ class BlockCache:
         All of them, if no room comes free below in time: requests that wait for slots must not wait
         for a slow disk.
         """
-        below = next((slots for lower, slots in self.manager.tiers.items() if lower > tier), None)
-        if below is None:
+        if tier is max(self.manager.tiers):
             return count
         with suppress(TimeoutError):
             async with asyncio.timeout(STORE_WAIT_S):
-                while not self.manager.room_below(tier) and (
-                    below.num_idle or below.num_leaving or self._copies
-                ):
+                while not self.manager.room_below(tier):
                     await self._changed.wait()
         return min(count, self.manager.room_below(tier) or count)
 
