@@ -165,7 +165,6 @@ class BlockCache:
     async def _keep_spare(self, tier: Tier) -> None:
         slots = self.manager.tiers[tier]
         while True:
-            changed = self._changed
             wanted = self._spare.get(tier, 0)
             if tier is Tier.DEVICE:
                 wanted = max(wanted, sum(self._needed.values()))
@@ -173,7 +172,7 @@ class BlockCache:
             if short > 0 and slots.num_idle:
                 await self._free(tier, await self._storable(tier, short))
             else:
-                await changed.wait()
+                await self._changed.wait()
 
     async def _storable(self, tier: Tier, count: int) -> int:
         """How many of `count` blocks to free at once, so that there is room to store them.
