@@ -16,15 +16,16 @@ import torch
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
-from app.core.types import Tier
+from app.core.types import SequenceHash, Tier
 from tests.eventually import eventually
 from tests.workers.cache_model import FakePublisher
 from tests.workers.checkpoints import reference
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
 from workers.engines.llama import SIZES, Llama
-from workers.engines.loading import _fingerprint
+from workers.engines.loading import _fingerprint, _identity
 from workers.engines.steps import Finished
+from workers.engines.torch import TorchEngine
 
 SETTINGS = WorkerSettings(
     worker_id="w0",
@@ -121,6 +122,49 @@ def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch: pytest.Mo
     assert _fingerprint(SETTINGS, model, shape, "tiny") == before
     monkeypatch.setattr("workers.engines.loading.version", lambda _: "9.9")
     assert _fingerprint(SETTINGS, model, shape, "tiny") != before
+
+
+def test_blocks_on_disk_are_not_reused_once_anything_changes_that_decides_their_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
+    shape = model.kv_shape(16)
+    found = {_fingerprint(SETTINGS, model, shape, "tiny")}
+    found.add(_fingerprint(replace(SETTINGS, prefill_chunk=512), model, shape, "tiny"))
+    found.add(_fingerprint(SETTINGS, model, replace(shape, tp_size=2), "tiny"))
+    found.add(_fingerprint(SETTINGS, model, shape, "another"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 99)
+        found.add(_fingerprint(SETTINGS, model, shape, "tiny"))
+    model.config = replace(model.config, rope_theta=1.0)
+    found.add(_fingerprint(SETTINGS, model, shape, "tiny"))
+    assert len(found) == 6
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("")
+        before = _identity(tmp_path)
+        os.utime(tmp_path / name, (1, 1))
+        assert _identity(tmp_path) != before
+
+
+async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    settings = replace(SETTINGS, store_min_uses=3, max_num_seqs=5, threads=2)
+    async with serving(settings) as (engine, _):
+        assert isinstance(engine, TorchEngine)
+        await finished(engine, [1])
+        assert threads == [2]
+        assert engine._manager.admission.min_uses == 3
+        assert engine.metrics().request_total_slots == 5
+        # One in eight slots is kept free.
+        table = engine._manager.prepare([], 64)
+        engine._manager.register(table, [SequenceHash(n) for n in range(64)])
+        engine._cache.release(table)
+
+        async def num_free() -> int:
+            return engine._manager.tiers[Tier.DEVICE].num_free
+
+        await eventually(num_free, lambda free: free == 8)
 
 
 @asynccontextmanager
