@@ -115,6 +115,17 @@ def test_a_request_gets_all_the_slots_it_needs_or_none() -> None:
     assert free(manager) == 0
 
 
+def test_a_refused_request_is_told_how_many_evictable_blocks_it_would_keep() -> None:
+    manager = manager_of(8, host=8)
+    cached(manager, "ABC")
+    manager.pin(chain("A"), ttl_s=10.0)
+    assert manager.evict(DEVICE, 1).store is not None
+    # A cannot be evicted, B can be, and ABC is leaving while it is being stored.
+    with pytest.raises(NotEnoughBlocks) as refused:
+        manager.prepare(chain("ABC"), 9)
+    assert (refused.value.needed, refused.value.free, refused.value.kept) == (6, 5, 2)
+
+
 def test_a_prefix_of_more_blocks_than_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="3 blocks do not fit into 2"):
         manager_of().prepare(chain("ABC"), 2)
