@@ -242,6 +242,16 @@ def test_the_fastest_mover_is_chosen_and_logged(caplog: pytest.LogCaptureFixture
     assert copier.rates.scattered[chosen[0]] * movers.CLEARLY_FASTER >= best
 
 
+def test_a_mover_that_needs_more_is_chosen_only_if_it_is_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = {"bytes": 1.0, "selected": 1.3, "runs": 1.4}
+    rates = movers.Rates(packed, {"bytes": 1.0, "runs": 1.09})
+    monkeypatch.setattr(movers, "_try_movers", lambda *_: rates)
+    copier = Copier(pool_of(SMALL, 1), pool_of(SMALL, 2))
+    assert (copier._packed, copier._scattered) == ("selected", "bytes")
+
+
 def test_a_copy_with_an_invalid_block_is_refused_as_a_whole() -> None:
     source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
     copier = Copier(source, target)
