@@ -249,7 +249,7 @@ async def test_speed_is_learned_on_the_wall_clock() -> None:
         assert runner.speed() == sped_up(DEFAULT_SPEED, speedup)
         async with running(runner):
             for i in range(20):
-                await outputs_of(runner.generate(request_of(str(i), [i] * 7, 2)))
+                await outputs_of(runner.generate(request_of("r", [i] * 7, 2)))
         learned.append(runner.speed())
 
     slow, fast = learned
