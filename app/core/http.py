@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from types import coroutine
+from typing import Any, TypeVar
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Message
 
 from app.core.errors import BodyTimeout, BodyTooLarge
+
+T = TypeVar("T")
 
 BODY_TIMEOUT_S = 30.0
 CLOSE = {"Connection": "close"}
@@ -30,23 +35,43 @@ async def read_body(request: Request, limit: int) -> bytes:
     announced = header(request, b"content-length") or ""
     size = int(announced) if announced.isdecimal() else 0
     chunks: list[bytes] = []
+    deadline: float | None = None
     more = size <= limit
     if more:
         size = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while more and size <= limit:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                more = message.get("more_body", False)
-    except TimeoutError:
-        raise BodyTimeout(f"body: incomplete after {BODY_TIMEOUT_S:g} s") from None
+    while more and size <= limit:
+        receiving = request.receive().__await__()
+        try:
+            waits_for = next(receiving)
+        except StopIteration as arrived:
+            # Most bodies arrive with their headers, and a deadline for those would take a twentieth
+            # of a decision's CPU.
+            message: Message = arrived.value
+        else:
+            deadline = deadline or asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await _resumed(receiving, waits_for)
+            except TimeoutError:
+                raise BodyTimeout(f"body: incomplete after {BODY_TIMEOUT_S:g} s") from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        more = message.get("more_body", False)
     if size > limit:
         raise BodyTooLarge(f"body: over {limit} bytes")
     return b"".join(chunks)
+
+
+@coroutine
+def _resumed(started: Generator[Any, None, T], waits_for: Any) -> Generator[Any, None, T]:
+    """Awaits the rest of what has been started and came to wait for something."""
+    try:
+        yield waits_for
+        return (yield from started)
+    finally:
+        started.close()
 
 
 async def hung_up(request: Request) -> None:
