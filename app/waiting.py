@@ -234,20 +234,30 @@ class Waiting:
         self._end(waiter, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
     async def run(self) -> None:
-        """Run until cancelled."""
-        async with asyncio.TaskGroup() as self._tasks:
-            while True:
-                polls = self._room or self._left
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S if polls else None):
-                        await self._wake.wait()
-                self._wake.clear()
-                try:
-                    await self._step()
-                except (RedisUnavailable, NamespaceMissing) as error:
-                    log.debug("cannot tell whose turn it is: %s", error)
-                    self._without_redis()
-                await asyncio.sleep(self._pause_s)
+        """Run until cancelled; tickets still to be taken out of the line are taken out then."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while True:
+                    polls = self._room or self._left
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_S if polls else None):
+                            await self._wake.wait()
+                    self._wake.clear()
+                    try:
+                        await self._step()
+                    except (RedisUnavailable, NamespaceMissing) as error:
+                        log.debug("cannot tell whose turn it is: %s", error)
+                        self._without_redis()
+                    await asyncio.sleep(self._pause_s)
+        finally:
+            # Others would otherwise wait behind them until they are void.
+            left = [
+                turns.leave(self._keyspace, self._left[at : at + MAX_NAMED])
+                for at in range(0, len(self._left), MAX_NAMED)
+            ]
+            if left:
+                with suppress(RedisUnavailable):
+                    await self._runner.run(left)
 
     async def _step(self) -> None:
         """Bring the line up to date, and have those requests decided whose turn it is."""

@@ -421,6 +421,21 @@ class TestWhoGivesUp:
         with pytest.raises(AllWorkersBusy, match="this router replica is stopping"):
             await router.route(request("r2"))
 
+    async def test_a_replica_that_ends_takes_its_tickets_out_of_the_line(
+        self,
+        one_redis_server: EmbeddedRedis,
+        full: FakeWorkers,
+        redis: Redis,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(waiting, "PAUSE_PER_WORKER_S", 60.0)
+        async with running(one_redis_server.url, **WAITS) as replica:
+            crowd = Crowd(redis)
+            await crowd.join(replica, "r1")
+            crowd.tasks["r1"].cancel()
+            await asyncio.wait([crowd.tasks["r1"]])
+        assert not await redis.exists(KEYS["flows"])
+
     async def test_when_too_many_requests_wait_the_tenant_with_the_most_gives_way(
         self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
     ) -> None:
