@@ -295,6 +295,11 @@ class Fleet:
             self._infos[inc], self._texts[inc] = info, text
             self._known = None
 
+    def name_of(self, incarnation: Incarnation) -> str:
+        """The worker it is of, for a log."""
+        info = self._infos.get(incarnation)
+        return f"worker {info.key}" if info else f"incarnation {incarnation}"
+
     def forget_except(self, live: Iterable[Incarnation]) -> None:
         """Drop what is known about incarnations that are not among `live`."""
         keep = set(live)

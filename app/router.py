@@ -9,7 +9,7 @@ import time
 from functools import partial
 from itertools import count
 
-from app.core import reservations
+from app.core import leases, reservations
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
@@ -23,6 +23,7 @@ from app.core.errors import (
 from app.core.keys import Keyspace
 from app.core.reservations import Refused, Snapshot, Wish
 from app.core.scripts import ScriptRunner
+from app.core.types import Incarnation
 from app.decision import Decision, Pending, RouteRequest
 from app.fleet import Fleet, View
 from app.lookup import LookUp
@@ -164,19 +165,34 @@ class Router:
         """Release, soon, what was reserved for a caller that is gone."""
         self._maintenance.release_soon(decision.request_id, decision.attempt)
 
-    async def release(self, request_id: str) -> bool:
+    async def release(self, request_id: str, *, worker_failed: bool = False) -> bool:
         """False if there is no such reservation (any more).
 
+        worker_failed: no request goes to the worker until it has renewed its lease.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
         """
         now_ms = self.fleet.redis_now_ms
+        release = reservations.release(self._keyspace, request_id)
+        known: bool
+        suspended: Incarnation | None = None
         try:
-            known = await self._runner.one(reservations.release(self._keyspace, request_id))
+            if worker_failed:  # in this order, as only the reservation tells which worker that is
+                suspend = leases.suspend(self._keyspace, request_id)
+                suspended, known = await self._runner.run([suspend, release])
+            else:
+                known = await self._runner.one(release)
         except RedisUnavailable:
             if now_ms is not None:
                 # But not what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
             raise
+        if suspended is not None:
+            self.telemetry.suspensions.inc()
+            log.warning(
+                "%s failed request %s: nothing is routed there until it renews its lease",
+                self.fleet.name_of(suspended),
+                request_id,
+            )
         self.telemetry.reservations_of("released" if known else "unknown").inc()
         self._look_again()
         return known

@@ -173,6 +173,11 @@ class Telemetry:
             "Reservations refused, by reason: changed, full, lapsed.",
             ["reason"],
         )
+        self.suspensions = counter(
+            "kvroute_worker_suspensions",
+            "Workers that got no requests until they renewed their lease, because a request that "
+            "they had failed was released with worker_failed.",
+        )
         self.retries = counter(
             "kvroute_decision_retries", "Decisions made again after a refused reservation."
         )

@@ -5,7 +5,8 @@ Router calls go through the balancer's URL, the completion straight to the chose
     POST   /v1/route                            -> worker, its address
     POST   <address>/v1/completions, streamed   -> tokens
     POST   /v1/requests/{id}/prefill_complete   at the first token
-    DELETE /v1/requests/{id}                    at the end, whatever happened
+    DELETE /v1/requests/{id}                    at the end, whatever happened;
+                                                ?worker_failed=true if it was the worker's fault
 
 Prompts travel as raw little-endian u32, which spares both sides JSON.
 """
@@ -256,13 +257,16 @@ class ClusterClient:
         except asyncio.CancelledError:  # the deadline; the answer may be under way
             await self._tell_router("DELETE", f"/v1/requests/{request.request_id}")
             raise
+        ended = f"/v1/requests/{request.request_id}"
         try:
             await self._complete(address, request)
-        except RequestError:
+        except RequestError as error:
             request.failed_worker = request.worker
+            if error.kind in (FailureKind.WORKER, FailureKind.BROKEN_STREAM):
+                ended += "?worker_failed=true"
             raise
         finally:
-            await self._tell_router("DELETE", f"/v1/requests/{request.request_id}")
+            await self._tell_router("DELETE", ended)
 
     async def _route(self, request: _Request) -> str:
         params = {"request_id": request.request_id}

@@ -45,6 +45,9 @@ MAX_PAUSE_S = 1.0
 DRAIN_BLOCKS = 8192
 """Changes put in order at once: tens of milliseconds, where a million would outlast the lease."""
 METRICS_TIMEOUT_S = 1.0
+MAX_RENEWAL_S = 2.0
+"""A worker whose lease is made to lapse, as a request says that it failed, is retired after five
+seconds without a renewal, however long the lease."""
 RECOUNT_BEATS, RECOUNT_WORKERS = 3, 256
 """Every third renewal has Redis count the worker's load as well, which costs it ten times as much
 with 50 requests; fewer do where there are more workers than that."""
@@ -268,16 +271,17 @@ class Agent:
         raise AssertionError("stamina retries without end")
 
     async def _keep_lease(self) -> None:
-        """Renew three times per lease, for the staged incarnation as well as the current one.
+        """Renew three times per lease and every MAX_RENEWAL_S, for the staged incarnation as well.
 
         If an attempt took longer than the interval, renew at once: with a pause on top, an agent
         that missed one answer would lose its lease though Redis is back in time.
         """
         loop = asyncio.get_running_loop()
+        interval_s = min(self._ttl_ms / 3000, MAX_RENEWAL_S)
         due = loop.time()
         beats = 0
         while True:
-            due = max(due + self._ttl_ms / 3000, loop.time())
+            due = max(due + interval_s, loop.time())
             await asyncio.sleep(due - loop.time())
             held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
             beats += 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -53,10 +55,12 @@ million would take seconds, in which no request is answered."""
 def install(app: FastAPI) -> None:
     """Make `app` answer every error in that shape.
 
-    A ValidationError is none of the caller's here: only decisions have bodies, see `answer`.
+    A ValidationError is none of the caller's here: only decisions have bodies, see `answer`. For a
+    bad query, FastAPI raises RequestValidationError.
     """
     app.add_exception_handler(KvrouteError, _kvroute_error)
     app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, _query_error)
     app.add_exception_handler(Exception, _fault)
 
 
@@ -91,8 +95,17 @@ def _validation_error(error: ValidationError) -> Response:
         message = f"body: {count:,} fields are unknown or wrong"
         return json_response(error_body("invalid_request", message, "body"), 422)
     first = error.errors(include_url=False, include_context=False)[0]
-    field = cut(".".join(map(str, first["loc"]))) or "body"
-    message = f"{field}: {first['msg']}, got {shown(first['input'])}"
+    return _invalid(cut(".".join(map(str, first["loc"]))) or "body", first)
+
+
+async def _query_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return _invalid(str(first["loc"][-1]), first)
+
+
+def _invalid(field: str, details: Mapping[str, Any]) -> Response:
+    message = f"{field}: {details['msg']}, got {shown(details['input'])}"
     return json_response(error_body("invalid_request", message, field), 422)
 
 

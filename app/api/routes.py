@@ -143,9 +143,15 @@ async def prefill_complete(request: Request, request_id: str) -> schemas.Request
 
 
 @routes.delete("/v1/requests/{request_id:path}", responses=_errors(422, 503))
-async def release(request: Request, request_id: str) -> schemas.RequestState:
-    """Report that a request has ended, and release its reservation. Idempotent."""
-    found = await _parts(request)[0].release(checked_request_id(request_id))
+async def release(
+    request: Request, request_id: str, worker_failed: bool = False
+) -> schemas.RequestState:
+    """Report that a request has ended, and release its reservation. Idempotent.
+
+    With `worker_failed`, no request goes to its worker until the worker has renewed its lease.
+    """
+    router, _ = _parts(request)
+    found = await router.release(checked_request_id(request_id), worker_failed=worker_failed)
     return schemas.RequestState(request_id=request_id, found=found)
 
 

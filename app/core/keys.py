@@ -13,8 +13,8 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 lease_renew; until retired
     current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by activate,
                                 lease_renew; until retired
-    leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew;
-                                until retired
+    leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew,
+                                suspend; until retired
     writers             hash    <inc> -> nonce of the process that acts as it; by register; until
                                 retired
     load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks

@@ -11,7 +11,7 @@ import orjson
 from app.core.errors import NamespaceMismatch, WorkerReplaced
 from app.core.keys import Keyspace
 from app.core.scripts import Call, call
-from app.core.types import Incarnation, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, WorkerInfo, WorkerKey, parse_incarnation
 
 LARGEST = 10**12
 """No number in a WorkerInfo is larger."""
@@ -169,6 +169,15 @@ def lapse(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
     few at most.
     """
     return call("lapse", keyspace, grace_ms, heard_ms, parse=int)
+
+
+def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
+    """Let the lease of the incarnation that failed a request lapse until it is renewed.
+
+    Returns that incarnation. None: nothing has changed, as the request has no reservation, or the
+    lease had lapsed, or too many have.
+    """
+    return call("suspend", keyspace, request_id, parse=lambda inc: parse_incarnation(inc or b""))
 
 
 def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:

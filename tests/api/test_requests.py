@@ -58,6 +58,34 @@ async def test_release_frees_everything(
     assert await redis.zcard(KEYS["expiry"]) == 0
 
 
+async def test_a_worker_that_failed_a_request_gets_none_until_it_renews(
+    client: httpx.AsyncClient, one: FakeWorkers, caplog: pytest.LogCaptureFixture
+) -> None:
+    await one.register("w2")
+    response = await client.delete("/v1/requests/r1?worker_failed=true")
+    assert (response.status_code, response.json()) == (200, {"request_id": "r1", "found": True})
+    assert "worker w1:0 failed request r1" in caplog.text
+    assert await one.reserved() == {}
+    listed = (await client.get("/v1/workers")).json()["workers"]
+    assert [worker["worker_id"] for worker in listed] == ["w2"]
+    assert "kvroute_worker_suspensions_total 1.0" in (await client.get("/metrics")).text
+    again = await client.delete("/v1/requests/r1?worker_failed=true")
+    assert again.json()["found"] is False
+    await one.register("w1")
+    assert len((await client.get("/v1/workers")).json()["workers"]) == 2
+
+
+async def test_whether_the_worker_failed_is_yes_or_no(
+    client: httpx.AsyncClient, one: FakeWorkers
+) -> None:
+    response = await client.delete("/v1/requests/r1?worker_failed=maybe")
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert (error["code"], error["field"]) == ("invalid_request", "worker_failed")
+    assert "maybe" in error["message"]
+    assert (await one.load("w1")).requests == 1
+
+
 async def test_prefill_complete_and_release_may_be_repeated(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:

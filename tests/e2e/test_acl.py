@@ -70,6 +70,7 @@ SCRIPTS = {
         "release",
         "remember",
         "reserve",
+        "suspend",
         "sweep",
         "turns",
         "wait",

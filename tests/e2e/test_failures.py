@@ -132,6 +132,8 @@ async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
             await load.wait_for_more(60)
         assert {o.worker for o in load.outcomes[at_lapse + CALLERS :]} == {"w1:0", "w2:0"}
         # A stream that broke in the middle is for its caller to retry; all others got an answer.
+        # Its callers reported that it failed, so nobody else had to find out.
+        assert sum(o.attempts > 1 for o in load.outcomes) <= CALLERS
         failures = {o.failure for o in load.outcomes} - {None}
         assert failures <= {FailureKind.BROKEN_STREAM}
         await probe.all_idle(2, within_s=RESERVATION_TTL_S + 3)

@@ -123,7 +123,7 @@ class FakeCluster:
         return response
 
     async def _bookkeeping(self, request: web.Request) -> web.StreamResponse:
-        self.calls.append(f"{request.method} {request.path}")
+        self.calls.append(f"{request.method} {request.path_qs}")
         if self.body_delay_s:
             response = web.StreamResponse(headers={"Content-Length": "2"})
             await response.prepare(request)

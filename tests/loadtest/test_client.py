@@ -23,6 +23,7 @@ ROUTE = "POST /v1/route"
 COMPLETE = "POST /worker/v1/completions"
 CONFIRM = "POST /v1/requests/r1/prefill_complete"
 RELEASE = "DELETE /v1/requests/r1"
+BLAME = f"{RELEASE}?worker_failed=true"
 PROMPT = bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
 
 
@@ -115,14 +116,16 @@ async def test_a_refused_request_is_not_retried(
     assert cluster.calls == [ROUTE]
 
 
-@pytest.mark.parametrize("failure", [429, 500, SENDS_AN_ERROR])
+@pytest.mark.parametrize(
+    ("failure", "release"), [(429, RELEASE), (500, BLAME), (SENDS_AN_ERROR, BLAME)]
+)
 async def test_a_request_whose_worker_fails_is_released_and_routed_again(
-    cluster: FakeCluster, client: ClusterClient, failure: int
+    cluster: FakeCluster, client: ClusterClient, failure: int, release: str
 ) -> None:
     cluster.worker_script.append(failure)
     outcome = await send(client)
     assert (outcome.failure, outcome.attempts) == (None, 2)
-    assert cluster.calls == [ROUTE, COMPLETE, RELEASE, ROUTE, COMPLETE, CONFIRM, RELEASE]
+    assert cluster.calls == [ROUTE, COMPLETE, release, ROUTE, COMPLETE, CONFIRM, RELEASE]
     assert [query.get("exclude") for query in cluster.queries] == [None, None, "w1:0", None]
 
 
@@ -148,7 +151,7 @@ async def test_a_request_whose_answer_breaks_off_fails_and_is_released(
     outcome = await send(client)
     assert (outcome.failure, outcome.attempts) == (FailureKind.BROKEN_STREAM, 1)
     assert outcome.first_token_s is None
-    assert cluster.calls == [ROUTE, COMPLETE, CONFIRM, RELEASE]
+    assert cluster.calls == [ROUTE, COMPLETE, CONFIRM, BLAME]
 
 
 async def test_a_request_ends_at_its_deadline_and_is_released(cluster: FakeCluster) -> None:

@@ -153,6 +153,9 @@ class Namespace:
         ended = set(await self.lost())
         return [{inc: o for inc, o in found.items() if inc not in ended} for found in overlaps]
 
+    async def suspend(self, request_id: str) -> Incarnation | None:
+        return await self.do(leases.suspend(self.keys, request_id))
+
     async def lapse(self, grace_ms: int = 0) -> int:
         return await self.do(leases.lapse(self.keys, grace_ms, await self.now_ms()))
 

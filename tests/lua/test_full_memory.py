@@ -57,6 +57,7 @@ async def test_workers_and_requests_still_come_and_go(full: Namespace) -> None:
     assert await full.prefill_complete("r1")
     assert await full.release("r1")
     assert await full.worker("b") == 2
+    assert await full.suspend("r2") == inc
     assert await full.expire(ttl_ms=LONG_MS // 2) == 0
     assert await full.prune(MINUTE) == 0
     assert await full.retire("a", inc)

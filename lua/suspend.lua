@@ -1,0 +1,28 @@
+-- suspend: a request's worker has failed it; let the worker's lease lapse until it renews.
+--
+-- A worker that is alive after all renews within two seconds and loses nothing. No more than a
+-- quarter of all leases, or one, are made to lapse, and never the last: a client that reaches no
+-- worker at all must not take them from all others.
+--
+-- KEYS[1] leases        zset  inc -> expiry, ms
+-- KEYS[2] reservations  hash  request_id -> inc
+-- ARGV[1] request_id    str
+-- Returns  inc                the lease of this one lapses now
+--          nil                there is no such reservation, the lease has lapsed already, or too many
+--                             have
+-- Cost     O(log workers). Writes. Safe to retry.
+local leases, reservations, request_id = KEYS[1], KEYS[2], ARGV[1]
+-- @include clock
+-- @include despite_full
+
+despite_full(reservations)
+local now = now_ms()
+local inc = redis.call('HGET', reservations, request_id)
+local expiry_ms = tonumber(inc and redis.call('ZSCORE', leases, inc) or 0)
+local live = redis.call('ZCOUNT', leases, string.format('(%d', now), '+inf')
+local lapsed = redis.call('ZCOUNT', leases, '-inf', now)
+if expiry_ms <= now or live < 2 or lapsed >= math.max(1, math.floor((live + lapsed) / 4)) then
+  return false
+end
+redis.call('ZADD', leases, string.format('%d', now), inc)
+return inc
