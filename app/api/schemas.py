@@ -70,7 +70,9 @@ class RouteOptions(_Body):
     lora_name: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     cache_namespace: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     policy: PolicyName | None = None
-    exclude: Array[str] = Field(default=[], description="worker ids, or <worker_id>:<dp_rank>")
+    exclude: Array[str] = Field(
+        default_factory=list, description="worker ids, or <worker_id>:<dp_rank>"
+    )
     session_id: RequestId | None = Field(
         default=None,
         description="with --session-affinity, a session's requests tend to go where the last one "

@@ -62,7 +62,8 @@ def _array_bytes(tokens: NDArray[np.integer]) -> bytes:
         return tokens.astype("<u4", copy=False).tobytes()
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InvalidRequest("token_ids", f"needs a flat integer array, got {tokens.dtype}")
-    if tokens.size and (tokens.max() > 0xFFFFFFFF or tokens.min() < 0):
+    is_signed = tokens.dtype.kind == "i"
+    if tokens.size and (tokens.max() > 0xFFFFFFFF or (is_signed and tokens.min() < 0)):
         raise InvalidRequest("token_ids", "not all are in [0, 2^32)")
     return tokens.astype("<u4").tobytes()
 
