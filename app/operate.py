@@ -63,15 +63,12 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
         raise click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
     if as_json:
         return
-    per_block = found.memory_bytes / found.unique_blocks if found.unique_blocks else 0
     click.echo(
         f"namespace   {found.namespace}: blocks of {found.block_size} tokens, "
         f"{found.shards} shard{'s' if found.shards > 1 else ''}\n"
         f"index       {found.unique_blocks:,} unique blocks, laid out for {found.laid_out_blocks:,}"
         + (" (overfull: changes are slower)" if found.overfull else "")
-        + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis"
-        + (f", {per_block:,.0f} bytes per block" if per_block else "")
-        + "\n"
+        + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis\n"
     )
     click.echo(_workers_table(found.workers))
 
