@@ -7,7 +7,6 @@ and dead incarnations are swept. The model is a plain set per worker and tier.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -23,6 +22,8 @@ from app.core.index import Change
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
+from app.core.serving import run
+from app.core.topology import Node, exchange
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from tests.workers.cache_model import CacheModel
 from workers import ownership
@@ -174,9 +175,12 @@ class World:
 
     async def owners(self) -> dict[tuple[SequenceHash, Incarnation | None], Tier]:
         """All entries of the index."""
+        redis = self.runner.redis
+        buckets = [key async for key in redis.scan_iter(match="*blocks:*", count=1000)]
+        found = await exchange(Node(redis), [("HGETALL", bucket) for bucket in buckets])
         entries: dict[tuple[SequenceHash, Incarnation | None], Tier] = {}
-        async for key in self.runner.redis.scan_iter(match="*blocks:*"):
-            for block, text in (await self.runner.redis.hgetall(key)).items():
+        for fields in found:
+            for block, text in zip(fields[::2], fields[1::2], strict=True):
                 for incarnation, tier in matching.parse_owners(text):
                     entries[SequenceHash(int(block, 16)), incarnation] = tier
         return entries
@@ -289,7 +293,7 @@ def examples(count: int) -> settings:
 def test_queries_equal_scans_of_every_workers_cache(
     redis_server: EmbeddedRedis, steps: list[Step]
 ) -> None:
-    asyncio.run(run_steps(redis_server.url, 3, steps))
+    run(run_steps(redis_server.url, 3, steps))
 
 
 @pytest.mark.slow
@@ -302,4 +306,4 @@ def test_queries_equal_scans_through_long_histories_of_more_workers(
 ) -> None:
     """Takes about 6 minutes on each kind of server."""
     steps = data.draw(st.lists(steps_of(num_workers), min_size=200, max_size=400))
-    asyncio.run(run_steps(redis_server.url, num_workers, steps))
+    run(run_steps(redis_server.url, num_workers, steps))
