@@ -128,7 +128,8 @@ class BlockCache:
     def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
         """See BlockManager.share: the table's slots may change."""
         count = self.manager.share(table, prefix)
-        self._go_on()
+        if count:
+            self._go_on()
         return count
 
     def release(self, table: BlockTable, priority: int = 0) -> None:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -387,17 +388,24 @@ async def test_after_a_failed_load_computing_starts_after_the_last_good_chunk(
 
 
 async def test_a_request_waits_until_it_fits_and_is_not_overtaken(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path, {DEVICE: 16}) as served:
+        prepare = mock.Mock(wraps=served.manager.prepare)
+        monkeypatch.setattr(served.manager, "prepare", prepare)
         first = served.submit("first", prompt_of(1, 33), 20)
         second = served.submit("second", prompt_of(2, 33), 20)
-        third = served.submit("third", prompt_of(3, 3), 1)
+        later = []
         async for output in first:
             if output.finished is None:
+                later.append(served.submit(f"later {len(later)}", prompt_of(3, 3), 1))
                 metrics = served.engine.metrics()
-                assert (metrics.request_active_slots, metrics.num_requests_waiting) == (1, 2)
-        for generation in (third, second):
+                assert metrics.request_active_slots == 1
+                assert metrics.num_requests_waiting == 1 + len(later)
+                # An arrival makes no room, and looking for some takes long for a long prompt.
+                assert prepare.call_count <= 2
+        assert len(later) > 2
+        for generation in (*later, second):
             await output_of(generation)
         await served.settle()
 

@@ -185,7 +185,8 @@ class TorchEngine:
         )
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
-        self._may_admit.set()
+        if len(self._waiting) == 1:
+            self._may_admit.set()
         if self.running and len(self._waiting) <= 1 + PREFETCHED_REQUESTS:
             self._prefetch()
         return sequence.generation
