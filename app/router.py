@@ -173,14 +173,13 @@ class Router:
         """
         now_ms = self.fleet.redis_now_ms
         release = reservations.release(self._keyspace, request_id)
-        known: bool
         suspended: Incarnation | None = None
         try:
-            if worker_failed:  # in this order, as only the reservation tells which worker that is
-                suspend = leases.suspend(self._keyspace, request_id)
-                suspended, known = await self._runner.run([suspend, release])
-            else:
-                known = await self._runner.one(release)
+            # First, as only the reservation tells which worker that is. In the same round trip it
+            # would come second if Redis had yet to be sent this script, but not the other.
+            if worker_failed:
+                suspended = await self._runner.one(leases.suspend(self._keyspace, request_id))
+            known = await self._runner.one(release)
         except RedisUnavailable:
             if now_ms is not None:
                 # But not what the same id may have been promised by then.

@@ -59,9 +59,14 @@ async def test_release_frees_everything(
 
 
 async def test_a_worker_that_failed_a_request_gets_none_until_it_renews(
-    client: httpx.AsyncClient, one: FakeWorkers, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient,
+    one: FakeWorkers,
+    redis: Redis,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await one.register("w2")
+    await redis.script_flush()
+    await client.delete("/v1/requests/other")  # now Redis has one of the scripts, but not all
     response = await client.delete("/v1/requests/r1?worker_failed=true")
     assert (response.status_code, response.json()) == (200, {"request_id": "r1", "found": True})
     assert "worker w1:0 failed request r1" in caplog.text
