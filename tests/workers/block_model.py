@@ -89,17 +89,17 @@ class BlockModel:
         }
 
     def find(self, chain: Sequence[SequenceHash]) -> list[tuple[Tier, Cell]]:
+        holders = {
+            cell.block: (tier, cell)
+            for tier in sorted(self.cells, reverse=True)
+            if tier is Tier.DEVICE or self._admission.loads(tier)
+            for cell in self.cells[tier]
+        }
         found = []
         for block in chain:
-            holders = [
-                (tier, cell)
-                for tier, cells in self.cells.items()
-                for cell in cells
-                if cell.block == block and (tier is Tier.DEVICE or self._admission.loads(tier))
-            ]
-            if not holders:
+            if block not in holders:
                 break
-            found.append(holders[0])
+            found.append(holders[block])
         return found
 
     # Operations
