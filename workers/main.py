@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from app.core.config import WorkerSettings, base_url
@@ -42,24 +43,29 @@ async def serve(settings: WorkerSettings) -> None:
             raise ConfigError(
                 f"{name}: needs at least one block of {settings.block_size}, got {tokens}"
             )
-    hosted = await asyncio.to_thread(host, settings)
-    # Listen before the worker is registered, so that whoever is routed here can connect.
-    listening = listen(settings.host, settings.port)
-    settings = replace(settings, port=listening.getsockname()[1])
-    redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
-    log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
-    probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
+    async with AsyncExitStack() as opened:
+        hosted = await asyncio.to_thread(host, settings)
+        opened.callback(hosted.close)
+        # Listen before the worker is registered, so that whoever is routed here can connect.
+        listening = opened.enter_context(listen(settings.host, settings.port))
+        settings = replace(settings, port=listening.getsockname()[1])
+        redis = await opened.enter_async_context(
+            connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+        )
+        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
+        probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
+        opened.push_async_callback(asyncio.to_thread, probe.stop)
 
-    def measure() -> tuple[ForwardPassMetrics, Speed]:
-        return engine.metrics(), engine.speed()
+        def measure() -> tuple[ForwardPassMetrics, Speed]:
+            return engine.metrics(), engine.speed()
 
-    agent = await _agent(settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, probe)
-    engine = hosted.start(agent)
-    try:
-        await check_server(redis, REDIS_TIMEOUT_S)
-    except RedisUnavailable as error:
-        log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
-    try:
+        agent = await _agent(settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, probe)
+        engine = hosted.start(agent)
+        try:
+            await check_server(redis, REDIS_TIMEOUT_S)
+        except RedisUnavailable as error:
+            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
+        app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
             announcing = tasks.create_task(_announce(agent))
@@ -70,21 +76,13 @@ async def serve(settings: WorkerSettings) -> None:
                 await asyncio.wait([announcing])
                 await agent.stop()
 
-            app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
-            await serve_http(
-                app,
-                listening,
-                on_stop=leave,
-                on_late=running.cancel,
-                drain_s=settings.drain_s,
-            )
-            # Cancelled a second time, the engine would not wait for the step it is in.
-            if not running.cancelling():
-                running.cancel()
-    finally:
-        await asyncio.to_thread(probe.stop)
-        hosted.close()
-        await redis.aclose()
+            def end() -> None:
+                # Cancelled a second time, the engine would not wait for the step it is in.
+                if not running.cancelling():
+                    running.cancel()
+
+            await serve_http(app, listening, on_stop=leave, on_late=end, drain_s=settings.drain_s)
+            end()
 
 
 async def _announce(agent: Agent) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from redis.asyncio import Redis
 
 from app.core.config import WorkerSettings
+from app.core.embedded import EmbeddedRedis
 from app.core.errors import ConfigError
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
 from app.core.types import SequenceHash, Tier
@@ -26,6 +28,7 @@ from workers.engines.llama import SIZES, Llama
 from workers.engines.loading import _fingerprint, _identity
 from workers.engines.steps import Finished
 from workers.engines.torch import TorchEngine
+from workers.main import serve
 
 SETTINGS = WorkerSettings(
     worker_id="w0",
@@ -96,6 +99,22 @@ def test_workers_share_a_disk_folder_but_not_a_disk(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another process"):
         host(settings)
     first.close()
+    host(settings).close()
+
+
+async def test_a_worker_that_redis_does_not_suit_gives_its_disk_back(
+    tmp_path: Path, one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    settings = replace(
+        SETTINGS, redis_url=url, port=0, disk_folder=str(tmp_path), disk_pool_tokens=1024
+    )
+    await redis.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(ConfigError, match="allkeys-lru"):
+            await serve(settings)
+    finally:
+        await redis.config_set("maxmemory-policy", "noeviction")
     host(settings).close()
 
 
