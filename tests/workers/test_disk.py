@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import multiprocessing
 import os
 import random
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Barrier, Event, Thread, current_thread, main_thread
 from typing import Any
@@ -583,49 +583,49 @@ def test_concurrently_written_batches_leave_each_others_records_alone(tmp_path: 
 
 KILLED_BLOCK_BYTES = 1 << 17
 KILLED_SLOTS = 64
-WRITER = f"""
-import os, random, sys
-from pathlib import Path
-from workers.disk import DiskBlock, SlotFile
+FORKS = multiprocessing.get_context("forkserver")
+"""Starts a process in milliseconds, and without the threads of this one."""
+FORKS.set_forkserver_preload([__name__])
 
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
 
-rng = random.Random(int(sys.argv[2]))
-file = SlotFile(Path(sys.argv[1]), block_bytes={KILLED_BLOCK_BYTES}, num_slots={KILLED_SLOTS})
-while True:
-    slots = sorted(rng.sample(range({KILLED_SLOTS}), rng.randrange(1, {KILLED_SLOTS})))
-    blocks = [DiskBlock(1, rng.getrandbits(64), None) for _ in slots]
-    data = [
-        memoryview(what.block.to_bytes(8, "little") * {KILLED_BLOCK_BYTES // 8}) for what in blocks
-    ]
-    batch = [word for slot, what in zip(slots, blocks) for word in (slot, what.block)]
-    say("begin", *batch)
-    file.write(slots, blocks, data)
-    say("done", *batch)
-"""
+def keep_writing(folder: Path, seed: int, reports: Connection) -> None:
+    """Write batches of blocks until killed, reporting the begin and the end of each."""
+    rng = random.Random(seed)
+    file = SlotFile(folder, block_bytes=KILLED_BLOCK_BYTES, num_slots=KILLED_SLOTS)
+    while True:
+        slots = sorted(rng.sample(range(KILLED_SLOTS), rng.randrange(1, KILLED_SLOTS)))
+        blocks = [DiskBlock(1, SequenceHash(rng.getrandbits(64)), None) for _ in slots]
+        data = [memoryview(killed_content(what.block)) for what in blocks]
+        batch = {slot: int(what.block) for slot, what in zip(slots, blocks, strict=True)}
+        reports.send(("begin", batch))
+        file.write(slots, blocks, data)
+        reports.send(("done", batch))
+
+
+def killed_content(block: SequenceHash) -> bytes:
+    return block.to_bytes(8, "little") * (KILLED_BLOCK_BYTES // 8)
 
 
 def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]]]:
-    """What a process printed that wrote batches of blocks until it was killed.
+    """What a process reported that wrote batches of blocks until it was killed.
 
     In odd turns it is killed just after it has voided or written records.
     """
     index = folder / "index"
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder), str(turn)], stdout=subprocess.PIPE, text=True
-    ) as writer:
-        assert writer.stdout is not None
-        lines = [writer.stdout.readline() for _ in range(random.Random(turn).randrange(1, 24))]
-        before = index.read_bytes()
-        while turn % 2 and index.read_bytes() == before and writer.poll() is None:
-            pass
-        writer.kill()
-        lines += writer.stdout.readlines()
-    for line in lines:
-        event, *words = line.split()
-        numbers = list(map(int, words))
-        yield event, dict(zip(numbers[::2], numbers[1::2], strict=True))
+    reports, reporting = FORKS.Pipe(duplex=False)
+    writer = FORKS.Process(target=keep_writing, args=(folder, turn, reporting))
+    writer.start()
+    reporting.close()
+    for _ in range(random.Random(turn).randrange(1, 24)):
+        yield reports.recv()
+    before = index.read_bytes()
+    while turn % 2 and index.read_bytes() == before and writer.is_alive():
+        pass
+    writer.kill()
+    with reports, suppress(EOFError):
+        while True:
+            yield reports.recv()
+    writer.join()
 
 
 def test_a_process_killed_in_mid_write_loses_no_blocks_outside_its_current_batch(
@@ -645,8 +645,7 @@ def test_a_process_killed_in_mid_write_loses_no_blocks_outside_its_current_batch
         ) as file:
             found = {slot: int(block) for slot, block in listed(file).items()}
             for slot, record in file.records():
-                whole = record.block.to_bytes(8, "little") * (KILLED_BLOCK_BYTES // 8)
-                assert read(file, slot, record.generation) == whole
+                assert read(file, slot, record.generation) == killed_content(record.block)
         for slot, block in begun.items():
             # The old block, none, or the new block, depending on how far the write got.
             assert found.get(slot) in (held.get(slot), None, block)
