@@ -20,6 +20,8 @@ LIBS = sorted(path.stem for path in (LUA / "lib").glob("*.lua"))
 SLOT = re.compile(r"\b(KEYS|ARGV)\[(\d+)\]")
 DECLARED_SLOT = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\] +(\S+) +(\S+)", re.MULTILINE)
 DOCUMENTED_KEY = re.compile(r"^    (\w+:?)(?:<\w+>)? +(hash|zset|set|list|stream) ", re.MULTILINE)
+FILLS = re.compile(r"\bredis\.p?call\(\s*'(?:HSET|HINCRBY|ZADD|RPUSH|SADD|XADD)',\s*(\w+)\b")
+"""The name of a variable that holds a key, or the prefix of a family of keys."""
 INCLUDE = re.compile(r"^-- @include (\w+)$", re.MULTILINE)
 COMMAND = re.compile(r"\bredis\.p?call\(\s*'(\w+)'\s*,?\s*(?:(?<='OBJECT', )'ENCODING', )?(.)")
 """A command, and the first character of its first argument, which is a key."""
@@ -132,6 +134,20 @@ def test_the_readme_documents_every_key_with_the_same_type() -> None:
     rows = re.findall(r"^\| `(\w+:?)(?:<\w+>)?` \| (\w+) \|", README.read_text(), re.MULTILINE)
     assert rows == DOCUMENTED_KEY.findall(keys.__doc__ or "")
     assert len(rows) > 10
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_key_that_a_script_fills_is_documented_as_written_by_it(name: str) -> None:
+    row = r"^\| `(\w+:?)\S* \| \w+ \| .* \| (.+) \| .+ \|$"
+    in_readme = dict(re.findall(row, README.read_text(), re.MULTILINE))
+    _, *parts = DOCUMENTED_KEY.split(keys.__doc__ or "")
+    in_docstring = dict(zip(parts[::3], parts[2::3], strict=True))
+    assert in_readme.keys() == in_docstring.keys()
+    for variable in FILLS.findall(code(load_script(name).text)):
+        key = variable.replace("_prefix", ":")
+        if key in in_readme:
+            assert name in re.findall(r"\w+", in_readme[key]), key
+            assert name in re.findall(r"\w+", in_docstring[key]), key
 
 
 def plural(kind: str) -> str:

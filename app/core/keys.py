@@ -3,7 +3,8 @@
 A namespace is one model, block size and hash settings. Its keys share a hash tag, except those of
 the index, which are in shards, each with its own tag. A script touches the keys of only one tag, so
 a namespace may be spread over a Redis Cluster. The names are a public contract; the `1` in them is
-its version. Fields and values are text. `<inc>` is the number of an incarnation.
+its version. Fields and values are text. `<inc>` is the number of an incarnation. "By" names the
+scripts that write a key, without those that only remove.
 
     kvroute:1:{<namespace>}:...
     meta                hash    block_size, shards, incarnations (last number issued), workers_ms
@@ -14,19 +15,23 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by activate,
                                 lease_renew; until retired
     leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew,
-                                suspend; until retired
+                                lapse, suspend; until retired
     writers             hash    <inc> -> nonce of the process that acts as it; by register; until
                                 retired
     load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks
-                                requests decoding total", integers; by activate, lease_renew and
-                                the reservation scripts; until retired. An incarnation without it
-                                is not routed to.
-    reservations        hash    request_id -> <inc>; by reserve, activate; until released or expired
-    expiry              zset    request_id scored by expiry, ms, Redis clock; as reservations
+                                requests decoding total", integers; by activate, lease_renew,
+                                reserve, prefill_complete, release, expire; until retired. An
+                                incarnation without it is not routed to.
+    reservations        hash    request_id -> <inc>; by reserve, activate, lease_renew; until
+                                released or expired
+    expiry              zset    request_id scored by expiry, ms, Redis clock; by reserve, activate,
+                                lease_renew, expire; until released or expired
     requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state attempt",
                                 state one of p(refilling) d(ecoding), attempt a word that
-                                distinguishes reservations of the same request; as reservations
-    prefills:<inc>      list    request_ids still prefilling, oldest first; as reservations
+                                distinguishes reservations of the same request; by reserve,
+                                prefill_complete, activate; until released or expired
+    prefills:<inc>      list    request_ids still prefilling, oldest first; by reserve, activate,
+                                lease_renew; until released or expired
     line                hash    tag, virtual time of the last turn of a request that waited;
                                 <replica> -> until when its tickets are valid, ms, Redis clock; by
                                 wait, turns, leave; until nobody waits, or no replica has called
@@ -36,8 +41,8 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     easy_flows          zset    <flow> scored by the tag of its first ticket that every worker
                                 could take; as line
     waiting:<flow>      zset    "<replica>-<number> <charge> -" scored by when the request began to
-                                wait, ms, Redis clock; by wait, turns, leave; until they leave, or
-                                none is named for ten seconds
+                                wait, ms, Redis clock; by wait; until they leave, or none is named
+                                for ten seconds
     picky:<flow>        zset    "<replica>-<number> <charge> x", of requests that not every worker
                                 could take, as they exclude some or some are too small; as waiting
     sessions            hash    <session> -> "<inc> <when it last went there, ms, Redis clock>"; by
@@ -46,7 +51,7 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
                                 and, prefixed "gpu_", of GpuReadings as far as read; by
                                 agents, each after metrics_interval_s; trimmed to about
                                 METRICS_MAXLEN entries
-    decisions           stream  one routed request each: see app/recording.py; by routers; trimmed
+    decisions           stream  one routed request each: see app/recording.py; by record; trimmed
 
     kvroute:1:{<namespace>#<shard>}:...
     shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass, and
@@ -65,7 +70,7 @@ its version. Fields and values are text. `<inc>` is the number of an incarnation
     predictions         hash    slice letter -> entries of it; cutoff, the oldest slice that counts;
                                 bucket_bits; cursor of prune; by predict, prune; for good
     predicted:<bucket>  hash    sequence hash -> "<inc><slice letter>...", of some routed blocks;
-                                by predict; until pruned
+                                by predict, prune; until pruned
 """
 
 from __future__ import annotations
