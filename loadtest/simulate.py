@@ -476,7 +476,7 @@ def _title(scenario: Scenario, load: float | None) -> str:
     host = f", {setting.host_pool_tokens:,} tokens on the host" * bool(setting.host_pool_tokens)
     return (
         f"{trace.name}: {trace.num_requests:,} requests{at}, {setting.num_workers} workers{host}, "
-        f"{setting.replicas} replicas ({setting.sharing})"
+        f"{setting.replicas} replica{'s' * (setting.replicas > 1)} ({setting.sharing})"
     )
 
 
