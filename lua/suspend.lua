@@ -1,17 +1,19 @@
 -- suspend: a request's worker has failed it; let the worker's lease lapse until it renews.
 --
 -- A worker that is alive after all renews within two seconds and loses nothing. No more than a
--- quarter of all leases, or one, are made to lapse, and never the last: a client that reaches no
--- worker at all must not take them from all others.
+-- quarter of all workers, or one, are suspended, and never the last: a client that reaches no
+-- worker at all must not take them from all others. Incarnations that are not routed to yet have
+-- leases too, but nothing in `load`.
 --
 -- KEYS[1] leases        zset  inc -> expiry, ms
--- KEYS[2] reservations  hash  request_id -> inc
+-- KEYS[2] load          hash  inc -> load
+-- KEYS[3] reservations  hash  request_id -> inc
 -- ARGV[1] request_id    str
 -- Returns  inc                the lease of this one lapses now
 --          nil                there is no such reservation, the lease has lapsed already, or too many
 --                             have
 -- Cost     O(log workers). Writes. Safe to retry.
-local leases, reservations, request_id = KEYS[1], KEYS[2], ARGV[1]
+local leases, load, reservations, request_id = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 -- @include clock
 -- @include despite_full
 
@@ -19,9 +21,9 @@ despite_full(reservations)
 local now = now_ms()
 local inc = redis.call('HGET', reservations, request_id)
 local expiry_ms = tonumber(inc and redis.call('ZSCORE', leases, inc) or 0)
-local live = redis.call('ZCOUNT', leases, string.format('(%d', now), '+inf')
+local all = redis.call('HLEN', load)
 local lapsed = redis.call('ZCOUNT', leases, '-inf', now)
-if expiry_ms <= now or live < 2 or lapsed >= math.max(1, math.floor((live + lapsed) / 4)) then
+if expiry_ms <= now or all - lapsed < 2 or lapsed >= math.max(1, math.floor(all / 4)) then
   return false
 end
 redis.call('ZADD', leases, string.format('%d', now), inc)

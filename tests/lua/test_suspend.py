@@ -75,6 +75,18 @@ async def test_a_quarter_of_the_workers_and_never_the_last_are_suspended(
         assert await space.suspend(f"r{size - 1}") == everybody[-1]
 
 
+async def test_incarnations_that_are_not_routed_to_yet_do_not_count_as_workers(
+    space: Namespace,
+) -> None:
+    [last] = await fleet(space, 1)
+    for _ in range(8):
+        assert (await space.register("w0", resync=True)).predecessor_lives
+    assert await space.suspend("r0") is None
+    assert await live(space) == [last]
+    await space.worker("w1")
+    assert await space.suspend("r0") == last
+
+
 async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(
     space: Namespace,
 ) -> None:
