@@ -3,13 +3,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from app.core import index, matching, reservations
 from app.core.index import Change
 from app.core.matching import WHOLE_CHAIN, Boundaries, Overlaps
-from app.core.scripts import Call, call
+from app.core.scripts import Call, ScriptRunner, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from tests.lua.conftest import DEVICE, DISK, HOST, NO_LOAD, A, B, C, D, E, Namespace
 
@@ -248,6 +249,34 @@ async def test_the_overlap_of_a_long_sampled_chain_is_exact(
     tiers = [DEVICE] * device + [HOST] * host
     await space.apply(inc, 1, list(zip(blocks, tiers, strict=False)))
     assert await space.match(blocks) == [{inc: TierOverlap(device, host)}]
+
+
+class LosingAShard(ScriptRunner):
+    """Answers `trips` round trips; after that the shard fails every query."""
+
+    def __init__(self, space: Namespace, trips: int) -> None:
+        super().__init__(space.runner.redis, timeout_s=10)
+        self._space, self._trips = space, trips
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        if self._trips == 0:
+            await self._space.redis.set(self._space.shard["dead"], "not a set")
+        self._trips -= 1
+        return await super().run_each(calls)
+
+
+@pytest.mark.parametrize(("trips", "known"), [(0, (False, False)), (1, (False, True))])
+async def test_a_chain_whose_shard_does_not_answer_has_no_result(
+    space: Namespace, trips: int, known: tuple[bool, bool]
+) -> None:
+    inc = await space.worker("a")
+    blocks = chain_of(random.Random(1), 2000)  # two round trips
+    space.set_chain(blocks)
+    await space.hold(inc, blocks[:1000])
+    runner = LosingAShard(space, trips)
+    found, _ = await matching.match(runner, space.keys, [blocks, blocks[:10]])
+    whole = [{inc: TierOverlap(device=1000)}, {inc: TierOverlap(device=10)}]
+    assert found == [o if is_known else None for o, is_known in zip(whole, known, strict=True)]
 
 
 async def test_overlaps_equal_those_of_a_plain_walk(space: Namespace) -> None:
