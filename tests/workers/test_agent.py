@@ -332,6 +332,15 @@ async def test_an_unanswered_renewal_is_retried_before_the_lease_lapses(
         assert await observer.live() == {1: "w0:0"}
 
 
+async def test_a_lease_that_is_made_to_lapse_is_renewed_soon_however_long_it_is(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.agent.MAX_RENEWAL_S", 0.05)
+    async with running(new_agent(redis, ttl_s=600)):
+        await redis.zadd(KEYS["leases"], {"1": 1})
+        await eventually(observer.live, lambda live: live == {1: "w0:0"})
+
+
 async def test_the_more_workers_there_are_the_longer_an_agent_pauses(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
