@@ -16,7 +16,7 @@ from app import dump as dumping
 from app import inspection, recording, verification
 from app.console import COMMON, json_option, json_text, on_redis, text_table
 from app.core import config
-from app.core.config import Command
+from app.core.config import Command, naming_file
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.topology import Client
@@ -337,8 +337,10 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
 @on_redis
 async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
     """Write which worker holds which blocks, as JSON lines."""
-    async for line in dumping.dump(redis, keyspace):
-        out.write(line + b"\n")
+    with naming_file(f"--out {out.name}"), out:
+        async for line in dumping.dump(redis, keyspace):
+            out.write(line + b"\n")
+        out.flush()
 
 
 @click.command(cls=Command)

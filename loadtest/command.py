@@ -60,4 +60,5 @@ def save(figures: Any, file: Path | None) -> None:
     """Writes the figures as JSON; keys may be numbers. None: no file was asked for."""
     if file is not None:
         options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-        file.write_bytes(orjson.dumps(figures, option=options))
+        with config.naming_file(file):
+            file.write_bytes(orjson.dumps(figures, option=options))

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from app.core.config import naming_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from rich.console import Group
 
     # Only for types: benchmarks must not load anything heavy into the servers they measure.
@@ -245,7 +248,12 @@ def plot(runs: Sequence[PolicyRun], path: Path) -> None:
         "Prompt tokens found in the cache",
         "{:.1%}",
     )
-    figure.savefig(path, dpi=150, format="png")
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    with naming_file(path):
+        figure.savefig(path, dpi=150, format="png")
 
 
 def _plot_distribution(axes: Axes, runs: Sequence[PolicyRun]) -> None:

@@ -270,7 +270,7 @@ def plot(figures: Sequence[Figures], title: str, path: Path) -> None:
         axes.set_xlabel("load, times the recorded rate", color=report.GREY)
         report.style(axes, label)
     figure.axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=150, format="png")
+    report.save_figure(figure, path)
 
 
 MILLISECONDS = Number(0, 1000 * LONGEST_S)

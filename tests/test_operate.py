@@ -451,6 +451,28 @@ def test_an_index_has_the_same_overlaps_after_dump_and_restore(url: str, tmp_pat
     assert overlaps(url, KEYS) == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["dump", "--out", "/dev/full"], "--out /dev/full: No space left on device"),
+        (["inspect", "prefix", "/proc/self/mem"], "[Errno 5] Input/output error"),
+    ],
+)
+def test_a_file_that_cannot_be_read_or_written_to_its_end_is_reported_in_one_line(
+    url: str, arguments: list[str], error: str
+) -> None:
+    result = kvroute(url, *arguments)
+    assert (result.exit_code, result.output) == (1, f"Error: {error}\n")
+
+
+def test_a_dump_that_nobody_reads_to_its_end_ends_quietly(url: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = kvroute(url, "dump", "--out", f"/dev/fd/{writer}")
+    os.close(writer)
+    assert (result.exit_code, result.output) == (1, "")
+
+
 def test_a_dump_leaves_out_what_cannot_be_read(url: str, raw: Redis) -> None:
     before = kvroute(url, "dump").stdout
     raw.hset(KEYS["workers"], mapping={"9": "spoilt", "x": "{}"})

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import click
 
-from app.core.errors import KvrouteError
+from app.core.errors import ConfigError, KvrouteError
 from app.core.types import TENANT_ID
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -115,18 +116,31 @@ def base_url(host: str, port: int) -> str:
 
 
 class Command(click.Command):
-    """Shows our own errors as one line, not as a traceback."""
+    """Shows our errors, and those of the system, such as a full disk, as one line, no traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         error: BaseException
         try:
             return super().invoke(ctx)
-        except* KvrouteError as group:
+        except* (KvrouteError, OSError) as group:
             error = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         # Out here, as early releases of Python 3.11 wrap what is raised in an except* clause.
+        if isinstance(error, BrokenPipeError):
+            raise error  # click ends quietly when nobody reads the output any more
         raise click.ClickException(str(error))
+
+
+@contextmanager
+def naming_file(file: object) -> Iterator[None]:
+    """Adds the name of a file to errors of writing it, of which the system names only the cause."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
 
 
 class _Option(click.Option):

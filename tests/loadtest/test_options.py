@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loadtest import bench_replicas, simulate
-from loadtest.command import Command
+from loadtest.command import Command, save
 from loadtest.demo import demo
 from loadtest.replay import replay
 
@@ -38,6 +38,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     a_folder = invoke(module, "--json", str(tmp_path))
     assert a_folder.exit_code == 2
     assert "is a directory" in a_folder.output
+
+
+def test_a_report_for_which_the_disk_has_no_room_is_named_in_one_line() -> None:
+    @click.command(cls=Command)
+    def bench() -> None:
+        save({"figures": 1}, Path("/dev/full"))
+
+    result = CliRunner().invoke(bench)
+    assert (result.exit_code, result.output) == (1, "Error: /dev/full: No space left on device\n")
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from app.core.errors import ConfigError
 from loadtest import report
 from loadtest.client import FailureKind, Outcome
 from loadtest.replay import Progress, replay, replay_policy
@@ -170,6 +171,8 @@ class TestReport:
         ]
         report.plot(runs, tmp_path / "figures.of-today")
         assert (tmp_path / "figures.of-today").read_bytes().startswith(b"\x89PNG")
+        with pytest.raises(ConfigError, match="/dev/full: No space left on device"):
+            report.plot(runs, Path("/dev/full"))
 
 
 class TestReplay:
