@@ -1,8 +1,9 @@
 """Dumps the ownership of a namespace as JSON lines, restores it, and deletes a namespace.
 
 The first line describes the namespace, and one line each its workers. Every other line is one
-event: blocks that a worker stored, in one tier, of one bucket. Redis does not know a block's
-parent, so a dump can be restored only into an index with as many shards and buckets.
+event: blocks that a worker stored, in one tier, of one bucket. The last line says that it is the
+last, as a dump may be cut off between two others. Redis does not know a block's parent, so a dump
+can be restored only into an index with as many shards and buckets.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
                         "bucket": bucket,
                     }
                 )
+    yield orjson.dumps({"end": True})
 
 
 async def _layout(redis: Client, shard: Keyspace) -> int:
@@ -280,10 +282,16 @@ class _Dump:
     def stored(self) -> Iterator[_Stored]:
         """What is stored, in the order of the lines. Can be called only once."""
         for row in self._rows:
+            if "end" in row.fields:
+                break
             if "info" in row.fields:
                 self._add_worker(row)
             else:
                 yield self._stored(row)
+        else:
+            raise ConfigError("the dump was cut off: its last line is missing")
+        for row in self._rows:
+            raise ConfigError(f"line {row.number} comes after the end of the dump")
 
     def _add_worker(self, row: _Row) -> None:
         inc = row.whole("incarnation", 1, MAX_WHOLE)

@@ -500,8 +500,11 @@ STORED = {
 }
 
 
+END = {"end": True}
+
+
 def dumped(*rows: dict[str, object]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    return "".join(json.dumps(row) + "\n" for row in [*rows, END])
 
 
 def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
@@ -576,7 +579,12 @@ def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
             )
             for block in ("zz", 5, "0x000000000000aa", "00000000000000aaa")
         ],
-        (dumped(HEAD, WORKER, STORED) + '{"stored"', "line 4 is not JSON"),
+        (dumped(HEAD, WORKER, STORED) + '{"stored"', "line 5 is not JSON"),
+        (dumped(HEAD, WORKER, STORED, END), "line 5 comes after the end of the dump"),
+        (
+            dumped(HEAD, WORKER, STORED).removesuffix(dumped()),
+            "the dump was cut off: its last line is missing",
+        ),
     ],
 )
 def test_a_damaged_dump_is_refused_by_line_before_anything_is_written(
