@@ -208,8 +208,9 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _of_whole_heads(_: click.Context, __: click.Parameter, kib: tuple[int, ...]) -> tuple[int, ...]:
-    if bad := [size for size in kib if shape_of(size << 10).block_bytes != size << 10]:
-        raise click.BadParameter(f"{bad[0]} is no multiple of 8")
+    one_head_kib = shape_of(8 << 10).block_bytes >> 10
+    if bad := [size for size in kib if size % one_head_kib]:
+        raise click.BadParameter(f"{bad[0]} is no multiple of {one_head_kib}")
     return kib
 
 

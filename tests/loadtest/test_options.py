@@ -70,6 +70,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("bench_shards", "--changes 0"),
         ("bench_shards", "--queries 0"),
         ("bench_tiers", "--kib 0"),
+        ("bench_tiers", "--kib 7"),
         ("bench_tiers", "--kib 17"),
         ("bench_tiers", "--mib 0"),
         ("bench_tiers", "--rounds 0"),
