@@ -38,8 +38,11 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; clients may connect at once, and are answered once it is served.
 
     `::` takes connections over IPv4 as well, where the machine can.
-    Raises ConfigError if the address cannot be taken.
+    Raises ConfigError if the address cannot be taken, or is empty: to Python, that is every address
+    of the machine, which nobody means who writes `--host "$UNSET"`.
     """
+    if not host:
+        raise ConfigError(f"cannot listen on :{port}: the host is empty")
     try:
         if ":" not in host:
             return socket.create_server((host, port), backlog=1024)

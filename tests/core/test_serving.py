@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from app.core.errors import KvrouteError
+from app.core.errors import ConfigError, KvrouteError
 from app.core.serving import listen, serve
 
 
@@ -41,6 +41,11 @@ def test_the_ipv6_wildcard_also_takes_ipv4_connections() -> None:
         port = socket.getsockname()[1]
         for host in ("127.0.0.1", "::1"):
             sockets.create_connection((host, port), timeout=5.0).close()
+
+
+def test_an_empty_host_is_not_taken_for_every_address_of_the_machine() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on :0: the host is empty"):
+        listen("", 0)
 
 
 async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
