@@ -174,7 +174,9 @@ def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
 
 
 def _flag(fields: Mapping[str, object], name: str) -> bool:
-    value = fields.get(name) or False
+    value = fields.get(name)
+    if value is None:
+        return False
     if not isinstance(value, bool):
         raise InvalidRequest(name, f"needs true or false, got {shown(value)}")
     return value

@@ -458,6 +458,8 @@ async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_
         ({"prompt": [1], "max_tokens": 0}, "max_tokens", "got 0"),
         ({"prompt": [1], "max_tokens": "5"}, "max_tokens", "got '5'"),
         ({"prompt": [1], "stream": "yes"}, "stream", "got 'yes'"),
+        ({"prompt": [1], "stream": 0}, "stream", "got 0"),
+        ({"prompt": [1], "ignore_eos": ""}, "ignore_eos", "got ''"),
         ({"prompt": [1], "stream_interval": True}, "stream_interval", "got True"),
         ({"prompt": [1], "request_id": 5}, "request_id", "got 5"),
         ({"prompt": [1], "request_id": ""}, "request_id", "got ''"),
