@@ -41,6 +41,8 @@ VOCABULARY = 32_000
 UNIQUE_POSITIONS = 1 << 63
 """Positions from here on belong to single requests; those of shared blocks are below."""
 UNIQUE_STRIDE_BITS = 24
+MAX_INPUT_TOKENS = 1 << UNIQUE_STRIDE_BITS
+"""Past it, two requests would share what is unique to each."""
 
 
 class TraceError(ValueError):
@@ -188,6 +190,12 @@ class _Record:
             raise self.bad(field, f"expected a whole number from {at_least}, found {value!r}")
         return value
 
+    def input_tokens(self) -> int:
+        tokens = self.number("input_length", at_least=1)
+        if tokens > MAX_INPUT_TOKENS:
+            raise self.bad("input_length", f"expected at most {MAX_INPUT_TOKENS}, found {tokens}")
+        return tokens
+
     def block_ids(self, field: str) -> tuple[int, ...]:
         value = self.fields.get(field)
         if not isinstance(value, list) or not all(
@@ -222,7 +230,7 @@ def _read_open_loop(records: list[_Record]) -> Iterator[Session]:
 
 
 def _open_loop_request(index: int, record: _Record) -> TraceRequest:
-    input_tokens = record.number("input_length", at_least=1)
+    input_tokens = record.input_tokens()
     blocks = record.block_ids("hash_ids")
     num_blocks = -(-input_tokens // OPEN_LOOP_BLOCK_TOKENS)
     if len(blocks) > num_blocks:
@@ -253,7 +261,7 @@ def _read_closed_loop(records: list[_Record]) -> Iterator[Session]:
 
 
 def _closed_loop_request(index: int, record: _Record, before: list[TraceRequest]) -> TraceRequest:
-    input_tokens = record.number("input_length", at_least=1)
+    input_tokens = record.input_tokens()
     keep = record.number("keep")
     previous = before[-1].blocks if before else ()
     if keep > len(previous):

@@ -159,6 +159,10 @@ def test_copies_of_a_session_share_only_blocks_that_other_sessions_share(closed_
     [
         ([OPEN[0], OPEN[1] | {"input_length": 0}],
          "bad.jsonl:2: field 'input_length': expected a whole number from 1, found 0"),
+        ([OPEN[0] | {"input_length": 10**15}],
+         "bad.jsonl:1: field 'input_length': expected at most 16777216, found 1000000000000000"),
+        ([CLOSED[0] | {"input_length": 10**15}],
+         "bad.jsonl:1: field 'input_length': expected at most 16777216, found 1000000000000000"),
         ([OPEN[0] | {"timestamp": "soon"}],
          "bad.jsonl:1: field 'timestamp': expected a whole number from 0, found 'soon'"),
         ([OPEN[0] | {"hash_ids": [1, None]}],
