@@ -10,11 +10,14 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+import orjson
 import uvicorn
 import uvloop
 from uvicorn.lifespan.on import LifespanOn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.core.errors import ConfigError, KvrouteError
+from app.core.http import error_body
 
 T = TypeVar("T")
 
@@ -56,6 +59,18 @@ def listen(host: str, port: int) -> socket.socket:
         # Python appends the address once more.
         reason = str(error.strerror or error).partition(" (while")[0]
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
+
+
+class _Protocol(HttpToolsProtocol):
+    """Answers what is not HTTP in the shape of all other errors."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = orjson.dumps(error_body("bad_request", msg))
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -120,6 +135,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app,
+            http=_Protocol,
             log_config=None,
             access_log=False,
             # Nothing here asks who the client is.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket as sockets
@@ -46,6 +47,21 @@ def test_the_ipv6_wildcard_also_takes_ipv4_connections() -> None:
 def test_an_empty_host_is_not_taken_for_every_address_of_the_machine() -> None:
     with pytest.raises(ConfigError, match="cannot listen on :0: the host is empty"):
         listen("", 0)
+
+
+async def test_what_is_not_http_is_answered_in_the_shape_of_all_errors() -> None:
+    with listen("127.0.0.1", 0) as socket:
+        serving = asyncio.create_task(serve(FastAPI(), socket))
+        async with asyncio.timeout(5.0):
+            reader, writer = await asyncio.open_connection(*socket.getsockname())
+            writer.write(b"\x16\x03\x01 is how TLS begins\r\n\r\n")
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
+    assert head.startswith(b"HTTP/1.1 400 ")
+    message = "Invalid HTTP request received."
+    assert json.loads(body) == {"error": {"code": "bad_request", "message": message, "field": None}}
 
 
 async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
