@@ -63,7 +63,10 @@ _RECORD = np.dtype(
 RECORD_BYTES = _RECORD.itemsize
 _WHOLE = np.dtype(f"V{RECORD_BYTES}")
 """With this type numpy copies records ten times as fast as field by field."""
-_SEALED = struct.Struct(f"{RECORD_BYTES - 8}s8x")
+_SEALED = np.dtype(
+    {"names": ["sealed"], "formats": [f"V{RECORD_BYTES - 8}"], "itemsize": RECORD_BYTES}
+)
+"""What the seal of a record covers."""
 _VOID, _ROOT, _CHILD = range(3)
 
 Slots = NDArray[np.int64]
@@ -154,12 +157,13 @@ class SlotFile:
         )
         failed = {n: came for n, came in enumerate(done) if isinstance(came, OSError)}
         checksums = [came for came in done if not isinstance(came, OSError)]
-        stored = [n for n in range(len(slots)) if n not in failed]
-        records = _packed([slots[n] for n in stored], [blocks[n] for n in stored], checksums)
+        if failed:
+            into = np.delete(into, list(failed))
+            blocks = [block for n, block in enumerate(blocks) if n not in failed]
         try:
-            self._put(into[stored], records)
+            self._put(into, _packed(into, blocks, checksums))
         except OSError as error:
-            failed |= dict.fromkeys(stored, error)
+            failed = dict.fromkeys(range(len(slots)), error) | failed
         return failed
 
     def read(
@@ -242,7 +246,7 @@ class SlotFile:
         found = np.frombuffer(packed, _RECORD, count)
         slots = np.flatnonzero(found["state"] != _VOID)
         found = found[slots]
-        right = found["seal"] == _seals(slots.tolist(), found)
+        right = found["seal"] == _seals(slots, found)
         self._records[slots[right]] = found[right]
 
     def _verify(self, folder: Path) -> None:
@@ -387,7 +391,7 @@ def _cut(slots: Slots, apart: NDArray[np.bool_]) -> Iterator[slice]:
     return map(slice, [0, *ends[:-1]], ends)
 
 
-def _packed(slots: Sequence[int], blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
+def _packed(slots: Slots, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
     records = np.zeros(len(slots), _RECORD)
     generations, hashes, parents = zip(*blocks, strict=True) if blocks else ((), (), ())
     records["state"] = [_ROOT if parent is None else _CHILD for parent in parents]
@@ -399,10 +403,10 @@ def _packed(slots: Sequence[int], blocks: Sequence[DiskBlock], checksums: Sequen
     return records
 
 
-def _seals(slots: Sequence[int], records: Records) -> NDArray[np.uint64]:
+def _seals(slots: Slots, records: Records) -> NDArray[np.uint64]:
     """A hash of each record and its slot: in another slot's place the record is invalid."""
-    sealed = (packed for (packed,) in _SEALED.iter_unpack(records.tobytes()))
-    return np.array(list(map(xxh3_64_intdigest, sealed, slots)), np.uint64)
+    sealed = records.view(_SEALED)["sealed"].tolist()
+    return np.array(list(map(xxh3_64_intdigest, sealed, slots.tolist())), np.uint64)
 
 
 def _boot_id() -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Barrier, Event, Thread, current_thread, main_thread
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.core.errors import BlockLost, ConfigError
@@ -282,7 +283,9 @@ def test_a_record_that_is_not_its_slots_own_is_ignored(tmp_path: Path) -> None:
     index = bytearray((tmp_path / "index").read_bytes())
     at = PAGE_BYTES + 2 * RECORD_BYTES
     index[at + RECORD_BYTES : at + 2 * RECORD_BYTES] = index[at : at + RECORD_BYTES]
-    index += disk._packed([NUM_SLOTS], [DiskBlock(1, B, None)], [0]).tobytes()  # there is none
+    index += disk._packed(
+        np.array([NUM_SLOTS]), [DiskBlock(1, B, None)], [0]
+    ).tobytes()  # there is none
     (tmp_path / "index").write_bytes(index)
     with opened(tmp_path) as file:
         assert listed(file) == {2: A}
