@@ -89,6 +89,7 @@ class ScriptRunner:
         """The parsed replies, in the order of `calls`; one round trip, two after a Redis restart.
 
         In a Cluster the calls to each node are one round trip, and the nodes work in parallel.
+        They may run in any order: those whose script Redis does not know yet are sent again.
         Raises RedisUnavailable if Redis cannot be reached or does not answer in time; some of the
         calls may then have taken effect.
         """
