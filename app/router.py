@@ -23,7 +23,6 @@ from app.core.errors import (
 from app.core.keys import Keyspace
 from app.core.reservations import Refused, Snapshot, Wish
 from app.core.scripts import ScriptRunner
-from app.core.types import Incarnation
 from app.decision import Decision, Pending, RouteRequest
 from app.fleet import Fleet, View
 from app.lookup import LookUp
@@ -173,18 +172,23 @@ class Router:
         """
         now_ms = self.fleet.redis_now_ms
         release = reservations.release(self._keyspace, request_id)
-        suspended: Incarnation | None = None
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
             if worker_failed:
-                suspended = await self._runner.one(leases.suspend(self._keyspace, request_id))
+                await self._suspend_worker_of(request_id)
             known = await self._runner.one(release)
         except RedisUnavailable:
             if now_ms is not None:
                 # But not what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
             raise
+        self.telemetry.reservations_of("released" if known else "unknown").inc()
+        self._look_again()
+        return known
+
+    async def _suspend_worker_of(self, request_id: str) -> None:
+        suspended = await self._runner.one(leases.suspend(self._keyspace, request_id))
         if suspended is not None:
             self.telemetry.suspensions.inc()
             log.warning(
@@ -192,9 +196,6 @@ class Router:
                 self.fleet.name_of(suspended),
                 request_id,
             )
-        self.telemetry.reservations_of("released" if known else "unknown").inc()
-        self._look_again()
-        return known
 
     def _look_again(self) -> None:
         if self._waiting is not None:
