@@ -32,7 +32,7 @@ end
 if ARGV[4] == '1' then
   despite_full(applied)
 end
-local bucket_name = bucket_namer(bits)
+local bucket_of = bucket_finder(bits, blocks_prefix)
 -- Also matches leading zeros, which only somebody else writes: readers treat both alike.
 local own_entry = '^%f[%d]0*' .. inc .. '%a'
 local number = tonumber(inc)
@@ -111,7 +111,7 @@ end
 
 for i = 5, #ARGV do
   local group = ARGV[i]
-  local key = blocks_prefix .. bucket_name(group)
+  local key = bucket_of(group, 1)
   local tiers, hashes = {}, {}
   for at = 17, #group, 17 do
     tiers[#tiers + 1] = string.sub(group, at, at)

@@ -19,11 +19,11 @@ local bits = bits_of(shard)
 if not bits or redis.call('HGET', applied, inc) ~= seq .. ' ' .. nonce then
   return -1
 end
-local bucket_name = bucket_namer(bits)
+local bucket_of = bucket_finder(bits, blocks_prefix)
 local missing = 0
 for i = 4, #ARGV do
   local group = ARGV[i]
-  local key = blocks_prefix .. bucket_name(group)
+  local key = bucket_of(group, 1)
   for at = 17, #group, 17 do
     local tier, hash = string.sub(group, at, at), string.sub(group, at + 1, at + 16)
     local owners = redis.pcall('HGET', key, hash)

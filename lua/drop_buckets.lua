@@ -13,11 +13,11 @@ local shard, predictions, blocks_prefix, predicted_prefix = KEYS[1], KEYS[2], KE
 -- @include bucket
 
 local function dropper(bits, prefix)
-  local bucket_name = bits and bucket_namer(bits)
+  local bucket_of = bits and bucket_finder(bits, '')
   return function(bucket)
     -- Without bits nobody reads any bucket, but the bits may come back.
     if not bits or (string.find(bucket, '^%x+$') and bucket == string.lower(bucket)
-      and #bucket == math.ceil(bits / 4) and bucket_name(bucket) == bucket) then
+      and #bucket == math.ceil(bits / 4) and bucket_of(bucket, 1) == bucket) then
       return 0
     end
     return redis.call('DEL', prefix .. bucket)

@@ -19,7 +19,7 @@ local bits = bits_of(predictions)
 if not bits or blocks == '' then
   return {}
 end
-local bucket_name = bucket_namer(bits)
+local bucket_of = bucket_finder(bits, predicted_prefix)
 local _, is_over = slice_reader(predictions, slice_ms, now_ms())
 
 -- By the owners as stored: the blocks of a prefix that all workers have are often the same.
@@ -38,8 +38,8 @@ end
 local seen = {}
 local function holders(position)
   if not seen[position] then
-    local hash = string.sub(blocks, position * 16 - 15, position * 16)
-    local owners = redis.pcall('HGET', predicted_prefix .. bucket_name(hash), hash)
+    local at = position * 16 - 15
+    local owners = redis.pcall('HGET', bucket_of(blocks, at), string.sub(blocks, at, at + 15))
     seen[position] = parse(type(owners) == 'string' and owners or '')
   end
   return seen[position]

@@ -8,22 +8,22 @@
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still be present
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
--- ARGV[1...]       str     six per chain: its sequence hashes, 16 hex digits each, beginning with
+-- ARGV[1...]       str     four per chain: its sequence hashes, 16 hex digits each, beginning with
 --                          the first block of a group; how many of them make up a group; positions
 --                          that nonetheless belong to the group before them, space-separated;
---                          positions to look at first, as owners may change there, space-separated;
---                          the owners of its first and of its last block, if known: '-' nobody, ''
---                          not known. Positions are counted from 1
--- Returns  {{end_1, owners_1, end_2, owners_2, ...}, ...}   for each chain: owners_k hold the
---                          positions after end_(k-1) up to end_k, counted from 1; nobody holds
---                          what follows
+--                          positions to look at first, as owners may change there, space-separated.
+--                          Positions are counted from 1
+-- Returns  {bucket_bits, {end_1, owners_1, end_2, owners_2, ...}, ...}   the latter for each chain:
+--                          owners_k hold the positions after end_(k-1) up to end_k, counted from
+--                          1; nobody holds what follows
 -- Cost     O(chains * runs * log blocks). Reads only.
 local shard, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 -- @include number
 -- @include bucket
 
 -- Without bucket_bits the shard is empty: nobody has published, or Redis lost it.
-local bucket_name = bucket_namer(bits_of(shard) or 1)
+local bits = bits_of(shard) or 1
+local bucket_of = bucket_finder(bits, blocks_prefix)
 local gone = redis.call('SMEMBERS', dead)
 
 -- The sweep removes a dead incarnation's entries in any order; left in, they would make the owners
@@ -46,34 +46,28 @@ end
 
 -- The current chain, how its blocks are grouped, and where its owners may change.
 local chain, length, group_size, follows, guesses
-
--- The position of the first block of a group.
-local function leader_of(position)
-  position = position - (position - 1) % group_size
-  while follows[position] do
-    position = position - 1
-  end
-  return position
-end
-
-local function hash_at(position)
-  return string.sub(chain, position * 16 - 15, position * 16)
-end
+-- Global names take as long to find as what they name takes to run.
+local sub, floor = string.sub, math.floor
 
 local function owners_at(position)
-  local bucket = bucket_name(hash_at(leader_of(position)))
-  local owners = redis.pcall('HGET', blocks_prefix .. bucket, hash_at(position))
+  -- The first block of its group.
+  local leader = position - (position - 1) % group_size
+  while follows[leader] do
+    leader = leader - 1
+  end
+  local owners = redis.pcall('HGET', bucket_of(chain, leader * 16 - 15),
+    sub(chain, position * 16 - 15, position * 16))
   -- Somebody may have turned the bucket into another type of key.
   return type(owners) == 'string' and living(owners)
 end
 
 local function between(from, to)
-  for _, guess in ipairs(guesses) do
-    if from < guess and guess < to then
-      return guess
+  for i = 1, #guesses do
+    if from < guesses[i] and guesses[i] < to then
+      return guesses[i]
     end
   end
-  return math.floor((from + to) / 2)
+  return floor((from + to) / 2)
 end
 
 -- Appends to `runs` where the owners change after position `from`, up to position `to`.
@@ -93,18 +87,11 @@ local function split(runs, from, from_owners, to, to_owners)
   end
 end
 
-local function owners_of(known, position)
-  if known == '' then
-    return owners_at(position)
-  end
-  return known ~= '-' and known
-end
-
-local function runs_of(known_first, known_last)
+local function runs_of_chain()
   local runs = {}
-  local first = length > 0 and owners_of(known_first, 1)
+  local first = length > 0 and owners_at(1)
   if first then
-    local last = owners_of(known_last, length)
+    local last = owners_at(length)
     if last ~= first then
       split(runs, 1, first, length, last)
     end
@@ -124,14 +111,14 @@ local function numbers(text)
   return found
 end
 
-local answer = {}
-for i = 1, #ARGV, 6 do
+local answer = {bits}
+for i = 1, #ARGV, 4 do
   chain, length, group_size = ARGV[i], #ARGV[i] / 16, tonumber(ARGV[i + 1])
   follows = {}
   for _, position in ipairs(numbers(ARGV[i + 2])) do
     follows[position] = true
   end
   guesses = numbers(ARGV[i + 3])
-  answer[#answer + 1] = runs_of(ARGV[i + 4], ARGV[i + 5])
+  answer[#answer + 1] = runs_of_chain()
 end
 return answer

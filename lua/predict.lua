@@ -28,7 +28,7 @@ end
 if not bits_of(predictions) then
   redis.call('HSET', predictions, 'bucket_bits', bucket_bits)
 end
-local bucket_name = bucket_namer(bits_of(predictions))
+local bucket_of = bucket_finder(bits_of(predictions), predicted_prefix)
 local now = now_ms()
 local present, is_over = slice_reader(predictions, slice_ms, now)
 -- The current slice is never given up: one that is full by itself takes no more entries.
@@ -41,7 +41,7 @@ local own_entry = '%f[%d]' .. inc .. '(%l)'
 local moved, count = {}, 0
 for at = #blocks - 15, 1, -16 do
   local hash = string.sub(blocks, at, at + 15)
-  local key = predicted_prefix .. bucket_name(hash)
+  local key = bucket_of(blocks, at)
   local owners = redis.call('HGET', key, hash) or ''
   local from, to, slice = string.find(owners, own_entry)
   if slice == present then

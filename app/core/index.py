@@ -62,6 +62,11 @@ def bucket_name(number: int, bits: int) -> str:
     return f"{number << (4 * digits - bits):0{digits}x}"
 
 
+def bucket_of(leader: SequenceHash, bits: int) -> str:
+    """The name of the bucket, of 2^bits, in which the group that begins with `leader` lies."""
+    return bucket_name(leader >> (64 - bits), bits)
+
+
 def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
     """Changes that put the blocks of a whole chain, from position `start` on, in `tier`."""
     return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]
@@ -70,6 +75,11 @@ def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int =
 def hex_text(blocks: Sequence[SequenceHash]) -> bytes:
     """16 hex digits for each block, as scripts expect them."""
     return pack(f">{len(blocks)}Q", *blocks).hex().encode()
+
+
+def hex_texts(blocks: Sequence[SequenceHash]) -> tuple[str, ...]:
+    """The field of each block in its bucket."""
+    return tuple(pack(f">{len(blocks)}Q", *blocks).hex(" ", 8).split())
 
 
 def shard_of(root: SequenceHash, shards: int) -> int:

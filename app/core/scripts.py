@@ -52,12 +52,21 @@ def load_script(name: str) -> Script:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One run of a script: what goes in, and how to read what comes out."""
+    """One run of a script: what goes in, and how to read what comes out.
+
+    command: sent in place of the script, for that part of its work which needs none.
+    """
 
     script: Script
     keys: tuple[str, ...]
     args: tuple[Any, ...]
     parse: Callable[[Any], T]
+    command: str | None = None
+
+    def words(self) -> tuple[Any, ...]:
+        if self.command:
+            return (self.command, *self.keys, *self.args)
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
 
 
 def call(name: str, keyspace: Keyspace, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
@@ -185,9 +194,7 @@ class ScriptRunner:
         return replies
 
     async def _send(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
-        return await exchange(
-            node, [("EVALSHA", c.script.sha, len(c.keys), *c.keys, *c.args) for c in calls]
-        )
+        return await exchange(node, [c.words() for c in calls])
 
     async def _load(self, node: Node, scripts: Iterable[Script]) -> None:
         for reply in await exchange(node, [("SCRIPT LOAD", script.text) for script in scripts]):

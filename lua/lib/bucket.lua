@@ -1,7 +1,9 @@
 -- bits_of(shard): the shard's bucket_bits; nil if they are missing or make no sense: then the shard
 -- is empty, or cannot be read until somebody opens it again.
--- bucket_namer(bits): a function from the hash of a group's first block, in hex, to the name of its
--- bucket: the digits that hold the hash's top `bits` bits, the rest of the last digit set to 0.
+-- bucket_finder(bits, prefix): a function that gives the bucket of a group, `prefix` before its name:
+-- of the group's first block, whose hash stands in hex at position `at` of `text`, the digits that
+-- hold the top `bits` bits, the rest of the last digit set to 0. No string is made in between: at
+-- a lookup's probes each would take a tenth of the time.
 -- bucket_at(bits, n): the name of the n-th bucket, counted from 0.
 -- Wants lib: number.
 local function bits_of(shard)
@@ -9,18 +11,20 @@ local function bits_of(shard)
   return bits ~= 0 and bits or nil
 end
 
-local function bucket_namer(bits)
+local function bucket_finder(bits, prefix)
+  local sub, byte = string.sub, string.byte
   local digits = math.ceil(bits / 4)
   local rounded = ({[3] = '0022446688aaccee', [2] = '000044448888cccc', [1] = '0000000088888888'})
     [bits % 4]
   if not rounded then
-    return function(hash)
-      return string.sub(hash, 1, digits)
+    return function(text, at)
+      return prefix .. sub(text, at, at + digits - 1)
     end
   end
-  return function(hash)
-    local last = tonumber(string.sub(hash, digits, digits), 16) + 1
-    return string.sub(hash, 1, digits - 1) .. string.sub(rounded, last, last)
+  return function(text, at)
+    local last = byte(text, at + digits - 1)
+    last = last - (last < 58 and 47 or 86)
+    return prefix .. sub(text, at, at + digits - 2) .. sub(rounded, last, last)
   end
 end
 

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+from app.core.errors import RedisUnavailable
 from app.core.matching import (
     MAX_BOUNDARIES,
     WHOLE_CHAIN,
     Boundaries,
     Gap,
     Run,
-    _between,
     _coarse,
     _gaps,
     _overlaps,
     _placed,
     _sample,
+    _within,
     parse_owners,
 )
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
@@ -27,12 +28,12 @@ def test_a_short_chain_is_sampled_whole() -> None:
 
 
 def test_a_long_chain_is_sampled_at_the_first_blocks_of_some_groups() -> None:
-    # The step is about the root of half the length, in whole groups of 16. The last block comes
-    # after the first one of its group.
+    # Of every group up to some 5,000 blocks, of every k-th group beyond. The last block comes after
+    # the first one of its group.
     assert _sample(513, []) == list(range(0, 513, 16))
     assert _sample(515, []) == [*range(0, 513, 16), 514]
-    assert _sample(2048, []) == [*range(0, 2032, 32), 2032, 2047]
-    assert _sample(8192, []) == [*range(0, 8176, 64), 8176, 8191]
+    assert _sample(2048, []) == [*range(0, 2048, 16), 2047]
+    assert _sample(8192, []) == [*range(0, 8192, 32), 8176, 8191]
 
 
 def test_both_sides_of_a_guessed_boundary_are_sampled() -> None:
@@ -44,7 +45,7 @@ def test_both_sides_of_a_guessed_boundary_are_sampled() -> None:
 
 def test_the_script_gets_which_samples_continue_a_group_and_which_to_look_at_first() -> None:
     def grouping_of(length: int, guesses: list[int]) -> tuple[bytes | int, ...]:
-        _, *grouping, _, _ = _coarse(CHAIN[:length], _sample(length, guesses), guesses)
+        _, *grouping = _coarse(CHAIN[:length], _sample(length, guesses), guesses)
         return tuple(grouping)
 
     assert grouping_of(512, []) == (16, b"", b"")
@@ -104,37 +105,46 @@ def test_runs_over_sampled_positions_become_stretches_of_the_chain() -> None:
     assert _placed([], [0, 10, 20, 30]) == []
 
 
-def test_runs_over_a_gap_are_placed_where_the_gap_lies() -> None:
-    assert _placed([4, b"1d2d", 7, b"1d"], range(11, 20)) == [
-        Run(11, 15, b"1d2d"),
-        Run(15, 18, b"1d"),
-    ]
-
-
 def test_owners_that_change_between_samples_leave_a_gap_to_look_into() -> None:
-    runs = [Run(0, 11, b"1d2d"), Run(20, 31, b"1d")]
-    assert _gaps(runs, [0, 10, 20, 30]) == [Gap(10, 20, b"1d2d", b"1d")]
+    runs = [Run(0, 1, b"1d2d"), Run(16, 33, b"1d")]
+    assert list(_gaps(runs, [0, 16, 32])) == [Gap(1, 16, b"1d")]
 
 
 def test_owners_that_end_between_samples_leave_a_gap_as_well() -> None:
-    runs = [Run(0, 11, b"1d2d"), Run(20, 21, b"1d")]
-    assert _gaps(runs, [0, 10, 20, 30]) == [
-        Gap(10, 20, b"1d2d", b"1d"),
-        Gap(20, 30, b"1d", b"-"),
+    runs = [Run(0, 1, b"1d2d"), Run(16, 17, b"1d")]
+    assert list(_gaps(runs, [0, 16, 32])) == [Gap(1, 16, b"1d"), Gap(17, 32, b"")]
+
+
+def test_a_gap_lies_in_one_group() -> None:
+    runs = [Run(0, 33, b"1d2d"), Run(70, 80, b"1d")]
+    assert list(_gaps(runs, [0, 32, 64, 70, 79])) == [
+        Gap(33, 48, b"1d"),
+        Gap(48, 64, b"1d"),
+        Gap(64, 70, b"1d"),
     ]
 
 
-def test_only_the_part_of_a_gap_that_the_samples_do_not_cover_is_added() -> None:
-    gap = Gap(10, 20, b"1d2d", b"1d")
-    runs = [Run(10, 13, b"1d2d"), Run(13, 21, b"1d")]
-    assert _between(gap, runs) == [Run(11, 13, b"1d2d"), Run(13, 20, b"1d")]
-    assert _between(gap, [Run(10, 11, b"1d2d"), Run(11, 21, b"1d")]) == [Run(11, 20, b"1d")]
-
-
 def test_adjacent_samples_leave_no_gap() -> None:
-    assert _gaps([Run(0, 2, b"1d2d"), Run(2, 3, b"1d")], range(4)) == []
-    assert _gaps([Run(0, 4, b"1d")], range(4)) == []
-    assert _gaps([], [0, 10]) == []
+    assert list(_gaps([Run(0, 2, b"1d2d"), Run(2, 3, b"1d")], range(4))) == []
+    assert list(_gaps([Run(0, 4, b"1d")], range(4))) == []
+    assert list(_gaps([Run(0, 16, b"1d2d"), Run(16, 17, b"1d")], [0, 15, 16])) == []
+    assert list(_gaps([], [0, 10])) == []
+
+
+def test_what_is_read_in_a_gap_becomes_runs() -> None:
+    owners = [b"1d2d", b"1d2d", b"1d", None, None]
+    assert list(_within(Gap(17, 22, b""), owners)) == [Run(17, 19, b"1d2d"), Run(19, 20, b"1d")]
+
+
+def test_whoever_holds_what_follows_a_gap_holds_what_could_not_be_read_in_it() -> None:
+    gap = Gap(17, 20, b"2h")
+    assert list(_within(gap, [b"1d2h", None, b"2h"])) == [
+        Run(17, 18, b"1d2h"),
+        Run(18, 19, b"2h"),
+        Run(19, 20, b"2h"),
+    ]
+    assert list(_within(gap, RedisUnavailable("late"))) == [Run(17, 20, b"2h")]
+    assert list(_within(Gap(17, 20, b""), RedisUnavailable("late"))) == []
 
 
 def test_overlap_adds_up_the_runs_that_an_incarnation_is_in() -> None:

@@ -86,6 +86,7 @@ OUTSIDE_SCRIPTS = {
         "hgetall",
         "hkeys",
         "hlen",
+        "hmget",
         "hscan",
         "lrange",
         "multi",
