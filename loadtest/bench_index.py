@@ -13,7 +13,6 @@ statistics of the server, so a Redis named with --redis must be one that nobody 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from app.core.matching import Boundaries, match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
-from app.core.serving import run
+from app.core.serving import collect_seldom, run
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
@@ -314,7 +313,7 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
     # The watcher must not wait for the core that this process is on.
     os.sched_setaffinity(0, CORES)
     await agent.start()
-    gc.freeze()  # as workers do
+    collect_seldom()  # as workers do
     running = asyncio.ensure_future(agent.run())
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -352,6 +351,7 @@ async def measure(
         await holders.register(workers)
         chains = await fill(holders, np.random.default_rng(1), blocks)
         memory = await used_memory(redis) - before
+        collect_seldom()  # as routers do
         return {
             "redis": (await redis.info("server"))["redis_version"],
             "workers": workers,

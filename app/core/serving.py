@@ -112,6 +112,15 @@ async def _nothing() -> None:
     pass
 
 
+def collect_seldom() -> None:
+    """Have Python look for garbage seldom, and not among what is loaded by now."""
+    # That stays, and scanning it in vain holds up requests and block events.
+    gc.freeze()
+    # Next to nothing here is in cycles. With prompts of thousands of numbers in flight, each young
+    # collection scans all of those.
+    gc.set_threshold(GC_THRESHOLD)
+
+
 async def serve(
     app: Any,
     *sockets: socket.socket,
@@ -126,12 +135,7 @@ async def serve(
     ENDING_S later they are cut off.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
-    # What is loaded by now stays. Excluded from collections, it does not hold up requests and block
-    # events while the collector scans it in vain.
-    gc.freeze()
-    # Next to nothing here is in cycles. With prompts of thousands of numbers in flight, each young
-    # collection scans all of those.
-    gc.set_threshold(GC_THRESHOLD)
+    collect_seldom()
     server = _Server(
         uvicorn.Config(
             app,
