@@ -37,7 +37,7 @@ from app.core.keys import Keyspace
 from app.core.matching import Boundaries, match
 from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
 from app.core.redis import connect
-from app.core.scripts import ScriptRunner
+from app.core.scripts import Call, ScriptRunner
 from app.core.serving import collect_seldom, run
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
@@ -105,24 +105,42 @@ async def evalsha(redis: Client) -> dict[str, float]:
     return stats
 
 
+async def look_up_us(redis: Client) -> float:
+    """Redis's time in lookups, µs, where nothing else was asked since the statistics were reset."""
+    stats = await redis.info("commandstats")
+    # The script itself runs no HMGET.
+    both = [stats.get(f"cmdstat_{name}", {"usec": 0}) for name in ("evalsha", "hmget")]
+    return float(sum(of_command["usec"] for of_command in both))
+
+
 class LookUpCost(NamedTuple):
     """The mean cost of one lookup."""
 
     match_us: float
     router_cpu_us: float
-    calls: float
-    """For a lookup made alone, each call is a round trip."""
+    round_trips: float
+
+
+class CountingRunner(ScriptRunner):
+    """Counts its round trips."""
+
+    round_trips = 0
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        self.round_trips += 1
+        return await super().run_each(calls)
 
 
 async def look_up_cost(
-    runner: ScriptRunner, chains: Chains, learnt: Boundaries, together: int
+    redis: Client, chains: Chains, learnt: Boundaries, together: int
 ) -> LookUpCost:
     """match_us: Redis's time over all round trips. router_cpu_us: without hashing.
 
     learnt: what the router knows before each lookup. together: chains per lookup, as in a router
     that gets this many requests at once.
     """
-    await runner.redis.config_resetstat()
+    runner = CountingRunner(redis, timeout_s=60)
+    await redis.config_resetstat()
     cpu_s = 0.0
     for at in range(0, len(chains), together):
         # Made afresh, and so as near in the caches as hashing leaves it.
@@ -131,11 +149,8 @@ async def look_up_cost(
         begin = time.process_time()
         await match(runner, KEYS, fresh, boundaries=boundaries)
         cpu_s += time.process_time() - begin
-    stats = await runner.redis.info("commandstats")
-    # The script itself runs no HMGET.
-    both = [stats[f"cmdstat_{name}"] for name in ("evalsha", "hmget") if f"cmdstat_{name}" in stats]
-    match_us, calls = (sum(of[what] for of in both) for what in ("usec", "calls"))
-    return LookUpCost(match_us / len(chains), cpu_s * 1e6 / len(chains), calls / len(chains))
+    in_all = (await look_up_us(redis), cpu_s * 1e6, runner.round_trips)
+    return LookUpCost(*(figure / len(chains) for figure in in_all))
 
 
 def stretch(
@@ -180,7 +195,7 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
                 prompts = [prompt(of, chains, length, rng) for of in rng.permutation(alike)]
                 known = Boundaries() if kind == FIRST else learnt
                 together = TOGETHER if kind == AT_ONCE else 1
-                cost = await look_up_cost(runner, prompts, known, together)
+                cost = await look_up_cost(runner.redis, prompts, known, together)
                 costs.setdefault((kind, length), []).append(cost)
     medians: dict[str, Any] = {
         name: {
@@ -387,7 +402,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"  {figure:.1f} µs of Redis a block {name}, in batches of {BATCH}")
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in result["visible_ms"].items())
     console.print(f"  {shown} ms from an event to its blocks, at {VISIBLE_PER_S:,} blocks/s")
-    us, cpu_us, calls = (result[name] for name in LookUpCost._fields)
+    us, cpu_us, round_trips = (result[name] for name in LookUpCost._fields)
     table = Table(title="A lookup: µs of Redis")
     for name in ("blocks", *KINDS, "HKEYS per block"):
         table.add_column(name, justify="right")
@@ -399,11 +414,11 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{peer:.0f}, {peer / us['mixed'][length]:.0f}x" if peer else "",
         )
     console.print(table)
-    table = Table(title="A lookup: µs of the router's CPU, and its Redis calls")
+    table = Table(title="A lookup: µs of the router's CPU, and its round trips")
     for name in ("blocks", *KINDS):
         table.add_column(name, justify="right")
     for length in map(str, LENGTHS):
-        costs = (f"{cpu_us[kind][length]:.0f} in {calls[kind][length]:.1f}" for kind in KINDS)
+        costs = (f"{cpu_us[kind][length]:.0f} in {round_trips[kind][length]:.1f}" for kind in KINDS)
         table.add_row(length, *costs)
     console.print(table)
     console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")

@@ -30,7 +30,7 @@ from app.core.scripts import ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier
 from app.dump import reset
-from loadtest.bench_index import KEYS, evalsha, used_memory
+from loadtest.bench_index import KEYS, evalsha, look_up_us, used_memory
 from loadtest.command import Command, json_option, save
 from loadtest.cores import redis_to_measure
 from loadtest.holders import Holders, hashes
@@ -228,7 +228,7 @@ async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float
     for query in load.queries:
         await match(runner, KEYS, [query])
     cpu = (time.process_time() - begin) / QUERIES * 1e6
-    found = (await evalsha(redis))["usec"] / QUERIES
+    found = await look_up_us(redis) / QUERIES
     return {
         "store": store,
         "match": found,

@@ -57,10 +57,10 @@ async def test_a_small_index_is_measured_and_leaves_no_keys(
     assert found["ping_cpu_us"] > 0
     assert found["peer_us"]["2048"] > found["peer_us"]["512"] > 0
     # The router knows where the system prompt ends, but nothing about what follows it.
-    calls = found["calls"]
-    assert calls["one owner"] == dict.fromkeys(map(str, LENGTHS), 1)
-    assert calls["mixed"]["512"] == calls["mixed, first"]["512"] == 1
-    assert 1 < calls["mixed"]["8192"] < 2 == calls["mixed, first"]["8192"]
-    assert calls[AT_ONCE]["512"] < 1
+    trips = found["round_trips"]
+    assert trips["one owner"] == dict.fromkeys(map(str, LENGTHS), 1)
+    assert trips["mixed"]["512"] == trips["mixed, first"]["512"] == 1
+    assert 1 < trips["mixed"]["8192"] < 2 == trips["mixed, first"]["8192"]
+    assert trips[AT_ONCE]["512"] < 1
     async with Redis.from_url(own_redis_server.url) as redis:
         assert await redis.dbsize() == 0
