@@ -34,9 +34,11 @@ from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
-from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
+from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation, ideal
 from workers.engines.profiles import PROFILES
 
+IDEAL = "ideal"
+"""Not a policy, but a bound: see `ideal`."""
 WARMUP = 0.25
 NO_LOAD = 0.1
 """A load at which requests hardly ever meet."""
@@ -141,8 +143,14 @@ def offered(trace: Trace, load: float) -> Trace:
 def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Figures:
     """Play the scenario's trace once; the first quarter of the requests is not measured."""
     trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
-    simulation = Simulation(policy, setting, _prompts(trace.name, setting.block_size))
-    outcomes = simulation.run(offered(trace, load))
+    prompts = _prompts(trace.name, setting.block_size)
+    conflicts = 0
+    if policy == IDEAL:
+        outcomes = ideal(setting, offered(trace, load), prompts)
+    else:
+        simulation = Simulation(policy, setting, prompts)
+        outcomes = simulation.run(offered(trace, load))
+        conflicts = simulation.conflicts
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
     good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)
@@ -156,7 +164,7 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
         within_slo=good / len(run.measured),
         goodput_per_s=good / span_s if span_s else math.nan,
         token_s=float(np.mean([_token_s(outcome) for outcome in answered])),
-        conflicts=simulation.conflicts,
+        conflicts=conflicts,
     )
 
 
@@ -278,11 +286,13 @@ WEIGHT = Number(0, 1_000_000)
 
 
 class _PolicyName(click.ParamType[str]):
-    """A policy's name, or `blocks:W`."""
+    """A policy's name, `blocks:W`, or `ideal`."""
 
     name = "policy"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == IDEAL:
+            return IDEAL
         try:
             policy = Policy(value)
             weight = policy.weight
@@ -291,7 +301,9 @@ class _PolicyName(click.ParamType[str]):
             if weight is not None:
                 WEIGHT.convert(weight, param, ctx)
         except ValueError:
-            self.fail(f"{value!r} is none of {', '.join(POLICY_NAMES)}, blocks:WEIGHT", param, ctx)
+            self.fail(
+                f"{value!r} is none of {', '.join(POLICY_NAMES)}, blocks:WEIGHT, ideal", param, ctx
+            )
         return str(value)
 
 
@@ -311,7 +323,8 @@ class _PolicyName(click.ParamType[str]):
     default=POLICY_NAMES[::-1],
     callback=distinct,
     type=_PolicyName(),
-    help="Default: all, latency last. blocks:W is blocks with a prefill weight of W.",
+    help="Default: all, latency last. blocks:W is blocks with a prefill weight of W. ideal is no "
+    "policy but a bound: every request alone, on a worker with the memory of all.",
 )
 @click.option(
     "--load",
@@ -410,10 +423,14 @@ def main(
         "requests": scenario.trace.num_requests,
         "setting": asdict(scenario.setting),
     }
+    # The bound knows no queues, so that it has neither knee nor limit.
+    real = [policy for policy in policies if policy != IDEAL]
+    if not loads and not real:
+        raise click.UsageError(f"{IDEAL} has no knee to take loads from: set --load")
     with processes(scenario, jobs) as executor:
         if not loads:
-            result["knee"] = found = executor.submit(_knee, policies[-1]).result()
-            console.print(f"{policies[-1]} reaches its knee at {found:.2f}x the recorded rate")
+            result["knee"] = found = executor.submit(_knee, real[-1]).result()
+            console.print(f"{real[-1]} reaches its knee at {found:.2f}x the recorded rate")
             loads = tuple(part * found for part in SHARES_OF_KNEE)
         asked = [(p, load, seed) for load in loads for p in policies for seed in range(seeds)]
         figures = list(executor.map(_simulate, *zip(*asked, strict=True)))
@@ -423,8 +440,8 @@ def main(
         if share is not None:
             limits = dict(
                 zip(
-                    policies,
-                    executor.map(partial(_limit, share=share, seeds=seeds), policies),
+                    real,
+                    executor.map(partial(_limit, share=share, seeds=seeds), real),
                     strict=True,
                 )
             )

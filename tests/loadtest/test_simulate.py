@@ -173,6 +173,19 @@ def test_the_knee_searched_for_by_default_is_that_of_latency() -> None:
     assert result.output.startswith("latency reaches its knee")
 
 
+def test_the_ideal_is_no_policy_with_a_knee_or_a_limit() -> None:
+    few = ["--requests", "20", "--workers", "2", "--jobs", "1"]
+    both = ["--policy", "latency", "--policy", "ideal"]
+    result = CliRunner().invoke(main, [*few, *both, "--limit", "0.9"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("latency reaches its knee")
+    assert "latency keeps 90%" in result.output
+    assert "ideal keeps" not in result.output
+    result = CliRunner().invoke(main, [*few, "--policy", "ideal"])
+    assert result.exit_code == 2
+    assert "ideal has no knee to take loads from: set --load" in result.output
+
+
 @pytest.mark.parametrize("name", ["lowest", "blocks:many", "latency:2"])
 def test_an_invalid_policy_is_refused_by_name(name: str) -> None:
     result = CliRunner().invoke(main, ["--policy", name])
