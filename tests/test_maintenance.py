@@ -7,17 +7,19 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.core.config import RouterSettings
+from app.core.errors import RedisUnavailable
 from app.core.predictions import PredictionSettings, foresee, predict
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash
 from app.fleet import Fleet
-from app.maintenance import Maintenance
+from app.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.telemetry import Telemetry
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, SHARD, FakeWorkers
@@ -28,12 +30,13 @@ def maintenance_of(
     runner: ScriptRunner | None = None,
     telemetry: Telemetry | None = None,
     predicted: PredictionSettings | None = None,
+    fleet: Fleet | None = None,
 ) -> Maintenance:
     return Maintenance(
         runner or ScriptRunner(redis, 5.0),
         KEYS,
         RouterSettings(namespace=NAMESPACE),
-        Fleet(redis, KEYS, 5.0),
+        fleet or Fleet(redis, KEYS, 5.0),
         telemetry or Telemetry(),
         predicted,
     )
@@ -84,7 +87,7 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
             assert await num_foreseen() == 0
 
 
-async def test_a_router_that_has_just_started_retires_nobody(
+async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
     redis: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis may have been unreachable until then, so that agents could renew no lease."""
@@ -98,12 +101,25 @@ async def test_a_router_that_has_just_started_retires_nobody(
     async def num_steps() -> int:
         return ran["expire"]
 
+    async def num_workers() -> int:
+        return await redis.hlen(KEYS["workers"])
+
+    clock = SimpleNamespace(ahead_s=0.0, monotonic=lambda: time.monotonic() + clock.ahead_s)
+    monkeypatch.setattr("app.maintenance.time", clock)
+    monkeypatch.setattr("app.fleet.time", clock)
     monkeypatch.setattr("app.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
-    inc = await FakeWorkers(redis).register("w1")
-    await redis.zadd(KEYS["leases"], {str(inc): 1})
-    async with running(maintenance_of(redis, Runner(redis, 5.0))):
-        await eventually(num_steps, lambda number: number >= 5)
-    assert "lapse" not in ran
+    workers, fleet = FakeWorkers(redis), Fleet(redis, KEYS, 5.0)
+    async with running(maintenance_of(redis, Runner(redis, 5.0), fleet=fleet)):
+        for outage in (False, True):
+            inc = await workers.register("w1")
+            if outage:
+                fleet.note(RedisUnavailable("unreachable"))
+            await redis.zadd(KEYS["leases"], {str(inc): 1})
+            ran.clear()
+            await eventually(num_steps, lambda number: number >= 5)
+            assert "lapse" not in ran
+            clock.ahead_s += RETIRE_GRACE_MS / 1000
+            await eventually(num_workers, lambda number: number == 0)
 
 
 async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_made_too(
