@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from app.core.config import RouterSettings
+from app.core.config import MOST, RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.index import hex_text
 from app.core.keys import Keyspace
@@ -138,7 +138,11 @@ def decode(entry: dict[bytes, bytes]) -> Record:
     what it returns can be explained, and priced again."""
     text = {name.decode(): value.decode() for name, value in entry.items()}
     isl_tokens = int(text["isl_tokens"])
-    if text["policy"] not in POLICIES or text["locality"] not in LOCALITIES or isl_tokens < 1:
+    if (
+        text["policy"] not in POLICIES
+        or text["locality"] not in LOCALITIES
+        or not 1 <= isl_tokens <= MOST
+    ):
         raise ValueError(f"{isl_tokens} tokens, {text['policy']!r}, {text['locality']!r}")
     best, _, best_overlap = text["best"].rpartition(" ")
     blocks = text["blocks"]
@@ -168,6 +172,10 @@ def _seen(text: str) -> Seen:
         raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")
     if block_size < 1:
         raise ValueError(f"seen: a block has {block_size} tokens")
+    limits = matrix[FIELDS.index("max_requests")]
+    limits[np.isnan(limits)] = math.inf  # which JSON does not have
+    if np.isnan(matrix).any():
+        raise ValueError("seen: a candidate lacks a value")
     affinity: Affinity | None = None
     if found["affinity"] is not None:
         position, fraction, max_queue_s = found["affinity"]

@@ -71,6 +71,8 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 def test_the_candidates_of_a_decision_are_read_as_they_were_written() -> None:
     matrix = np.arange(len(FIELDS) * 3, dtype=np.float64).reshape(-1, 3) + 0.5
+    # As without Redis.
+    matrix[FIELDS.index("max_requests")] = np.inf
     seen = Seen(["w0:0", "w1:0", "w2:1"], 16, Candidates(*matrix), [True, False, True])
     found = decode(as_redis_gives_it(encode(record("r1", CHAIN, seen)))).seen
     assert found is not None
@@ -95,7 +97,8 @@ def test_candidates_that_do_not_match_the_workers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("policy", "spoilt"), ("locality", "spoilt"), ("isl_tokens", "0")]
+    ("field", "value"),
+    [("policy", "spoilt"), ("locality", "spoilt"), ("isl_tokens", "0"), ("isl_tokens", "9" * 400)],
 )
 def test_an_entry_that_cannot_be_explained_is_refused(field: str, value: str) -> None:
     entry = as_redis_gives_it(encode(record("r1", CHAIN))) | {field.encode(): value.encode()}
@@ -105,7 +108,13 @@ def test_an_entry_that_cannot_be_explained_is_refused(field: str, value: str) ->
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("block_size", 0), ("eligible", []), ("affinity", [1, 0.5, None]), ("affinity", [0, [], 1])],
+    [
+        ("block_size", 0),
+        ("eligible", []),
+        ("affinity", [1, 0.5, None]),
+        ("affinity", [0, [], 1]),
+        ("active_requests", [None]),
+    ],
 )
 def test_candidates_that_cannot_be_priced_again_are_refused(field: str, value: Any) -> None:
     seen = Seen(["w0:0"], 16, Candidates(*np.zeros((len(FIELDS), 1))), [True], Affinity(0, 0.5))
