@@ -40,7 +40,7 @@ def record(request_id: str, blocks: list[SequenceHash], seen: Seen | None = None
         worker="w1:0",
         policy="latency",
         locality="load",
-        isl_tokens=16 * len(blocks) + 3,
+        isl_tokens=16 * len(blocks) + 1,
         full_blocks=len(blocks),
         overlap=TierOverlap(3, 2, 1),
         best="w2:1",
@@ -69,14 +69,17 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert decode(as_redis_gives_it(encode(empty))) == empty
 
 
-def test_the_candidates_of_a_decision_are_read_as_they_were_written() -> None:
+@pytest.mark.parametrize("max_queue_s", [2.5, np.inf])
+def test_the_candidates_of_a_decision_are_read_as_they_were_written(max_queue_s: float) -> None:
     matrix = np.arange(len(FIELDS) * 3, dtype=np.float64).reshape(-1, 3) + 0.5
     # As without Redis.
     matrix[FIELDS.index("max_requests")] = np.inf
-    seen = Seen(["w0:0", "w1:0", "w2:1"], 16, Candidates(*matrix), [True, False, True])
+    eligible, affinity = [True, False, True], Affinity(1, 0.5, max_queue_s)
+    seen = Seen(["w0:0", "w1:0", "w2:1"], 1, Candidates(*matrix), eligible, affinity)
     found = decode(as_redis_gives_it(encode(record("r1", CHAIN, seen)))).seen
     assert found is not None
-    assert (found.workers, found.block_size, found.eligible) == (seen.workers, 16, seen.eligible)
+    assert (found.workers, found.block_size) == (seen.workers, 1)
+    assert (found.eligible, found.affinity) == (eligible, affinity)
     for name, values in zip(FIELDS, matrix, strict=True):
         assert getattr(found.candidates, name).tolist() == values.tolist()
 
