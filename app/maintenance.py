@@ -86,9 +86,8 @@ class Maintenance:
                 if self._predictions is not None:
                     tasks.create_task(self._prune(self._predictions))
         finally:
-            if self._releases:
-                with suppress(RedisUnavailable):
-                    await self._runner.run(list(self._releases))
+            with suppress(RedisUnavailable):
+                await self._runner.run(list(self._releases))
 
     def release_soon(
         self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
@@ -135,11 +134,14 @@ class Maintenance:
     async def _watch_fill(self) -> None:
         rng = random.Random()
         while True:
-            with suppress(RedisUnavailable):
-                shards = self._fleet.shards or 0
-                fill = await inspection.fill(self._runner.redis, self._keyspace, shards, rng)
-                self._telemetry.index_fill.set(fill)
-            await asyncio.sleep(FILL_INTERVAL_S)
+            pause = MAINTENANCE_INTERVAL_S
+            shards = self._fleet.shards
+            if shards is not None:
+                pause = FILL_INTERVAL_S
+                with suppress(RedisUnavailable):
+                    fill = await inspection.fill(self._runner.redis, self._keyspace, shards, rng)
+                    self._telemetry.index_fill.set(fill)
+            await asyncio.sleep(pause)
 
     async def _prune(self, settings: PredictionSettings) -> None:
         """Go through all predictions in steps, endlessly, and remove those that have expired."""

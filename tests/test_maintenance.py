@@ -139,15 +139,31 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
     monkeypatch.setattr("app.maintenance.MAX_RELEASES", 2)
     workers, telemetry = FakeWorkers(redis), Telemetry()
     await workers.register("w1")
-    await workers.occupy("w1", "r1", "r2", "r3")
+    await workers.occupy("w1", "r0", "r1", "r2", "r3")
     maintenance = maintenance_of(redis, Runner(redis, 5.0), telemetry)
+    maintenance.release_soon("r0")  # until the queue is full
     maintenance.release_soon("r1")
     maintenance.release_soon("r2")
     async with running(maintenance):
-        await eventually(workers.reserved, lambda reserved: reserved == {})
+        await eventually(workers.reserved, lambda reserved: reserved == {"r0": "w1:0"})
 
         async def counted() -> float | None:
             name = "kvroute_reservations_total"
             return telemetry.registry.get_sample_value(name, {"event": "released"})
 
         await eventually(counted, lambda number: number == 3)
+
+
+async def test_how_full_the_index_is_is_known_as_soon_as_its_shards_are(
+    redis: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.maintenance.FILL_INTERVAL_S", 3600.0)
+    workers, telemetry = FakeWorkers(redis), Telemetry()
+    await workers.register("w1")
+    await workers.publish("w1", range(256))
+
+    async def fill() -> float | None:
+        return telemetry.registry.get_sample_value("kvroute_index_fill")
+
+    async with running(maintenance_of(redis, telemetry=telemetry)):
+        await eventually(fill, lambda value: bool(value))
