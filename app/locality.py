@@ -43,8 +43,8 @@ def locality_of(
 
     The first is one of LOCALITIES except `degraded`. overlap: that of the chosen worker.
     """
-    best, best_overlap = choice.index, overlap
-    lapsed: Incarnation | None = None
+    holder: Incarnation | None = None
+    best_overlap = overlap
     last: TierOverlap | None = None
     for inc, known in overlaps.items():
         # A thousand workers that hold the same system prompt share one object.
@@ -52,12 +52,10 @@ def locality_of(
             continue
         last = known
         if known.total > best_overlap:
-            position = view.position(inc)
-            best_overlap = known.total
-            lapsed = inc if position is None else None
-            best = choice.index if position is None else position
-    if lapsed is not None:
-        return "lease", f"#{lapsed}", best_overlap
+            holder, best_overlap = inc, known.total
+    best = choice.index if holder is None else view.position(holder)
+    if best is None:
+        return "lease", f"#{holder}", best_overlap
     name = str(view.infos[best].key) if best_overlap else ""
     if best == choice.index:
         return ("kept" if overlap else "none"), name, best_overlap
