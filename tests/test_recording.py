@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,13 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
+from app import recording
 from app.core.config import RouterSettings
+from app.core.embedded import EmbeddedRedis
 from app.core.keys import Keyspace
+from app.core.redis import connect
 from app.core.scripts import ScriptRunner
+from app.core.topology import Client
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.affinity import Affinity
 from app.policy.cost import Candidates
@@ -144,6 +149,20 @@ def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
     ]
 
 
+async def test_records_are_read_page_by_page_the_latest_first_without_corrupted_ones(
+    redis: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "PAGE", 2)
+    entries = [as_redis_gives_it(encode(record(f"r{n}", CHAIN))) for n in range(6)]
+    entries[1][b"policy"] = b"spoilt"
+    entries[2][b"overlap"] = b"1 2 3 4"
+    del entries[3][b"tries"]
+    for entry in entries:
+        await redis.xadd(KEYS["decisions"], {**entry})
+    found = [record.request_id async for record in recording.read(redis, KEYS)]
+    assert found == ["r5", "r4", "r0"]
+
+
 async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redis: Redis) -> None:
     recorder = Recorder(ScriptRunner(redis, timeout_s=5), KEYS, RouterSettings())
     for n in range(MAX_UNWRITTEN + 3):
@@ -154,3 +173,24 @@ async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redi
     writing.cancel()
     ids = [entry[b"request_id"].decode() for _, entry in entries]
     assert ids == [f"r{n}" for n in range(3, MAX_UNWRITTEN + 3)]
+
+
+async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
+    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "app.recording")
+
+    async def log() -> str:
+        return caplog.text
+
+    async with connect(own_redis_server.url) as redis:
+        recorder = Recorder(ScriptRunner(redis, timeout_s=5), KEYS, RouterSettings())
+        own_redis_server.kill()
+        recorder.add(lambda _: record("r0", CHAIN))
+        writing = asyncio.create_task(recorder.run())
+        await eventually(log, lambda text: "decisions not recorded" in text)
+        own_redis_server.start()
+        recorder.add(lambda _: record("r1", CHAIN))
+        [(_, entry)] = await eventually(partial(redis.xrange, KEYS["decisions"]))
+        writing.cancel()
+    assert entry[b"request_id"] == b"r1"
