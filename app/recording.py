@@ -274,7 +274,8 @@ def usages(records: Iterable[Record]) -> Iterator[Usage]:
             counts[block] = counts.get(block, 0) + 1
             place[block] = position
             if child is not None:
-                continued[block] = max(continued.get(block, 0), counts.get(child, 0) + 1)
+                # If all requests go on with the same child, it is also the one seen last.
+                continued[block] = counts.get(child, 0) + 1
     found = [
         Usage(block, place[block], count)
         for block, count in counts.items()
