@@ -555,6 +555,7 @@ class Simulation:
 
         def end(now_s: float) -> None:
             if worker.quiet is quiet:
+                worker.publish_metrics(now_s)
                 step = worker.engine.skip(num_steps)
                 worker.learner.observe(step, step.duration_s)
                 self._step(worker, now_s)

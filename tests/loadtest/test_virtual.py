@@ -217,6 +217,18 @@ def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time() -> No
     assert seen.kv_idle_before_evict_s == pytest.approx(98, rel=0.05)
 
 
+def test_metrics_are_as_old_as_their_interval_even_if_the_engine_only_decoded_since() -> None:
+    trace = Trace("made up", (Session(0.0, (TraceRequest(0, 1024, 200, (1,), 1024),)),))
+    (alone,) = Simulation("latency", Setting(num_workers=1)).run(trace)
+    assert alone.end_s is not None
+    # They are due once, while the request decodes.
+    simulation = Simulation("latency", Setting(num_workers=1, metrics_interval_s=0.6 * alone.end_s))
+    simulation.run(trace)
+    (worker,) = simulation.workers
+    assert worker.engine.metrics().request_active_slots == 0
+    assert worker.metrics.request_active_slots == 1
+
+
 def test_a_request_that_finds_all_slots_taken_fails() -> None:
     trace = open_loop(*(request(i, (i,)) for i in range(300)), every_s=0.0)
     outcomes = Simulation("random", Setting(num_workers=1)).run(trace)
