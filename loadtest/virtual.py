@@ -85,7 +85,7 @@ class Setting:
     count_in_flight: bool = False
     """Whether blocks count as cached from the reservation on."""
     seed: int = 0
-    """For ties, and for the positions of arrivals within their bins."""
+    """For ties. Any but 0 also moves each session by up to half a bin of the recorded trace."""
 
 
 class Prompts:
