@@ -232,7 +232,7 @@ def plot(runs: Sequence[PolicyRun], path: Path) -> None:
     figure.suptitle(_title(runs[0]), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.supxlabel(_caption(runs[0]), x=0.01, ha="left", fontsize=9, color=GREY)
     grid = figure.add_gridspec(2, 12, height_ratios=(1.35, 1))
-    _plot_distribution(figure.add_subplot(grid[0, :7]), runs)
+    plot_distribution(figure.add_subplot(grid[0, :7]), runs)
     _plot_bars(
         figure.add_subplot(grid[0, 7:]),
         runs,
@@ -256,10 +256,10 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=150, format="png")
 
 
-def _plot_distribution(axes: Axes, runs: Sequence[PolicyRun]) -> None:
+def plot_distribution(axes: Axes, runs: Sequence[PolicyRun]) -> None:
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
         times = np.sort(ttft_s(run))
-        share = np.arange(1, times.size + 1) / times.size if times.size else times
+        share = np.arange(1, times.size + 1) / len(run.measured)
         axes.plot(times, share, color=colour, linewidth=2, label=run.policy)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

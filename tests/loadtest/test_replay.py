@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 from click.testing import CliRunner, Result
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from app.core.errors import ConfigError
@@ -173,6 +174,14 @@ class TestReport:
         assert (tmp_path / "figures.of-today").read_bytes().startswith(b"\x89PNG")
         with pytest.raises(ConfigError, match="/dev/full: No space left on device"):
             report.plot(runs, Path("/dev/full"))
+
+    def test_the_curve_of_requests_with_a_first_token_ends_below_1_if_some_failed(self) -> None:
+        axes = Figure().subplots()
+        run = played(answered(ttft_s=3), FAILED, answered(ttft_s=1), FAILED)
+        report.plot_distribution(axes, [run, played(FAILED)])
+        curve, empty = axes.lines
+        assert np.asarray(curve.get_xydata()).tolist() == [[1, 0.25], [3, 0.5]]
+        assert len(empty.get_xydata()) == 0
 
 
 class TestReplay:
