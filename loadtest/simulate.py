@@ -75,10 +75,10 @@ class Figures:
     within_slo: float
     """Share of the measured requests with their first token within 2 s plus 1.5 times the prefill
     that the prompt would take alone and uncached, and at most 100 ms per further token."""
-    goodput_per_s: float
-    """Requests within the SLO per engine second."""
-    token_s: float
-    """Mean time per token after the first."""
+    goodput_per_s: float | None
+    """Requests within the SLO per engine second; None for a single request."""
+    token_s: float | None
+    """Mean time per token after the first, over the requests that got more than that one."""
     conflicts: int
     """Reservations refused because another replica's came first."""
 
@@ -89,7 +89,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
     ("TTFT p90, s", lambda f: f.summary.ttft_p90_s, "{:.2f}"),
     ("TTFT p99, s", lambda f: f.summary.ttft_p99_s, "{:.2f}"),
     ("whole request, mean, s", lambda f: f.summary.request_mean_s, "{:.2f}"),
-    ("time per further token, ms", lambda f: f.token_s * 1000, "{:.1f}"),
+    ("time per further token, ms", lambda f: f.token_s and f.token_s * 1000, "{:.1f}"),
     ("within SLO", lambda f: f.within_slo, "{:.1%}"),
     ("goodput, requests/s", lambda f: f.goodput_per_s, "{:.2f}"),
     ("tokens from cache", lambda f: f.summary.hit_rate, "{:.1%}"),
@@ -154,7 +154,7 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
     good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)
-    answered = [outcome for outcome in run.measured if outcome.end_s is not None]
+    token_s = [_token_s(outcome) for outcome in run.measured if outcome.output_tokens > 1]
     span_s = run.measured[-1].arrival_s - run.measured[0].arrival_s
     return Figures(
         policy=policy,
@@ -162,8 +162,8 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
         seed=seed,
         summary=summarise(run),
         within_slo=good / len(run.measured),
-        goodput_per_s=good / span_s if span_s else math.nan,
-        token_s=float(np.mean([_token_s(outcome) for outcome in answered])),
+        goodput_per_s=good / span_s if span_s else None,
+        token_s=float(np.mean(token_s)) if token_s else None,
         conflicts=conflicts,
     )
 

@@ -94,6 +94,16 @@ def test_a_request_without_an_answer_misses_the_slo() -> None:
     assert not meets_slo(Outcome("r", 0.0, 0.0, 100, 1), H100)
 
 
+def test_figures_that_no_request_has_are_absent(demo: Trace) -> None:
+    at_once = simulate(Scenario(demo.cut(requests=1024), Setting(num_workers=1)), "random", 1e6)
+    # The first 256 take all slots, and none is measured.
+    assert at_once.summary.failed == at_once.summary.requests == 768
+    assert at_once.token_s is None
+    only_token = Session(0.0, (TraceRequest(0, 100, 1, (), 512),))
+    alone = simulate(Scenario(Trace("made up", (only_token,)), Setting()), "random", 1)
+    assert (alone.token_s, alone.goodput_per_s) == (None, None)
+
+
 def test_a_search_ends_just_below_the_highest_acceptable_load() -> None:
     for bound in (0.3, 1.0, 1.7, 13.0):
         assert bound / 1.02 <= highest(lambda load, bound=bound: load <= bound) <= bound
