@@ -44,7 +44,7 @@ from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.dump import reset
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, redis_to_measure
-from loadtest.holders import BATCH, BLOCK_SIZE, Holders, hashes
+from loadtest.holders import BATCH, BLOCK_SIZE, Holders, check_found, hashes
 from workers.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-index")
@@ -54,7 +54,8 @@ SYSTEM_PROMPT = 64
 TOGETHER = 32
 FIRST = "mixed, first"
 AT_ONCE = f"mixed, {TOGETHER} at once"
-PARTS_OF_MIXED = ("one owner", "three owners", "half of that")
+HALF = "half of that"
+PARTS_OF_MIXED = ("one owner", "three owners", HALF)
 KINDS = (*PARTS_OF_MIXED, "mixed", FIRST, AT_ONCE)
 PEER_LENGTHS = (512, 2048)
 PEER_PREFIX = "bench-index-peer:"
@@ -132,12 +133,12 @@ class CountingRunner(ScriptRunner):
 
 
 async def look_up_cost(
-    redis: Client, chains: Chains, learnt: Boundaries, together: int
+    redis: Client, chains: Chains, held: Sequence[int], learnt: Boundaries, together: int
 ) -> LookUpCost:
     """match_us: Redis's time over all round trips. router_cpu_us: without hashing.
 
-    learnt: what the router knows before each lookup. together: chains per lookup, as in a router
-    that gets this many requests at once.
+    held: how many blocks of each chain are to be found. learnt: what the router knows before each
+    lookup. together: chains per lookup, as in a router that gets this many requests at once.
     """
     runner = CountingRunner(redis, timeout_s=60)
     await redis.config_resetstat()
@@ -147,8 +148,9 @@ async def look_up_cost(
         fresh = [np.array(chain, np.uint64).tolist() for chain in chains[at : at + together]]
         boundaries = deepcopy(learnt)
         begin = time.process_time()
-        await match(runner, KEYS, fresh, boundaries=boundaries)
+        found, _ = await match(runner, KEYS, fresh, boundaries=boundaries)
         cpu_s += time.process_time() - begin
+        check_found(found, held[at : at + together])
     in_all = (await look_up_us(redis), cpu_s * 1e6, runner.round_trips)
     return LookUpCost(*(figure / len(chains) for figure in in_all))
 
@@ -192,10 +194,12 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
             await match(runner, KEYS, [chains[0][:length]], boundaries=learnt)
             for kind in KINDS:
                 alike = [kind] * queries if kind in PARTS_OF_MIXED else PARTS_OF_MIXED * queries
-                prompts = [prompt(of, chains, length, rng) for of in rng.permutation(alike)]
+                kinds = rng.permutation(alike)
+                prompts = [prompt(of, chains, length, rng) for of in kinds]
+                held = [length // 2 if of == HALF else length for of in kinds]
                 known = Boundaries() if kind == FIRST else learnt
                 together = TOGETHER if kind == AT_ONCE else 1
-                cost = await look_up_cost(runner.redis, prompts, known, together)
+                cost = await look_up_cost(runner.redis, prompts, held, known, together)
                 costs.setdefault((kind, length), []).append(cost)
     medians: dict[str, Any] = {
         name: {

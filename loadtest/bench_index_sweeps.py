@@ -33,7 +33,7 @@ from app.dump import reset
 from loadtest.bench_index import KEYS, evalsha, look_up_us, used_memory
 from loadtest.command import Command, json_option, save
 from loadtest.cores import redis_to_measure
-from loadtest.holders import Holders, hashes
+from loadtest.holders import Holders, check_found, hashes
 
 BLOCKS = 131_072
 QUERIES = 300
@@ -157,10 +157,12 @@ def overlaps(owners: Sequence[set[int] | None]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Workload:
-    """chains: each with the worker that holds it. queries: like chains, but partly unknown."""
+    """chains: each with the worker that holds it. queries: like chains, but partly unknown; of each
+    the first `held` blocks are held."""
 
     chains: list[tuple[int, list[SequenceHash]]]
     queries: list[list[SequenceHash]]
+    held: int
     unique_blocks: int
 
 
@@ -172,7 +174,7 @@ def workload(point: Point) -> Workload:
     held = int(point.depth * point.match)
     picks = rng.integers(0, len(chains), QUERIES)
     queries = [[*chains[i][1][:held], *hashes(rng, point.depth - held)] for i in picks]
-    return Workload(chains, queries, len(common) + own * len(chains))
+    return Workload(chains, queries, held, len(common) + own * len(chains))
 
 
 def in_process(load: Workload, kind: type[InProcess]) -> dict[str, float]:
@@ -224,15 +226,16 @@ async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float
     store = await change(Tier.DEVICE)
     size = (await used_memory(redis) - before) / load.unique_blocks
     await redis.config_resetstat()
-    begin = time.process_time()
+    cpu_s = 0.0
     for query in load.queries:
-        await match(runner, KEYS, [query])
-    cpu = (time.process_time() - begin) / QUERIES * 1e6
-    found = await look_up_us(redis) / QUERIES
+        begin = time.process_time()
+        found, _ = await match(runner, KEYS, [query])
+        cpu_s += time.process_time() - begin
+        check_found(found, [load.held])
     return {
         "store": store,
-        "match": found,
-        "match_cpu": cpu,
+        "match": await look_up_us(redis) / QUERIES,
+        "match_cpu": cpu_s / QUERIES * 1e6,
         "remove": await change(None),
         "bytes": size,
     }

@@ -30,7 +30,7 @@ from app.core.redis import connect
 from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash
 from loadtest.command import Command, json_option, save
-from loadtest.holders import BATCH, Holders, hashes
+from loadtest.holders import BATCH, Holders, check_found, hashes
 from loadtest.topologies import ClusterServers
 
 KEYS = Keyspace("bench-shards")
@@ -64,7 +64,8 @@ async def spread(
     rng = np.random.default_rng(2)
     reset_statistics(servers.servers)
     for n in rng.integers(0, len(chains), queries):
-        await match(runner, KEYS, [chains[n]], SHARDS)
+        found, _ = await match(runner, KEYS, [chains[n]], SHARDS)
+        check_found(found, [DEPTH])
     masters, replicas = look_up_us(servers.masters), look_up_us(servers.replicas)
     spent = masters + replicas
     return {

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import click
 import numpy as np
 
 from app.core import index, leases
 from app.core.keys import Keyspace
+from app.core.matching import Overlaps
 from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 
@@ -75,6 +77,14 @@ class Holders:
             seq, batch = self._seqs[inc, shard], changes[at : at + BATCH]
             calls.append(index.apply(self._keyspace.of_shard(shard), inc, NONCE, seq, batch))
         assert all(await self._runner.run(calls))
+
+
+def check_found(found: Sequence[Overlaps | None], held: Sequence[int]) -> None:
+    """Raises ClickException unless each lookup found as many blocks on a worker as one holds."""
+    for overlaps, due in zip(found, held, strict=True):
+        most = max((overlap.total for overlap in (overlaps or {}).values()), default=0)
+        if most != due:
+            raise click.ClickException(f"a lookup found {most} blocks; a worker holds {due}")
 
 
 def hashes(rng: np.random.Generator, count: int) -> list[SequenceHash]:

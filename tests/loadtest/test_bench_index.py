@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from click import ClickException
 from redis.asyncio import Redis
 
 from app.core import index
 from app.core.embedded import EmbeddedRedis
-from app.core.types import Tier
+from app.core.types import Incarnation, Tier, TierOverlap
 from loadtest.bench_index import (
     AT_ONCE,
     CHAIN,
@@ -17,7 +18,7 @@ from loadtest.bench_index import (
     measure,
     prompt,
 )
-from loadtest.holders import hashes
+from loadtest.holders import check_found, hashes
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -35,6 +36,14 @@ def test_prompts_are_many_and_lie_in_the_index_as_chains_of_their_own(length: in
     assert length > CHAIN // 4 or set(three) <= set(chains[3][: CHAIN // 4])
     half = prompt("half of that", chains, length, rng)
     assert [block in stored for block in half] == [n < length // 2 for n in range(length)]
+
+
+def test_a_lookup_that_finds_other_than_is_held_ends_the_benchmark() -> None:
+    found = {Incarnation(1): TierOverlap(3, 2, 0), Incarnation(2): TierOverlap(4, 0, 0)}
+    check_found([found, {}], [5, 0])
+    for wrong, held in ((found, 6), (found, 4), ({}, 1), (None, 1)):
+        with pytest.raises(ClickException, match=f"a worker holds {held}"):
+            check_found([wrong], [held])
 
 
 async def test_a_small_index_is_measured_and_leaves_no_keys(
