@@ -6,7 +6,8 @@ Next to it run two plain in-process indexes written for comparison: a radix tree
 map from block to owners. They are shared with nobody and cost no round trip, so they show what
 finding an overlap takes by itself. kvroute's index is measured in Redis's own time (INFO
 commandstats) and, for lookups, also in CPU time of this process; the other two in CPU time of this
-process. The benchmark fills and deletes a namespace, and resets the server's statistics.
+process, which collects garbage as seldom as a router. The benchmark fills and deletes a namespace,
+and resets the server's statistics.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rich.table import Table
 from app.core.matching import match
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
+from app.core.serving import collect_seldom
 from app.core.topology import Client
 from app.core.types import SequenceHash, Tier
 from app.dump import reset
@@ -244,6 +246,7 @@ async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float
 async def measure(url: str, sweeps: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
     """One row per point."""
     rows: list[dict[str, Any]] = []
+    collect_seldom()
     async with connect(url) as redis:
         try:
             for name, values in sweeps.items():
