@@ -33,7 +33,7 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.config import POSITIVE
 from app.core.types import SequenceHash, Tier
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, distinct, json_option, save
 from workers.disk import RUN_BYTES, DiskBlock, SlotFile
 from workers.tiers import KVShape, MemoryPool, host_pool
 from workers.transfers import Transfers
@@ -207,11 +207,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _of_whole_heads(_: click.Context, __: click.Parameter, kib: tuple[int, ...]) -> tuple[int, ...]:
+def _of_whole_heads(
+    context: click.Context, option: click.Parameter, kib: tuple[int, ...]
+) -> tuple[int, ...]:
     one_head_kib = shape_of(8 << 10).block_bytes >> 10
     if bad := [size for size in kib if size % one_head_kib]:
         raise click.BadParameter(f"{bad[0]} is no multiple of {one_head_kib}")
-    return kib
+    return distinct(context, option, kib)
 
 
 @click.command(cls=Command)

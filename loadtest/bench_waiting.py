@@ -33,7 +33,7 @@ from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.core.redis import connect
 from app.core.scripts import ScriptRunner
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, distinct, json_option, save
 from loadtest.holders import Holders
 
 KEYS = Keyspace("bench-waiting")
@@ -154,7 +154,14 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
 
 
 @click.command(cls=Command)
-@click.option("--replicas", multiple=True, type=PROCESSES, default=REPLICAS, show_default=True)
+@click.option(
+    "--replicas",
+    multiple=True,
+    type=PROCESSES,
+    default=REPLICAS,
+    show_default=True,
+    callback=distinct,
+)
 @click.option(
     "--seconds",
     default=10.0,

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from loadtest import bench_replicas, simulate
+from loadtest import bench_replicas, bench_tiers, bench_waiting, simulate
 from loadtest.command import Command, save
 from loadtest.demo import demo
 from loadtest.replay import replay
@@ -119,6 +119,8 @@ def test_every_command_ends_that_way(module: str) -> None:
         (demo, "--policy latency --policy random --policy latency"),
         (replay, "--policy random --policy random"),
         (bench_replicas.main, "--replicas 1 --replicas 4 --replicas 4"),
+        (bench_tiers.main, "--kib 16 --kib 64 --kib 16"),
+        (bench_waiting.main, "--replicas 1 --replicas 1"),
         (simulate.main, "--policy blocks:8 --policy blocks:8"),
         (simulate.main, "--load 1 --load 2 --load 1"),
     ],
