@@ -91,7 +91,7 @@ async def call(
             "/v1/route",
             json={"token_ids": PROMPT, "request_id": request_id, "tenant": tenant},
         )
-        if answer.status_code != 200:
+        if answer.status_code != 200 or answer.json()["degraded"]:
             raise KvrouteError(f"the router answered {answer.status_code}: {answer.text}")
         routed_s = time.perf_counter()
         # After that, fewer and fewer requests wait.
@@ -99,7 +99,7 @@ async def call(
             turns.by_tenant[tenant] += 1
             turns.routed_s.append(routed_s)
         await asyncio.sleep(HELD_S)
-        await client.delete(f"/v1/requests/{request_id}")
+        (await client.delete(f"/v1/requests/{request_id}")).raise_for_status()
         turns.freed_s.append(time.perf_counter())
 
 
@@ -123,7 +123,7 @@ async def _measure(redis_url: str, urls: Sequence[str], seconds: float) -> dict[
         "turns": total,
         "shares": {tenant: turns.by_tenant[tenant] / total for tenant in WEIGHTS},
         "hand_over_ms": {"p50": 1e3 * float(p50), "p99": 1e3 * float(p99)},
-        "redis_us_per_turn": stats["cmdstat_evalsha"]["usec"] / total,
+        "redis_us_per_turn": stats["cmdstat_evalsha"]["usec"] / len(turns.freed_s),
     }
 
 
