@@ -86,8 +86,9 @@ class Maintenance:
                 if self._predictions is not None:
                     tasks.create_task(self._prune(self._predictions))
         finally:
-            with suppress(RedisUnavailable):
-                await self._runner.run(list(self._releases))
+            if self._releases:
+                with suppress(RedisUnavailable):
+                    await self._runner.run(list(self._releases))
 
     def release_soon(
         self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
