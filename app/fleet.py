@@ -246,7 +246,7 @@ class Fleet:
             return
         self._recovers_until = time.monotonic() + RECOVERY_S
         self._failure = str(error)
-        if not self._missed and self.last_view is not None:
+        if self.last_view is not None:
             self._missed = frozenset(self.last_view.incarnations)
 
     async def view(self, snapshot: Snapshot) -> View:
@@ -265,9 +265,7 @@ class Fleet:
             self.forget_except(snapshot.loads)
             self._workers_ms = snapshot.workers_ms
         self.shards = snapshot.shards or self.shards
-        missing = [inc for inc in snapshot.loads if inc not in self._infos]
-        if missing:
-            await self._learn(missing)
+        await self._learn([inc for inc in snapshot.loads if inc not in self._infos])
         live = [inc for inc in snapshot.loads if inc in self._infos]
         if self._known is None or self._known.incarnations != live:
             self._known = Known([(inc, self._infos[inc], self.measured(inc)) for inc in live])

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from app import fleet as fleets
 from app.core import leases, metrics
-from app.core.embedded import EmbeddedRedis
+from app.core.embedded import LOOPBACK, EmbeddedRedis
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.metrics import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.core.redis import connect
@@ -20,6 +20,7 @@ from app.core.reservations import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.fleet import Fleet, Known, Measured, View
 from tests.eventually import eventually
+from tests.fake_workers import KEYS
 from tests.lua.conftest import Namespace, info
 
 ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
@@ -53,7 +54,8 @@ async def following(fleet: Fleet) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def learned(fleet: Fleet, inc: Incarnation, waiting: int) -> Measured:
@@ -85,6 +87,10 @@ async def test_redis_is_asked_only_about_new_workers(space: Namespace) -> None:
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
+    snapshot = await space.loads()
+    await space.redis.config_resetstat()
+    await fleet.view(snapshot)
+    assert "cmdstat_hmget" not in await space.redis.info("commandstats")
     await space.redis.delete(space.keys["workers"])
     b = await space.worker("b")
     view = await fleet.view(await space.loads())
@@ -116,12 +122,13 @@ async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Nam
     assert view.incarnations == [TWO]
 
 
+@pytest.mark.parametrize("spoilt", ["spoilt", "{}", "[]"])
 async def test_an_incarnation_whose_worker_entry_is_corrupted_is_not_routed_to(
-    space: Namespace, caplog: pytest.LogCaptureFixture
+    space: Namespace, caplog: pytest.LogCaptureFixture, spoilt: str
 ) -> None:
     await space.worker("a")
     await space.worker("b")
-    await space.redis.hset(space.keys["workers"], "1", "spoilt")
+    await space.redis.hset(space.keys["workers"], "1", spoilt)
     view = await fleet_of(space).view(await space.loads())
     assert view.incarnations == [TWO]
     assert "ignoring the worker of incarnation 1" in caplog.text
@@ -130,7 +137,12 @@ async def test_an_incarnation_whose_worker_entry_is_corrupted_is_not_routed_to(
 async def test_forget_except_drops_all_other_workers(space: Namespace) -> None:
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
+    await publish(space, a, waiting(7))
+    await fleet._poll(None)
     await fleet.view(await space.loads())
+    fleet.forget_except([])
+    assert fleet.measured(a).metrics == ForwardPassMetrics()
+    assert (await fleet.view(await space.loads())).incarnations == [a, b]
     fleet.forget_except([b])
     await space.redis.hdel(space.keys["workers"], str(a), str(b))
     assert (await fleet.view(await space.loads())).incarnations == [b]
@@ -161,6 +173,25 @@ async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(
         own_redis_server.kill()
         with pytest.raises(RedisUnavailable, match="ConnectionError"):
             await fleet.view(Snapshot(now_ms=0, loads={ONE: Load()}))
+
+
+async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout() -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(-1)
+        writer.close()
+
+    async with await asyncio.start_server(hang, LOOPBACK) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with connect(f"redis://{LOOPBACK}:{port}/0") as redis:
+            fleet = Fleet(redis, KEYS, timeout_s=0.02)
+            queries = (
+                fleet.view(Snapshot(now_ms=0, loads={ONE: Load()})),
+                fleet._poll(None),
+                fleet._poll(b"1-0"),
+            )
+            for query in queries:
+                with pytest.raises(RedisUnavailable, match="no answer within 20 ms"):
+                    await query
 
 
 async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
@@ -272,7 +303,7 @@ async def test_openings_are_free_slots_or_one_per_worker_if_queues_are_limited(
     assert 20.0 < view.shortest_queue_s <= 30.0
     await space.retire("a", a)
     await space.retire("b", b)
-    empty = await fleet.view(await space.loads())
+    empty = await fleet_of(space).view(await space.loads())
     assert (empty.openings(math.inf), empty.shortest_queue_s) == (0, 0.0)
 
 
@@ -435,6 +466,7 @@ async def test_the_spread_of_load_is_a_sample_standard_deviation(space: Namespac
             ForwardPassMetrics(kv_active_blocks=used, kv_total_blocks=1000, num_requests_waiting=1),
         )
     await space.worker("unmeasured")
+    await publish(space, await space.worker("w4"), ForwardPassMetrics())
     async with following(fleet):
         last = await learned(fleet, THREE, waiting=1)
     await fleet.view(await space.loads())
@@ -473,6 +505,25 @@ async def test_a_reused_incarnation_belongs_to_the_new_worker_at_once(space: Nam
     view = await fleet.view(await space.loads())
     assert [str(known.key) for known in view.infos] == ["b:0"]
     assert view.measured[0].metrics == ForwardPassMetrics()
+
+
+async def test_a_reused_incarnation_belongs_to_the_new_worker_also_if_that_is_activated_later(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    inc = await space.worker("b")
+    await fleet.view(await space.loads())
+    before = await space.get("meta", "workers_ms")
+    await space.retire("b", inc)
+    await space.redis.hset(space.key("meta"), "incarnations", str(inc - 1))
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    staged = await space.do(leases.register(space.keys, info("c"), "nonce", ttl_ms=60_000))
+    assert staged.incarnation == inc
+    assert (await fleet.view(await space.loads())).incarnations == [ONE]
+    assert await space.do(leases.activate(space.keys, WorkerKey("c"), inc, "nonce"))
+    view = await fleet.view(await space.loads())
+    assert [str(known.key) for known in view.infos] == ["a:0", "c:0"]
 
 
 async def test_a_worker_entry_that_was_repaired_is_read_again(space: Namespace) -> None:
