@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -313,6 +314,16 @@ def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -
     loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
     view = View(Snapshot(now_ms=0, loads=loads), known)
     assert (view.openings(math.inf), view.openings(10.0)) == (6, 1)
+    loads[THREE].prefill_us = 10_000_000
+    assert (view.openings(10.0), view.openings(9.9)) == (1, 0)
+
+
+def test_a_prompt_may_fill_a_whole_worker_and_one_of_unknown_size_holds_any() -> None:
+    sized, unknown = info("a"), replace(info("b"), kv_total_blocks=0)
+    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
+    known = Known([(ONE, sized, measured), (TWO, unknown, measured)])
+    view = View(Snapshot(now_ms=0, loads={ONE: Load(), TWO: Load()}), known)
+    assert [view.all_hold(blocks) for blocks in (1000, 1001)] == [True, False]
 
 
 async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:

@@ -155,6 +155,7 @@ async def test_a_sentinel_and_its_master_are_reached_over_tls_with_different_pas
     ("url", "message"),
     [
         ("nonsense", "'nonsense': must begin with one of redis://, rediss://, unix://, "),
+        ("redis", "'redis': must begin with one of "),
         ("http://host", "'http://host': must begin with one of "),
         ("unix+cluster:///path", "must begin with one of "),
         (
