@@ -53,6 +53,10 @@ def test_a_key_is_parsed_into_its_shard_and_name(
         assert Keyspace("a/b", shard)[name] == key
 
 
+def test_a_key_that_is_not_text_is_parsed_too() -> None:
+    assert Keyspace("a").parse(b"kvroute:1:{a}:mine\xff") == (None, "mine\ufffd")
+
+
 async def test_a_scan_finds_only_the_keys_of_a_namespace_and_its_shards(redis: Redis) -> None:
     keyspace = Keyspace("a.b/c_d-e")
     own = {keyspace["leases"], keyspace.of_shard(0)["shard"], keyspace.of_shard(17)["blocks:f4"]}

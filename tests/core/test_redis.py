@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import (
+    ConnectionError,  # noqa: A004
+    ResponseError,
+)
 
 from app.core.embedded import LOOPBACK, EmbeddedRedis, free_port
 from app.core.errors import ConfigError, RedisUnavailable
@@ -274,6 +277,21 @@ async def test_a_redis_that_is_too_old_is_refused(version: str, refused: bool) -
                 else nullcontext()
             ):
                 await check_server(redis, timeout_s=5)
+
+
+async def test_a_command_whose_connection_failed_is_not_sent_again() -> None:
+    received: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.append(await reader.read(1000))
+        writer.close()
+
+    async with await asyncio.start_server(serve, LOOPBACK) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with connect(f"redis://{LOOPBACK}:{port}/0") as redis:
+            with pytest.raises(ConnectionError):
+                await redis.execute_command("INCR", "a")
+    assert received == [b"*2\r\n$4\r\nINCR\r\n$1\r\na\r\n"]
 
 
 async def test_checking_an_unreachable_redis_raises_redis_unavailable() -> None:
