@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from app import fleet as fleets
 from app.core import leases, metrics
-from app.core.embedded import LOOPBACK, EmbeddedRedis
+from app.core.embedded import EmbeddedRedis
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.metrics import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.core.redis import connect
@@ -21,8 +21,8 @@ from app.core.reservations import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.fleet import Fleet, Known, Measured, View
 from tests.eventually import eventually
-from tests.fake_workers import KEYS
 from tests.lua.conftest import Namespace, info
+from tests.redis_servers import stopped
 
 ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
 
@@ -176,23 +176,19 @@ async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(
             await fleet.view(Snapshot(now_ms=0, loads={ONE: Load()}))
 
 
-async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout() -> None:
-    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(-1)
-        writer.close()
-
-    async with await asyncio.start_server(hang, LOOPBACK) as server:
-        port = server.sockets[0].getsockname()[1]
-        async with connect(f"redis://{LOOPBACK}:{port}/0") as redis:
-            fleet = Fleet(redis, KEYS, timeout_s=0.02)
-            queries = (
-                fleet.view(Snapshot(now_ms=0, loads={ONE: Load()})),
-                fleet._poll(None),
-                fleet._poll(b"1-0"),
-            )
-            for query in queries:
-                with pytest.raises(RedisUnavailable, match="no answer within 20 ms"):
-                    await query
+async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
+    space: Namespace, one_redis_server: EmbeddedRedis
+) -> None:
+    fleet = Fleet(space.redis, space.keys, timeout_s=0.02)
+    queries = (
+        fleet.view(Snapshot(now_ms=0, loads={ONE: Load()})),
+        fleet._poll(None),
+        fleet._poll(b"1-0"),
+    )
+    with stopped(one_redis_server.pid):
+        for query in queries:
+            with pytest.raises(RedisUnavailable, match="no answer within 20 ms"):
+                await query
 
 
 async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(

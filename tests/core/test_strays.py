@@ -4,6 +4,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core import strays
+from app.core.embedded import EmbeddedRedis
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.redis import connect
@@ -11,6 +12,7 @@ from app.core.scripts import ScriptRunner
 from app.core.strays import Strays
 from app.core.topology import Client
 from tests.lua.conftest import A, B, Namespace
+from tests.redis_servers import stopped
 
 
 @pytest.fixture
@@ -80,3 +82,10 @@ async def test_without_redis_a_step_raises_redis_unavailable() -> None:
         runner = ScriptRunner(nowhere, timeout_s=1)
         with pytest.raises(RedisUnavailable):
             await Strays(runner, Keyspace("test"), timeout_s=1).drop_some(shards=1)
+
+
+async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
+    space: Namespace, one_redis_server: EmbeddedRedis
+) -> None:
+    with stopped(one_redis_server.pid), pytest.raises(RedisUnavailable, match="within 20 ms"):
+        await Strays(space.runner, space.keys, timeout_s=0.02).drop_some(shards=1)
