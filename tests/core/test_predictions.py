@@ -35,6 +35,7 @@ def test_a_round_of_pruning_takes_at_most_ten_slices(
     assert settings.prune_pause_s(buckets, 64) == pytest.approx(pause_s, rel=0.02)
     num_steps = buckets / 64
     assert num_steps * settings.prune_pause_s(buckets, 64) == pytest.approx(10 * lifetime_s / 4)
+    assert settings.prune_pause_s(0, 64) >= settings.prune_pause_s(1, 64), "nothing predicted yet"
 
 
 def test_predicted_blocks_lengthen_the_overlap_on_the_device() -> None:
