@@ -140,7 +140,7 @@ def naming_file(file: object) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
+        raise ConfigError(f"{file}: {error.strerror or error}") from None
 
 
 class _Option(click.Option):

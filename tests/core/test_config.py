@@ -12,11 +12,13 @@ from app.core.config import (
     RouterSettings,
     WorkerSettings,
     flags,
+    naming_file,
     options,
     parse_weights,
     pick,
     variable,
 )
+from app.core.errors import ConfigError
 
 SETTINGS = (RouterSettings, WorkerSettings)
 
@@ -197,3 +199,9 @@ def test_an_address_that_is_not_the_base_url_of_a_host_is_refused(text: str) -> 
     settings, result = run(WorkerSettings, f"--address={text}")
     assert settings is None
     assert f"{text!r} is not the http:// or https:// base URL of a host" in result.output
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), OSError("No space left")])
+def test_an_error_of_writing_a_file_names_the_file_and_the_cause(error: OSError) -> None:
+    with pytest.raises(ConfigError, match=r"^out/x: No space left$"), naming_file("out/x"):
+        raise error
