@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -144,14 +144,13 @@ async def prefill_complete(request: Request, request_id: str) -> schemas.Request
 
 @routes.delete("/v1/requests/{request_id:path}", responses=_errors(422, 503))
 async def release(
-    request: Request, request_id: str, worker_failed: bool = False
+    request: Request, request_id: str, options: Annotated[schemas.ReleaseOptions, Query()]
 ) -> schemas.RequestState:
-    """Report that a request has ended, and release its reservation. Idempotent.
-
-    With `worker_failed`, no request goes to its worker until the worker has renewed its lease.
-    """
+    """Report that a request has ended, and release its reservation. Idempotent."""
     router, _ = _parts(request)
-    found = await router.release(checked_request_id(request_id), worker_failed=worker_failed)
+    found = await router.release(
+        checked_request_id(request_id), worker_failed=options.worker_failed
+    )
     return schemas.RequestState(request_id=request_id, found=found)
 
 

@@ -101,6 +101,17 @@ class RouteBody(RouteOptions):
     )
 
 
+class ReleaseOptions(BaseModel):
+    """The query of a release."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    worker_failed: bool = Field(
+        default=False,
+        description="no request goes to the worker until it has renewed its lease",
+    )
+
+
 class TierOverlapModel(BaseModel):
     """Leading blocks that the worker holds, by the tier they would be read from."""
 

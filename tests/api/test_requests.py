@@ -80,14 +80,19 @@ async def test_a_worker_that_failed_a_request_gets_none_until_it_renews(
     assert len((await client.get("/v1/workers")).json()["workers"]) == 2
 
 
-async def test_whether_the_worker_failed_is_yes_or_no(
-    client: httpx.AsyncClient, one: FakeWorkers
+@pytest.mark.parametrize(
+    ("query", "field", "shown"),
+    [("worker_failed=maybe", "worker_failed", "maybe"), ("workerfailed=true", "workerfailed", "")],
+    ids=["neither yes nor no", "misspelt"],
+)
+async def test_a_release_with_a_bad_query_releases_nothing(
+    client: httpx.AsyncClient, one: FakeWorkers, query: str, field: str, shown: str
 ) -> None:
-    response = await client.delete("/v1/requests/r1?worker_failed=maybe")
+    response = await client.delete(f"/v1/requests/r1?{query}")
     assert response.status_code == 422
     error = response.json()["error"]
-    assert (error["code"], error["field"]) == ("invalid_request", "worker_failed")
-    assert "maybe" in error["message"]
+    assert (error["code"], error["field"]) == ("invalid_request", field)
+    assert shown in error["message"]
     assert (await one.load("w1")).requests == 1
 
 
