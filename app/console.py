@@ -38,6 +38,11 @@ def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
     return run
 
 
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """`1 block`, `2,000 blocks`. nouns: the plural, if it is not noun + s."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
 def json_text(value: Any) -> str:
     return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 

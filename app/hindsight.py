@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from app import inspection, recording
-from app.console import COMMON, json_option, json_text, on_redis, text_table
+from app.console import COMMON, counted, json_option, json_text, on_redis, text_table
 from app.core import config
 from app.core.config import POLICY_NAMES, Command
 from app.core.errors import RoutingError
@@ -55,9 +55,10 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
         return
     o = record.overlap
     click.echo(
-        f"{request_id}: {record.isl_tokens:,} tokens to {record.worker} by {record.policy}; the "
-        f"worker held {o.total:,} of {record.full_blocks:,} full blocks ({o.device:,} on its "
-        f"device, {o.host:,} in host memory, {o.disk:,} on disk)"
+        f"{request_id}: {counted(record.isl_tokens, 'token')} to {record.worker} by "
+        f"{record.policy}; the worker held {o.total:,} of "
+        f"{counted(record.full_blocks, 'full block')} ({o.device:,} on its device, "
+        f"{o.host:,} in host memory, {o.disk:,} on disk)"
     )
     longest = f"; {record.best} held the most, {record.best_overlap:,}" if record.best else ""
     click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided on try {record.tries}")
@@ -147,7 +148,9 @@ async def whatif(
     if as_json:
         click.echo(json_text(found.means()))
         return
-    click.echo(f"{found.decisions:,} decisions; {found.changed:,} would have gone elsewhere")
+    click.echo(
+        f"{counted(found.decisions, 'decision')}; {found.changed:,} would have gone elsewhere"
+    )
     rows = [
         (name, _short(mean["were"]), _short(mean["would be"]))
         for name, mean in found.means()["mean"].items()

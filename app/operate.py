@@ -14,7 +14,7 @@ import orjson
 
 from app import dump as dumping
 from app import inspection, recording, verification
-from app.console import COMMON, json_option, json_text, on_redis, text_table
+from app.console import COMMON, counted, json_option, json_text, on_redis, text_table
 from app.core import config
 from app.core.config import Command, naming_file
 from app.core.hashing import compute_hashes, seed_for
@@ -64,9 +64,10 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     if as_json:
         return
     click.echo(
-        f"namespace   {found.namespace}: blocks of {found.block_size} tokens, "
-        f"{found.shards} shard{'s' if found.shards > 1 else ''}\n"
-        f"index       {found.unique_blocks:,} unique blocks, laid out for {found.laid_out_blocks:,}"
+        f"namespace   {found.namespace}: blocks of {counted(found.block_size, 'token')}, "
+        f"{counted(found.shards, 'shard')}\n"
+        f"index       {counted(found.unique_blocks, 'unique block')}, "
+        f"laid out for {found.laid_out_blocks:,}"
         + (" (overfull: changes are slower)" if found.overfull else "")
         + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis\n"
     )
@@ -175,8 +176,8 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
     for w in found:
         if w.info:
             click.echo(
-                f"\n{w.info.key} at {w.info.address}, {w.info.kv_total_blocks:,} blocks, "
-                f"up to {w.info.max_requests} requests, {w.info.accelerator}"
+                f"\n{w.info.key} at {w.info.address}, {counted(w.info.kv_total_blocks, 'block')}, "
+                f"up to {counted(w.info.max_requests, 'request')}, {w.info.accelerator}"
             )
         if readings := w.gpu.known():
             texts = [text.format(readings[k] / u) for k, u, text in GPU_TEXT if k in readings]
@@ -229,7 +230,9 @@ async def prefix(
             )
         )
         return
-    click.echo(f"{len(tokens):,} tokens, {len(chain):,} full blocks of {block_size}")
+    click.echo(
+        f"{counted(len(tokens), 'token')}, {counted(len(chain), 'full block')} of {block_size}"
+    )
     click.echo(text_table(head, rows) if rows else "no worker holds its first block")
 
 
@@ -268,7 +271,7 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
         click.echo(f"checked all reservations and {extent}")
         click.echo("closure under prefix is not checked: Redis does not know a block's parent")
         for finding in findings:
-            click.echo(f"{finding.count:,} times: {finding.what}")
+            click.echo(f"{counted(finding.count, 'time')}: {finding.what}")
             for example in finding.examples:
                 click.echo(f"    {example}")
         if not findings:
@@ -323,7 +326,8 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
         click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
         return
     click.echo(
-        f"{len(records):,} decisions; a prefix is left out if a longer one was requested as often"
+        f"{counted(len(records), 'decision')}; "
+        "a prefix is left out if a longer one was requested as often"
     )
     rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
     click.echo(
@@ -365,7 +369,7 @@ async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl
     """
     with _rewindable(source) as file:
         restored = await dumping.restore(redis, keyspace, file, round(lease_ttl_s * 1000))
-    click.echo(f"{restored:,} entries restored", err=True)
+    click.echo(f"{counted(restored, 'entry', 'entries')} restored", err=True)
 
 
 @contextmanager
@@ -388,5 +392,6 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
     """Delete all keys of a namespace. Running workers register again by themselves."""
     keys = await dumping.count_keys(redis, keyspace)
     if not yes:
-        click.confirm(f"Delete {keys:,} keys of namespace {keyspace.namespace!r}?", abort=True)
-    click.echo(f"{await dumping.reset(redis, keyspace):,} keys deleted")
+        text = f"Delete {counted(keys, 'key')} of namespace {keyspace.namespace!r}?"
+        click.confirm(text, abort=True)
+    click.echo(f"{counted(await dumping.reset(redis, keyspace), 'key')} deleted")

@@ -10,6 +10,7 @@ from itertools import islice
 
 from redis.asyncio import Redis
 
+from app.console import counted
 from app.core.keys import Keyspace
 from app.core.matching import parse_owners
 from app.core.redis import deadline
@@ -52,9 +53,9 @@ class Extent:
 
     def __str__(self) -> str:
         if self.buckets == self.existing_buckets:
-            return f"{self.buckets:,} buckets"
+            return counted(self.buckets, "bucket")
         return (
-            f"{self.buckets:,} of {self.existing_buckets:,} buckets; "
+            f"{self.buckets:,} of {counted(self.existing_buckets, 'bucket')}; "
             "the rest were not checked (--max-buckets)"
         )
 

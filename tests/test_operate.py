@@ -509,7 +509,7 @@ def dumped(*rows: dict[str, object]) -> str:
 
 def test_a_dump_written_by_hand_is_restored(url: str, raw: Redis) -> None:
     result = kvroute(url, "restore", input=dumped(HEAD, WORKER, STORED, STORED), namespace="copy")
-    assert result.exit_code == 0, result.output
+    assert (result.exit_code, result.output) == (0, "2 entries restored\n")
     assert raw.hgetall("kvroute:1:{copy#1}:blocks:f8") == {b"00000000000000aa": b"1d"}
 
 
@@ -702,7 +702,7 @@ def test_workers_are_restored_next_to_other_live_ones(url: str, raw: Redis) -> N
     worker = WORKER | {"worker": "w9:0", "info": INFO | {"worker": "w9:0"}}
     stored = STORED | {"shard": 0, "bucket": "0"}
     result = kvroute(url, "restore", input=dumped(head, worker, stored))
-    assert result.exit_code == 0, result.output
+    assert (result.exit_code, result.output) == (0, "1 entry restored\n")
     assert raw.hgetall(KEYS["current"]) == {b"w1:0": b"1", b"w2:1": b"2", b"w9:0": b"3"}
 
 

@@ -259,6 +259,8 @@ async def test_whatif_scores_decisions_again_with_another_policy(decided: str) -
     assert (await as_json(decided, "whatif", "--policy", "latency", "--last", "2"))[
         "decisions"
     ] == 2
+    text = (await kvroute(decided, "whatif", "--policy", "latency", "--last", "1")).output
+    assert text.startswith("1 decision; ")
     text = (await kvroute(decided, "whatif", "--policy", "round_robin")).output
     assert text.startswith("4 decisions; ")
 
