@@ -164,6 +164,7 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
     """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
     found = await inspection.worker(redis, keyspace, name)
     if not found:
+        await inspection.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"worker {name!r} does not exist")
     requests = {
         w.incarnation: await inspection.requests_on(redis, keyspace, w.incarnation) for w in found

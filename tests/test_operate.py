@@ -103,7 +103,7 @@ def test_metrics_dated_later_than_the_clock_have_an_age_of_zero(url: str, raw: R
     "command",
     [
         *("inspect summary", "inspect block 2a", "inspect verify", "inspect waiting"),
-        *("inspect usage", "explain req-7", "whatif --policy blocks"),
+        *("inspect worker w1", "inspect usage", "explain req-7", "whatif --policy blocks"),
     ],
 )
 def test_a_namespace_that_does_not_exist_is_an_error(
