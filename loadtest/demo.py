@@ -21,8 +21,22 @@ NUM_REQUESTS = 1800
 
 
 @click.command(cls=Command)
-@click.option("--workers", "num_workers", default=8, show_default=True, type=PROCESSES)
-@click.option("--replicas", "num_replicas", default=3, show_default=True, type=PROCESSES)
+@click.option(
+    "--workers",
+    "num_workers",
+    default=8,
+    show_default=True,
+    type=PROCESSES,
+    help="Number of workers.",
+)
+@click.option(
+    "--replicas",
+    "num_replicas",
+    default=3,
+    show_default=True,
+    type=PROCESSES,
+    help="Number of router replicas.",
+)
 @click.option(
     "--policy",
     "policies",
@@ -31,7 +45,8 @@ NUM_REQUESTS = 1800
     show_default=True,
     callback=distinct,
     type=click.Choice(POLICY_NAMES),
-    help="Policies to play, each on a fresh cluster. The ratio is between the first and the last.",
+    help="Policy to play, on a fresh cluster. Give it several times to compare; the ratio is "
+    "between the first and the last.",
 )
 @click.option(
     "--load",

@@ -323,8 +323,9 @@ class _PolicyName(click.ParamType[str]):
     default=POLICY_NAMES[::-1],
     callback=distinct,
     type=_PolicyName(),
-    help="Default: all, latency last. blocks:W is blocks with a prefill weight of W. ideal is no "
-    "policy but a bound: every request alone, on a worker with the memory of all.",
+    help="Policy to play; may be given several times. Default: all, latency last. blocks:W is "
+    "blocks with a prefill weight of W; ideal is no policy but a bound: every request alone, on a "
+    "worker with the memory of all.",
 )
 @click.option(
     "--load",
@@ -332,8 +333,9 @@ class _PolicyName(click.ParamType[str]):
     multiple=True,
     callback=distinct,
     type=FACTOR,
-    help="Arrival rates, as multiples of the recorded one. Default: 50, 70 and 90 % of the knee, "
-    f"the load at which the last policy's mean TTFT is {KNEE:g} times that without load.",
+    help="Arrival rate, as a multiple of the recorded one; may be given several times. Default: "
+    "50, 70 and 90 % of the knee, the load at which the last policy's mean TTFT is "
+    f"{KNEE:g} times that without load.",
 )
 @click.option(
     "--limit",
@@ -341,7 +343,14 @@ class _PolicyName(click.ParamType[str]):
     type=Number(0, 1, min_open=True),
     help="Also find the highest load at which this share of the requests meets the SLO.",
 )
-@click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
+@click.option(
+    "--workers",
+    "num_workers",
+    default=8,
+    show_default=True,
+    type=POSITIVE,
+    help="Number of workers.",
+)
 @click.option(
     "--profile",
     "profiles",
@@ -349,13 +358,17 @@ class _PolicyName(click.ParamType[str]):
     default=("70b-4xh100",),
     show_default=True,
     type=click.Choice(list(PROFILES)),
-    help="If several are given, workers of unequal speed take them in turn.",
+    help="Timing of the workers. If several are given, workers of unequal speed take them in turn.",
 )
 @click.option(
     "--host-tokens", default=0, show_default=True, type=COUNT, help="Host tokens per worker."
 )
-@click.option("--block-size", default=256, show_default=True, type=POSITIVE)
-@click.option("--replicas", default=1, show_default=True, type=PROCESSES)
+@click.option(
+    "--block-size", default=256, show_default=True, type=POSITIVE, help="Tokens per KV block."
+)
+@click.option(
+    "--replicas", default=1, show_default=True, type=PROCESSES, help="Number of router replicas."
+)
 @click.option(
     "--sharing",
     default="exact",
@@ -373,7 +386,13 @@ class _PolicyName(click.ParamType[str]):
     type=MILLISECONDS,
     help="Time from lookup to reservation.",
 )
-@click.option("--event-delay-ms", default=0.0, show_default=True, type=MILLISECONDS)
+@click.option(
+    "--event-delay-ms",
+    default=0.0,
+    show_default=True,
+    type=MILLISECONDS,
+    help="Time from a change in a cache until routers see it.",
+)
 @click.option(
     "--metrics-ms",
     default=100.0,
@@ -394,8 +413,20 @@ class _PolicyName(click.ParamType[str]):
 @click.option(
     "--count-in-flight", is_flag=True, help="Count blocks as cached from the reservation on."
 )
-@click.option("--seeds", default=1, show_default=True, type=POSITIVE)
-@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=PROCESSES)
+@click.option(
+    "--seeds",
+    default=1,
+    show_default=True,
+    type=POSITIVE,
+    help="Runs of each policy and load, whose figures are averaged; arrivals differ.",
+)
+@click.option(
+    "--jobs",
+    default=os.cpu_count() or 1,
+    show_default=True,
+    type=PROCESSES,
+    help="Processes to simulate in.",
+)
 @json_option
 @click.option("--png", "png_file", type=FILE, help="File to draw the figures to.")
 def main(

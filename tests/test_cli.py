@@ -182,6 +182,12 @@ def test_every_command_shows_our_own_errors_as_one_line() -> None:
     assert [name for name, found in commands(main) if not isinstance(found, Command)] == []
 
 
+def test_every_option_is_explained() -> None:
+    shown = [(name, o) for name, found in commands(main) for o in found.params]
+    options = [(name, o) for name, o in shown if isinstance(o, click.Option)]
+    assert [(name, o.name) for name, o in options if not o.help] == []
+
+
 NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
 
 
