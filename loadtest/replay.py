@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from app.core.config import FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Command, Number
+from app.core.config import (
+    FACTOR,
+    POSITIVE,
+    POSITIVE_SECONDS,
+    SECONDS,
+    SEED,
+    BaseUrl,
+    Command,
+    Number,
+)
 from app.core.serving import run
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
@@ -216,6 +225,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     "--url",
     default="http://127.0.0.1:8080",
     show_default=True,
+    type=BaseUrl(),
     help="URL of the cluster: its load balancer, or a single router.",
 )
 @click.option(

@@ -90,7 +90,7 @@ class _Weights(click.ParamType[str]):
         return str(value)
 
 
-class _BaseUrl(click.ParamType[str]):
+class BaseUrl(click.ParamType[str]):
     """Empty, or an http(s) URL that names a host and to which a path can be added."""
 
     name = "URL"
@@ -344,7 +344,7 @@ class WorkerSettings(CommonSettings):
         "",
         "Base URL at which clients reach the worker; unset: http://<host>:<port>, with the host "
         "name in place of 0.0.0.0 or ::.",
-        _BaseUrl(),
+        BaseUrl(),
     )
     # At most what fits into the pool of any worker whose pool size is not given.
     block_size: int = setting(16, "Tokens per KV block.", click.IntRange(1, 4096))

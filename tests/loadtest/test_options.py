@@ -94,6 +94,12 @@ def test_an_unusable_number_is_refused(module: str, arguments: str) -> None:
     assert f"Invalid value for '{option}'" in refused.output
 
 
+def test_a_cluster_without_a_scheme_is_refused() -> None:
+    refused = CliRunner().invoke(replay, ["--url", "localhost:8080"])
+    assert refused.exit_code == 2
+    assert "'localhost:8080' is not the http:// or https:// base URL of a host" in refused.output
+
+
 def test_sigterm_ends_a_command_as_ctrl_c_does_and_lets_it_clean_up() -> None:
     cleaned_up = []
 
