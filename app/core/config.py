@@ -1,7 +1,7 @@
 """Settings of each process: one frozen dataclass, built once from flags, KVROUTE_* and REDIS_URL.
 
 `options` makes a command-line option of every field, so that its flag, its variable, its default
-and its help are in one place. Nothing else reads the environment.
+and its help are in one place. Other code gets its settings from here, not from the environment.
 """
 
 from __future__ import annotations

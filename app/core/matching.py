@@ -110,7 +110,8 @@ async def match(
     RedisUnavailable.
     boundaries: what was learnt from other chains; it also learns from these.
     Incarnations without overlap are absent; incarnations that are not live may be present. The
-    result for a chain whose shard cannot be reached is None.
+    result for a chain whose shard cannot be reached is None; if only the second round trip fails,
+    it is what the first one proved, which may fall short of the truth.
     """
     guesses = [boundaries.recall(chain) if boundaries else [] for chain in chains]
     samples = [_sample(len(chain), guess) for chain, guess in zip(chains, guesses, strict=True)]
