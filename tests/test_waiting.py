@@ -105,7 +105,7 @@ class TestOff:
         await workers.register("w1", max_requests=1)
         async with running(one_redis_server.url, wait_above_s=0.5) as replica:
             await workers.occupy("w1", "x", prefill_s=100.0)
-            with pytest.raises(AllWorkersBusy, match=r"all 1 eligible workers are full$"):
+            with pytest.raises(AllWorkersBusy, match=r"all eligible workers \(1\) are full$"):
                 await replica.route(request("r1"))
             await workers.register("w2", max_requests=2)
             await workers.occupy("w2", "y", prefill_s=100.0)

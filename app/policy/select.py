@@ -52,7 +52,11 @@ def choose(
     """
     num_eligible = np.count_nonzero(eligible)
     if num_eligible == 0:
-        raise NoWorkers(f"none of {eligible.size} live workers is eligible")
+        raise NoWorkers(
+            f"the request excludes all live workers ({eligible.size})"
+            if eligible.size
+            else "no worker is alive"
+        )
     if candidates.kv_total_blocks.min() < size.isl_blocks:
         eligible = _large_enough(candidates.kv_total_blocks, size, eligible)
         num_eligible = np.count_nonzero(eligible)
@@ -66,7 +70,7 @@ def choose(
             "" if math.isinf(max_queue_s) else f" or have over {max_queue_s:g} s of prefills queued"
         )
         raise AllWorkersBusy(
-            f"all {num_eligible} eligible workers are full{past}",
+            f"all eligible workers ({num_eligible}) are full{past}",
             retry_after_s=float(candidates.prefill_s[eligible].min()),
         )
     if policy == "round_robin":
