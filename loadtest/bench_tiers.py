@@ -105,6 +105,9 @@ class Bench:
                 copies[name]()
                 if n:  # the first round finds pages not there yet
                     seconds[name].append(time.perf_counter() - start)
+        if not on_disk:  # there, checksums do this
+            for target_ids in (self.packed, self.scattered):
+                self._check(source, target, target_ids)
         num_bytes = self.num_blocks * self.disk.block_bytes
         ratios = {
             name: median(
@@ -121,6 +124,14 @@ class Bench:
         done = self.transfers.copy_blocks(source, target, source_ids, target_ids, self.on_disk)
         if done < len(source_ids):
             raise click.ClickException(f"{done} of {len(source_ids)} blocks were copied")
+
+    def _check(self, source: Tier, target: Tier, target_ids: Sequence[int]) -> None:
+        """Raises ClickException unless a copy from `source_ids` brings what is there."""
+        wanted, found = self.pools[source].words, self.pools[target].words
+        found.random_()
+        self._copy(source, target, self.source_ids, target_ids)
+        if not torch.equal(wanted[self.source_ids].cpu(), found[target_ids].cpu()):
+            raise click.ClickException(f"copies from {source.name} to {target.name} are wrong")
 
     def _plain(
         self, source: Tier, target: Tier, checked_bytes: int | None = None

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from click import ClickException
 from rich.console import Console
 
 from loadtest.bench_tiers import PAIRS, run, show
+from workers.transfers import Transfers
 
 
 def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) -> None:
@@ -17,3 +20,11 @@ def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) 
     console = Console(record=True, width=120)
     show(result, console)
     assert console.export_text().count("device") >= 8
+
+
+def test_copies_that_bring_something_else_end_the_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Transfers, "copy_blocks", lambda *args: len(args[3]))
+    with pytest.raises(ClickException, match="copies from DEVICE to HOST are wrong"):
+        run([16], mib=1, rounds=1, folder=tmp_path)
