@@ -115,6 +115,7 @@ ROWS = (
 LATE_SHARE = 0.25
 """Of the mean TTFT, which includes the client's own delay. Past it, figures reflect the machine."""
 LATE_TEXT = "The client itself was late ({}): this machine is too busy for these figures to count."
+FAILED_TEXT = "Requests failed ({}): times and tokens from cache are those of the others only."
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
@@ -217,8 +218,13 @@ def table(runs: Sequence[PolicyRun]) -> Group:
             row.append(_cell(ratios.get(metric), "{:.2f}x"))
         cells.add_row(label, *row)
     late = [run.policy for run, s in zip(runs, summaries, strict=True) if _is_late(s)]
-    warning = [Text(LATE_TEXT.format(", ".join(late)), "red")] if late else []
-    return Group(Text(_title(runs[0]), "bold"), cells, Text(_caption(runs[0]), "dim"), *warning)
+    failed = [run.policy for run, s in zip(runs, summaries, strict=True) if s.failed]
+    warnings = [
+        Text(text.format(", ".join(policies)), "red")
+        for text, policies in ((LATE_TEXT, late), (FAILED_TEXT, failed))
+        if policies
+    ]
+    return Group(Text(_title(runs[0]), "bold"), cells, Text(_caption(runs[0]), "dim"), *warnings)
 
 
 def plot(runs: Sequence[PolicyRun], path: Path) -> None:

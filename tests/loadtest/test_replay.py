@@ -165,6 +165,11 @@ class TestReport:
         assert "The client itself was late (latency): " in " ".join(printed(in_time, late))
         assert "late (" not in " ".join(printed(in_time, played(FAILED)))
 
+    def test_the_table_says_that_failed_requests_are_not_in_its_figures(self) -> None:
+        whole, failing = played(answered(), policy="random"), played(answered(), FAILED)
+        assert "Requests failed (latency): " in " ".join(printed(whole, failing))
+        assert "Requests failed" not in " ".join(printed(whole))
+
     def test_the_picture_is_a_png_whatever_was_answered(self, tmp_path: Path) -> None:
         runs = [
             played(*[answered(ttft_s=t) for t in (1, 2, 4)], policy="random"),
