@@ -163,7 +163,7 @@ class SlotFile:
         try:
             self._put(into, _packed(into, blocks, checksums))
         except OSError as error:
-            failed = dict.fromkeys(range(len(slots)), error) | failed
+            return dict.fromkeys(range(len(slots)), error)
         return failed
 
     def read(
