@@ -167,14 +167,15 @@ def _coarse(
     chain: Sequence[SequenceHash], samples: Sequence[int], guesses: Sequence[int]
 ) -> tuple[bytes | int, ...]:
     """The arguments with which lua/match.lua looks up a chain's samples."""
-    if isinstance(samples, range):
-        group_size, following = GROUP_BLOCKS, []
+    if len(samples) == len(chain):
+        blocks, group_size, following = chain, GROUP_BLOCKS, []
     else:
+        blocks = [chain[i] for i in samples]
         ends = sorted(_ends(len(chain), guesses))
         group_size, following = 1, [bisect_left(samples, i) + 1 for i in ends if i % GROUP_BLOCKS]
     # Just after the change first: if the owners there are still the same, that side is settled.
     first = [bisect_left(samples, i) + 1 for guess in guesses for i in (guess, guess - 1)]
-    return _text(chain, samples), group_size, _spaced(following), _spaced(first)
+    return hex_text(blocks), group_size, _spaced(following), _spaced(first)
 
 
 def _spaced(numbers: Sequence[int]) -> bytes:
@@ -198,13 +199,6 @@ def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
 def _ends(length: int, guesses: Sequence[int]) -> set[int]:
     """The last position, and for each guess the two between which the owners may change."""
     return {length - 1, *guesses, *[guess - 1 for guess in guesses]}
-
-
-def _text(chain: Sequence[SequenceHash], positions: Sequence[int]) -> bytes:
-    if isinstance(positions, range):
-        # A slice costs a tenth of picking hashes one by one.
-        return hex_text(chain[positions.start : positions.stop])
-    return hex_text([chain[i] for i in positions])
 
 
 def _read(
@@ -232,8 +226,6 @@ def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
 
 def _gaps(runs: list[Run], samples: Sequence[int]) -> Iterator[Gap]:
     """What lies between neighbouring samples whose owners differ, by groups."""
-    if isinstance(samples, range):
-        return
     for run, following in zip_longest(runs, runs[1:]):
         if following:
             end, owners = following.start, following.owners
@@ -302,8 +294,8 @@ def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
 # A thousand owners take 66 kB.
 @lru_cache(maxsize=512)
 def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
-    # If a corrupted field names an incarnation twice, the first mention counts.
-    tiers = dict(reversed(parse_owners(owners)))
+    # A corrupted field may name an incarnation twice.
+    tiers = dict(parse_owners(owners))
     found = {tier: frozenset(inc for inc, its in tiers.items() if its is tier) for tier in Tier}
     return {tier: incs for tier, incs in found.items() if incs}
 

@@ -9,6 +9,7 @@ from app.core.matching import (
     Run,
     _coarse,
     _gaps,
+    _grouped,
     _overlaps,
     _placed,
     _sample,
@@ -19,6 +20,14 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 
 ONE, TWO, ELEVEN = Incarnation(1), Incarnation(2), Incarnation(11)
 CHAIN = [SequenceHash(n) for n in range(8192)]
+
+
+def test_a_few_chains_of_one_shard_share_a_call() -> None:
+    chains = [[SequenceHash(n % 3)] for n in range(60)]
+    calls = [(shard, len(which)) for shard, which in _grouped(chains, 2)]
+    # Of each three chains, those that begin with 0 and 2 lie in shard 0; so do empty ones.
+    assert calls == [(0, 16), (0, 16), (0, 8), (1, 16), (1, 4)]
+    assert list(_grouped([[SequenceHash(1)], [], []], 2)) == [(1, [0]), (0, [1, 2])]
 
 
 def test_a_short_chain_is_sampled_whole() -> None:
@@ -33,6 +42,8 @@ def test_a_long_chain_is_sampled_at_the_first_blocks_of_some_groups() -> None:
     assert _sample(513, []) == list(range(0, 513, 16))
     assert _sample(515, []) == [*range(0, 513, 16), 514]
     assert _sample(2048, []) == [*range(0, 2048, 16), 2047]
+    assert _sample(4623, []) == [*range(0, 4623, 16), 4622]
+    assert _sample(4624, []) == [*range(0, 4624, 32), 4623]
     assert _sample(8192, []) == [*range(0, 8192, 32), 8176, 8191]
 
 
@@ -84,6 +95,12 @@ def test_adjoining_runs_with_the_same_owners_are_no_boundary() -> None:
     assert boundaries.recall(CHAIN) == [40]
     boundaries.learn(CHAIN, [])
     assert boundaries.recall([]) == []
+
+
+def test_the_end_of_a_chain_is_no_boundary() -> None:
+    boundaries = Boundaries()
+    boundaries.learn(CHAIN[:60], [Run(0, 40, b"1d2d"), Run(40, 60, b"1d")])
+    assert boundaries.recall(CHAIN) == [40]
 
 
 def test_only_the_max_boundaries_seen_last_are_kept() -> None:

@@ -27,12 +27,12 @@ from app.core.leases import Registration, activate
 from app.core.redis import check_server, connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client, Node
-from app.core.types import SequenceHash, WorkerKey
+from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
 from tests.fake_workers import register, registered
-from tests.redis_servers import ClusterServers, newest_kind, scripts_run_by, stopped
+from tests.redis_servers import ClusterServers, newest_kind, stopped
 
 TIMEOUT_S = 5.0
 FAILOVER_S = 15.0
@@ -222,23 +222,27 @@ async def test_no_script_runs_on_half_of_its_keys_while_their_slot_moves(
     assert (await runner.one(register(keyspace, "b"))).incarnation == 2
 
 
-async def test_scripts_that_only_read_run_on_replicas_if_configured(
+async def test_the_index_is_read_on_replicas_if_configured(
     redis: Client, servers: ClusterServers
 ) -> None:
     [keyspace, *_] = keyspaces(servers)
-    master, replica = servers.masters[0], servers.replicas[0]
-    runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
+    shard = keyspace.of_shard(0)
+    at_master, at_replica = (servers.masters[0].port, 1), (servers.replicas[0].port, 1)
+    runner = CountingRunner(redis, on_replicas=["match"])
     await runner.one(register(keyspace))
-    chains = [[SequenceHash(1)]]
-    await eventually(lambda: keys_of(replica), lambda keys: keyspace["meta"].encode() in keys)
-    await matching.match(runner, keyspace, chains)
-    at_master, at_replica = await scripts_run_by(master), await scripts_run_by(replica)
-    for _ in range(5):
-        await matching.match(runner, keyspace, chains)
-    assert await scripts_run_by(replica) == at_replica + 5
-    assert await scripts_run_by(master) == at_master
+    chain = [SequenceHash(n) for n in range(600)]
+    await redis.hset(shard["shard"], "bucket_bits", "1")
+    await redis.hset(shard["blocks:0"], mapping={f"{n:016x}": "1d" for n in range(100)})
+    await eventually(
+        lambda: keys_of(servers.replicas[0]), lambda keys: shard["blocks:0"].encode() in keys
+    )
+    await matching.match(runner, keyspace, [chain])
+    runner.sent.clear()
+    found, _ = await matching.match(runner, keyspace, [chain])
+    assert found == [{Incarnation(1): TierOverlap(device=100)}]
+    assert runner.sent == [at_replica] * 2, "a script, then the group in which the overlap ends"
     await runner.one(registered(keyspace))
-    assert await scripts_run_by(master) == at_master + 1, "this script is not in on_replicas"
+    assert runner.sent[-1] == at_master, "this script is not in on_replicas"
 
 
 async def test_the_master_answers_where_its_replica_does_not(

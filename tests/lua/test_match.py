@@ -96,6 +96,11 @@ async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> Non
     # The layout, both ends, and a block for each halving.
     assert stats["cmdstat_hget"]["calls"] == 1 + 2 + math.log2(WHOLE_CHAIN)
 
+    await space.redis.config_resetstat()
+    assert await space.match(chain[:300]) == [{inc: TierOverlap(device=300)}]
+    stats = await space.redis.info("commandstats")
+    assert stats["cmdstat_hget"]["calls"] == 1 + 2
+
 
 async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space: Namespace) -> None:
     inc = await space.worker("a")
