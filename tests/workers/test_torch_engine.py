@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
@@ -598,12 +599,22 @@ async def test_blocks_of_a_waiting_request_are_prefetched(tmp_path: Path) -> Non
     assert (finished.cached_tokens, finished.host_tokens) == (40, 0)
 
 
-async def test_only_the_next_waiting_requests_are_prefetched_for(tmp_path: Path) -> None:
+async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [prompt_of(n, 43) for n in range(6)]
     async with running(tmp_path, {DEVICE: 240, HOST: 120}) as served:
         for prompt in prompts:
             await served.ask(prompt)
         await served.evict(DEVICE)
+        cache, asked = served.engine._cache, Counter[SequenceHash]()
+        prefetch = cache.prefetch
+
+        def counted(chain: Sequence[SequenceHash]) -> int:
+            asked.update(chain[:1])
+            return prefetch(chain)
+
+        monkeypatch.setattr(cache, "prefetch", counted)
         crowd = [served.submit(f"c{n}", prompt_of(10 + n, 3), 40) for n in range(8)]
         waiting = [served.submit(f"w{n}", prompt, 3) for n, prompt in enumerate(prompts)]
 
@@ -617,6 +628,7 @@ async def test_only_the_next_waiting_requests_are_prefetched_for(tmp_path: Path)
         for generation in [*crowd, *waiting]:
             await output_of(generation)
         assert await loaded() == 60
+    assert set(asked.values()) == {1}
 
 
 async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_later(
