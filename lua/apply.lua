@@ -56,25 +56,21 @@ end
 
 -- Where the first entry of a higher number begins; by bisection, as far as that saves anything.
 local function place_in(owners)
-  local low, high = 1, #owners + 1
+  local low, high = 1, #owners
   while high - low > 64 do
-    local middle = string.match(owners, '%a()', math.floor((low + high) / 2))
-    if not middle or middle >= high then
-      break
-    end
-    local other = tonumber(string.match(owners, '^%d+', middle) or 0)
-    if other > number then
-      high = middle
-    else
+    local middle = math.floor((low + high) / 2)
+    local other = string.match(owners, '%a(%d+)', middle)
+    if other and tonumber(other) < number then
       low = middle
+    else
+      high = middle
     end
   end
-  for at, other in string.gmatch(string.sub(owners, low, high - 1), '()(%d+)%a') do
-    if tonumber(other) > number then
-      return low + at - 1
-    end
+  local at, last, other = string.find(owners, '(%d+)%a', low)
+  while at and tonumber(other) < number do
+    at, last, other = string.find(owners, '(%d+)%a', last)
   end
-  return high
+  return at or #owners + 1
 end
 
 -- Owners stay in ascending order, so that equal sets are equal values.
@@ -123,11 +119,9 @@ for i = 5, #ARGV do
     local owners = all_owners[n]
     local changed = change(owners, tiers[n])
     if changed ~= '' then
-      if changed ~= owners then
-        held[#held + 1] = hash
-        held[#held + 1] = changed
-      end
-    elseif owners then
+      held[#held + 1] = hash
+      held[#held + 1] = changed
+    else
       gone[#gone + 1] = hash
     end
   end

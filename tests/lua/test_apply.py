@@ -203,7 +203,9 @@ async def test_buckets_of_another_type_are_replaced(space: Namespace) -> None:
     assert await space.owners(C) == "1h"
 
 
-@pytest.mark.parametrize("owners", ["", "spoilt", "d", "77", "1d1h"])
+@pytest.mark.parametrize(
+    "owners", ["", "spoilt", "d", "77", "1d1h", 200 * "7" + "d", 200 * "7" + "d8x"]
+)
 async def test_corrupt_owners_still_take_entries(space: Namespace, owners: str) -> None:
     inc = await space.worker("a")
     space.set_chain([A])
