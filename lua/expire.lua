@@ -27,7 +27,7 @@ despite_full(reservations)
 local now = now_ms()
 local latest = string.format('%d', now + ttl_ms)
 for _, request_id in ipairs(
-  redis.call('ZRANGEBYSCORE', expiry, '(' .. latest, '+inf', 'LIMIT', 0, 8)) do
+  redis.call('ZRANGEBYSCORE', expiry, latest, '+inf', 'LIMIT', 0, 8)) do
   redis.call('ZADD', expiry, latest, request_id)
 end
 local soon = string.format('%d', now + grace_ms)

@@ -54,7 +54,7 @@ local function living(owners)
 end
 
 local count = 2 ^ bits
-local first = (whole(redis.call('HGET', predictions, 'cursor'), count) or 0) % count
+local first = whole(redis.call('HGET', predictions, 'cursor'), count - 1) or 0
 local stop = math.min(first + max_buckets, count)
 for bucket = first, stop - 1 do
   local key = predicted_prefix .. bucket_at(bits, bucket)

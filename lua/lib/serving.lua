@@ -6,8 +6,8 @@
 -- acted as `held`, has taken over the worker.
 -- Wants locals: workers, current, leases; and lib writer.
 local function info_of(inc)
-  local readable, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
-  return readable and type(info) == 'table' and info or {}
+  local _, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
+  return type(info) == 'table' and info or {}
 end
 
 local function serving(worker)
