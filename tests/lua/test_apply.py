@@ -47,10 +47,15 @@ async def test_a_bucket_is_named_by_the_top_bits_of_the_hash_padded_with_zero_bi
     space: Namespace, bits: int, bucket: str
 ) -> None:
     inc = await space.worker("a", bucket_bits=bits)
-    block = SequenceHash(0xF7F7_0123_4567_89AB)
-    await space.apply(inc, 1, [(block, DEVICE)])
+    blocks = [
+        SequenceHash(0xF7F7_0123_4567_89AB),
+        *(SequenceHash(n * 0x1111 << 48) for n in range(16)),
+    ]
+    for block in blocks:
+        space.set_chain([block])
+    await space.apply(inc, 1, [(block, DEVICE) for block in blocks])
     assert await space.redis.exists(space.key(f"blocks:{bucket}"))
-    assert await space.owners(block, bits) == "1d"
+    assert {await space.owners(block, bits) for block in blocks} == {"1d"}
 
 
 async def test_small_hashes_keep_their_leading_zeros(space: Namespace) -> None:

@@ -103,10 +103,14 @@ async def test_renewing_an_intact_worker_changes_only_its_lease(space: Namespace
         expiry = await space.redis.zrange(space.key("expiry"), 0, -1, withscores=True)
         return await space.contents(), expiry
 
+    async def writes() -> int:
+        return int((await space.redis.info("persistence"))["rdb_changes_since_last_save"])
+
     inc = await busy_worker(space)
-    before = await everything()
+    before, written = await everything(), await writes()
     assert await space.renew(inc)
     assert await everything() == before
+    assert await writes() <= written + 1
 
 
 async def test_more_requests_than_one_command_takes_are_counted(space: Namespace) -> None:

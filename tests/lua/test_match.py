@@ -240,7 +240,7 @@ async def test_the_overlap_of_a_long_sampled_chain_is_exact(
 ) -> None:
     blocks = chain_of(random.Random(1), 2000)
     assert len(blocks) > WHOLE_CHAIN
-    inc = await space.worker("a")
+    inc = await space.worker("a", bucket_bits=7)
     tiers = [DEVICE] * device + [HOST] * host
     await space.apply(inc, 1, list(zip(blocks, tiers, strict=False)))
     assert await space.match(blocks) == [{inc: TierOverlap(device, host)}]

@@ -110,10 +110,13 @@ async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) ->
     """Entries of the current slice are never given up, however many requests come in it."""
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
-    chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(8)]
+    earlier, *chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(9)]
+    await space.predict(inc, earlier, few)
+    await space.age_predictions(1)
     made = [await space.predict(inc, chain, few) for chain in chains]
     assert made == [32, 32, 32, 32, 0, 0, 0, 0]
-    assert await space.predictions() == 128
+    assert await space.predictions() == 160
+    assert await space.foresee(earlier, few) == {}
     assert await space.foresee(chains[3], few) == {inc: 64}
     await space.age_predictions(1)
     assert await space.predict(inc, chains[7], few) == 32

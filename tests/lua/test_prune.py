@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from app.core.predictions import PredictionSettings, PruneStep, prune
@@ -68,6 +70,19 @@ async def test_an_inflated_count_is_dropped_after_its_slice(space: Namespace) ->
     await space.age_predictions(16)
     assert await space.prune(HOURS) == 0
     assert await space.predictions() == 0
+
+
+async def test_only_counts_end_with_their_slice(space: Namespace) -> None:
+    """The fields `bucket_bits` and `cursor` begin with the letters of slices that have ended."""
+    inc = await space.worker("a")
+    now = await space.now_ms()
+    lifetime_s = next(s for s in count(4 * 3600) if now // (s * 250) % 26 == ord("y") - ord("a"))
+    settings = PredictionSettings(lifetime_s=lifetime_s, max_entries=128)
+    await space.predict(inc, CHAIN, settings)
+    for _ in range(2):
+        await space.prune(settings, max_buckets=1)
+    assert await space.get("predictions", "bucket_bits") == "2"
+    assert await space.get("predictions", "cursor") == "2"
 
 
 async def test_a_cutoff_in_the_future_is_dropped(space: Namespace) -> None:
