@@ -13,9 +13,9 @@
 --                          that nonetheless belong to the group before them, space-separated;
 --                          positions to look at first, as owners may change there, space-separated.
 --                          Positions are counted from 1
--- Returns  {bucket_bits, {end_1, owners_1, end_2, owners_2, ...}, ...}   the latter for each chain:
---                          owners_k hold the positions after end_(k-1) up to end_k, counted from
---                          1; nobody holds what follows
+-- Returns  {bucket_bits, dead, {end_1, owners_1, end_2, owners_2, ...}, ...}   the last for each
+--                          chain: owners_k hold the positions after end_(k-1) up to end_k, counted
+--                          from 1; nobody holds what follows
 -- Cost     O(chains * runs * log blocks). Reads only.
 local shard, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 -- @include number
@@ -111,7 +111,7 @@ local function numbers(text)
   return found
 end
 
-local answer = {bits}
+local answer = {bits, gone}
 for i = 1, #ARGV, 4 do
   chain, length, group_size = ARGV[i], #ARGV[i] / 16, tonumber(ARGV[i + 1])
   follows = {}

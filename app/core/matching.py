@@ -128,21 +128,21 @@ async def match(
     replies = await runner.run_each([*along, *coarse])
     answers, replies = replies[: len(along)], replies[len(along) :]
     found: dict[int, list[Run]] = {}
-    gaps: list[tuple[int, Gap]] = []
+    gaps: list[tuple[int, Gap, frozenset[bytes]]] = []
     reads: list[Call[list[bytes | None]]] = []
     for (shard, which), reply in zip(groups, replies, strict=True):
         if isinstance(reply, RedisUnavailable):
             continue
-        bucket_bits, *runs_of_chains = reply
-        place = keyspace.of_shard(shard)
+        bucket_bits, dead, *runs_of_chains = reply
+        place, dead = keyspace.of_shard(shard), frozenset(dead)
         for i, runs in zip(which, runs_of_chains, strict=True):
             found[i] = _placed(runs, samples[i])
             for gap in _gaps(found[i], samples[i]):
-                gaps.append((i, gap))
+                gaps.append((i, gap, dead))
                 reads.append(_read(place, bucket_bits, chains[i], gap))
     if reads:
-        for (i, gap), owners in zip(gaps, await runner.run_each(reads), strict=True):
-            found[i] += _within(gap, owners)
+        for (i, gap, dead), owners in zip(gaps, await runner.run_each(reads), strict=True):
+            found[i] += _within(gap, owners, dead)
     for i, runs in found.items():
         runs.sort()
         if boundaries:
@@ -240,8 +240,10 @@ def _gaps(runs: list[Run], samples: Sequence[int]) -> Iterator[Gap]:
             start = stop
 
 
-def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator[Run]:
-    """The runs in a gap, from the owners of its blocks.
+def _within(
+    gap: Gap, owners: list[bytes | None] | RedisUnavailable, dead: frozenset[bytes]
+) -> Iterator[Run]:
+    """The runs in a gap, from the owners of its blocks, without dead ones, as in all other runs.
 
     Without an answer, and where a block has just gone, those who hold what follows count.
     """
@@ -250,9 +252,14 @@ def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator
     start = gap.start
     for held, same in groupby(owners):
         end = start + len(list(same))
-        if held or gap.owners:
-            yield Run(start, end, held or gap.owners)
+        living = _living(held, dead) if held and dead else held
+        if living or gap.owners:
+            yield Run(start, end, living or gap.owners)
         start = end
+
+
+def _living(owners: bytes, dead: frozenset[bytes]) -> bytes:
+    return _OWNER.sub(lambda entry: b"" if entry[1] in dead else entry[0], owners)
 
 
 def _overlaps(runs: list[Run]) -> Overlaps:

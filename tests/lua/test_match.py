@@ -23,7 +23,7 @@ async def runs(space: Namespace, *chains: list[SequenceHash], guesses: str = "")
     """The runs that lua/match.lua itself returns."""
     args = [arg for chain in chains for arg in (index.hex_text(chain), "16", "", guesses)]
     one: Call[list[Any]] = call("match", space.shard, *args, parse=list)
-    _, *found = await space.do(one)
+    _, _, *found = await space.do(one)
     return found
 
 
@@ -145,6 +145,23 @@ async def test_the_point_where_prompts_diverge_is_searched_for_once(
         assert overlaps == [device]
         trips.append(runner.trips)
     assert trips == [2, 1, 1]
+
+
+async def test_a_dead_incarnation_does_not_hide_where_prompts_diverge(space: Namespace) -> None:
+    a, dead = await space.worker("a"), await space.worker("dead")
+    chain = chain_of(random.Random(3), 2000)
+    space.set_chain(chain)
+    await space.hold(a, chain[:700])
+    await space.hold(dead, chain)
+    await space.retire("dead", dead)
+    await space.sweep(max_buckets=0)
+    boundaries = Boundaries()
+    for trips in (2, 1):
+        runner = CountingTrips(space)
+        overlaps, _ = await matching.match(runner, space.keys, [chain], boundaries=boundaries)
+        assert overlaps == [{a: TierOverlap(device=700)}]
+        assert boundaries.recall(chain) == [700]
+        assert runner.trips == trips
 
 
 async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space: Namespace) -> None:
