@@ -104,6 +104,7 @@ async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body:
     found = await recorded(url, request_id)
     assert answer["locality"] == found.locality
     assert answer["best_overlap"] == {"worker": found.best, "blocks": found.best_overlap}
+    assert (found.best == "") is (found.best_overlap == 0)
     after = await counted()
     assert after == before | {found.locality: before.get(found.locality, 0) + 1}
     return found.locality
