@@ -247,6 +247,7 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
         await eventually(predicted, lambda keys: not keys, within_s=60.0)
         for task in running:
             task.cancel()
+        await asyncio.wait(running)
     assert denials(guarded.admin) == []
 
 
@@ -274,6 +275,7 @@ async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -
         assert guarded.admin.hkeys(KEYS["sessions"]) == [b"s"]
         for task in running:
             task.cancel()
+        await asyncio.wait(running)
     assert denials(guarded.admin) == []
 
 
