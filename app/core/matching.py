@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain as concatenated
 from itertools import groupby, zip_longest
 from math import isqrt
@@ -128,21 +128,20 @@ async def match(
     replies = await runner.run_each([*along, *coarse])
     answers, replies = replies[: len(along)], replies[len(along) :]
     found: dict[int, list[Run]] = {}
-    gaps: list[tuple[int, Gap, frozenset[bytes]]] = []
-    reads: list[Call[list[bytes | None]]] = []
+    reads: list[tuple[int, Gap, Call[list[bytes | None]]]] = []
     for (shard, which), reply in zip(groups, replies, strict=True):
         if isinstance(reply, RedisUnavailable):
             continue
         bucket_bits, dead, *runs_of_chains = reply
-        place, dead = keyspace.of_shard(shard), frozenset(dead)
+        place = keyspace.of_shard(shard)
         for i, runs in zip(which, runs_of_chains, strict=True):
             found[i] = _placed(runs, samples[i])
             for gap in _gaps(found[i], samples[i]):
-                gaps.append((i, gap, dead))
-                reads.append(_read(place, bucket_bits, chains[i], gap))
+                reads.append((i, gap, _read(place, bucket_bits, dead, chains[i], gap)))
     if reads:
-        for (i, gap, dead), owners in zip(gaps, await runner.run_each(reads), strict=True):
-            found[i] += _within(gap, owners, dead)
+        owners_in_gaps = await runner.run_each([read for _, _, read in reads])
+        for (i, gap, _), owners in zip(reads, owners_in_gaps, strict=True):
+            found[i] += _within(gap, owners)
     for i, runs in found.items():
         runs.sort()
         if boundaries:
@@ -202,17 +201,28 @@ def _ends(length: int, guesses: Sequence[int]) -> set[int]:
 
 
 def _read(
-    shard: Keyspace, bucket_bits: int, chain: Sequence[SequenceHash], gap: Gap
+    shard: Keyspace,
+    bucket_bits: int,
+    dead: Sequence[bytes],
+    chain: Sequence[SequenceHash],
+    gap: Gap,
 ) -> Call[list[bytes | None]]:
-    """The owners of each block of a gap."""
+    """The owners of each block of a gap, without dead ones: the script leaves them out as well."""
     bucket = bucket_of(chain[gap.start - gap.start % GROUP_BLOCKS], bucket_bits)
     return Call(
         load_script("match"),
         (shard[f"blocks:{bucket}"],),
         hex_texts(chain[gap.start : gap.end]),
-        list,
+        partial(_living, dead) if dead else list,
         "HMGET",
     )
+
+
+def _living(dead: Sequence[bytes], owners: list[bytes | None]) -> list[bytes | None]:
+    def unless_dead(entry: re.Match[bytes]) -> bytes:
+        return NOBODY if entry[1] in dead else entry[0]
+
+    return [held and _OWNER.sub(unless_dead, held) for held in owners]
 
 
 def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
@@ -240,10 +250,8 @@ def _gaps(runs: list[Run], samples: Sequence[int]) -> Iterator[Gap]:
             start = stop
 
 
-def _within(
-    gap: Gap, owners: list[bytes | None] | RedisUnavailable, dead: frozenset[bytes]
-) -> Iterator[Run]:
-    """The runs in a gap, from the owners of its blocks, without dead ones, as in all other runs.
+def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator[Run]:
+    """The runs in a gap, from the owners of its blocks.
 
     Without an answer, and where a block has just gone, those who hold what follows count.
     """
@@ -252,14 +260,9 @@ def _within(
     start = gap.start
     for held, same in groupby(owners):
         end = start + len(list(same))
-        living = _living(held, dead) if held and dead else held
-        if living or gap.owners:
-            yield Run(start, end, living or gap.owners)
+        if held or gap.owners:
+            yield Run(start, end, held or gap.owners)
         start = end
-
-
-def _living(owners: bytes, dead: frozenset[bytes]) -> bytes:
-    return _OWNER.sub(lambda entry: b"" if entry[1] in dead else entry[0], owners)
 
 
 def _overlaps(runs: list[Run]) -> Overlaps:

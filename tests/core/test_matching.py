@@ -10,6 +10,7 @@ from app.core.matching import (
     _coarse,
     _gaps,
     _grouped,
+    _living,
     _overlaps,
     _placed,
     _sample,
@@ -19,7 +20,6 @@ from app.core.matching import (
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 
 ONE, TWO, ELEVEN = Incarnation(1), Incarnation(2), Incarnation(11)
-NONE: frozenset[bytes] = frozenset()
 CHAIN = [SequenceHash(n) for n in range(8192)]
 
 
@@ -151,7 +151,7 @@ def test_adjacent_samples_leave_no_gap() -> None:
 
 def test_what_is_read_in_a_gap_becomes_runs() -> None:
     owners = [b"1d2d", b"1d2d", b"1d", None, None]
-    assert list(_within(Gap(17, 22, b""), owners, NONE)) == [
+    assert list(_within(Gap(17, 22, b""), owners)) == [
         Run(17, 19, b"1d2d"),
         Run(19, 20, b"1d"),
     ]
@@ -159,23 +159,19 @@ def test_what_is_read_in_a_gap_becomes_runs() -> None:
 
 def test_whoever_holds_what_follows_a_gap_holds_what_could_not_be_read_in_it() -> None:
     gap = Gap(17, 20, b"2h")
-    assert list(_within(gap, [b"1d2h", None, b"2h"], NONE)) == [
+    assert list(_within(gap, [b"1d2h", None, b"2h"])) == [
         Run(17, 18, b"1d2h"),
         Run(18, 19, b"2h"),
         Run(19, 20, b"2h"),
     ]
-    assert list(_within(gap, RedisUnavailable("late"), NONE)) == [Run(17, 20, b"2h")]
-    assert list(_within(Gap(17, 20, b""), RedisUnavailable("late"), NONE)) == []
+    assert list(_within(gap, RedisUnavailable("late"))) == [Run(17, 20, b"2h")]
+    assert list(_within(Gap(17, 20, b""), RedisUnavailable("late"))) == []
 
 
 def test_dead_incarnations_hold_nothing_in_a_gap() -> None:
     owners = [b"1d5d11d", b"1d11d", b"5d11h", b"5d", None]
-    assert list(_within(Gap(17, 22, b""), owners, frozenset([b"1", b"5"]))) == [
-        Run(17, 18, b"11d"),
-        Run(18, 19, b"11d"),
-        Run(19, 20, b"11h"),
-    ]
-    assert list(_within(Gap(17, 18, b"2h"), [b"5d"], frozenset([b"5"]))) == [Run(17, 18, b"2h")]
+    assert _living([b"1", b"5"], owners) == [b"11d", b"11d", b"11h", b"", None]
+    assert list(_within(Gap(17, 18, b"2h"), [b""])) == [Run(17, 18, b"2h")]
 
 
 def test_overlap_adds_up_the_runs_that_an_incarnation_is_in() -> None:
