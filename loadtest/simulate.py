@@ -32,13 +32,14 @@ from app.core.config import COUNT, FACTOR, LONGEST_S, POLICY_NAMES, POSITIVE, PR
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
+from loadtest.ideal import ideal
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
-from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation, ideal
+from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
 from workers.engines.profiles import PROFILES
 
 IDEAL = "ideal"
-"""Not a policy, but a bound: see `ideal`."""
+"""Not a policy, but a yardstick for them: see loadtest/ideal.py."""
 WARMUP = 0.25
 NO_LOAD = 0.1
 """A load at which requests hardly ever meet."""
@@ -324,8 +325,8 @@ class _PolicyName(click.ParamType[str]):
     callback=distinct,
     type=_PolicyName(),
     help="Policy to play; may be given several times. Default: all, latency last. blocks:W is "
-    "blocks with a prefill weight of W; ideal is no policy but a bound: every request alone, on a "
-    "worker with the memory of all.",
+    "blocks with a prefill weight of W; ideal is no policy but a yardstick: every request alone, "
+    "on a worker with the memory of all.",
 )
 @click.option(
     "--load",
@@ -454,7 +455,7 @@ def main(
         "requests": scenario.trace.num_requests,
         "setting": asdict(scenario.setting),
     }
-    # The bound knows no queues, so that it has neither knee nor limit.
+    # What knows no queues has neither knee nor limit.
     real = [policy for policy in policies if policy != IDEAL]
     if not loads and not real:
         raise click.UsageError(f"{IDEAL} has no knee to take loads from: set --load")
