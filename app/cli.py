@@ -115,22 +115,7 @@ def worker(**values: Any) -> None:
 
 
 @main.command(cls=Command)
-@click.option(
-    "--workers",
-    "num_workers",
-    default=8,
-    show_default=True,
-    type=config.PROCESSES,
-    help="Number of workers.",
-)
-@click.option(
-    "--replicas",
-    "num_replicas",
-    default=3,
-    show_default=True,
-    type=config.PROCESSES,
-    help="Number of router replicas.",
-)
+@config.cluster_size
 @click.option(
     "--redis",
     "--redis-url",

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from app.cluster import Cluster
-from app.core.config import FACTOR, POLICY_NAMES, PROCESSES, RouterSettings, WorkerSettings
+from app.core.config import FACTOR, POLICY_NAMES, RouterSettings, WorkerSettings, cluster_size
 from app.core.serving import run
 from loadtest import report
 from loadtest.command import Command, distinct, make_folder, save
@@ -21,22 +21,7 @@ NUM_REQUESTS = 1800
 
 
 @click.command(cls=Command)
-@click.option(
-    "--workers",
-    "num_workers",
-    default=8,
-    show_default=True,
-    type=PROCESSES,
-    help="Number of workers.",
-)
-@click.option(
-    "--replicas",
-    "num_replicas",
-    default=3,
-    show_default=True,
-    type=PROCESSES,
-    help="Number of router replicas.",
-)
+@cluster_size
 @click.option(
     "--policy",
     "policies",

@@ -115,6 +115,20 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def cluster_size(command: F) -> F:
+    """Adds --workers and --replicas to a command that starts a cluster on this machine."""
+    for flag, number, what in (("replicas", 3, "router replicas"), ("workers", 8, "workers")):
+        command = click.option(
+            f"--{flag}",
+            f"num_{flag}",
+            default=number,
+            show_default=True,
+            type=PROCESSES,
+            help=f"Number of {what}.",
+        )(command)
+    return command
+
+
 class Command(click.Command):
     """Shows our errors, and those of the system, such as a full disk, as one line, no traceback."""
 
