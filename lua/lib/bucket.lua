@@ -1,9 +1,9 @@
 -- bits_of(shard): the shard's bucket_bits; nil if they are missing or make no sense: then the shard
 -- is empty, or cannot be read until somebody opens it again.
--- bucket_finder(bits, prefix): a function that gives the bucket of a group, `prefix` before its name:
--- of the group's first block, whose hash stands in hex at position `at` of `text`, the digits that
--- hold the top `bits` bits, the rest of the last digit set to 0. No string is made in between: at
--- a lookup's probes each would take a tenth of the time.
+-- bucket_finder(bits, prefix): a function(text, at) that names a group's bucket: `prefix`, then of
+-- the hash of the group's first block, which is in hex at position `at` of `text`, the digits that
+-- hold the top `bits` bits, the rest of the last digit set to 0. It makes few strings on the way,
+-- as each takes a twentieth of a probe.
 -- bucket_at(bits, n): the name of the n-th bucket, counted from 0.
 -- Wants lib: number.
 local function bits_of(shard)
