@@ -46,8 +46,6 @@ end
 
 -- The current chain, how its blocks are grouped, and where its owners may change.
 local chain, length, group_size, follows, guesses
--- Global names take as long to find as what they name takes to run.
-local sub, floor = string.sub, math.floor
 
 local function owners_at(position)
   -- The first block of its group.
@@ -56,7 +54,7 @@ local function owners_at(position)
     leader = leader - 1
   end
   local owners = redis.pcall('HGET', bucket_of(chain, leader * 16 - 15),
-    sub(chain, position * 16 - 15, position * 16))
+    string.sub(chain, position * 16 - 15, position * 16))
   -- Somebody may have turned the bucket into another type of key.
   return type(owners) == 'string' and living(owners)
 end
@@ -67,7 +65,7 @@ local function between(from, to)
       return guesses[i]
     end
   end
-  return floor((from + to) / 2)
+  return math.floor((from + to) / 2)
 end
 
 -- Appends to `runs` where the owners change after position `from`, up to position `to`.
