@@ -3,11 +3,15 @@
     python -m loadtest.bench_index --json out/bench_index.json
 
 Server time is Redis's own (INFO commandstats). Each lookup is made by a router that has looked up
-one other prompt before, with the same system prompt; one column is for a router that has looked up
-none. The router shares a core with Redis, if the benchmark starts it. The same run also measures
-the access pattern that others use: one hash per block, and a pipeline of one HKEYS for each block
-of a prompt. The benchmark fills namespaces of its own and deletes them at the end. It resets the
-statistics of the server, so a Redis named with --redis must be one that nobody else needs.
+one other prompt before, with the same system prompt; in one column it has looked up none. In
+another it keeps what it learns, as routers do, from one round's lookups in a row: where a million
+blocks are only a few prompts, it meets some of them again. The router shares a core with Redis, if
+the benchmark starts it.
+
+The same run also measures the access pattern that others use: one hash per block, and a pipeline of
+one HKEYS for each block of a prompt. The benchmark fills namespaces of its own and deletes them at
+the end. It resets the statistics of the server, so a Redis named with --redis must be one that
+nobody else needs.
 """
 
 from __future__ import annotations
@@ -53,10 +57,11 @@ CHAIN = 8192
 SYSTEM_PROMPT = 64
 TOGETHER = 32
 FIRST = "mixed, first"
+IN_A_ROW = "mixed, in a row"
 AT_ONCE = f"mixed, {TOGETHER} at once"
 HALF = "half of that"
 PARTS_OF_MIXED = ("one owner", "three owners", HALF)
-KINDS = (*PARTS_OF_MIXED, "mixed", FIRST, AT_ONCE)
+KINDS = (*PARTS_OF_MIXED, "mixed", FIRST, IN_A_ROW, AT_ONCE)
 PEER_LENGTHS = (512, 2048)
 PEER_PREFIX = "bench-index-peer:"
 PEER_QUERIES = 200
@@ -133,20 +138,29 @@ class CountingRunner(ScriptRunner):
 
 
 async def look_up_cost(
-    redis: Client, chains: Chains, held: Sequence[int], learnt: Boundaries, together: int
+    redis: Client,
+    chains: Chains,
+    held: Sequence[int],
+    learnt: Boundaries,
+    *,
+    together: int = 1,
+    learns: bool = False,
 ) -> LookUpCost:
     """match_us: Redis's time over all round trips. router_cpu_us: without hashing.
 
-    held: how many blocks of each chain are to be found. learnt: what the router knows before each
-    lookup. together: chains per lookup, as in a router that gets this many requests at once.
+    held: how many blocks of each chain are to be found. learnt: what the router knows before the
+    first lookup, and unless it `learns`, before each. together: chains per lookup, as in a router
+    that gets this many requests at once.
     """
     runner = CountingRunner(redis, timeout_s=60)
+    boundaries = deepcopy(learnt)
     await redis.config_resetstat()
     cpu_s = 0.0
     for at in range(0, len(chains), together):
         # Made afresh, and so as near in the caches as hashing leaves it.
         fresh = [np.array(chain, np.uint64).tolist() for chain in chains[at : at + together]]
-        boundaries = deepcopy(learnt)
+        if not learns:
+            boundaries = deepcopy(learnt)
         begin = time.process_time()
         found, _ = await match(runner, KEYS, fresh, boundaries=boundaries)
         cpu_s += time.process_time() - begin
@@ -198,8 +212,14 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
                 prompts = [prompt(of, chains, length, rng) for of in kinds]
                 held = [length // 2 if of == HALF else length for of in kinds]
                 known = Boundaries() if kind == FIRST else learnt
-                together = TOGETHER if kind == AT_ONCE else 1
-                cost = await look_up_cost(runner.redis, prompts, held, known, together)
+                cost = await look_up_cost(
+                    runner.redis,
+                    prompts,
+                    held,
+                    known,
+                    together=TOGETHER if kind == AT_ONCE else 1,
+                    learns=kind == IN_A_ROW,
+                )
                 costs.setdefault((kind, length), []).append(cost)
     medians: dict[str, Any] = {
         name: {

@@ -11,6 +11,7 @@ from app.core.types import Incarnation, Tier, TierOverlap
 from loadtest.bench_index import (
     AT_ONCE,
     CHAIN,
+    IN_A_ROW,
     KINDS,
     LENGTHS,
     SYSTEM_PROMPT,
@@ -70,6 +71,7 @@ async def test_a_small_index_is_measured_and_leaves_no_keys(
     assert trips["one owner"] == dict.fromkeys(map(str, LENGTHS), 1)
     assert trips["mixed"]["512"] == trips["mixed, first"]["512"] == 1
     assert 1 < trips["mixed"]["8192"] < 2 == trips["mixed, first"]["8192"]
+    assert 1 < trips[IN_A_ROW]["8192"] < trips["mixed"]["8192"]
     assert trips[AT_ONCE]["512"] < 1
     async with Redis.from_url(own_redis_server.url) as redis:
         assert await redis.dbsize() == 0
