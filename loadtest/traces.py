@@ -3,13 +3,13 @@
 Two formats of JSON lines are read; the fields of the first line show which. Both hold lengths and
 opaque block ids instead of text. Equal ids mean equal tokens.
 
-open loop (the Mooncake FAST'25 traces): `timestamp` (ms, recorded in bins of 3 s),
+open loop (the Mooncake FAST'25 traces): `timestamp` (ms from the start, in bins of 3 s),
 `input_length`, `output_length` (tokens), `hash_ids` (one per 512 tokens, the last may be partial).
 
 closed loop (agentic sessions): `session`, `turn`, `input_length`, `output_length`, `keep`,
 `hash_ids` (one per full 256 tokens). A request's blocks are the first `keep` of the session's
-previous turn followed by `hash_ids`. A session's first turn has `timestamp` (ms); later ones have
-`think_ms`, the wait after the previous answer is complete.
+previous turn followed by `hash_ids`. A session's first turn has `timestamp` (ms from the start);
+later ones have `think_ms`, the wait after the previous answer is complete.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ UNIQUE_POSITIONS = 1 << 63
 UNIQUE_STRIDE_BITS = 24
 MAX_INPUT_TOKENS = 1 << UNIQUE_STRIDE_BITS
 """Past it, two requests would share what is unique to each."""
+MAX_TIMESTAMP_MS = 10**9
+"""Twelve days. What is larger counts from 1970, be it in seconds: a replay would wait for years."""
 
 
 class TraceError(ValueError):
@@ -184,17 +186,20 @@ class _Record:
     def bad(self, field: str, problem: str) -> TraceError:
         return TraceError(f"{self._where}: field {field!r}: {problem}")
 
-    def number(self, field: str, at_least: int = 0) -> int:
+    def number(self, field: str, at_least: int = 0, at_most: int | None = None) -> int:
         value = self.fields.get(field)
         if type(value) is not int or value < at_least:
             raise self.bad(field, f"expected a whole number from {at_least}, found {value!r}")
+        if at_most is not None and value > at_most:
+            raise self.bad(field, f"expected at most {at_most}, found {value}")
         return value
 
     def input_tokens(self) -> int:
-        tokens = self.number("input_length", at_least=1)
-        if tokens > MAX_INPUT_TOKENS:
-            raise self.bad("input_length", f"expected at most {MAX_INPUT_TOKENS}, found {tokens}")
-        return tokens
+        return self.number("input_length", at_least=1, at_most=MAX_INPUT_TOKENS)
+
+    def timestamp_ms(self) -> int:
+        """From the start of the trace."""
+        return self.number("timestamp", at_most=MAX_TIMESTAMP_MS)
 
     def block_ids(self, field: str) -> tuple[int, ...]:
         value = self.fields.get(field)
@@ -216,11 +221,11 @@ def _first_requests(sessions: Iterable[Session], requests: int | None) -> Iterat
 
 
 def _read_open_loop(records: list[_Record]) -> Iterator[Session]:
-    numbered = sorted(enumerate(records), key=lambda item: item[1].number("timestamp"))
+    numbered = sorted(enumerate(records), key=lambda item: item[1].timestamp_ms())
 
     def bin_of(item: tuple[int, _Record]) -> int:
         # Rounded, because timestamps are a few milliseconds off their bin's start.
-        return (item[1].number("timestamp") + BIN_MS // 2) // BIN_MS
+        return (item[1].timestamp_ms() + BIN_MS // 2) // BIN_MS
 
     for number, group in groupby(numbered, key=bin_of):
         members = list(group)
@@ -255,7 +260,7 @@ def _read_closed_loop(records: list[_Record]) -> Iterator[Session]:
             if record.number("turn") != len(turns):
                 raise record.bad("turn", f"expected {len(turns)}, the session's next turn")
             if not turns:
-                start_s = record.number("timestamp") / 1000
+                start_s = record.timestamp_ms() / 1000
             turns.append(_closed_loop_request(index, record, turns))
         yield Session(start_s, tuple(turns))
 
