@@ -2,9 +2,9 @@
 
 A script pays for every hash it is sent, used or not. Of a long chain it is therefore sent only the
 first block of each group, or of every k-th; then the few groups in which the owners change are read
-whole, which takes no script and a quarter of the time of one. This loses nothing: an incarnation's
-published blocks are closed under prefix and its tier never gets faster along a chain, so equal
-owners at two positions mean the same owners everywhere between them.
+whole, without starting a script. This loses nothing: an incarnation's published blocks are closed
+under prefix and its tier never gets faster along a chain, so equal owners at two positions mean the
+same owners everywhere between them.
 """
 
 from __future__ import annotations
