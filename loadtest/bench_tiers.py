@@ -32,6 +32,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from app.core.config import POSITIVE
+from app.core.serving import collect_seldom
 from app.core.types import SequenceHash, Tier
 from loadtest.command import Command, distinct, json_option, save
 from workers.disk import RUN_BYTES, DiskBlock, SlotFile
@@ -184,6 +185,7 @@ class Bench:
 
 def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
     """The figures by pair of tiers, then by block size."""
+    collect_seldom()  # as workers do
     pairs: dict[str, dict[str, Any]] = {f"{a.name}-{b.name}".lower(): {} for a, b in PAIRS}
     for size in block_kib:
         with ExitStack() as stack:

@@ -155,8 +155,8 @@ class SlotFile:
         done = self._shared(
             lambda run: self._write_run(slots[run.start], data[run]), self._runs(into)
         )
-        failed = {n: came for n, came in enumerate(done) if isinstance(came, OSError)}
-        checksums = [came for came in done if not isinstance(came, OSError)]
+        checksums = [came for came in done if isinstance(came, int)]
+        failed = {n: came for n, came in enumerate(done) if not isinstance(came, int)}
         if failed:
             into = np.delete(into, list(failed))
             blocks = [block for n, block in enumerate(blocks) if n not in failed]
