@@ -9,6 +9,7 @@ and of live workers, and used_memory does not grow.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import re
@@ -362,6 +363,12 @@ async def only_data_uses_memory(redis: Client) -> AsyncIterator[None]:
     yield
     for name, value in settings_before.items():
         await redis.config_set(name, value)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    """pytest keeps every record, its exception's traceback and so all that a crashed agent had."""
+    caplog.set_level(logging.ERROR)
 
 
 @pytest.fixture(autouse=True)
