@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -34,6 +35,15 @@ RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 """Headers that proxies may set if the client sends no such field."""
 
+
+class AnyText(PathConvertor):
+    """Newlines included: with Starlette's own convertor one at the end is lost, and the id before
+    it may be another request's."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any_text", AnyText())
 routes = APIRouter()
 
 
@@ -135,14 +145,14 @@ async def route(request: Request) -> Response:
     return json_response(_routed(decision))
 
 
-@routes.post("/v1/requests/{request_id:path}/prefill_complete", responses=_errors(422, 503))
+@routes.post("/v1/requests/{request_id:any_text}/prefill_complete", responses=_errors(422, 503))
 async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
     """Report that a request's first token is out. Idempotent."""
     found = await _parts(request)[0].prefill_complete(checked_request_id(request_id))
     return schemas.RequestState(request_id=request_id, found=found)
 
 
-@routes.delete("/v1/requests/{request_id:path}", responses=_errors(422, 503))
+@routes.delete("/v1/requests/{request_id:any_text}", responses=_errors(422, 503))
 async def release(
     request: Request, request_id: str, options: Annotated[schemas.ReleaseOptions, Query()]
 ) -> schemas.RequestState:

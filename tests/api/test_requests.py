@@ -128,7 +128,8 @@ async def test_an_unknown_request_is_reported_as_not_found_but_is_no_error(
 
 
 @pytest.mark.parametrize(
-    ("in_path", "request_id"), [("", ""), ("a%20b", "a b"), ("x" * 129, "x" * 129)]
+    ("in_path", "request_id"),
+    [("", ""), ("a%20b", "a b"), ("a%0A", "a\n"), ("a%0Ab", "a\nb"), ("x" * 129, "x" * 129)],
 )
 async def test_an_id_that_no_request_can_have_is_refused(
     client: httpx.AsyncClient, one: FakeWorkers, in_path: str, request_id: str
