@@ -63,8 +63,6 @@ async def test_a_small_index_is_measured_and_leaves_no_keys(
     assert all(us > 0 for us in found["change_us_per_block"].values())
     assert all(2 < size < 6 for size in found["bytes_per_further_owner"].values())
     assert list(found["bytes_per_further_owner"]) == ["2", "3", "4"]
-    assert all(per_s > 0 for per_s in found["published_per_s"].values())
-    assert 0 < found["visible_ms"]["p50"] <= found["visible_ms"]["p99"]
     assert found["ping_cpu_us"] > 0
     assert found["peer_us"]["2048"] > found["peer_us"]["512"] > 0
     # The router knows where the system prompt ends, but nothing about what follows it.
