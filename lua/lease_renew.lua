@@ -66,12 +66,11 @@ if writer_of(inc) ~= nonce then
   return 0
 end
 local known_block_size, known_shards = read_meta(meta)
-if known_shards and known_shards ~= tonumber(shards) then
-  return 0
-end
 if known_block_size ~= tonumber(block_size) then
   redis.call('HSET', meta, 'block_size', block_size, 'shards', shards,
     'workers_ms', string.format('%d', now))
+elseif known_shards ~= tonumber(shards) then
+  return 0
 end
 if (whole(redis.call('HGET', meta, 'incarnations'), 1e9) or 0) < tonumber(inc) then
   redis.call('HSET', meta, 'incarnations', inc)

@@ -19,7 +19,13 @@ import stamina
 import stamina.instrumentation
 
 from app.core import index, leases, metrics
-from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable, WorkerReplaced
+from app.core.errors import (
+    IncarnationLost,
+    NamespaceMismatch,
+    RedisFull,
+    RedisUnavailable,
+    WorkerReplaced,
+)
 from app.core.events import CacheEvent
 from app.core.index import Change
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
@@ -162,7 +168,8 @@ class Agent:
     async def run(self) -> None:
         """Run until cancelled.
 
-        Raises WorkerReplaced, in a group, once another process has the key.
+        Raises WorkerReplaced, in a group, once another process has the key, and NamespaceMismatch
+        if the namespace has come to have another block size.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_lease())
@@ -188,7 +195,7 @@ class Agent:
         """A new incarnation, which may publish in every shard and has published nothing.
 
         held: this process's previous incarnation. Raises WorkerReplaced if another process has the
-        key, and still renews its lease.
+        key, and still renews its lease; NamespaceMismatch.
         """
         call = leases.register(
             self._keyspace,
@@ -202,11 +209,11 @@ class Agent:
         while True:
             try:
                 registration = await self._insist(call)
-            except WorkerReplaced:
-                if waited:
+            except (NamespaceMismatch, WorkerReplaced):
+                if waited or held is None:
                     raise
                 # A Redis that lost data may show the process before this one, which has ended: then
-                # nobody renews its lease.
+                # nobody renews its lease. And a wrong block size is corrected by others' renewals.
                 waited = True
                 await asyncio.sleep(self._ttl_ms / 1000)
                 continue

@@ -348,6 +348,15 @@ async def test_a_wrong_block_size_is_corrected(space: Namespace) -> None:
         assert await space.get("meta", "block_size") == "4"
 
 
+async def test_a_wrong_block_size_and_number_of_shards_are_both_corrected(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a", block_size=4)
+    await space.redis.hset(space.key("meta"), mapping={"block_size": "32", "shards": "3"})
+    assert await space.renew(inc)
+    assert await space.redis.hmget(space.key("meta"), "block_size", "shards") == [b"4", b"1"]
+
+
 async def test_workers_register_again_if_the_number_of_shards_changed(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.redis.hset(space.key("meta"), "shards", "3")

@@ -712,6 +712,37 @@ async def test_a_replaced_agent_stops_running(redis: Redis) -> None:
     assert ended.group_contains(WorkerReplaced, match="w0:0")
 
 
+async def test_an_agent_that_resyncs_waits_for_others_to_correct_the_block_size(
+    redis: Redis, observer: Observer
+) -> None:
+    async with (
+        running(new_agent(redis, ttl_s=2.0)) as agent,
+        running(new_agent(redis, worker_id="w1", ttl_s=2.0)),
+    ):
+        agent.notify([Stored(tuple(CHAIN[:4]), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+        await redis.hset(KEYS["meta"], "block_size", "4")
+        await observer.lose_batches(1)
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
+        assert await redis.hget(KEYS["meta"], "block_size") == b"16"
+
+
+async def test_an_agent_stops_running_if_the_namespace_keeps_another_block_size(
+    redis: Redis,
+) -> None:
+    agent = new_agent(redis, ttl_s=0.6)
+    await agent.start()
+    running_agent = asyncio.ensure_future(agent.run())
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.delete(KEYS["writers"])
+        pipe.hset(KEYS["meta"], "block_size", "4")
+        await pipe.execute()
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(running_agent, 10)
+    assert ended.group_contains(NamespaceMismatch, match="w0:0 has block_size 16")
+
+
 async def test_a_process_is_not_replaced_by_an_ended_one_that_redis_brings_back(
     redis: Redis, observer: Observer
 ) -> None:
