@@ -38,8 +38,11 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 """Slots begin at multiples of it, as direct I/O would require."""
 RUN_BYTES = 256 << 10
-"""Copied and then hashed in one go, while the data is still in a core's cache: the kernel is better
-at reading what is in no cache."""
+"""Copied and hashed in one go, so that whichever comes second finds the data in a core's cache."""
+SMALL_BYTES = 64 << 10
+"""No thread runs Python while another hashes so little. Blocks up to this size are therefore hashed
+once they are written, which is then done sooner; larger ones before, as writing is what takes
+longer."""
 THREADS = min(4, os.cpu_count() or 1)
 SHARE_BYTES = 1 << 20
 """THREADS share a copy, so that some blocks are hashed while others are copied. With less than
@@ -308,7 +311,7 @@ class SlotFile:
 
     def _write_run(self, first: int, rows: Sequence[memoryview]) -> list[int | OSError]:
         """Write blocks into the slots from `first` on. Each one's checksum, or the error it met."""
-        if self.block_bytes <= RUN_BYTES:
+        if self.block_bytes <= SMALL_BYTES:
             size = len(rows) * self._slot_bytes
             with suppress(OSError):
                 at = first * self._slot_bytes
@@ -320,11 +323,11 @@ class SlotFile:
         checksum = xxh3_64()
         for at in range(0, self.block_bytes, RUN_BYTES):
             part = data[at : at + RUN_BYTES]
+            checksum.update(part)
             try:
                 _write(self._blocks, part, slot * self._slot_bytes + at)
             except OSError as error:
                 return error
-            checksum.update(part)
         return checksum.intdigest()
 
     def _is_cached(self, first: int, checksums: Sequence[int], rows: Sequence[memoryview]) -> bool:
