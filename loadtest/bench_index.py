@@ -369,14 +369,14 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option("--workers", default=64, show_default=True, type=click.IntRange(MIN_WORKERS, MOST))
 @click.option(
     "--queries",
-    default=100,
+    default=667,
     show_default=True,
     type=POSITIVE,
-    help="Queries per kind, length and round.",
+    help="Queries per kind, length and round; three times as many of the mix.",
 )
 @click.option(
     "--repeats",
-    default=15,
+    default=5,
     show_default=True,
     type=POSITIVE,
     help="Rounds, of which the median is taken.",
