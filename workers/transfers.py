@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 GROUP_BYTES = 64 << 10
 """A copy stream moves this much of a block at once, or all of it: smaller copies cost more."""
+UNSTAGED_BYTES = 256 << 20
+"""Written to or read from disk as one batch where the memory needs no staging: each batch ends with
+a wait for all threads."""
 
 
 class CopyStream(ABC):
@@ -231,7 +234,8 @@ class Transfers:
         }
         checked_map(source_ids, num_slots[source], target_ids, num_slots[target])
         copy = self._load if source is Tier.DISK else self._store
-        step = max(1, STAGED_BYTES // pool.shape.block_bytes)
+        at_once = STAGED_BYTES if pool.words.is_cuda else UNSTAGED_BYTES
+        step = max(1, at_once // pool.shape.block_bytes)
         with on_stream(self._stream if pool.words.is_cuda else None):
             for at in range(0, len(source_ids), step):
                 part = slice(at, at + step)

@@ -473,7 +473,8 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
 def test_blocks_are_copied_between_any_two_tiers(
     source: Tier, target: Tier, shape: KVShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "STAGED_BYTES", 3 * shape.block_bytes)
+    for name in ("STAGED_BYTES", "UNSTAGED_BYTES"):
+        monkeypatch.setattr(transfers, name, 3 * shape.block_bytes)
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
         first, between, last = [7, 2, 9, 4, 0], [3, 11, 0, 5, 6], [1, 2, 4, 8, 10]
@@ -627,12 +628,13 @@ def test_a_full_disk_stores_the_blocks_that_fit_and_holds_no_others(
 
 
 @pytest.mark.parametrize(
-    ("shape", "staged_bytes"), [(SMALL, 1), (WIDE, 32 << 20)], ids=["small", "wide"]
+    ("shape", "bytes_at_once"), [(SMALL, 1), (WIDE, 32 << 20)], ids=["small", "wide"]
 )
 def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(
-    shape: KVShape, staged_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: KVShape, bytes_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "STAGED_BYTES", staged_bytes)
+    for name in ("STAGED_BYTES", "UNSTAGED_BYTES"):
+        monkeypatch.setattr(transfers, name, bytes_at_once)
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
         on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(5)]
