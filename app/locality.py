@@ -67,7 +67,7 @@ def locality_of(
     # It may even be cheaper: with a temperature, or if a policy compares only two workers.
     if cost[best] <= cost[choice.index]:
         return "tie", name, best_overlap
-    if affinity is not None and affinity.position == choice.index:
+    if affinity is not None:
         discount = choice.costs.terms["affinity"][choice.index]
         if cost[best] < cost[choice.index] - discount:
             return "session", name, best_overlap

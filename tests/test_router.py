@@ -529,6 +529,15 @@ class TestConflicts:
         # Ten tokens less the eight cached, and four of x.
         assert (await workers.load("w1")).prefill_tokens == 6
 
+    async def test_a_prompt_that_is_cached_whole_still_has_a_token_to_compute(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.publish("w1", PROMPT[:8])
+        decision = await router.route(request("r1", prompt=PROMPT[:8]))
+        assert decision.overlap.device == 2
+        assert (await workers.load("w1")).prefill_tokens == 1
+
     async def test_a_worker_that_left_meanwhile_is_not_chosen_again(
         self, router: Replica, workers: FakeWorkers
     ) -> None:

@@ -140,6 +140,21 @@ async def test_a_decision_says_that_the_session_made_the_difference(
         assert replica.counted("locality", reason="session") == 1
 
 
+async def test_a_session_that_made_no_difference_is_not_given_as_the_reason(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    async with running(one_redis_server.url, session_affinity=1.0) as replica:
+        first = await route(replica, "r0", "a")
+        await remembered(redis, "a")
+        other = next(f"w{n}" for n in range(4) if f"w{n}:0" != str(first.worker.key))
+        await workers.publish(other, PROMPT[:4])
+        # Now any worker costs less than that one, session or not.
+        await workers.occupy(other, "x", prefill_s=5.0)
+        again = await route(replica, "r1", "a")
+        assert (again.worker, again.best) == (first.worker, f"{other}:0")
+        assert again.locality == "load"
+
+
 async def test_affinity_does_not_carry_over_to_a_new_incarnation_of_the_worker(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:

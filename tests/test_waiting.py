@@ -160,6 +160,22 @@ class TestWhoWaits:
             await replica.prefill_complete("x")
             assert (await crowd.tasks["r2"]).worker.key.worker_id == "w1"
 
+    async def test_a_long_queue_stops_neither_queries_nor_decisions_without_redis(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url, **WAITS, wait_above_s=50.0) as replica,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.occupy("w1", "x", prefill_s=100.0)
+            query = await replica.route(request("r1", reserve=False))
+            assert (query.reserved, query.waited_ms) == (False, 0)
+            await asyncio.to_thread(own_redis_server.kill)
+            blind = await replica.route(request("r2"))
+            assert (blind.degraded, blind.waited_ms) == (True, 0)
+
     async def test_a_request_without_reservation_does_not_wait(
         self, router: Replica, workers: FakeWorkers
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,7 @@ async def test_a_record_names_the_chosen_worker_and_the_one_with_the_longest_ove
     assert (found.isl_tokens, found.full_blocks, found.overlap.total) == (41, 10, 2)
     assert (found.best, found.best_overlap, found.tries) == ("w1:0", 10, 1)
     assert len(found.blocks) == 10
+    assert time.time() - 60 < found.at_ms / 1000 < time.time() + 60
     assert found.seen is not None
     assert found.seen.workers == ["w1:0", "w2:0"]
     assert found.seen.eligible == [False, True]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 import pytest
 
@@ -19,6 +21,11 @@ INFO = WorkerInfo(
 def test_a_worker_info_is_read_as_it_was_written() -> None:
     assert decode_info(encode_info(INFO, 3000)) == INFO
     assert decode_info(encode_info(INFO, 3000).decode()) == INFO
+
+
+def test_a_worker_info_with_the_smallest_numbers_is_read() -> None:
+    smallest = replace(INFO, block_size=1, kv_total_blocks=0, max_requests=0)
+    assert decode_info(encode_info(smallest, 3000)) == smallest
 
 
 def test_a_worker_info_is_json_that_a_person_can_read() -> None:
