@@ -26,7 +26,7 @@ LOCALITY_TEXT = {
     "tie": "another worker was drawn, though it was no cheaper",
     "load": "another worker was cheaper, counting overlap and load",
     "session": "another worker was cheaper, because the session had gone there before",
-    "full": "the worker with the longest overlap was full",
+    "full": "the worker with the longest overlap was full or too small",
     "excluded": "the request excluded the worker with the longest overlap",
     "lease": "the lease of the worker with the longest overlap had lapsed",
     "degraded": "Redis was unreachable, so overlap was not known",

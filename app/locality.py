@@ -9,7 +9,7 @@ from app.core.matching import Overlaps
 from app.core.types import Incarnation, TierOverlap
 from app.fleet import View
 from app.policy.affinity import Affinity
-from app.policy.cost import Candidates
+from app.policy.cost import Candidates, RequestSize
 from app.policy.select import Choice
 
 LOCALITIES = (
@@ -26,13 +26,14 @@ LOCALITIES = (
 """Whether the worker with the longest overlap was chosen (kept) or no worker held anything (none).
 Else why another was chosen: it was drawn though no cheaper (tie); the longest overlap was
 outweighed by its worker's load (load); the session had gone to the other worker (session); the
-worker with the longest overlap was full (full), excluded by the request (excluded) or past its
-lease (lease); or Redis was unreachable (degraded)."""
+worker with the longest overlap was full or too small for the prompt (full), excluded by the request
+(excluded) or past its lease (lease); or Redis was unreachable (degraded)."""
 
 
 def locality_of(
     view: View,
     candidates: Candidates,
+    size: RequestSize,
     overlaps: Overlaps,
     eligible: NDArray[np.bool_],
     choice: Choice,
@@ -61,7 +62,8 @@ def locality_of(
         return ("kept" if overlap else "none"), name, best_overlap
     if not eligible[best]:
         return "excluded", name, best_overlap
-    if candidates.active_requests[best] >= candidates.max_requests[best]:
+    is_full = candidates.active_requests[best] >= candidates.max_requests[best]
+    if is_full or 0 < candidates.kv_total_blocks[best] < size.isl_blocks:
         return "full", name, best_overlap
     cost = choice.costs.cost
     # It may even be cheaper: with a temperature, or if a policy compares only two workers.

@@ -115,7 +115,7 @@ class Planner:
         position = choice.index
         overlap = pending.overlaps.get(view.incarnations[position], NO_OVERLAP)
         locality, best, best_overlap = locality_of(
-            view, candidates, pending.overlaps, eligible, choice, overlap.total, affinity
+            view, candidates, size, pending.overlaps, eligible, choice, overlap.total, affinity
         )
         decision = Decision(
             request_id=request.request_id,

@@ -335,6 +335,25 @@ class TestOneReplica:
             (False, "tie"),
         }
 
+    async def test_equal_workers_are_reported_as_tied(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        assert (await router.route(request("r1"))).tied
+        assert not (await router.route(request("r2"))).tied
+
+    @pytest.mark.parametrize("policy", ["latency", "blocks", "logit"])
+    async def test_a_worker_too_small_for_the_prompt_loses_its_locality_as_if_full(
+        self, router: Replica, workers: FakeWorkers, policy: str
+    ) -> None:
+        await workers.register("w1", kv_total_blocks=2)
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT[:8])
+        decision = await router.route(request("r1", policy))
+        assert (decision.worker.key.worker_id, decision.best) == ("w2", "w1:0")
+        assert decision.locality == "full"
+
     async def test_any_of_several_workers_with_the_longest_overlap_keeps_the_locality(
         self, router: Replica, workers: FakeWorkers
     ) -> None:

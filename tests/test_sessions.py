@@ -114,6 +114,21 @@ async def test_affinity_gives_way_to_load(
         assert [c.terms["affinity"] for c in moved.candidates] == [0.0] * 4
 
 
+async def test_affinity_gives_way_once_the_queue_is_longer_than_requests_may_find(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
+) -> None:
+    # What half of it saves outweighs any difference between these queues.
+    prompt = list(range(20_000))
+    waits: dict[str, Any] = {"wait_queue": 100, "wait_above_s": 50.0}
+    async with running(one_redis_server.url, **HALF, **waits) as replica:
+        await route(replica, "r0", "a", prompt=prompt)
+        await remembered(redis, "a")
+        for n in range(4):
+            await workers.occupy(f"w{n}", f"x{n}", prefill_s=3600.0)
+        query = await route(replica, "r1", "a", prompt=prompt, reserve=False)
+        assert [c.terms["affinity"] for c in query.candidates] == [0.0] * 4
+
+
 async def test_affinity_gives_way_to_blocks_that_are_known_to_be_elsewhere(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,12 +17,14 @@ from redis.asyncio import Redis
 from app import planner, recording
 from app.cli import main
 from app.core.embedded import EmbeddedRedis
+from app.core.predictions import positions
 from app.core.redis import connect
 from app.locality import LOCALITIES
 from app.recording import Record
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers
+from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
+from tests.test_router import request, running
 
 PROMPT = list(range(1, 42))
 """Ten full blocks of four tokens, and a partial one."""
@@ -184,6 +187,43 @@ async def test_the_more_workers_there_are_the_fewer_decisions_are_kept_in_detail
         await route(client, "r2")
     assert (await recorded(one_redis_server.url, "r1")).seen is not None
     assert (await recorded(one_redis_server.url, "r2")).seen is None
+
+
+async def test_few_workers_have_no_more_decisions_kept_in_detail_than_the_setting_says(
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    two: FakeWorkers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("app.pace.time", clock)
+    async with replica(one_redis_server.url, details_per_s=4) as client:
+        kept = []
+        for n in range(5):
+            await route(client, f"r{n}")
+            kept.append((await recorded(one_redis_server.url, f"r{n}")).seen is not None)
+            clock.now += 0.125
+    assert kept == [True, False, True, False, True]
+
+
+async def test_a_long_prompt_decided_on_the_second_try_is_recorded_as_that_with_some_blocks(
+    one_redis_server: EmbeddedRedis, two: FakeWorkers
+) -> None:
+    prompt = list(range(40 * BLOCK_SIZE))
+    async with running(one_redis_server.url) as replica:
+
+        async def overtake() -> None:
+            replica.runner.before_reserve = None
+            for name in ("w1", "w2"):
+                await two.occupy(name, f"rival of {name}")
+
+        replica.runner.before_reserve = overtake
+        chain = request("r1", prompt=prompt).chain
+        assert (await replica.route(request("r1", prompt=prompt))).tries == 2
+        found = await recorded(one_redis_server.url, "r1")
+    assert found.tries == 2
+    assert found.blocks == [chain[at - 1] for at in positions(40)]
+    assert len(found.blocks) < 40
 
 
 async def test_the_stream_of_decisions_is_trimmed(
