@@ -194,6 +194,8 @@ class Maintenance:
                 if any(step.buckets_left for step in steps):
                     pause = SWEEP_PAUSE_S
             except RedisUnavailable as error:
+                # It may come back empty, and give out the same numbers again.
+                lost = []
                 log.debug("sweep: %s", error)
             await asyncio.sleep(pause)
 

@@ -173,7 +173,7 @@ def _reservation(
     prefill_s = choice.costs.terms.get("prefill_s")
     if prefill_s is None:
         prefill_s = predicted_prefill_s(candidates, size)
-    cached = min(decision.overlap.total * size.block_size, size.isl_tokens)
+    cached = decision.overlap.total * size.block_size
     return Reservation(
         decision.request_id,
         prefill_tokens=max(1, size.isl_tokens - cached),

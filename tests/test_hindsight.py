@@ -9,6 +9,7 @@ import pytest
 
 from app.core.types import TierOverlap
 from app.hindsight import Comparison
+from app.policy.affinity import Affinity
 from app.policy.cost import POLICIES, Candidates, blocks
 from app.recording import FIELDS, Record, Seen
 
@@ -79,4 +80,66 @@ def test_a_decision_by_a_policy_that_no_longer_exists_is_left_out() -> None:
     comparison = Comparison()
     gone = record("w1:0", "gone", overlaps=[0] * 4, requests=[0] * 4)
     comparison.add(gone, "latency", None, np.random.default_rng(1))
+    assert comparison.decisions == 0
+
+
+def test_means_are_of_the_workers_that_were_and_that_would_be_chosen() -> None:
+    found = record("w0:0", "least_loaded", overlaps=[2, 0, 10, 0], requests=[1, 2, 3, 4])
+    assert found.seen is not None
+    found.seen.candidates.prefill_s[:] = [0.5, 0.0, 0.25, 0.0]
+    comparison = Comparison()
+    comparison.add(found, "logit", None, np.random.default_rng(1))
+    # 41 tokens less 2 blocks of 4 to compute; of a prompt that is held, the last one.
+    assert comparison.means() == {
+        "decisions": 1,
+        "changed": 1,
+        "mean": {
+            "overlap blocks": {"were": 2.0, "would be": 10.0},
+            "predicted start, s": {
+                "were": pytest.approx(0.5 + 0.033),
+                "would be": pytest.approx(0.25 + 0.001),
+            },
+            "requests on the worker": {"were": 1.0, "would be": 3.0},
+        },
+    }
+
+
+def with_session(found: Record) -> Record:
+    """The decision, made for a session that had gone to w1 before."""
+    assert found.seen is not None
+    found.seen = Seen(WORKERS, 4, found.seen.candidates, [True] * 4, Affinity(1, 1.0))
+    return found
+
+
+def test_the_session_counts_with_the_other_policy() -> None:
+    found = with_session(record("w1:0", "latency", overlaps=[0, 0, 1, 0], requests=[0] * 4))
+    comparison = Comparison()
+    # Without its session it would have gone to w2, which holds a block.
+    for policy in ("latency", "logit"):
+        comparison.add(found, policy, None, np.random.default_rng(1))
+    assert (comparison.decisions, comparison.changed) == (2, 0)
+
+
+def test_the_session_counts_with_the_policy_that_decided() -> None:
+    found = with_session(record("w1:0", "latency", overlaps=[0] * 4, requests=[0] * 4))
+    assert changed(found, "random") > 0
+
+
+def test_round_robin_takes_turns() -> None:
+    comparison = Comparison()
+    for _ in range(4):
+        found = record("w0:0", "latency", overlaps=[10, 0, 0, 0], requests=[0, 1, 2, 3])
+        comparison.add(found, "round_robin", None, np.random.default_rng(1))
+    assert comparison.means()["mean"]["requests on the worker"] == {"were": 0.0, "would be": 1.5}
+
+
+@pytest.mark.parametrize("wrong", ["worker", "room"])
+def test_a_decision_that_cannot_have_been_made_is_left_out(wrong: str) -> None:
+    worker = "w9:0" if wrong == "worker" else "w0:0"
+    found = record(worker, "latency", overlaps=[0] * 4, requests=[0] * 4)
+    assert found.seen is not None
+    if wrong == "room":
+        found.seen.candidates.max_requests[:] = 0
+    comparison = Comparison()
+    comparison.add(found, "latency", None, np.random.default_rng(1))
     assert comparison.decisions == 0

@@ -167,3 +167,40 @@ async def test_how_full_the_index_is_is_known_as_soon_as_its_shards_are(
 
     async with running(maintenance_of(redis, telemetry=telemetry)):
         await eventually(fill, lambda value: bool(value))
+
+
+async def test_an_incarnation_whose_number_was_lost_with_the_data_is_not_swept(
+    redis: Client,
+) -> None:
+    workers, swept, emptied = FakeWorkers(redis), Counter[str](), asyncio.Event()
+    lost: list[Any] = []
+
+    class Runner(ScriptRunner):
+        """Redis is unreachable, and comes back empty, once an incarnation has been found lost."""
+
+        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+            names = {c.script.name for c in calls}
+            if "sweep" in names and lost and not emptied.is_set():
+                await redis.flushall()
+                await workers.register("w1")
+                assert await workers.register("w2") == 2
+                await workers.publish("w2", range(40))
+                emptied.set()
+                raise RedisUnavailable("gone")
+            replies = await super().run(calls)
+            if "absent" in names and any(replies):
+                lost.extend(replies[0])
+            if "sweep" in names and emptied.is_set():
+                swept["steps"] += 1
+            return replies
+
+    async def steps() -> int:
+        return swept["steps"]
+
+    await workers.register("w1")
+    await redis.hset(SHARD["applied"], "2", "0 nonce")
+    async with running(maintenance_of(redis, Runner(redis, 5.0))):
+        async with asyncio.timeout(20.0):
+            await emptied.wait()
+        await eventually(steps, lambda n: n >= 3)
+    assert await redis.hexists(SHARD["applied"], "2")
