@@ -6,8 +6,8 @@ Blocks come from scattered slots and go into slots in a row or into scattered on
 from disk, the slots on disk are in a row or scattered. Each round makes both copies, and copies as
 many bytes in one piece: from tensor to tensor, into a file, or out of one. Without a CUDA device,
 the device tier is host memory as well. The disk is as fast as the kernel's page cache makes it.
-Blocks on disk have checksums; the plain copy has none. "checked" is the plain copy in pieces of
-256 KiB, each hashed while it is in a core's cache: the best that one thread can do.
+Blocks on disk have checksums; the plain copy has none. "checked" is the plain copy in pieces of a
+megabyte, each hashed while it is in a core's cache: the best that one thread can do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from app.core.config import POSITIVE
 from app.core.serving import collect_seldom
 from app.core.types import SequenceHash, Tier
 from loadtest.command import Command, distinct, json_option, save
-from workers.disk import RUN_BYTES, DiskBlock, SlotFile
+from workers.disk import PART_BYTES, DiskBlock, SlotFile
 from workers.tiers import KVShape, MemoryPool, host_pool
 from workers.transfers import Transfers
 
@@ -93,7 +93,7 @@ class Bench:
                 self._copy(target, source, self.packed, slots)
         copies: dict[str, Callable[[], None]] = {
             "plain": self._plain(source, target),
-            **({"checked": self._plain(source, target, RUN_BYTES)} if on_disk else {}),
+            **({"checked": self._plain(source, target, PART_BYTES)} if on_disk else {}),
             "packed": lambda: self._copy(source, target, *in_a_row),
             "scattered": lambda: self._copy(source, target, self.source_ids, self.scattered),
         }

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from threading import RLock
+from threading import RLock, local
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,22 +31,20 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from app.core.errors import BlockLost, ConfigError
 from app.core.types import SequenceHash
+from workers.tiers import Blocks, Ids
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 """Slots begin at multiples of it, as direct I/O would require."""
-RUN_BYTES = 256 << 10
+PART_BYTES = 1 << 20
 """Copied and hashed in one go, so that whichever comes second finds the data in a core's cache."""
-SMALL_BYTES = 64 << 10
-"""No thread runs Python while another hashes so little. Blocks up to this size are therefore hashed
-once they are written, which is then done sooner; larger ones before, as writing is what takes
-longer."""
 THREADS = min(4, os.cpu_count() or 1)
-SHARE_BYTES = 1 << 20
-"""THREADS share a copy, so that some blocks are hashed while others are copied. With less than
-SHARE_BYTES to do, a thread costs more than it saves."""
+"""They take the parts of a batch in turn, so that some are hashed while others are copied."""
+SMALL_BYTES = 64 << 10
+"""Blocks up to this size are gathered before they are written. That spares Python work on each of
+them, in which threads would wait for each other."""
 _MAGIC = b"kvroute disk tier 1\n"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # magic, block size in bytes, number of slots, fingerprint, boot id
@@ -72,7 +70,6 @@ _SEALED = np.dtype(
 """What the seal of a record covers."""
 _VOID, _ROOT, _CHILD = range(3)
 
-Slots = NDArray[np.int64]
 Records = NDArray[Any]
 """Arrays of _RECORD."""
 
@@ -93,7 +90,7 @@ class SlotFile:
 
     Reads and writes may come from several threads, but a slot must not be read or written while it
     is being written. Each call takes any number of blocks, in slot order; blocks in consecutive
-    slots are copied at once.
+    slots are copied at once. `places`: where the blocks are in `memory`.
     """
 
     def __init__(
@@ -108,10 +105,10 @@ class SlotFile:
         self.block_bytes = block_bytes
         self.num_slots = num_slots
         self._slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._pad = memoryview(bytearray(self._slot_bytes - block_bytes))
         self._records: Records = np.zeros(num_slots, _RECORD)
         """As they are in the file."""
         self._changing = RLock()
+        self._local = local()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk-tier")
         folder.mkdir(parents=True, exist_ok=True)
         self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
@@ -142,45 +139,46 @@ class SlotFile:
             yield slot, DiskBlock(generation, block, parent if state == _CHILD else None)
 
     def write(
-        self, slots: Sequence[int], blocks: Sequence[DiskBlock], data: Sequence[memoryview]
+        self, slots: Ids, blocks: Sequence[DiskBlock], memory: Blocks, places: Ids
     ) -> dict[int, OSError]:
         """Write blocks into `slots`, replacing what is there.
 
         Returns the errors, such as a full disk, of blocks that could not be stored, by their
-        position in `slots`.
+        position in `slots`. Raises ValueError if `memory` has blocks of another size.
         """
-        into = self._checked(slots, data)
+        self._check(slots, memory)
         try:
-            held = self._held(into)
+            held = self._held(slots)
             self._put(held, np.zeros(len(held), _RECORD))
         except OSError as error:
             return dict.fromkeys(range(len(slots)), error)
+        write = self._write_gathered if self.block_bytes <= SMALL_BYTES else self._write_each
         done = self._shared(
-            lambda run: self._write_run(slots[run.start], data[run]), self._runs(into)
+            lambda part: write(slots[part], memory, places[part]), self._parts(slots)
         )
-        checksums = [came for came in done if isinstance(came, int)]
         failed = {n: came for n, came in enumerate(done) if not isinstance(came, int)}
+        checksums = [came for came in done if isinstance(came, int)]
+        stored = np.delete(slots, list(failed))
         if failed:
-            into = np.delete(into, list(failed))
             blocks = [block for n, block in enumerate(blocks) if n not in failed]
         try:
-            self._put(into, _packed(into, blocks, checksums))
+            self._put(stored, _packed(stored, blocks, checksums))
         except OSError as error:
             return dict.fromkeys(range(len(slots)), error)
         return failed
 
     def read(
-        self, slots: Sequence[int], generations: Sequence[int], into: Sequence[memoryview]
+        self, slots: Ids, generations: Sequence[int], memory: Blocks, places: Ids
     ) -> dict[int, BlockLost]:
-        """Fill `into` with the blocks that `slots` were given in those generations.
+        """Fill `memory` with the blocks that `slots` were given in those generations.
 
         Returns what is wrong with blocks, by their position in `slots`: the slot holds another
-        block by now, or the block is not what was written and is now forgotten. At those positions
-        `into` may hold anything.
+        block by now, or the block is not what was written and is now forgotten. There `memory` may
+        hold anything. Raises ValueError if `memory` has blocks of another size.
         """
-        asked = self._checked(slots, into)
+        self._check(slots, memory)
         with self._changing:
-            records = self._records[asked]
+            records = self._records.view(_WHOLE)[slots].view(_RECORD)
         right = (records["state"] != _VOID) & (
             records["generation"] == np.array(generations, np.uint64)
         )
@@ -189,30 +187,38 @@ class SlotFile:
             for n in np.flatnonzero(~right).tolist()
         }
         there = np.flatnonzero(right)
-        places, checksums = there.tolist(), records["checksum"][there].tolist()
-        rows = [into[n] for n in places]
-        first = asked[there].tolist()
-        runs = self._runs(asked[there])
+        slots, places = slots[there], places[there]
+        checksums = records["checksum"][there].tolist()
+        parts = self._parts(slots)
         cached = self._shared(
-            lambda run: [self._is_cached(first[run.start], checksums[run], rows[run])], runs
+            lambda part: [
+                self._is_cached(slots[part], checksums[part], _rows(memory, places[part]))
+            ],
+            parts,
         )
-        not_cached = [run for run, was in zip(runs, cached, strict=True) if not was]
+        not_cached = [part for part, was in zip(parts, cached, strict=True) if not was]
         # Submit all reads to the disk at once.
-        for run in not_cached:
-            size = (run.stop - run.start) * self._slot_bytes
-            start = first[run.start] * self._slot_bytes
-            with suppress(OSError):
-                os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
+        for part in not_cached:
+            for run in self._runs(slots[part]):
+                start = int(slots[part][run.start]) * self._slot_bytes
+                size = (run.stop - run.start) * self._slot_bytes
+                with suppress(OSError):
+                    os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
         whys = self._shared(
-            lambda run: list(map(self._spoilt, first[run], checksums[run], rows[run])), not_cached
+            lambda part: list(
+                map(
+                    self._spoilt, slots[part].tolist(), checksums[part], _rows(memory, places[part])
+                )
+            ),
+            not_cached,
         )
-        nths = chain.from_iterable(range(run.start, run.stop) for run in not_cached)
+        nths = chain.from_iterable(range(part.start, part.stop) for part in not_cached)
         for nth, why in zip(nths, whys, strict=True):
             if why is not None:
-                n = places[nth]
-                self._forget(slots[n], records[n])
+                n, slot = int(there[nth]), int(slots[nth])
+                self._forget(slot, records[n])
                 block = int(records["block"][n])
-                lost[n] = BlockLost(f"disk slot {slots[n]}, block {block:016x}: {why}")
+                lost[n] = BlockLost(f"disk slot {slot}, block {block:016x}: {why}")
         return lost
 
     def _lock(self, folder: Path) -> None:
@@ -263,40 +269,37 @@ class SlotFile:
         self._records[lost] = np.zeros(1, _RECORD)
         log.info("disk tier %s: all blocks were read, %d of them were lost", folder, len(lost))
 
-    def _checked(self, slots: Sequence[int], rows: Sequence[memoryview]) -> Slots:
-        wrong = next((row.nbytes for row in rows if row.nbytes != self.block_bytes), None)
-        if wrong is not None:
-            raise ValueError(f"a block has {self.block_bytes} bytes, not {wrong}")
-        ids = np.array(slots, dtype=np.int64)
-        assert (np.diff(ids) > 0).all(), "slots must be in order"
-        return ids
+    def _check(self, slots: Ids, memory: Blocks) -> None:
+        if memory.itemsize != self.block_bytes:
+            raise ValueError(f"a block has {self.block_bytes} bytes, not {memory.itemsize}")
+        assert (np.diff(slots) > 0).all(), "slots must be in order"
 
-    def _runs(self, slots: Slots) -> list[slice]:
-        """Ranges of positions of consecutive slots, each at most RUN_BYTES long."""
-        groups = slots // max(1, RUN_BYTES // self._slot_bytes)
-        return list(_cut(slots, (np.diff(slots) != 1) | (np.diff(groups) != 0)))
+    def _parts(self, slots: Ids) -> list[slice]:
+        """Ranges of positions, for at most PART_BYTES each unless a block has more."""
+        size = max(1, PART_BYTES // self._slot_bytes)
+        return [slice(first, min(first + size, len(slots))) for first in range(0, len(slots), size)]
 
-    def _shared(self, act: Callable[[slice], list[T]], runs: Sequence[slice]) -> list[T]:
-        """The results of `act` for all runs, in order. Threads share the work."""
-        if not runs:
+    def _runs(self, slots: Ids) -> Iterator[slice]:
+        """Ranges of positions of blocks that follow each other in the file, without a gap."""
+        return _cut(slots, np.diff(slots) * self._slot_bytes != self.block_bytes)
+
+    def _shared(self, act: Callable[[slice], list[T]], parts: Sequence[slice]) -> list[T]:
+        """The results of `act` for all parts, in order. Threads share the work."""
+        if not parts:
             return []
-        num_bytes = self._slot_bytes * sum(run.stop - run.start for run in runs)
-        num_shares = max(1, min(THREADS, num_bytes // SHARE_BYTES))
-        size = -(-len(runs) // num_shares)
-        shares = [runs[at : at + size] for at in range(0, len(runs), size)]
-        untaken = iter(enumerate(shares))
+        untaken = iter(enumerate(parts))
         found: dict[int, list[T]] = {}
 
-        def take_shares() -> None:
-            for n, share in untaken:
-                found[n] = list(chain.from_iterable(map(act, share)))
+        def take_parts() -> None:
+            for n, part in untaken:
+                found[n] = act(part)
 
         begun = []
         try:
             with suppress(RuntimeError):  # no thread can be started: those there are do more
-                for _ in shares[1:]:
-                    begun.append(self._threads.submit(take_shares))
-            take_shares()
+                for _ in parts[1:THREADS]:
+                    begun.append(self._threads.submit(take_parts))
+            take_parts()
         finally:
             # Even if it failed: once this ends, slots and memory may go to other blocks. A task for
             # which no thread could be started runs all the same, after others: it finds nothing.
@@ -304,25 +307,41 @@ class SlotFile:
             wait(begun)
         for other in begun:
             other.result()
-        return list(chain.from_iterable(found[n] for n in range(len(shares))))
+        return list(chain.from_iterable(found[n] for n in range(len(parts))))
 
-    def _with_pads(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
-        return [part for row in rows for part in (row, self._pad)] if self._pad else rows
+    def _write_gathered(self, slots: Ids, memory: Blocks, places: Ids) -> list[int | OSError]:
+        """Write one part. Each block's checksum, or the error it met."""
+        gathered, rows = self._buffer(memory)
+        count = len(places)
+        np.take(memory, places, out=gathered[:count], mode="clip")  # others make a copy
+        done: list[int | OSError] = list(map(xxh3_64_intdigest, rows[:count]))
+        data = gathered.view(np.uint8).data
+        for run in self._runs(slots):
+            size = self.block_bytes
+            try:
+                part = data[run.start * size : run.stop * size]
+                _write(self._blocks, part, int(slots[run.start]) * self._slot_bytes)
+            except OSError:
+                done[run] = self._write_each(slots[run], memory, places[run])
+        return done
 
-    def _write_run(self, first: int, rows: Sequence[memoryview]) -> list[int | OSError]:
-        """Write blocks into the slots from `first` on. Each one's checksum, or the error it met."""
-        if self.block_bytes <= SMALL_BYTES:
-            size = len(rows) * self._slot_bytes
-            with suppress(OSError):
-                at = first * self._slot_bytes
-                if os.pwritev(self._blocks, self._with_pads(rows), at) == size:
-                    return list(map(xxh3_64_intdigest, rows))
-        return [self._write_block(first + nth, row) for nth, row in enumerate(rows)]
+    def _buffer(self, memory: Blocks) -> tuple[Blocks, list[memoryview]]:
+        """Room for the blocks of one part, for this thread alone; and where each lies."""
+        if not hasattr(self._local, "buffer"):
+            num_blocks = max(1, PART_BYTES // self._slot_bytes)
+            blocks = np.empty(num_blocks, memory.dtype)
+            self._local.buffer = blocks, _rows(blocks, np.arange(num_blocks))
+        buffer: tuple[Blocks, list[memoryview]] = self._local.buffer
+        return buffer
+
+    def _write_each(self, slots: Ids, memory: Blocks, places: Ids) -> list[int | OSError]:
+        """The same, block by block."""
+        return list(map(self._write_block, slots.tolist(), _rows(memory, places)))
 
     def _write_block(self, slot: int, data: memoryview) -> int | OSError:
         checksum = xxh3_64()
-        for at in range(0, self.block_bytes, RUN_BYTES):
-            part = data[at : at + RUN_BYTES]
+        for at in range(0, self.block_bytes, PART_BYTES):
+            part = data[at : at + PART_BYTES]
             checksum.update(part)
             try:
                 _write(self._blocks, part, slot * self._slot_bytes + at)
@@ -330,26 +349,27 @@ class SlotFile:
                 return error
         return checksum.intdigest()
 
-    def _is_cached(self, first: int, checksums: Sequence[int], rows: Sequence[memoryview]) -> bool:
-        """Read blocks from the slots from `first` on, if that needs no wait for the disk.
+    def _is_cached(self, slots: Ids, checksums: Sequence[int], into: Sequence[memoryview]) -> bool:
+        """Read one part, if that needs no wait for the disk.
 
-        Also False if anything is wrong with any of them.
+        Also False if anything is wrong with any of its blocks.
         """
-        if self.block_bytes > RUN_BYTES:
-            return self._spoilt(first, checksums[0], rows[0], os.RWF_NOWAIT) is None
+        if self.block_bytes > PART_BYTES:
+            return self._spoilt(int(slots[0]), checksums[0], into[0], os.RWF_NOWAIT) is None
         try:
-            at = first * self._slot_bytes
-            os.preadv(self._blocks, self._with_pads(rows), at, os.RWF_NOWAIT)
+            for run in self._runs(slots):
+                begin = int(slots[run.start]) * self._slot_bytes
+                os.preadv(self._blocks, into[run], begin, os.RWF_NOWAIT)
         except OSError:
             return False
         # A short read does not match its checksum either.
-        return list(map(xxh3_64_intdigest, rows)) == checksums
+        return list(map(xxh3_64_intdigest, into)) == checksums
 
     def _spoilt(self, slot: int, checksum: int, into: memoryview, flags: int = 0) -> str | None:
         """Read a block; says what is wrong with it, if anything."""
         found = xxh3_64()
-        for at in range(0, self.block_bytes, RUN_BYTES):
-            part = into[at : at + RUN_BYTES]
+        for at in range(0, self.block_bytes, PART_BYTES):
+            part = into[at : at + PART_BYTES]
             try:
                 done = _read(self._blocks, part, slot * self._slot_bytes + at, flags)
             except OSError as error:
@@ -359,10 +379,10 @@ class SlotFile:
             found.update(part)
         return None if found.intdigest() == checksum else "the checksum is wrong"
 
-    def _held(self, slots: Slots) -> Slots:
+    def _held(self, slots: Ids) -> Ids:
         """Those of `slots` that hold a block."""
         with self._changing:
-            held: Slots = slots[self._records["state"][slots] != _VOID]
+            held: Ids = slots[self._records["state"][slots] != _VOID]
         return held
 
     def _forget(self, slot: int, record: Any) -> None:
@@ -371,7 +391,7 @@ class SlotFile:
             if self._records["seal"][slot] == record["seal"]:
                 self._put(np.array([slot]), np.zeros(1, _RECORD))
 
-    def _put(self, slots: Slots, records: Records) -> None:
+    def _put(self, slots: Ids, records: Records) -> None:
         """Write records; those close to each other in one piece, along with what lies between them.
 
         Raises OSError; then some of them are unchanged.
@@ -386,7 +406,7 @@ class SlotFile:
                 there[:] = piece
 
 
-def _cut(slots: Slots, apart: NDArray[np.bool_]) -> Iterator[slice]:
+def _cut(slots: Ids, apart: NDArray[np.bool_]) -> Iterator[slice]:
     """Ranges of positions in `slots`, cut wherever `apart` is true of a slot and the next one."""
     if not len(slots):
         return iter(())
@@ -394,7 +414,13 @@ def _cut(slots: Slots, apart: NDArray[np.bool_]) -> Iterator[slice]:
     return map(slice, [0, *ends[:-1]], ends)
 
 
-def _packed(slots: Slots, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
+def _rows(memory: Blocks, places: Ids) -> list[memoryview]:
+    """The bytes of each of these blocks."""
+    data, size = memory.view(np.uint8).data, memory.itemsize
+    return [data[begin : begin + size] for begin in (places * size).tolist()]
+
+
+def _packed(slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
     records = np.zeros(len(slots), _RECORD)
     generations, hashes, parents = zip(*blocks, strict=True) if blocks else ((), (), ())
     records["state"] = [_ROOT if parent is None else _CHILD for parent in parents]
@@ -406,7 +432,7 @@ def _packed(slots: Slots, blocks: Sequence[DiskBlock], checksums: Sequence[int])
     return records
 
 
-def _seals(slots: Slots, records: Records) -> NDArray[np.uint64]:
+def _seals(slots: Ids, records: Records) -> NDArray[np.uint64]:
     """A hash of each record and its slot: in another slot's place the record is invalid."""
     sealed = records.view(_SEALED)["sealed"].tolist()
     return np.array(list(map(xxh3_64_intdigest, sealed, slots.tolist())), np.uint64)

@@ -16,7 +16,7 @@ from app.core.types import Tier
 from workers.disk import DiskBlock, SlotFile
 from workers.movers import STAGED_BYTES, Copier, new_stream, on_stream
 from workers.slots import Move
-from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
+from workers.tiers import WORD_BYTES, Blocks, Ids, MemoryPool, as_blocks, checked_map
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class CopyStream(ABC):
         self.layers_per_group = min(source.shape.num_layers, -(-GROUP_BYTES // layer_bytes))
         self.num_groups = -(-source.shape.num_layers // self.layers_per_group)
         self._copier = Copier(source, target, self.layers_per_group)
-        self._source_ids = self._target_ids = _ids(())
+        self._source_ids = self._target_ids = np.empty(0, np.int64)
         self._triggered = [False] * self.num_groups
 
     def prepare(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
@@ -232,71 +232,63 @@ class Transfers:
             target: pool.num_blocks,
             Tier.DISK: self._disk.num_slots,
         }
-        checked_map(source_ids, num_slots[source], target_ids, num_slots[target])
+        sources, targets = checked_map(source_ids, num_slots[source], target_ids, num_slots[target])
         copy = self._load if source is Tier.DISK else self._store
         at_once = STAGED_BYTES if pool.words.is_cuda else UNSTAGED_BYTES
         step = max(1, at_once // pool.shape.block_bytes)
         with on_stream(self._stream if pool.words.is_cuda else None):
-            for at in range(0, len(source_ids), step):
+            for at in range(0, len(sources), step):
                 part = slice(at, at + step)
-                done = copy(pool, source_ids[part], target_ids[part], on_disk[part])
-                if done < len(source_ids[part]):
+                done = copy(pool, sources[part], targets[part], on_disk[part])
+                if done < len(sources[part]):
                     return at + done
-        return len(source_ids)
+        return len(sources)
 
     def _store(
-        self,
-        pool: MemoryPool,
-        block_ids: Sequence[int],
-        slots: Sequence[int],
-        on_disk: Sequence[DiskBlock],
+        self, pool: MemoryPool, block_ids: Ids, slots: Ids, on_disk: Sequence[DiskBlock]
     ) -> int:
         if pool.words.is_cpu:
-            return self._on_disk(self._write, slots, on_disk, _rows(pool.words, block_ids))
-        at = torch.from_numpy(_ids(block_ids)).to(pool.device)
+            return self._on_disk(self._write, slots, on_disk, pool.words, block_ids)
+        at = torch.from_numpy(block_ids).to(pool.device)
         staged = _staged(pool, len(slots)).copy_(pool.words.index_select(0, at))
-        return self._on_disk(self._write, slots, on_disk, _rows(staged, range(len(slots))))
+        return self._on_disk(self._write, slots, on_disk, staged, np.arange(len(slots)))
 
     def _load(
-        self,
-        pool: MemoryPool,
-        slots: Sequence[int],
-        block_ids: Sequence[int],
-        on_disk: Sequence[DiskBlock],
+        self, pool: MemoryPool, slots: Ids, block_ids: Ids, on_disk: Sequence[DiskBlock]
     ) -> int:
         if pool.words.is_cpu:
-            rows = _rows(pool.words, block_ids)
-            return self._on_disk(self._read, slots, on_disk, rows)
+            return self._on_disk(self._read, slots, on_disk, pool.words, block_ids)
         staged = _staged(pool, len(slots))
-        rows = _rows(staged, range(len(slots)))
-        done = self._on_disk(self._read, slots, on_disk, rows)
-        at = torch.from_numpy(_ids(block_ids[:done])).to(pool.device)
+        done = self._on_disk(self._read, slots, on_disk, staged, np.arange(len(slots)))
+        at = torch.from_numpy(block_ids[:done]).to(pool.device)
         pool.words.index_copy_(0, at, staged[:done].to(pool.device))
         torch.cuda.current_stream(pool.device).synchronize()
         return done
 
     def _on_disk(
         self,
-        act: Callable[[Sequence[int], Sequence[DiskBlock], Sequence[memoryview]], Iterable[int]],
-        slots: Sequence[int],
+        act: Callable[[Ids, Sequence[DiskBlock], Blocks, Ids], Iterable[int]],
+        slots: Ids,
         on_disk: Sequence[DiskBlock],
-        rows: Sequence[memoryview],
+        words: Tensor,
+        places: Ids,
     ) -> int:
         """Run `act` on all blocks, in slot order; returns how many leading ones succeeded.
 
-        act: returns the positions of those that failed.
+        words: in host memory; places: where the blocks are there. act: returns the positions of
+        those that failed.
         """
-        order = np.argsort(_ids(slots)).tolist()
-        failed = act(
-            [slots[n] for n in order], [on_disk[n] for n in order], [rows[n] for n in order]
-        )
-        return min((order[n] for n in failed), default=len(slots))
+        order = np.argsort(slots)
+        nths = order.tolist()
+        in_order = [on_disk[n] for n in nths]
+        failed = act(slots[order], in_order, as_blocks(words), places[order])
+        return min((nths[n] for n in failed), default=len(slots))
 
     def _write(
-        self, slots: Sequence[int], on_disk: Sequence[DiskBlock], rows: Sequence[memoryview]
+        self, slots: Ids, on_disk: Sequence[DiskBlock], memory: Blocks, places: Ids
     ) -> Iterable[int]:
         assert self._disk is not None
-        failed = self._disk.write(slots, on_disk, rows)
+        failed = self._disk.write(slots, on_disk, memory, places)
         for n, error in islice(failed.items(), 1):
             log.warning(
                 "block %016x was not stored in disk slot %d: %s (%d of %d blocks were not)",
@@ -309,10 +301,10 @@ class Transfers:
         return failed
 
     def _read(
-        self, slots: Sequence[int], on_disk: Sequence[DiskBlock], rows: Sequence[memoryview]
+        self, slots: Ids, on_disk: Sequence[DiskBlock], memory: Blocks, places: Ids
     ) -> Iterable[int]:
         assert self._disk is not None
-        lost = self._disk.read(slots, [what.generation for what in on_disk], rows)
+        lost = self._disk.read(slots, [what.generation for what in on_disk], memory, places)
         for error in islice(lost.values(), 1):
             log.warning("%s (%d of %d blocks were lost)", error, len(lost), len(slots))
         return lost
@@ -322,14 +314,3 @@ def _staged(pool: MemoryPool, num_blocks: int) -> Tensor:
     """Pinned memory for blocks on their way between a CUDA device and the disk."""
     shape = (num_blocks, *pool.words.shape[1:])
     return torch.empty(shape, dtype=pool.words.dtype, pin_memory=True)
-
-
-def _ids(block_ids: Sequence[int]) -> Ids:
-    return np.array(block_ids, dtype=np.int64)
-
-
-def _rows(words: Tensor, block_ids: Iterable[int]) -> list[memoryview]:
-    """The bytes of the given blocks in host memory."""
-    data = words.numpy().data.cast("B")
-    size = words[0].numel() * WORD_BYTES
-    return [data[n * size : (n + 1) * size] for n in block_ids]

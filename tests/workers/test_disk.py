@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
@@ -42,6 +42,27 @@ def content(block: int, size: int = BLOCK_BYTES) -> memoryview:
     return memoryview(random.Random(block).randbytes(size))
 
 
+def write_all(
+    file: SlotFile, slots: Sequence[int], blocks: Sequence[DiskBlock], data: Sequence[memoryview]
+) -> dict[int, OSError]:
+    """Write one batch, with the blocks in reverse order in memory."""
+    size = data[0].nbytes if data else file.block_bytes
+    memory = np.frombuffer(b"".join(data[::-1]), f"V{size}")
+    places = np.arange(len(slots))[::-1]
+    return file.write(np.array(slots, np.int64), blocks, memory, places)
+
+
+def read_all(
+    file: SlotFile, slots: Sequence[int], generation: int
+) -> tuple[list[bytes], dict[int, BlockLost]]:
+    """Read one batch, into every second place in memory."""
+    memory = np.zeros(2 * len(slots), f"V{file.block_bytes}")
+    places = 2 * np.arange(len(slots)) + 1
+    lost = file.read(np.array(slots, np.int64), [generation] * len(slots), memory, places)
+    assert not any(memory[::2].tobytes()), "other memory was written to"
+    return [bytes(row) for row in memory[places].tolist()], lost
+
+
 def write(
     file: SlotFile,
     slot: int,
@@ -50,29 +71,28 @@ def write(
     parent: SequenceHash | None,
     data: memoryview,
 ) -> None:
-    for error in file.write([slot], [DiskBlock(generation, block, parent)], [data]).values():
+    for error in write_all(file, [slot], [DiskBlock(generation, block, parent)], [data]).values():
         raise error
 
 
 def read(file: SlotFile, slot: int, generation: int) -> bytes:
-    into = bytearray(file.block_bytes)
-    for error in file.read([slot], [generation], [memoryview(into)]).values():
+    (into,), lost = read_all(file, [slot], generation)
+    for error in lost.values():
         raise error
-    return bytes(into)
+    return into
 
 
 def write_roots(file: SlotFile, slots: Sequence[int], generation: int = 1) -> dict[int, OSError]:
     """Write into each slot the block of the same number, in one batch."""
     blocks = [DiskBlock(generation, SequenceHash(slot), None) for slot in slots]
-    return file.write(slots, blocks, [content(slot) for slot in slots])
+    return write_all(file, slots, blocks, [content(slot, file.block_bytes) for slot in slots])
 
 
 def read_roots(
     file: SlotFile, slots: Sequence[int], generation: int = 1
-) -> tuple[list[bytearray], dict[int, str]]:
+) -> tuple[list[bytes], dict[int, str]]:
     """Read slots in one batch; returns their content, and errors by position in the batch."""
-    into = [bytearray(file.block_bytes) for _ in slots]
-    lost = file.read(slots, [generation] * len(slots), [memoryview(row) for row in into])
+    into, lost = read_all(file, slots, generation)
     return into, {n: str(error) for n, error in lost.items()}
 
 
@@ -89,6 +109,20 @@ def spoil(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 0x10
     path.write_bytes(content)
+
+
+def replace_write(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[Callable[..., int]], Callable[..., int]]
+) -> None:
+    """Replace what writes blocks, but not what writes records."""
+    pwrite = os.pwrite
+    replaced = write(pwrite)
+
+    def either(file: int, *args: Any) -> int:
+        is_blocks = os.readlink(f"/proc/self/fd/{file}").endswith("/blocks")
+        return (replaced if is_blocks else pwrite)(file, *args)
+
+    monkeypatch.setattr(os, "pwrite", either)
 
 
 def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +235,7 @@ def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
             write(file, 0, 1, A, None, content(A, 9_999))
         write(file, 0, 1, A, None, content(A))
         with pytest.raises(ValueError, match="a block has 10000 bytes, not 10001"):
-            file.read([0], [1], [memoryview(bytearray(10_001))])
+            file.read(np.arange(1), [1], np.zeros(1, "V10001"), np.arange(1))
 
 
 def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
@@ -330,9 +364,9 @@ def test_a_read_that_arrives_in_pieces_is_completed(
         assert read(file, 1, 1) == content(A)
 
 
-@pytest.mark.parametrize("run_bytes", [4_000, 1 << 20])
+@pytest.mark.parametrize("part_bytes", [4_000, 1 << 20])
 def test_blocks_that_the_kernel_has_not_cached_are_read_from_the_disk(
-    run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv, asked = os.preadv, set()
     told: list[int] = []
@@ -349,7 +383,7 @@ def test_blocks_that_the_kernel_has_not_cached_are_read_from_the_disk(
             raise OSError(errno.EIO, "Input/output error")
         return preadv(file, rows, at, flags)
 
-    monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     monkeypatch.setattr(os, "posix_fadvise", told_of)
     monkeypatch.setattr(os, "preadv", from_disk)
     with opened(tmp_path) as file:
@@ -377,8 +411,11 @@ def test_a_block_that_does_not_fit_on_a_full_disk_is_not_listed(tmp_path: Path) 
         assert read(file, 1, 1) == content(A)
 
 
-def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(tmp_path: Path) -> None:
-    with opened(tmp_path) as file:
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
+def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(
+    block_bytes: int, tmp_path: Path
+) -> None:
+    with opened(tmp_path, block_bytes=block_bytes) as file:
         write_roots(file, [2, 4, 6, 7])
         with no_room_beyond(4 * SLOT_BYTES + 100):
             failed = write_roots(file, [1, 2, 3, 4, 5, 7], generation=2)
@@ -389,10 +426,13 @@ def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(tmp_path: Path) -> No
         }
         # The earlier blocks of slots 4 and 7 were given up for ones that could not be written.
         assert listed(file) == {1: 1, 2: 2, 3: 3, 6: 6}
-    with opened(tmp_path) as file:
+    with opened(tmp_path, block_bytes=block_bytes) as file:
         assert listed(file) == {1: 1, 2: 2, 3: 3, 6: 6}
-        assert read_roots(file, [1, 2, 3], generation=2) == ([content(n) for n in (1, 2, 3)], {})
-        assert read(file, 6, 1) == content(6)
+        assert read_roots(file, [1, 2, 3], generation=2) == (
+            [content(n, block_bytes) for n in (1, 2, 3)],
+            {},
+        )
+        assert read(file, 6, 1) == content(6, block_bytes)
 
 
 def test_slots_keep_their_blocks_if_the_index_cannot_be_written(tmp_path: Path) -> None:
@@ -425,34 +465,35 @@ def test_a_batch_without_room_for_a_block_or_for_the_records_stores_nothing(
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=2)) as file:
         assert (tmp_path / "blocks").stat().st_size == 2 * size
         with no_room_beyond(size):
-            assert file.write([0, 1], blocks, rows).keys() == {0, 1}
+            assert write_all(file, [0, 1], blocks, rows).keys() == {0, 1}
         assert listed(file) == {}
 
 
 @pytest.mark.parametrize("slots", [[], [3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 6, 7]], ids=len)
-@pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
-@pytest.mark.parametrize("share_bytes", [SLOT_BYTES, 1 << 20])
+@pytest.mark.parametrize("part_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
 def test_a_batch_is_read_as_it_was_written(
-    share_bytes: int,
-    run_bytes: int,
+    block_bytes: int,
+    small_bytes: int,
+    part_bytes: int,
     slots: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(disk, "THREADS", 3)
-    monkeypatch.setattr(disk, "SHARE_BYTES", share_bytes)
-    monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
-    with opened(tmp_path) as file:
+    monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(disk, "SMALL_BYTES", small_bytes)
+    with opened(tmp_path, block_bytes=block_bytes) as file:
         assert write_roots(file, slots) == {}
-    with opened(tmp_path) as file:
+    with opened(tmp_path, block_bytes=block_bytes) as file:
         assert listed(file) == {slot: slot for slot in slots}
-        assert read_roots(file, slots) == ([content(slot) for slot in slots], {})
+        assert read_roots(file, slots) == ([content(slot, block_bytes) for slot in slots], {})
 
 
 def test_blocks_in_consecutive_slots_take_one_system_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "RUN_BYTES", 1 << 20)
     calls: list[tuple[str, int]] = []
 
     def count(name: str) -> None:
@@ -465,29 +506,31 @@ def test_blocks_in_consecutive_slots_take_one_system_call(
 
         monkeypatch.setattr(os, name, counted)
 
-    with opened(tmp_path) as file:
-        for name in ("pwrite", "pwritev", "preadv"):
+    with opened(tmp_path, block_bytes=SLOT_BYTES) as file:
+        for name in ("pwrite", "preadv"):
             count(name)
         assert write_roots(file, [1, 2, 3, 6]) == {}
         read_roots(file, [1, 2, 3, 6])
-    assert calls == [("pwritev", 1), ("pwritev", 6), ("preadv", 1), ("preadv", 6)]
+    assert calls == [("pwrite", 1), ("pwrite", 6), ("preadv", 1), ("preadv", 6)]
 
 
-@pytest.mark.parametrize(("share_bytes", "num_threads"), [(SLOT_BYTES, 3), (2 * SLOT_BYTES, 1)])
-def test_threads_share_a_batch_only_if_it_is_large_enough(
-    share_bytes: int, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("part_bytes", "num_threads"), [(SLOT_BYTES, 3), (1 << 20, 1)])
+def test_threads_share_a_batch_of_several_parts(
+    part_bytes: int, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "THREADS", 3)
-    monkeypatch.setattr(disk, "SHARE_BYTES", share_bytes)
-    monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
-    all_writing, threads, pwritev = Barrier(num_threads), set(), os.pwritev
+    monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
+    all_writing, threads = Barrier(num_threads), set()
 
-    def write_once_all_are_writing(*args: Any) -> int:
-        threads.add(current_thread())
-        all_writing.wait(60)
-        return pwritev(*args)
+    def once_all_are_writing(write: Callable[..., int]) -> Callable[..., int]:
+        def waits(*args: Any) -> int:
+            threads.add(current_thread())
+            all_writing.wait(60)
+            return write(*args)
 
-    monkeypatch.setattr(os, "pwritev", write_once_all_are_writing)
+        return waits
+
+    replace_write(monkeypatch, once_all_are_writing)
     with opened(tmp_path) as file:
         assert write_roots(file, [1, 2, 3]) == {}
         assert len(threads) == num_threads
@@ -495,24 +538,26 @@ def test_threads_share_a_batch_only_if_it_is_large_enough(
 
 
 @pytest.mark.parametrize("main_fails", [True, False])
-def test_an_error_in_one_share_of_a_batch_is_raised_only_after_the_others_have_ended(
+def test_an_error_in_one_part_of_a_batch_is_raised_only_after_the_others_have_ended(
     main_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callers that see the error may reuse the slots and the memory."""
     monkeypatch.setattr(disk, "THREADS", 3)
-    monkeypatch.setattr(disk, "SHARE_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
-    reported, num_late, pwritev = Event(), 0, os.pwritev
+    monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
+    reported, num_late = Event(), 0
 
-    def some_fail(*args: Any) -> int:
-        nonlocal num_late
-        if (current_thread() is main_thread()) is main_fails:
-            raise MemoryError
-        reported.wait(0.2)
-        num_late += reported.is_set()
-        return pwritev(*args)
+    def some_fail(write: Callable[..., int]) -> Callable[..., int]:
+        def fails(*args: Any) -> int:
+            nonlocal num_late
+            if (current_thread() is main_thread()) is main_fails:
+                raise MemoryError
+            reported.wait(0.2)
+            num_late += reported.is_set()
+            return write(*args)
 
-    monkeypatch.setattr(os, "pwritev", some_fail)
+        return fails
+
+    replace_write(monkeypatch, some_fail)
     with opened(tmp_path) as file:
         with pytest.raises(MemoryError):
             write_roots(file, [1, 2, 3])
@@ -521,24 +566,26 @@ def test_an_error_in_one_share_of_a_batch_is_raised_only_after_the_others_have_e
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_shares_for_which_no_thread_can_be_started_are_not_carried_out_late(
+def test_parts_for_which_no_thread_can_be_started_are_not_carried_out_late(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "THREADS", 3)
-    monkeypatch.setattr(disk, "SHARE_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(disk, "RUN_BYTES", SLOT_BYTES)
-    writing, pwritev = [], os.pwritev
+    monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
+    writing = []
 
     def no_more(thread: Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    def recorded(*args: Any) -> int:
-        writing.append(current_thread())
-        if fails:
-            raise MemoryError
-        return pwritev(*args)
+    def recorded(write: Callable[..., int]) -> Callable[..., int]:
+        def records(*args: Any) -> int:
+            writing.append(current_thread())
+            if fails:
+                raise MemoryError
+            return write(*args)
 
-    monkeypatch.setattr(os, "pwritev", recorded)
+        return records
+
+    replace_write(monkeypatch, recorded)
     with opened(tmp_path) as file:
         with monkeypatch.context() as patch:
             patch.setattr(Thread, "start", no_more)
@@ -549,15 +596,14 @@ def test_shares_for_which_no_thread_can_be_started_are_not_carried_out_late(
     assert writing == [main_thread()] * (1 if fails else 3)
 
 
-@pytest.mark.parametrize("run_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
-@pytest.mark.parametrize("share_bytes", [SLOT_BYTES, 1 << 20])
+@pytest.mark.parametrize("part_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
 def test_bad_blocks_of_a_batch_are_reported_and_affect_no_others(
-    share_bytes: int, run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block_bytes: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "THREADS", 3)
-    monkeypatch.setattr(disk, "SHARE_BYTES", share_bytes)
-    monkeypatch.setattr(disk, "RUN_BYTES", run_bytes)
-    with opened(tmp_path) as file:
+    monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
+    with opened(tmp_path, block_bytes=block_bytes) as file:
         write_roots(file, [1, 2, 3, 4, 5, 6])
         write_roots(file, [2], generation=2)
         spoil(tmp_path / "blocks", 4 * SLOT_BYTES + 9_999)
@@ -566,10 +612,10 @@ def test_bad_blocks_of_a_batch_are_reported_and_affect_no_others(
         assert lost == {
             1: "disk slot 2 no longer holds generation 1",
             3: "disk slot 4, block 0000000000000004: the checksum is wrong",
-            5: "disk slot 6, block 0000000000000006: only 5000 of 10000 bytes are there",
+            5: f"disk slot 6, block 0000000000000006: only 5000 of {block_bytes} bytes are there",
             6: "disk slot 7 no longer holds generation 1",
         }
-        assert [into[n] for n in (0, 2, 4)] == [content(slot) for slot in (1, 3, 5)]
+        assert [into[n] for n in (0, 2, 4)] == [content(slot, block_bytes) for slot in (1, 3, 5)]
         assert listed(file) == {slot: slot for slot in (1, 2, 3, 5)}
 
 
@@ -601,7 +647,7 @@ def keep_writing(folder: Path, seed: int, reports: Connection) -> None:
         data = [memoryview(killed_content(what.block)) for what in blocks]
         batch = {slot: int(what.block) for slot, what in zip(slots, blocks, strict=True)}
         reports.send(("begin", batch))
-        file.write(slots, blocks, data)
+        write_all(file, slots, blocks, data)
         reports.send(("done", batch))
 
 

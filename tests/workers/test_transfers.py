@@ -27,7 +27,7 @@ from workers import movers, transfers
 from workers.blocks import BlockManager
 from workers.disk import PAGE_BYTES, DiskBlock, SlotFile
 from workers.movers import IN_HOST_MEMORY, MOVERS, WITH_DEVICE, Copier, Mover
-from workers.tiers import WORD_BYTES, Ids, KVShape, MemoryPool, host_pool
+from workers.tiers import WORD_BYTES, Ids, KVShape, MemoryPool, as_blocks, host_pool
 from workers.transfers import CopyStream, Transfers, copy_stream
 
 DEVICE, HOST, DISK = Tier
@@ -722,9 +722,9 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
     (load,) = tiers.manager.take_moves()
     # Only a bug elsewhere can do this: the manager holds sources while they are read.
     victim = load.sources[2]
-    row = torch.zeros_like(tiers.pools[HOST].words[0]).numpy().data.cast("B")
+    memory = as_blocks(tiers.pools[HOST].words)
     other = DiskBlock(victim.generation + 1, SequenceHash(7), None)
-    assert tiers.disk.write([victim.block_id], [other], [row]) == {}
+    assert tiers.disk.write(np.array([victim.block_id]), [other], memory, np.zeros(1, int)) == {}
     done = tiers.transfers.carry_out(load)
     assert done == 2
     tiers.manager.finish(load, done)
@@ -737,6 +737,7 @@ def test_a_read_torn_by_a_concurrent_write_is_reported_as_lost(
 ) -> None:
     """A writer and a reader of one slot race; whatever is read is one whole block."""
     size = 1 << 18
+    first = np.zeros(1, np.int64)
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=1)) as disk:
         stop = threading.Event()
 
@@ -744,20 +745,21 @@ def test_a_read_torn_by_a_concurrent_write_is_reported_as_lost(
             generation = 0
             while not stop.is_set():
                 generation += 1
-                data = memoryview(generation.to_bytes(8, "little") * (size // 8))
-                disk.write([0], [DiskBlock(generation, SequenceHash(generation), None)], [data])
+                written = np.full(size // 8, generation).view(f"V{size}")
+                block = DiskBlock(generation, SequenceHash(generation), None)
+                disk.write(first, [block], written, first)
 
         writer = threading.Thread(target=write)
         writer.start()
         whole = lost = 0
-        into = bytearray(size)
+        into = np.zeros(1, f"V{size}")
         while whole < 20 or lost < 20:
             for _, record in disk.records():
-                if disk.read([0], [record.generation], [memoryview(into)]):
+                if disk.read(first, [record.generation], into, first):
                     lost += 1
                 else:
                     whole += 1
-                    assert into == record.generation.to_bytes(8, "little") * (size // 8)
+                    assert (into.view(np.int64) == record.generation).all()
         stop.set()
         writer.join()
 
