@@ -362,7 +362,7 @@ class SlotFile:
                 os.preadv(self._blocks, into[run], begin, os.RWF_NOWAIT)
         except OSError:
             return False
-        # A short read does not match its checksum either.
+        # After a short read this finds what was in memory before.
         return list(map(xxh3_64_intdigest, into)) == checksums
 
     def _spoilt(self, slot: int, checksum: int, into: memoryview, flags: int = 0) -> str | None:

@@ -19,6 +19,9 @@ from itertools import count
 from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash, Tier
 
+MAX_STALE = 64
+"""How many entries of runs that have changed FreeRuns keeps, beside as many as there are runs."""
+
 
 class Slot:
     """One slot of a tier. Its contents are identified by the slot's number and generation."""
@@ -104,6 +107,59 @@ class Move:
         return len(self.sources)
 
 
+class FreeRuns:
+    """Numbers of free slots, as runs of consecutive ones.
+
+    Those of the longest run are given out first: then blocks that are stored together lie together,
+    and later move, and are freed, as runs.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        """Of each run, by its first."""
+        self._first: dict[int, int] = {}
+        """Of each run, by its last."""
+        self._longest: list[tuple[int, int]] = []
+        """Heap of negative length and first number: of each run, and of some that have changed."""
+        self._num_free = 0
+
+    def __len__(self) -> int:
+        return self._num_free
+
+    def __iter__(self) -> Iterator[int]:
+        for first, last in self._last.items():
+            yield from range(first, last + 1)
+
+    def add(self, first: int, last: int) -> None:
+        """Free the numbers from `first` to `last`."""
+        self._num_free += last - first + 1
+        if first - 1 in self._first:
+            first = self._first.pop(first - 1)
+        if last + 1 in self._last:
+            last = self._last.pop(last + 1)
+        self._last[first], self._first[last] = last, first
+        heapq.heappush(self._longest, (first - last - 1, first))
+        if len(self._longest) > 2 * len(self._last) + MAX_STALE:
+            self._longest = [(a - b - 1, a) for a, b in self._last.items()]
+            heapq.heapify(self._longest)
+
+    def take(self, num: int) -> list[int]:
+        """Give out `num` of the numbers, of which there must be as many."""
+        taken: list[int] = []
+        while len(taken) < num:
+            minus_size, first = heapq.heappop(self._longest)
+            last = first - minus_size - 1
+            if self._last.get(first) != last:
+                continue  # it has changed
+            del self._last[first], self._first[last]
+            self._num_free += minus_size
+            end = min(last + 1, first + num - len(taken))
+            taken += range(first, end)
+            if end <= last:
+                self.add(end, last)
+        return taken
+
+
 class Slots:
     """The `num_slots` slots of a tier. Each operation takes the same time in any tier.
 
@@ -116,7 +172,8 @@ class Slots:
         self.num_slots = num_slots
         self._now = now
         self._slots = [Slot(n) for n in range(num_slots)]
-        self._free = deque(self._slots)
+        self._free = FreeRuns()
+        self._free.add(0, num_slots - 1)
         self._by_block: dict[SequenceHash, Slot] = {}
         self._idle: dict[int, OrderedDict[int, Slot]] = {}
         """By priority, then from least to most recently used."""
@@ -150,7 +207,7 @@ class Slots:
         """Take `num` free slots, each held once. Raises NotEnoughBlocks, having taken none."""
         if num > len(self._free):
             raise NotEnoughBlocks(num, len(self._free))
-        taken = [self._free.popleft() for _ in range(num)]
+        taken = [self._slots[n] for n in self._free.take(num)]
         for slot in taken:
             slot.references = 1
         return taken
@@ -172,7 +229,10 @@ class Slots:
             slot.references = 1
             self.register(slot, block, parent)
             adopted.append(slot)
-        self._free = deque(slot for slot in self._slots if not slot.references)
+        self._free = FreeRuns()
+        for slot in self._slots:
+            if not slot.references:
+                self._free.add(slot.block_id, slot.block_id)
         for slot in self._tails_first(adopted):
             self.release(slot)
 
@@ -275,7 +335,7 @@ class Slots:
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
-        free = {slot.block_id for slot in self._free}
+        free = set(self._free)
         idle = {n for slots in self._idle.values() for n in slots}
         assert len(free) == len(self._free), "a slot is free twice"
         assert len(idle) == sum(map(len, self._idle.values())) == self._num_idle
@@ -336,4 +396,4 @@ class Slots:
 
     def _free_slot(self, slot: Slot) -> None:
         slot.free()
-        self._free.append(slot)
+        self._free.add(slot.block_id, slot.block_id)

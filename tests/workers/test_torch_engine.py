@@ -106,17 +106,17 @@ class Served:
         self.manager = BlockManager(
             num_slots, write=write, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: self.now_s
         )
-        pools = {DEVICE: MemoryPool(shape, num_slots[DEVICE], model.device)}
+        self.pools = {DEVICE: MemoryPool(shape, num_slots[DEVICE], model.device)}
         if HOST in num_slots:
-            pools[HOST] = host_pool(shape, num_slots[HOST])
+            self.pools[HOST] = host_pool(shape, num_slots[HOST])
         disk = None
         if DISK in num_slots:
             file = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots[DISK])
             disk = stack.enter_context(closing(file))
-        transfers = Transfers(pools, disk)
+        transfers = Transfers(self.pools, disk)
         self.engine = TorchEngine(
             self.spy,  # type: ignore[arg-type]
-            pools[DEVICE],
+            self.pools[DEVICE],
             self.manager,
             transfers.carry_out,
             publisher or self.fake_publisher,
@@ -155,6 +155,8 @@ class Served:
         await self.settle()
         await self.engine._cache._free(tier, slots.num_slots)
         await self.settle()
+        if tier in self.pools:
+            self.pools[tier].words.zero_()
         assert slots.num_free == slots.num_slots
 
 
@@ -223,14 +225,16 @@ async def test_logits_with_blocks_reused_from_a_tier_are_bit_identical(
     model = Llama.random(SIZES["tiny"], seed=0, dtype=dtype, device=device)
     num_slots = {t: NUM_SLOTS[t] for t in tiers}
     async with running(tmp_path, num_slots, spy=Spy(model)) as served:
-        # Another request takes slots, so that the blocks are loaded back into other ones.
-        other = served.submit("other", prompt_of(2, 21), 30)
         cold = await served.ask(prompt)
-        other.cancel()
-        first, computed = served.spy.logits[-1], served.spy.computed
+        first = served.spy.logits[-1]
         for evicted in above:
             await served.evict(evicted)
+        # Another request takes slots, so that the blocks are loaded back into other ones.
+        other = served.submit("other", prompt_of(2, 21), 30)
+        await anext(aiter(other))
+        computed = served.spy.computed
         warm = await served.ask(prompt)
+        other.cancel()
 
     assert torch.equal(served.spy.logits[-1], first)
     assert warm[0] == cold[0]
