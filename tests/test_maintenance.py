@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 
 from app.core.config import RouterSettings
+from app.core.embedded import EmbeddedRedis
 from app.core.errors import RedisUnavailable
 from app.core.predictions import PredictionSettings, foresee, predict
+from app.core.redis import connect
 from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash
@@ -40,6 +43,30 @@ def maintenance_of(
         telemetry or Telemetry(),
         predicted,
     )
+
+
+class CountingRunner(ScriptRunner):
+    """Counts what it is asked to run. While `down`, Redis cannot be reached through it."""
+
+    def __init__(self, redis: Client) -> None:
+        super().__init__(redis, 5.0)
+        self.ran: Counter[str] = Counter()
+        self.down = False
+
+    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        self.ran.update(c.script.name for c in calls)
+        if self.down:
+            raise RedisUnavailable("unreachable")
+        return await super().run(calls)
+
+    async def runs_of(self, script: str, least: int) -> None:
+        """Wait until it was asked `least` more times."""
+        self.ran.clear()
+
+        async def number() -> int:
+            return self.ran[script]
+
+        await eventually(number, lambda found: found >= least)
 
 
 @asynccontextmanager
@@ -91,15 +118,6 @@ async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
     redis: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis may have been unreachable until then, so that agents could renew no lease."""
-    ran: Counter[str] = Counter()
-
-    class Runner(ScriptRunner):
-        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-            ran.update(c.script.name for c in calls)
-            return await super().run(calls)
-
-    async def num_steps() -> int:
-        return ran["expire"]
 
     async def num_workers() -> int:
         return await redis.hlen(KEYS["workers"])
@@ -108,18 +126,113 @@ async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
     monkeypatch.setattr("app.maintenance.time", clock)
     monkeypatch.setattr("app.fleet.time", clock)
     monkeypatch.setattr("app.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
-    workers, fleet = FakeWorkers(redis), Fleet(redis, KEYS, 5.0)
-    async with running(maintenance_of(redis, Runner(redis, 5.0), fleet=fleet)):
+    workers, fleet, runner = FakeWorkers(redis), Fleet(redis, KEYS, 5.0), CountingRunner(redis)
+    async with running(maintenance_of(redis, runner, fleet=fleet)):
         for outage in (False, True):
             inc = await workers.register("w1")
             if outage:
                 fleet.note(RedisUnavailable("unreachable"))
             await redis.zadd(KEYS["leases"], {str(inc): 1})
-            ran.clear()
-            await eventually(num_steps, lambda number: number >= 5)
-            assert "lapse" not in ran
+            await runner.runs_of("expire", 5)
+            assert "lapse" not in runner.ran
             clock.ahead_s += RETIRE_GRACE_MS / 1000
             await eventually(num_workers, lambda number: number == 0)
+
+
+async def test_nobody_is_retired_soon_after_an_outage_that_only_maintenance_noticed(
+    redis: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now_s=time.monotonic(), monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("app.maintenance.time", clock)
+    monkeypatch.setattr("app.fleet.time", clock)
+    monkeypatch.setattr("app.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
+    runner = CountingRunner(redis)
+    inc = await FakeWorkers(redis).register("w1")
+    async with running(maintenance_of(redis, runner)):
+        await runner.runs_of("expire", 2)
+        clock.now_s += RETIRE_GRACE_MS / 1000
+        await runner.runs_of("lapse", 1)
+        runner.down = True
+        await runner.runs_of("expire", 2)
+        await redis.zadd(KEYS["leases"], {str(inc): 1})
+        runner.down = False
+        await runner.runs_of("expire", 5)
+        assert "lapse" not in runner.ran
+    assert await redis.hlen(KEYS["workers"]) == 1
+
+
+async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(
+    redis: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(ahead_s=0, monotonic=lambda: time.monotonic() + clock.ahead_s)
+    monkeypatch.setattr("app.maintenance.time", clock)
+    monkeypatch.setattr("app.maintenance.RETIRE_GRACE_MS", 3_600_000)
+    monkeypatch.setattr("app.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
+    workers, runner = FakeWorkers(redis), CountingRunner(redis)
+    inc = await workers.register("w1")
+    await workers.occupy("w1", "r1")
+
+    async def num_workers() -> int:
+        return await redis.hlen(KEYS["workers"])
+
+    async with running(maintenance_of(redis, runner)):
+        await runner.runs_of("expire", 2)
+        seconds, _ = await redis.time()
+        await redis.zadd(KEYS["leases"], {str(inc): 1000 * (seconds - 60)})
+        clock.ahead_s += 3_600
+        await runner.runs_of("lapse", 3)
+        assert await workers.reserved() == {"r1": "w1:0"}
+        await redis.zadd(KEYS["leases"], {str(inc): 1000 * (seconds - 2 * 3600)})
+        await eventually(num_workers, lambda number: number == 0)
+
+
+async def test_everything_goes_on_after_an_outage(
+    own_redis_server: EmbeddedRedis,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "app.maintenance")
+    monkeypatch.setattr("app.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
+    monkeypatch.setattr("app.maintenance.FILL_INTERVAL_S", 0.01)
+    telemetry = Telemetry()
+    predicted = PredictionSettings(lifetime_s=0.6, max_entries=65_536)
+
+    async def fill() -> float | None:
+        return telemetry.registry.get_sample_value("kvroute_index_fill")
+
+    async def fewest_failures() -> int:
+        told = Counter(record.getMessage().split(":")[0] for record in caplog.records)
+        return min(told[task] for task in ("maintenance", "prune", "sweep", "strays"))
+
+    async with connect(own_redis_server.url) as redis:
+        workers = FakeWorkers(redis)
+        await workers.register("w1")
+        await workers.publish("w1", range(256))
+        async with running(maintenance_of(redis, telemetry=telemetry, predicted=predicted)):
+            await eventually(fill)
+            own_redis_server.kill()
+            # More than once: each of them tried again.
+            await eventually(fewest_failures, lambda number: number >= 3)
+            own_redis_server.start()
+            await FakeWorkers(redis).register("w1")
+            await eventually(fill, lambda value: value == 0.0)
+
+
+async def test_every_shard_is_swept_and_pruned(redis: Client) -> None:
+    settings = PredictionSettings(lifetime_s=0.6, max_entries=65_536)
+    inc = await FakeWorkers(redis).register("w1")
+    await redis.hset(KEYS["meta"], "shards", 2)
+    last = KEYS.of_shard(1)
+    await redis.hset(last["applied"], mapping={str(inc): "0 nonce-w1", "7": "0 gone"})
+    chains = [[SequenceHash(n << 56)] for n in range(256)]
+    await ScriptRunner(redis, 5.0).run([predict(last, inc, chain, settings) for chain in chains])
+
+    async def left() -> int:
+        return len(await redis.keys(last["predicted:"] + "*")) + await redis.hlen(last["applied"])
+
+    assert await left() > 2
+    async with running(maintenance_of(redis, predicted=settings)):
+        await eventually(left, lambda number: number == 1)
 
 
 async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_made_too(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ from redis.asyncio import Redis
 from app import recording
 from app.core.config import RouterSettings
 from app.core.embedded import EmbeddedRedis
+from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.redis import connect
-from app.core.scripts import ScriptRunner
+from app.core.scripts import Call, ScriptRunner
 from app.core.topology import Client
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.affinity import Affinity
@@ -24,6 +26,7 @@ from app.recording import (
     ENTRY,
     FIELDS,
     MAX_UNWRITTEN,
+    MAX_WRITTEN,
     Record,
     Recorder,
     Seen,
@@ -34,6 +37,7 @@ from app.recording import (
     usages,
 )
 from tests.eventually import eventually
+from tests.redis_servers import stopped
 
 KEYS = Keyspace("test")
 
@@ -194,3 +198,57 @@ async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
         [(_, entry)] = await eventually(partial(redis.xrange, KEYS["decisions"]))
         writing.cancel()
     assert entry[b"request_id"] == b"r1"
+
+
+async def test_none_are_recorded_if_none_are_to_be_kept(redis: Redis) -> None:
+    made: list[str] = []
+
+    def make(request_id: str) -> Record:
+        made.append(request_id)
+        return record(request_id, CHAIN)
+
+    runner = ScriptRunner(redis, timeout_s=5)
+    off = Recorder(runner, KEYS, RouterSettings(decisions_kept=0))
+    on = Recorder(runner, KEYS, RouterSettings())
+    writing = [asyncio.create_task(recorder.run()) for recorder in (off, on)]
+    off.add(lambda _: make("off"))
+    on.add(lambda _: make("on"))
+    await eventually(partial(redis.xrange, KEYS["decisions"]))
+    for task in writing:
+        task.cancel()
+    assert made == ["on"]
+
+
+async def test_no_call_writes_more_than_redis_can_in_a_millisecond(redis: Redis) -> None:
+    written: list[int] = []
+
+    class Runner(ScriptRunner):
+        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+            replies = await super().run(calls)
+            written.extend(replies)
+            return replies
+
+    recorder = Recorder(Runner(redis, timeout_s=5), KEYS, RouterSettings())
+    for n in range(2 * MAX_WRITTEN + 1):
+        recorder.add(lambda _, n=n: record(f"r{n}", CHAIN))
+    writing = asyncio.create_task(recorder.run())
+    await eventually(partial(redis.xlen, KEYS["decisions"]), lambda n: n > 2 * MAX_WRITTEN)
+    writing.cancel()
+    assert written == [MAX_WRITTEN, MAX_WRITTEN, 1]
+
+
+async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
+    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "PAGE_TIMEOUT_S", 0.05)
+    async with connect(own_redis_server.url) as redis:
+        await redis.ping()
+        with stopped(own_redis_server.pid):
+            async with asyncio.timeout(10.0):
+                with pytest.raises(RedisUnavailable):
+                    [one async for one in recording.read(redis, KEYS)]
+
+
+def test_a_prompt_of_less_than_a_block_has_no_prefixes() -> None:
+    found = list(usages([record("r1", []), record("r2", CHAIN[:4])]))
+    assert [(usage.num_blocks, usage.requests) for usage in found] == [(4, 1)]
