@@ -31,7 +31,6 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from app.core.errors import BlockLost, ConfigError
 from app.core.types import SequenceHash
-from workers.tiers import Blocks, Ids
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -70,6 +69,9 @@ _SEALED = np.dtype(
 """What the seal of a record covers."""
 _VOID, _ROOT, _CHILD = range(3)
 
+Ids = NDArray[np.int64]
+Blocks = NDArray[np.void]
+"""Host memory, as one item for each block."""
 Records = NDArray[Any]
 """Arrays of _RECORD."""
 

@@ -32,8 +32,6 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 Ids = NDArray[np.int64]
-Blocks = NDArray[np.void]
-"""Host memory, as one item for each block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +244,6 @@ def reshard(
             # One by one: index_copy_ into a strided view is twenty times slower.
             for source_id, target_id in zip(source_ids, target_ids, strict=True):
                 into[target_id].copy_(part[source_id])
-
-
-def as_blocks(words: Tensor) -> Blocks:
-    """The same host memory, as one item for each row."""
-    return words.numpy().view(np.uint8).reshape(-1).view(f"V{words[0].numel() * WORD_BYTES}")
 
 
 def checked_ids(block_ids: Iterable[int], num_blocks: int) -> Ids:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from app.core.types import Tier
-from workers.disk import DiskBlock, SlotFile
+from workers.disk import Blocks, DiskBlock, SlotFile
 from workers.movers import STAGED_BYTES, Copier, new_stream, on_stream
 from workers.slots import Move
-from workers.tiers import WORD_BYTES, Blocks, Ids, MemoryPool, as_blocks, checked_map
+from workers.tiers import WORD_BYTES, Ids, MemoryPool, checked_map
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class Transfers:
         order = np.argsort(slots)
         nths = order.tolist()
         in_order = [on_disk[n] for n in nths]
-        failed = act(slots[order], in_order, as_blocks(words), places[order])
+        failed = act(slots[order], in_order, _blocks(words), places[order])
         return min((nths[n] for n in failed), default=len(slots))
 
     def _write(
@@ -314,3 +314,8 @@ def _staged(pool: MemoryPool, num_blocks: int) -> Tensor:
     """Pinned memory for blocks on their way between a CUDA device and the disk."""
     shape = (num_blocks, *pool.words.shape[1:])
     return torch.empty(shape, dtype=pool.words.dtype, pin_memory=True)
+
+
+def _blocks(words: Tensor) -> Blocks:
+    """The same host memory."""
+    return words.numpy().view(np.uint8).reshape(-1).view(f"V{words[0].numel() * WORD_BYTES}")

@@ -27,7 +27,7 @@ from workers import movers, transfers
 from workers.blocks import BlockManager
 from workers.disk import PAGE_BYTES, DiskBlock, SlotFile
 from workers.movers import IN_HOST_MEMORY, MOVERS, WITH_DEVICE, Copier, Mover
-from workers.tiers import WORD_BYTES, Ids, KVShape, MemoryPool, as_blocks, host_pool
+from workers.tiers import WORD_BYTES, Ids, KVShape, MemoryPool, host_pool
 from workers.transfers import CopyStream, Transfers, copy_stream
 
 DEVICE, HOST, DISK = Tier
@@ -729,7 +729,7 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
     (load,) = tiers.manager.take_moves()
     # Only a bug elsewhere can do this: the manager holds sources while they are read.
     victim = load.sources[2]
-    memory = as_blocks(tiers.pools[HOST].words)
+    memory = np.zeros(1, f"V{WIDE.block_bytes}")
     other = DiskBlock(victim.generation + 1, SequenceHash(7), None)
     assert tiers.disk.write(np.array([victim.block_id]), [other], memory, np.zeros(1, int)) == {}
     done = tiers.transfers.carry_out(load)
