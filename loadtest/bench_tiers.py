@@ -3,11 +3,12 @@
     python -m loadtest.bench_tiers --json out/bench_tiers.json
 
 Blocks come from scattered slots and go into slots in a row or into scattered ones. If they come
-from disk, the slots on disk are in a row or scattered. Each round makes both copies, and copies as
-many bytes in one piece: from tensor to tensor, into a file, or out of one. Without a CUDA device,
-the device tier is host memory as well. The disk is as fast as the kernel's page cache makes it.
-Blocks on disk have checksums; the plain copy has none. "checked" is the plain copy in pieces of a
-megabyte, each hashed while it is in a core's cache: the best that one thread can do.
+from disk, the slots on disk are in a row or scattered. "in runs": on both sides blocks lie in
+scattered runs of eight, much as tiers give them out. Each round makes all these copies, and copies
+as many bytes in one piece: from tensor to tensor, into a file, or out of one. Without a CUDA
+device, the device tier is host memory as well. The disk is as fast as the kernel's page cache makes
+it. Blocks on disk have checksums; the plain copy has none. "checked" is the plain copy in pieces of
+a megabyte, each hashed while it is in a core's cache: the best that one thread can do.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from workers.transfers import Transfers
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = tuple(permutations(Tier, 2))
+RUN = 8
+"""Fewer blocks than tiers copy in one piece after long use: see workers.slots.FreeRuns."""
 
 
 def shape_of(block_bytes: int) -> KVShape:
@@ -77,9 +80,8 @@ class Bench:
         self.plain = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
         stack.callback(os.close, self.plain)
         rng = np.random.default_rng(0)
-        self.source_ids, self.scattered = (
-            rng.permutation(2 * num_blocks)[:num_blocks].tolist() for _ in range(2)
-        )
+        self.source_ids, self.scattered = (_in_runs(1, num_blocks, rng) for _ in range(2))
+        self.runs = [_in_runs(RUN, num_blocks, rng) for _ in range(2)]
         self.packed = list(range(num_blocks))
         self.on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(num_blocks)]
 
@@ -89,12 +91,13 @@ class Bench:
         in_a_row = self.source_ids, self.packed
         if source is Tier.DISK:
             in_a_row = self.packed, self.scattered
-            for slots in (self.packed, self.source_ids):
+            for slots in (self.packed, self.runs[0], self.source_ids):
                 self._copy(target, source, self.packed, slots)
         copies: dict[str, Callable[[], None]] = {
             "plain": self._plain(source, target),
             **({"checked": self._plain(source, target, PART_BYTES)} if on_disk else {}),
             "packed": lambda: self._copy(source, target, *in_a_row),
+            "runs": lambda: self._copy(source, target, *self.runs),
             "scattered": lambda: self._copy(source, target, self.source_ids, self.scattered),
         }
         seconds: dict[str, list[float]] = {name: [] for name in copies}
@@ -183,6 +186,15 @@ class Bench:
         return torch.zeros(words.shape, dtype=words.dtype, pin_memory=True)
 
 
+def _in_runs(length: int, num_blocks: int, rng: np.random.Generator) -> list[int]:
+    """`num_blocks` of twice as many slots: runs of `length`, at random places."""
+    length = min(length, num_blocks)
+    num_runs = -(-num_blocks // length)
+    starts = length * rng.permutation(2 * num_blocks // length)[:num_runs]
+    ids: list[int] = (starts[:, None] + np.arange(length)).ravel()[:num_blocks].tolist()
+    return ids
+
+
 def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
     """The figures by pair of tiers, then by block size."""
     collect_seldom()  # as workers do
@@ -205,7 +217,8 @@ def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[s
 
 def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}")
-    for name in ("from", "to", "block, KiB", "plain, GB/s", "checked", "in a row", "scattered"):
+    names = "from", "to", "block, KiB", "plain, GB/s", "checked", "in a row", "in runs", "scattered"
+    for name in names:
         table.add_column(name, justify="right")
     for pair, sizes in result["pairs"].items():
         for size, found in sizes.items():
@@ -215,6 +228,7 @@ def show(result: dict[str, Any], console: Console) -> None:
                 f"{found['plain_gb_per_s']:.1f}",
                 f"{found['checked']:.2f}" if "checked" in found else "",
                 f"{found['packed']:.2f}",
+                f"{found['runs']:.2f}",
                 f"{found['scattered']:.2f}",
             )
     console.print(table)
