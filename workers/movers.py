@@ -32,8 +32,9 @@ CUDA the copy has only been started when it returns."""
 
 STAGED_BYTES = 32 << 20
 """How much is gathered at once on the way between scattered slots."""
-UNINTERRUPTED_BYTES = 1 << 20
-"""How much `move_bytes` copies at once, because no other Python thread runs meanwhile."""
+LONG_BYTES = 1 << 20
+"""From this size on, torch's threads outweigh the overhead of a torch operation. And no Python
+thread runs while bytes are copied without torch."""
 PIECE_BYTES = 16 << 10, 128 << 10
 """Torch gathers blocks in pieces of a size between these, if one divides them: 256 KiB at once take
 a quarter longer."""
@@ -58,17 +59,16 @@ def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) 
 
 
 def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """The same in host memory, without the overhead of a torch operation per run."""
-    into, taken = _bytes(target), _bytes(source)
+    """The same in host memory, without the overhead of a torch operation for each short run."""
+    into, taken = _flat(target), _flat(source)
     pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
-    step = UNINTERRUPTED_BYTES
+    into_bytes, taken_bytes = (words.numpy().data.cast("B") for words in (into, taken))
     for t, s, n in zip(*(numbers.tolist() for numbers in pieces), strict=True):
-        if n <= step:
-            into[t : t + n] = taken[s : s + n]
-            continue
-        for at in range(0, n, step):
-            size = min(step, n - at)
-            into[t + at : t + at + size] = taken[s + at : s + at + size]
+        if n < LONG_BYTES:
+            into_bytes[t : t + n] = taken_bytes[s : s + n]
+        else:
+            to, at, size = t // WORD_BYTES, s // WORD_BYTES, n // WORD_BYTES
+            into[to : to + size].copy_(taken[at : at + size])
 
 
 def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
@@ -275,10 +275,9 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-def _bytes(words: Tensor) -> memoryview:
-    """Host memory from its first word to its last, including what lies between its rows."""
-    num_words = (len(words) - 1) * words.stride(0) + words[0].numel()
-    return words.as_strided((num_words,), (1,)).numpy().data.cast("B")
+def _flat(words: Tensor) -> Tensor:
+    """The memory from the first word to the last, including what lies between rows."""
+    return words.as_strided(((len(words) - 1) * words.stride(0) + words[0].numel(),), (1,))
 
 
 def _slots(target: Tensor, ids: Ids) -> Tensor | None:

@@ -173,35 +173,25 @@ def test_large_blocks_are_gathered_in_pieces_of_a_size_that_divides_them(
     assert rows == [source.shape[1:] if piece is None else (piece,)]
 
 
-class RecordingMemory:
-    """Memory that records the size of each write."""
-
-    def __init__(self, memory: memoryview, sizes: list[int]) -> None:
-        self.memory = memory
-        self.sizes = sizes
-
-    def __getitem__(self, part: slice) -> memoryview:
-        return self.memory[part]
-
-    def __setitem__(self, part: slice, data: memoryview) -> None:
-        self.sizes.append(len(data))
-        self.memory[part] = data
-
-
-def test_a_long_run_is_copied_in_parts_between_which_other_threads_run(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("shape", [SMALL, WIDE])
+def test_long_runs_are_left_to_torch_and_its_threads_and_short_ones_are_not(
+    shape: KVShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-    bytes_of = movers._bytes
-    monkeypatch.setattr(movers, "_bytes", lambda words: RecordingMemory(bytes_of(words), sizes))
-    monkeypatch.setattr(movers, "UNINTERRUPTED_BYTES", 100_000)
-    source, target = pool_of(WIDE, 1).words, pool_of(WIDE, 2).words
-    run = np.arange(1, 8), np.arange(3, 10)
-    expected = moved(source, target, *map(np.ndarray.tolist, run))
-    MOVERS["bytes"](source, target, *run)
+    source, target = pool_of(shape, 1).words, pool_of(shape, 2).words
+    source_ids, target_ids = [1, 2, 3, 5, 7, 8], [4, 5, 6, 9, 1, 2]
+    expected = moved(source, target, source_ids, target_ids)
+    copied: list[int] = []
+    copy = Tensor.copy_
+
+    def record(into: Tensor, *args: Any, **how: Any) -> Tensor:
+        copied.append(into.nbytes)
+        return copy(into, *args, **how)
+
+    monkeypatch.setattr(movers, "LONG_BYTES", 3 * shape.block_bytes)
+    monkeypatch.setattr(Tensor, "copy_", record)
+    MOVERS["bytes"](source, target, np.array(source_ids), np.array(target_ids))
     assert torch.equal(target, expected)
-    assert max(sizes) == 100_000
-    assert sum(sizes) == 7 * WIDE.block_bytes
+    assert copied == [3 * shape.block_bytes]
 
 
 def test_batched_copies_pass_runs_to_the_driver_and_are_left_out_if_it_refuses(
