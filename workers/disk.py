@@ -201,11 +201,10 @@ class SlotFile:
         not_cached = [part for part, was in zip(parts, cached, strict=True) if not was]
         # Submit all reads to the disk at once.
         for part in not_cached:
-            for run in self._runs(slots[part]):
-                start = int(slots[part][run.start]) * self._slot_bytes
+            for offset, run in self._runs(slots[part]):
                 size = (run.stop - run.start) * self._slot_bytes
                 with suppress(OSError):
-                    os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(self._blocks, offset, size, os.POSIX_FADV_WILLNEED)
         whys = self._shared(
             lambda part: list(
                 map(
@@ -281,9 +280,11 @@ class SlotFile:
         size = max(1, PART_BYTES // self._slot_bytes)
         return [slice(first, min(first + size, len(slots))) for first in range(0, len(slots), size)]
 
-    def _runs(self, slots: Ids) -> Iterator[slice]:
-        """Ranges of positions of blocks that follow each other in the file, without a gap."""
-        return _cut(slots, np.diff(slots) * self._slot_bytes != self.block_bytes)
+    def _runs(self, slots: Ids) -> Iterator[tuple[int, slice]]:
+        """Blocks that lie in the file without a gap: their offset, and their positions."""
+        offsets = (slots * self._slot_bytes).tolist()
+        runs = _cut(slots, np.diff(slots) * self._slot_bytes != self.block_bytes)
+        return ((offsets[run.start], run) for run in runs)
 
     def _shared(self, act: Callable[[slice], list[T]], parts: Sequence[slice]) -> list[T]:
         """The results of `act` for all parts, in order. Threads share the work."""
@@ -317,12 +318,10 @@ class SlotFile:
         count = len(places)
         np.take(memory, places, out=gathered[:count], mode="clip")  # others make a copy
         done: list[int | OSError] = list(map(xxh3_64_intdigest, rows[:count]))
-        data = gathered.view(np.uint8).data
-        for run in self._runs(slots):
-            size = self.block_bytes
+        data, size = gathered.view(np.uint8).data, self.block_bytes
+        for offset, run in self._runs(slots):
             try:
-                part = data[run.start * size : run.stop * size]
-                _write(self._blocks, part, int(slots[run.start]) * self._slot_bytes)
+                _write(self._blocks, data[run.start * size : run.stop * size], offset)
             except OSError:
                 done[run] = self._write_each(slots[run], memory, places[run])
         return done
@@ -359,9 +358,8 @@ class SlotFile:
         if self.block_bytes > PART_BYTES:
             return self._spoilt(int(slots[0]), checksums[0], into[0], os.RWF_NOWAIT) is None
         try:
-            for run in self._runs(slots):
-                begin = int(slots[run.start]) * self._slot_bytes
-                os.preadv(self._blocks, into[run], begin, os.RWF_NOWAIT)
+            for offset, run in self._runs(slots):
+                os.preadv(self._blocks, into[run], offset, os.RWF_NOWAIT)
         except OSError:
             return False
         # After a short read this finds what was in memory before.
