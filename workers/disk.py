@@ -288,8 +288,6 @@ class SlotFile:
 
     def _shared(self, act: Callable[[slice], list[T]], parts: Sequence[slice]) -> list[T]:
         """The results of `act` for all parts, in order. Threads share the work."""
-        if not parts:
-            return []
         untaken = iter(enumerate(parts))
         found: dict[int, list[T]] = {}
 
