@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from app.core.types import SequenceHash, Tier
 from workers.blocks import BlockManager, BlockTable
@@ -34,7 +34,13 @@ def test_runs_that_meet_become_one() -> None:
     assert len(free) == 0
 
 
-def test_any_sequence_of_calls_gives_out_each_free_number_once() -> None:
+def longest(free: set[int]) -> int:
+    """The length of the longest run."""
+    runs = groupby(enumerate(sorted(free)), lambda pair: pair[1] - pair[0])
+    return max((len(list(run)) for _, run in runs), default=0)
+
+
+def test_any_sequence_of_calls_gives_out_each_free_number_once_and_long_runs_first() -> None:
     rng = random.Random(0)
     free, held = freed((0, 299)), set[int]()
     for _ in range(5_000):
@@ -47,6 +53,8 @@ def test_any_sequence_of_calls_gives_out_each_free_number_once() -> None:
             before = set(free)
             taken = free.take(rng.randint(0, len(before)))
             assert before.issuperset(taken)
+            of_one_run = min(len(taken), longest(before))
+            assert taken[:of_one_run] == [taken[0] + n for n in range(of_one_run)]
             assert held.isdisjoint(taken)
             held.update(taken)
             assert len(before) + len(held) - len(taken) == 300
