@@ -305,8 +305,10 @@ class SlotFile:
             # Even if it failed: once this ends, slots and memory may go to other blocks. A task for
             # which no thread could be started runs all the same, after others: it finds nothing.
             deque(untaken, maxlen=0)
-            wait(begun)
-        for other in begun:
+            # Those whose turn has not come wait behind other copies.
+            running = [other for other in begun if not other.cancel()]
+            wait(running)
+        for other in running:
             other.result()
         return list(chain.from_iterable(found[n] for n in range(len(parts))))
 

@@ -435,6 +435,29 @@ def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(
         assert read(file, 6, 1) == content(6, block_bytes)
 
 
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
+def test_an_error_in_mid_batch_affects_only_its_block(
+    block_bytes: int, small_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad_third_slot(write: Callable[..., int]) -> Callable[..., int]:
+        def writes(file: int, data: memoryview, at: int) -> int:
+            if at <= 3 * SLOT_BYTES < at + len(data):
+                raise OSError(errno.EIO, "Input/output error")
+            return write(file, data, at)
+
+        return writes
+
+    monkeypatch.setattr(disk, "SMALL_BYTES", small_bytes)
+    replace_write(monkeypatch, bad_third_slot)
+    with opened(tmp_path, block_bytes=block_bytes) as file:
+        failed = write_roots(file, [1, 2, 3, 4, 5])
+        assert {n: error.errno for n, error in failed.items()} == {2: errno.EIO}
+        assert listed(file) == {1: 1, 2: 2, 4: 4, 5: 5}
+        held = [1, 2, 4, 5]
+        assert read_roots(file, held) == ([content(slot, block_bytes) for slot in held], {})
+
+
 def test_slots_keep_their_blocks_if_the_index_cannot_be_written(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write_roots(file, [1, 2])
@@ -535,6 +558,19 @@ def test_threads_share_a_batch_of_several_parts(
         assert write_roots(file, [1, 2, 3]) == {}
         assert len(threads) == num_threads
         assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
+
+
+def test_a_copy_does_not_wait_for_threads_that_are_busy_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
+    done = Event()
+    with opened(tmp_path) as file:
+        busy = [file._threads.submit(done.wait, 60) for _ in range(disk.THREADS)]
+        assert write_roots(file, [1, 2, 3]) == {}
+        assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
+        assert not any(other.done() for other in busy)
+        done.set()
 
 
 @pytest.mark.parametrize("main_fails", [True, False])

@@ -634,11 +634,13 @@ def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(
         monkeypatch.setattr(transfers, name, bytes_at_once)
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
-        on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(5)]
+        on_disk = [DiskBlock(n, SequenceHash(n), None) for n in range(5)]
         slot_bytes = -(-shape.block_bytes // PAGE_BYTES) * PAGE_BYTES
         with no_room_beyond(7 * slot_bytes):
             assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 2
         assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 5
+        held = {slot: record.block for slot, record in tiers.disk.records()}
+        assert held == {6: 0, 2: 1, 9: 2, 1: 3, 0: 4}
         with (tmp_path / "blocks").open("r+b") as file:
             file.seek(slot_bytes)
             byte = file.read(1)[0]
