@@ -114,6 +114,7 @@ class Served:
             file = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots[DISK])
             disk = stack.enter_context(closing(file))
         transfers = Transfers(self.pools, disk)
+        self.spare = {tier: -(-number // 4) for tier, number in num_slots.items()}
         self.engine = TorchEngine(
             self.spy,  # type: ignore[arg-type]
             self.pools[DEVICE],
@@ -121,7 +122,7 @@ class Served:
             transfers.carry_out,
             publisher or self.fake_publisher,
             chunk_tokens=CHUNK,
-            spare={tier: -(-number // 4) for tier, number in num_slots.items()},
+            spare=self.spare,
             max_num_seqs=8,
             max_waiting=64,
         )
@@ -140,11 +141,14 @@ class Served:
         return await output_of(self.submit("only", prompt, max_tokens, **fields))
 
     async def settle(self) -> None:
-        """Wait until no request runs and no copy is under way."""
+        """Wait until no request runs, no copy is under way, and no tier is about to free slots."""
 
         async def busy() -> bool:
-            slots = [s for tier in self.manager.tiers.values() for s in tier.all()]
-            return any(slot.references or slot.leaving or slot.filling for slot in slots)
+            return any(
+                (slots.num_idle and slots.num_free < self.spare[tier])
+                or any(slot.references or slot.leaving or slot.filling for slot in slots.all())
+                for tier, slots in self.manager.tiers.items()
+            )
 
         await eventually(busy, lambda is_busy: not is_busy)
         self.engine.check()
