@@ -274,6 +274,32 @@ def test_detecting_a_bad_block_spares_the_block_just_written_over_it(
         assert read(file, 2, 2) == content(B)
 
 
+@pytest.mark.parametrize("part_bytes", [4_000, 1 << 20])
+def test_a_block_overwritten_while_it_is_read_is_lost_and_its_successor_kept(
+    part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv, generation = os.preadv, 1
+
+    def torn(file: int, rows: Sequence[memoryview], at: int, flags: int) -> int:
+        """Before its second half is read, the slot is given another block."""
+        nonlocal generation
+        row, half = rows[0], len(rows[0]) // 2
+        done = preadv(file, [row[:half]], at, flags)
+        generation += 1
+        write(disk_file, 2, generation, B, None, content(generation))
+        return done + preadv(file, [row[half:]], at + half, flags)
+
+    monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
+    with opened(tmp_path) as disk_file:
+        write(disk_file, 2, 1, A, None, content(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", torn)
+            with pytest.raises(BlockLost, match="the checksum is wrong"):
+                read(disk_file, 2, 1)
+        assert generation > 2
+        assert read(disk_file, 2, generation) == content(generation)
+
+
 def test_truncating_the_file_loses_only_the_blocks_beyond_its_new_end(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))

@@ -731,38 +731,6 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
     assert {r.block for _, r in tiers.disk.records()} >= {7}
 
 
-def test_a_read_torn_by_a_concurrent_write_is_reported_as_lost(
-    tmp_path: Path,
-) -> None:
-    """A writer and a reader of one slot race; whatever is read is one whole block."""
-    size = 1 << 18
-    first = np.zeros(1, np.int64)
-    with closing(SlotFile(tmp_path, block_bytes=size, num_slots=1)) as disk:
-        stop = threading.Event()
-
-        def write() -> None:
-            generation = 0
-            while not stop.is_set():
-                generation += 1
-                written = np.full(size // 8, generation).view(f"V{size}")
-                block = DiskBlock(generation, SequenceHash(generation), None)
-                disk.write(first, [block], written, first)
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        whole = lost = 0
-        into = np.zeros(1, f"V{size}")
-        while whole < 20 or lost < 20:
-            for _, record in disk.records():
-                if disk.read(first, [record.generation], into, first):
-                    lost += 1
-                else:
-                    whole += 1
-                    assert (into.view(np.int64) == record.generation).all()
-        stop.set()
-        writer.join()
-
-
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_blocks_fenced_off_before_a_transfer_ends_do_not_count_as_copied(
     is_copied: bool, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
