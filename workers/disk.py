@@ -74,6 +74,18 @@ Blocks = NDArray[np.void]
 """Host memory, as one item for each block."""
 Records = NDArray[Any]
 """Arrays of _RECORD."""
+Rows = Callable[[slice], list[memoryview]]
+"""Gives the bytes of each of some blocks of a batch, by their positions in it."""
+
+
+class _Part(NamedTuple):
+    """What is copied and hashed in one go: blocks of a batch, by their positions in it.
+
+    runs: those of them that lie in the file without a gap, and the offset of each run.
+    """
+
+    blocks: slice
+    runs: list[tuple[int, slice]]
 
 
 class DiskBlock(NamedTuple):
@@ -154,10 +166,14 @@ class SlotFile:
             self._put(held, np.zeros(len(held), _RECORD))
         except OSError as error:
             return dict.fromkeys(range(len(slots)), error)
-        write = self._write_gathered if self.block_bytes <= SMALL_BYTES else self._write_each
-        done = self._shared(
-            lambda part: write(slots[part], memory, places[part]), self._parts(slots)
-        )
+        rows = _rows(memory, places)
+
+        def write(part: _Part) -> list[int | OSError]:
+            if self.block_bytes <= SMALL_BYTES:
+                return self._write_gathered(slots, memory, places, rows, part)
+            return self._write_each(slots[part.blocks], rows(part.blocks))
+
+        done = self._shared(write, self._parts(slots))
         failed = {n: came for n, came in enumerate(done) if not isinstance(came, int)}
         checksums = [came for came in done if isinstance(came, int)]
         stored = np.delete(slots, list(failed))
@@ -192,28 +208,29 @@ class SlotFile:
         slots, places = slots[there], places[there]
         checksums = records["checksum"][there].tolist()
         parts = self._parts(slots)
-        cached = self._shared(
-            lambda part: [
-                self._is_cached(slots[part], checksums[part], _rows(memory, places[part]))
-            ],
-            parts,
-        )
+        rows = _rows(memory, places)
+        cached = self._shared(lambda part: [self._is_cached(part, checksums, rows)], parts)
         not_cached = [part for part, was in zip(parts, cached, strict=True) if not was]
         # Submit all reads to the disk at once.
         for part in not_cached:
-            for offset, run in self._runs(slots[part]):
+            for offset, run in part.runs:
                 size = (run.stop - run.start) * self._slot_bytes
                 with suppress(OSError):
                     os.posix_fadvise(self._blocks, offset, size, os.POSIX_FADV_WILLNEED)
         whys = self._shared(
             lambda part: list(
                 map(
-                    self._spoilt, slots[part].tolist(), checksums[part], _rows(memory, places[part])
+                    self._spoilt,
+                    slots[part.blocks].tolist(),
+                    checksums[part.blocks],
+                    rows(part.blocks),
                 )
             ),
             not_cached,
         )
-        nths = chain.from_iterable(range(part.start, part.stop) for part in not_cached)
+        nths = chain.from_iterable(
+            range(part.blocks.start, part.blocks.stop) for part in not_cached
+        )
         for nth, why in zip(nths, whys, strict=True):
             if why is not None:
                 n, slot = int(there[nth]), int(slots[nth])
@@ -275,18 +292,22 @@ class SlotFile:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {memory.itemsize}")
         assert (np.diff(slots) > 0).all(), "slots must be in order"
 
-    def _parts(self, slots: Ids) -> list[slice]:
-        """Ranges of positions, for at most PART_BYTES each unless a block has more."""
-        size = max(1, PART_BYTES // self._slot_bytes)
-        return [slice(first, min(first + size, len(slots))) for first in range(0, len(slots), size)]
+    def _parts(self, slots: Ids) -> list[_Part]:
+        """They have at most PART_BYTES each, unless a block has more."""
+        size, num = max(1, PART_BYTES // self._slot_bytes), len(slots)
+        is_first = np.arange(num) % size == 0
+        is_first[1:] |= np.diff(slots) * self._slot_bytes != self.block_bytes
+        firsts = np.flatnonzero(is_first)
+        offsets = (slots[firsts] * self._slot_bytes).tolist()
+        runs = list(zip(offsets, _between(firsts, num), strict=True))
+        starts = np.arange(0, num, size)
+        of_parts = _between(np.searchsorted(firsts, starts), len(runs))
+        return [
+            _Part(blocks, runs[which])
+            for blocks, which in zip(_between(starts, num), of_parts, strict=True)
+        ]
 
-    def _runs(self, slots: Ids) -> Iterator[tuple[int, slice]]:
-        """Blocks that lie in the file without a gap: their offset, and their positions."""
-        offsets = (slots * self._slot_bytes).tolist()
-        runs = _cut(slots, np.diff(slots) * self._slot_bytes != self.block_bytes)
-        return ((offsets[run.start], run) for run in runs)
-
-    def _shared(self, act: Callable[[slice], list[T]], parts: Sequence[slice]) -> list[T]:
+    def _shared(self, act: Callable[[_Part], list[T]], parts: Sequence[_Part]) -> list[T]:
         """The results of `act` for all parts, in order. Threads share the work."""
         untaken = iter(enumerate(parts))
         found: dict[int, list[T]] = {}
@@ -312,18 +333,22 @@ class SlotFile:
             other.result()
         return list(chain.from_iterable(found[n] for n in range(len(parts))))
 
-    def _write_gathered(self, slots: Ids, memory: Blocks, places: Ids) -> list[int | OSError]:
-        """Write one part. Each block's checksum, or the error it met."""
-        gathered, rows = self._buffer(memory)
-        count = len(places)
-        np.take(memory, places, out=gathered[:count], mode="clip")  # others make a copy
-        done: list[int | OSError] = list(map(xxh3_64_intdigest, rows[:count]))
+    def _write_gathered(
+        self, slots: Ids, memory: Blocks, places: Ids, rows: Rows, part: _Part
+    ) -> list[int | OSError]:
+        """Each block's checksum, or the error it met."""
+        gathered, buffers = self._buffer(memory)
+        first, last = part.blocks.start, part.blocks.stop
+        count = last - first
+        np.take(memory, places[first:last], out=gathered[:count], mode="clip")  # others make a copy
+        done: list[int | OSError] = list(map(xxh3_64_intdigest, buffers[:count]))
         data, size = gathered.view(np.uint8).data, self.block_bytes
-        for offset, run in self._runs(slots):
+        for offset, run in part.runs:
+            begin, end = run.start - first, run.stop - first
             try:
-                _write(self._blocks, data[run.start * size : run.stop * size], offset)
+                _write(self._blocks, data[begin * size : end * size], offset)
             except OSError:
-                done[run] = self._write_each(slots[run], memory, places[run])
+                done[begin:end] = self._write_each(slots[run], rows(run))
         return done
 
     def _buffer(self, memory: Blocks) -> tuple[Blocks, list[memoryview]]:
@@ -331,13 +356,13 @@ class SlotFile:
         if not hasattr(self._local, "buffer"):
             num_blocks = max(1, PART_BYTES // self._slot_bytes)
             blocks = np.empty(num_blocks, memory.dtype)
-            self._local.buffer = blocks, _rows(blocks, np.arange(num_blocks))
+            self._local.buffer = blocks, _rows(blocks, np.arange(num_blocks))(slice(None))
         buffer: tuple[Blocks, list[memoryview]] = self._local.buffer
         return buffer
 
-    def _write_each(self, slots: Ids, memory: Blocks, places: Ids) -> list[int | OSError]:
+    def _write_each(self, slots: Ids, rows: Sequence[memoryview]) -> list[int | OSError]:
         """The same, block by block."""
-        return list(map(self._write_block, slots.tolist(), _rows(memory, places)))
+        return list(map(self._write_block, slots.tolist(), rows))
 
     def _write_block(self, slot: int, data: memoryview) -> int | OSError:
         checksum = xxh3_64()
@@ -350,20 +375,24 @@ class SlotFile:
                 return error
         return checksum.intdigest()
 
-    def _is_cached(self, slots: Ids, checksums: Sequence[int], into: Sequence[memoryview]) -> bool:
+    def _is_cached(self, part: _Part, checksums: Sequence[int], rows: Rows) -> bool:
         """Read one part, if that needs no wait for the disk.
 
         Also False if anything is wrong with any of its blocks.
         """
+        into = rows(part.blocks)
+        first = part.blocks.start
         if self.block_bytes > PART_BYTES:
-            return self._spoilt(int(slots[0]), checksums[0], into[0], os.RWF_NOWAIT) is None
+            slot = part.runs[0][0] // self._slot_bytes
+            return self._spoilt(slot, checksums[first], into[0], os.RWF_NOWAIT) is None
         try:
-            for offset, run in self._runs(slots):
-                os.preadv(self._blocks, into[run], offset, os.RWF_NOWAIT)
+            for offset, run in part.runs:
+                these = into[run.start - first : run.stop - first]
+                os.preadv(self._blocks, these, offset, os.RWF_NOWAIT)
         except OSError:
             return False
         # After a short read this finds what was in memory before.
-        return list(map(xxh3_64_intdigest, into)) == checksums
+        return list(map(xxh3_64_intdigest, into)) == checksums[part.blocks]
 
     def _spoilt(self, slot: int, checksum: int, into: memoryview, flags: int = 0) -> str | None:
         """Read a block; says what is wrong with it, if anything."""
@@ -406,18 +435,21 @@ class SlotFile:
                 there[:] = piece
 
 
-def _cut(slots: Ids, apart: NDArray[np.bool_]) -> Iterator[slice]:
+def _cut(slots: Ids, apart: NDArray[np.bool_]) -> list[slice]:
     """Ranges of positions in `slots`, cut wherever `apart` is true of a slot and the next one."""
-    if not len(slots):
-        return iter(())
-    ends = [*(np.flatnonzero(apart) + 1).tolist(), len(slots)]
-    return map(slice, [0, *ends[:-1]], ends)
+    return _between(np.flatnonzero(np.r_[True, apart][: len(slots)]), len(slots))
 
 
-def _rows(memory: Blocks, places: Ids) -> list[memoryview]:
-    """The bytes of each of these blocks."""
+def _between(starts: Ids, end: int) -> list[slice]:
+    """From each of `starts` to the next one, or to `end`."""
+    bounds = [*starts.tolist(), end]
+    return list(map(slice, bounds, bounds[1:]))
+
+
+def _rows(memory: Blocks, places: Ids) -> Rows:
     data, size = memory.view(np.uint8).data, memory.itemsize
-    return [data[begin : begin + size] for begin in (places * size).tolist()]
+    begins = (places * size).tolist()
+    return lambda which: [data[begin : begin + size] for begin in begins[which]]
 
 
 def _packed(slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
