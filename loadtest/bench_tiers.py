@@ -217,13 +217,13 @@ def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[s
 
 def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}")
-    names = "from", "to", "block, KiB", "plain, GB/s", "checked", "in a row", "in runs", "scattered"
+    names = "tiers", "block,\nKiB", "plain,\nGB/s", "checked", "in a row", "in runs", "scattered"
     for name in names:
         table.add_column(name, justify="right")
     for pair, sizes in result["pairs"].items():
         for size, found in sizes.items():
             table.add_row(
-                *pair.split("-"),
+                pair,
                 size,
                 f"{found['plain_gb_per_s']:.1f}",
                 f"{found['checked']:.2f}" if "checked" in found else "",
