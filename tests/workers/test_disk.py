@@ -522,7 +522,7 @@ def test_a_batch_without_room_for_a_block_or_for_the_records_stores_nothing(
 @pytest.mark.parametrize("part_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
 @pytest.mark.parametrize("small_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
-def test_a_batch_is_read_as_it_was_written(
+def test_a_batch_is_read_as_it_was_written_and_other_slots_keep_their_blocks(
     block_bytes: int,
     small_bytes: int,
     part_bytes: int,
@@ -533,34 +533,49 @@ def test_a_batch_is_read_as_it_was_written(
     monkeypatch.setattr(disk, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     monkeypatch.setattr(disk, "SMALL_BYTES", small_bytes)
+    others = [slot for slot in range(NUM_SLOTS) if slot not in slots]
+    contents = [content(slot, block_bytes) for slot in range(NUM_SLOTS)]
     with opened(tmp_path, block_bytes=block_bytes) as file:
-        assert write_roots(file, slots) == {}
+        assert write_roots(file, others, generation=1) == {}
+        assert write_roots(file, slots, generation=2) == {}
     with opened(tmp_path, block_bytes=block_bytes) as file:
-        assert listed(file) == {slot: slot for slot in slots}
-        assert read_roots(file, slots) == ([content(slot, block_bytes) for slot in slots], {})
+        assert generations(file) == dict.fromkeys(others, 1) | dict.fromkeys(slots, 2)
+        assert read_roots(file, slots, generation=2) == ([contents[slot] for slot in slots], {})
+        assert read_roots(file, others, generation=1) == ([contents[slot] for slot in others], {})
 
 
-def test_blocks_in_consecutive_slots_take_one_system_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part_bytes", "runs"),
+    [
+        (1 << 20, [(0, 2), (3, 2), (6, 2)]),
+        (3 * SLOT_BYTES, [(0, 2), (3, 1), (4, 1), (6, 2)]),
+        (SLOT_BYTES - 1, [(slot, 1) for slot in (0, 1, 3, 4, 6, 7)]),
+    ],
+)
+def test_consecutive_slots_of_a_part_take_one_system_call(
+    part_bytes: int, runs: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[str, int]] = []
+    calls: dict[str, list[tuple[int, int]]] = {"pwrite": [], "preadv": []}
 
     def count(name: str) -> None:
         call = getattr(os, name)
 
         def counted(fd: int, data: Any, at: int, *flags: int) -> int:
-            if fd == file._blocks:
-                calls.append((name, at // SLOT_BYTES))
-            return int(call(fd, data, at))  # without flags: not every file system knows them
+            done = int(call(fd, data, at))  # without flags: not every file system knows them
+            if fd == file._blocks and at % SLOT_BYTES == 0:
+                calls[name].append((at // SLOT_BYTES, -(-done // SLOT_BYTES)))
+            return done
 
         monkeypatch.setattr(os, name, counted)
 
+    monkeypatch.setattr(disk, "THREADS", 1)
+    monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     with opened(tmp_path, block_bytes=SLOT_BYTES) as file:
-        for name in ("pwrite", "preadv"):
+        for name in calls:
             count(name)
-        assert write_roots(file, [1, 2, 3, 6]) == {}
-        read_roots(file, [1, 2, 3, 6])
-    assert calls == [("pwrite", 1), ("pwrite", 6), ("preadv", 1), ("preadv", 6)]
+        assert write_roots(file, [0, 1, 3, 4, 6, 7]) == {}
+        assert read_roots(file, [0, 1, 3, 4, 6, 7])[1] == {}
+    assert calls == {"pwrite": runs, "preadv": runs}
 
 
 @pytest.mark.parametrize(("part_bytes", "num_threads"), [(SLOT_BYTES, 3), (1 << 20, 1)])
