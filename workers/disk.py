@@ -74,8 +74,6 @@ Blocks = NDArray[np.void]
 """Host memory, as one item for each block."""
 Records = NDArray[Any]
 """Arrays of _RECORD."""
-Rows = Callable[[slice], list[memoryview]]
-"""Gives the bytes of each of some blocks of a batch, by their positions in it."""
 
 
 class _Part(NamedTuple):
@@ -166,12 +164,11 @@ class SlotFile:
             self._put(held, np.zeros(len(held), _RECORD))
         except OSError as error:
             return dict.fromkeys(range(len(slots)), error)
-        rows = _rows(memory, places)
 
         def write(part: _Part) -> list[int | OSError]:
             if self.block_bytes <= SMALL_BYTES:
-                return self._write_gathered(slots, memory, places, rows, part)
-            return self._write_each(slots[part.blocks], rows(part.blocks))
+                return self._write_gathered(slots, memory, places, part)
+            return self._write_each(slots[part.blocks], _rows(memory, places[part.blocks]))
 
         done = self._shared(write, self._parts(slots))
         failed = {n: came for n, came in enumerate(done) if not isinstance(came, int)}
@@ -223,7 +220,7 @@ class SlotFile:
                     self._spoilt,
                     slots[part.blocks].tolist(),
                     checksums[part.blocks],
-                    rows(part.blocks),
+                    rows[part.blocks],
                 )
             ),
             not_cached,
@@ -334,21 +331,21 @@ class SlotFile:
         return list(chain.from_iterable(found[n] for n in range(len(parts))))
 
     def _write_gathered(
-        self, slots: Ids, memory: Blocks, places: Ids, rows: Rows, part: _Part
+        self, slots: Ids, memory: Blocks, places: Ids, part: _Part
     ) -> list[int | OSError]:
         """Each block's checksum, or the error it met."""
-        gathered, buffers = self._buffer(memory)
-        first, last = part.blocks.start, part.blocks.stop
-        count = last - first
-        np.take(memory, places[first:last], out=gathered[:count], mode="clip")  # others make a copy
-        done: list[int | OSError] = list(map(xxh3_64_intdigest, buffers[:count]))
+        gathered, rows = self._buffer(memory)
+        first, taken = part.blocks.start, places[part.blocks]
+        count = len(taken)
+        np.take(memory, taken, out=gathered[:count], mode="clip")  # other modes make a copy
+        done: list[int | OSError] = list(map(xxh3_64_intdigest, rows[:count]))
         data, size = gathered.view(np.uint8).data, self.block_bytes
         for offset, run in part.runs:
             begin, end = run.start - first, run.stop - first
             try:
                 _write(self._blocks, data[begin * size : end * size], offset)
             except OSError:
-                done[begin:end] = self._write_each(slots[run], rows(run))
+                done[begin:end] = self._write_each(slots[run], rows[begin:end])
         return done
 
     def _buffer(self, memory: Blocks) -> tuple[Blocks, list[memoryview]]:
@@ -356,7 +353,7 @@ class SlotFile:
         if not hasattr(self._local, "buffer"):
             num_blocks = max(1, PART_BYTES // self._slot_bytes)
             blocks = np.empty(num_blocks, memory.dtype)
-            self._local.buffer = blocks, _rows(blocks, np.arange(num_blocks))(slice(None))
+            self._local.buffer = blocks, _rows(blocks, np.arange(num_blocks))
         buffer: tuple[Blocks, list[memoryview]] = self._local.buffer
         return buffer
 
@@ -375,12 +372,12 @@ class SlotFile:
                 return error
         return checksum.intdigest()
 
-    def _is_cached(self, part: _Part, checksums: Sequence[int], rows: Rows) -> bool:
+    def _is_cached(self, part: _Part, checksums: Sequence[int], rows: Sequence[memoryview]) -> bool:
         """Read one part, if that needs no wait for the disk.
 
         Also False if anything is wrong with any of its blocks.
         """
-        into = rows(part.blocks)
+        into = rows[part.blocks]
         first = part.blocks.start
         if self.block_bytes > PART_BYTES:
             slot = part.runs[0][0] // self._slot_bytes
@@ -446,10 +443,10 @@ def _between(starts: Ids, end: int) -> list[slice]:
     return list(map(slice, bounds, bounds[1:]))
 
 
-def _rows(memory: Blocks, places: Ids) -> Rows:
+def _rows(memory: Blocks, places: Ids) -> list[memoryview]:
+    """The bytes of each of these blocks."""
     data, size = memory.view(np.uint8).data, memory.itemsize
-    begins = (places * size).tolist()
-    return lambda which: [data[begin : begin + size] for begin in begins[which]]
+    return [data[begin : begin + size] for begin in (places * size).tolist()]
 
 
 def _packed(slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
