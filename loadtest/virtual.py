@@ -32,7 +32,7 @@ from app.policy.cost import (
     blocks,
     predicted_prefill_s,
 )
-from app.router.fleet import load_fields, measured_fields
+from app.policy.view import load_rows, measured_rows
 from app.state.reservations import Load, Reservation
 from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
@@ -281,8 +281,8 @@ class Worker:
         return (
             *self.holdings.overlap(chain, now_s),
             0.0,
-            *load_fields(load, round(now_s * 1000), metrics.request_total_slots),
-            *measured_fields(metrics, self.speed, metrics.kv_total_blocks),
+            *load_rows(load, round(now_s * 1000), metrics.request_total_slots),
+            *measured_rows(metrics, self.speed),
         )
 
 

@@ -132,7 +132,7 @@ def test_costs_are_given_for_every_worker_even_those_that_cannot_be_chosen() -> 
     seen = candidates(3, active_requests=[8, 2, 0], overlap_device=[9, 5, 0])
     choice = choose_one("latency", seen, eligible=[True, True, False])
     assert choice.index == 1
-    assert_allclose(choice.costs.cost, POLICIES["latency"](seen, SIZE).cost)
+    assert_allclose(choice.costs.cost, POLICIES["latency"].cost(seen, SIZE).cost)
 
 
 # Lowest cost and ties
