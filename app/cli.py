@@ -42,12 +42,12 @@ class _LazyGroup(click.Group):
     lazy: ClassVar = {
         "replay": "loadtest.replay",
         "demo": "loadtest.demo",
-        "inspect": "app.operate",
-        "dump": "app.operate",
-        "explain": "app.hindsight",
-        "whatif": "app.hindsight",
-        "restore": "app.operate",
-        "reset": "app.operate",
+        "inspect": "app.ops.inspect",
+        "dump": "app.ops.inspect",
+        "explain": "app.ops.explain",
+        "whatif": "app.ops.explain",
+        "restore": "app.ops.inspect",
+        "reset": "app.ops.inspect",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -85,7 +85,7 @@ def router(**values: Any) -> None:
     """Run one router replica. Any number of replicas can share a Redis behind a load balancer."""
     _end_on_sigterm()
     from app.api.main import serve_router
-    from app.core.serving import listen, run
+    from app.http.server import listen, run
 
     settings = RouterSettings(**values)
     _log_at(settings.log_level)
@@ -104,7 +104,7 @@ def worker(**values: Any) -> None:
     _end_on_sigterm()
     settings = WorkerSettings(**values)
     _log_at(settings.log_level)
-    from app.core.serving import run
+    from app.http.server import run
 
     try:
         from workers.main import serve
@@ -162,8 +162,8 @@ def worker(**values: Any) -> None:
 )
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""
-    from app.cluster import Cluster
-    from app.core.embedded import INTERRUPTS, heed_interrupts
+    from app.local.cluster import Cluster
+    from app.local.redis_server import INTERRUPTS, heed_interrupts
 
     _log_at(values["log_level"])
     if values["redis_url"]:
@@ -194,7 +194,7 @@ def up(**values: Any) -> None:
 
 async def _reach(redis_url: str) -> None:
     """Raises RedisUnavailable, and ConfigError for a Redis that cannot be used."""
-    from app.core.redis import check_server, connect, naming
+    from app.state.connect import check_server, connect, naming
 
     with naming(redis_url):
         async with connect(redis_url, timeout_s=REDIS_TIMEOUT_S) as redis:
@@ -214,7 +214,7 @@ def _inherited(number: int) -> socket.socket:
 
 
 def _listening(cluster: Any) -> str:
-    from app.core.redis import shown_url
+    from app.state.connect import shown_url
 
     redis_url = shown_url(cluster.redis_url)
     balancer = "haproxy" if cluster.balancer else "a socket shared by the replicas"

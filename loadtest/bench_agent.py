@@ -24,21 +24,21 @@ import numpy as np
 from redis import Redis
 from rich.console import Console
 
-from app.core import index
 from app.core.config import POSITIVE
 from app.core.events import CacheEvent, Removed, Stored
-from app.core.index import GROUP_BLOCKS
 from app.core.keys import Keyspace
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
-from app.core.serving import collect_seldom, run
 from app.core.types import SequenceHash, WorkerInfo, WorkerKey
-from app.dump import reset
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.http.server import collect_seldom, run
+from app.ops.dump import reset
+from app.state import index
+from app.state.connect import connect
+from app.state.index import GROUP_BLOCKS
+from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.holders import BLOCK_SIZE, hashes
-from workers.agent import Agent, AgentSettings
+from workers.agent.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-agent")
 TOLD_CHAINS = 700

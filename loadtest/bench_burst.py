@@ -28,13 +28,13 @@ import click
 import numpy as np
 import orjson
 
-from app.cluster import Cluster
 from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
+from app.local.cluster import Cluster
+from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save
 from loadtest.holders import BLOCK_SIZE, Holders
 

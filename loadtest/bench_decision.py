@@ -35,12 +35,12 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.config import POSITIVE, RouterSettings
-from app.core.embedded import LOOPBACK, free_port
 from app.core.hashing import compute_hashes, compute_local_hashes
 from app.core.keys import Keyspace
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
-from app.core.serving import listen, run, serve
+from app.http.server import listen, run, serve
+from app.local.redis_server import LOOPBACK, free_port
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, cpu_s, redis_to_measure
 from loadtest.holders import BLOCK_SIZE, Holders

@@ -26,21 +26,21 @@ import click
 import numpy as np
 
 from app.core.config import POSITIVE, RouterSettings
-from app.core.embedded import EmbeddedRedis, redis_binary
 from app.core.events import Stored
 from app.core.keys import Keyspace
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, WorkerInfo, WorkerKey
-from app.decision import RouteRequest
-from app.fleet import Fleet
-from app.router import Router
-from app.telemetry import Telemetry
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.local.redis_server import EmbeddedRedis, redis_binary
+from app.policy.decision import RouteRequest
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.router.router import Router
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save
 from loadtest.holders import BLOCK_SIZE, hashes
 from loadtest.topologies import ClusterServers, SentinelServers
-from workers.agent import Agent, AgentSettings
+from workers.agent.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-failover")
 CHAINS = 60

@@ -29,15 +29,15 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.config import MOST, POSITIVE
-from app.core.index import GROUP_BLOCKS
 from app.core.keys import Keyspace
-from app.core.matching import Boundaries, match
-from app.core.redis import connect
-from app.core.scripts import Call, ScriptRunner
-from app.core.serving import collect_seldom, run
-from app.core.topology import Client
 from app.core.types import SequenceHash, Tier
-from app.dump import reset
+from app.http.server import collect_seldom, run
+from app.ops.dump import reset
+from app.state.client import Client
+from app.state.connect import connect
+from app.state.index import GROUP_BLOCKS
+from app.state.overlap import Boundaries, match
+from app.state.scripts import Call, ScriptRunner
 from loadtest.command import Command, json_option, save
 from loadtest.cores import redis_to_measure
 from loadtest.holders import BATCH, Holders, check_found, hashes

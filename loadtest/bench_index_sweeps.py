@@ -25,13 +25,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from app.core.matching import match
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
-from app.core.serving import collect_seldom
-from app.core.topology import Client
 from app.core.types import SequenceHash, Tier
-from app.dump import reset
+from app.http.server import collect_seldom
+from app.ops.dump import reset
+from app.state.client import Client
+from app.state.connect import connect
+from app.state.overlap import match
+from app.state.scripts import ScriptRunner
 from loadtest.bench_index import KEYS, evalsha, look_up_us, used_memory
 from loadtest.command import Command, json_option, save
 from loadtest.cores import redis_to_measure

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.config import POSITIVE
-from app.core.serving import run
+from app.http.server import run
 from loadtest.bench_decision import (
     NUM_TOKENS,
     NUM_WORKERS,
@@ -45,20 +45,24 @@ from loadtest.cores import redis_to_measure
 
 TICK_S = 0.004
 PARTS = {
-    "body: read, packed and checked": ("app.core.http:read_body", "app.api.prompts:parse"),
+    "body: read, packed and checked": ("app.http.body:read_body", "app.api.prompts:parse"),
     "hashes": (
         *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
     ),
-    "lookup: commands, replies, view of the workers": ("app.lookup:LookUp.batch",),
-    "prices and choice": ("app.planner:Planner.plan",),
-    "reservation: command and reply": ("app.router:Router._reserve",),
-    "stream of decisions": ("app.recording:Recorder.run",),
+    "lookup: commands, replies, view of the workers": ("app.router.lookup:LookUp.batch",),
+    "prices and choice": ("app.policy.plan:Planner.plan",),
+    "reservation: command and reply": ("app.router.router:Router._reserve",),
+    "stream of decisions": ("app.state.decisions:Recorder.run",),
     "endpoint: request, answer, queue, counters": (
-        *("app.api.routes:Application.__call__", "app.router:Router.route"),
-        *("app.router:Router._settle", "app.router:Router._decide_forever"),
+        *("app.api.routes:Application.__call__", "app.router.router:Router.route"),
+        *("app.router.router:Router._settle", "app.router.router:Router._decide_forever"),
     ),
     "housekeeping": (
-        *("app.maintenance:Maintenance.run", "app.fleet:Fleet.follow", "app.routed:Routed.run"),
+        *(
+            "app.router.maintenance:Maintenance.run",
+            "app.router.fleet:Fleet.follow",
+            "app.router.history:Routed.run",
+        ),
     ),
 }
 """Functions are given by name, as the measuring process does not import the servers' HTTP code."""

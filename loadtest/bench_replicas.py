@@ -26,7 +26,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from app.cluster import Cluster
 from app.core.config import (
     FACTOR,
     POLICY_NAMES,
@@ -35,7 +34,8 @@ from app.core.config import (
     RouterSettings,
     WorkerSettings,
 )
-from app.core.serving import run
+from app.http.server import run
+from app.local.cluster import Cluster
 from loadtest.command import Command, distinct, json_option, save
 from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS

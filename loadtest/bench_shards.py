@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.config import POSITIVE
-from app.core.embedded import EmbeddedRedis, redis_binary
 from app.core.keys import Keyspace
-from app.core.matching import match
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash
+from app.local.redis_server import EmbeddedRedis, redis_binary
+from app.state.connect import connect
+from app.state.overlap import match
+from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save
 from loadtest.holders import BATCH, Holders, check_found, hashes
 from loadtest.topologies import ClusterServers

@@ -33,17 +33,17 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from app.core.config import POSITIVE
-from app.core.serving import collect_seldom
 from app.core.types import SequenceHash, Tier
+from app.http.server import collect_seldom
 from loadtest.command import Command, distinct, json_option, save
-from workers.disk import PART_BYTES, DiskBlock, SlotFile
-from workers.tiers import KVShape, MemoryPool, host_pool
-from workers.transfers import Transfers
+from workers.kv.disk import PART_BYTES, DiskBlock, SlotFile
+from workers.kv.memory import KVShape, MemoryPool, host_pool
+from workers.kv.transfers import Transfers
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = tuple(permutations(Tier, 2))
 RUN = 8
-"""Fewer blocks than tiers copy in one piece after long use: see workers.slots.FreeRuns."""
+"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.slots.FreeRuns."""
 
 
 def shape_of(block_bytes: int) -> KVShape:

@@ -26,13 +26,13 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from app.cluster import Cluster
 from app.core.config import LONGEST_S, PROCESSES, Number, RouterSettings, WorkerSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
+from app.local.cluster import Cluster
+from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
 from loadtest.command import Command, distinct, json_option, save
 from loadtest.holders import Holders
 

@@ -10,7 +10,7 @@ import click
 import orjson
 
 from app.core import config
-from app.core.embedded import heed_interrupts
+from app.local.redis_server import heed_interrupts
 
 
 class Command(config.Command):

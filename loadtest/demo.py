@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from app.cluster import Cluster
 from app.core.config import FACTOR, POLICY_NAMES, RouterSettings, WorkerSettings, cluster_size
-from app.core.serving import run
+from app.http.server import run
+from app.local.cluster import Cluster
 from loadtest import report
 from loadtest.command import Command, distinct, make_folder, save
 from loadtest.replay import progress_display, replay_policy

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import click
 import numpy as np
 
-from app.core import index, leases
 from app.core.keys import Keyspace
-from app.core.matching import Overlaps
-from app.core.scripts import Call, ScriptRunner
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.state import index, leases
+from app.state.overlap import Overlaps
+from app.state.scripts import Call, ScriptRunner
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 25_000

@@ -14,8 +14,8 @@ from operator import itemgetter
 from loadtest.client import Outcome
 from loadtest.traces import Trace
 from loadtest.virtual import Prompts, Setting
-from workers.engines.profiles import PROFILES
-from workers.engines.sim import SimEngine
+from workers.engines.sim.engine import SimEngine
+from workers.engines.sim.profiles import PROFILES
 from workers.engines.steps import Finished, SimRequest
 
 

@@ -30,7 +30,7 @@ from app.core.config import (
     Command,
     Number,
 )
-from app.core.serving import run
+from app.http.server import run
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
 from loadtest.command import FILE, distinct, json_option, save

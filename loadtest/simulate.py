@@ -36,7 +36,7 @@ from loadtest.ideal import ideal
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
-from workers.engines.profiles import PROFILES
+from workers.engines.sim.profiles import PROFILES
 
 IDEAL = "ideal"
 """Not a policy, but a yardstick for them: see loadtest/ideal.py."""

@@ -15,7 +15,7 @@ from redis import Redis
 from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 
-from app.core.embedded import LOOPBACK, EmbeddedRedis, free_port
+from app.local.redis_server import LOOPBACK, EmbeddedRedis, free_port
 
 NUM_SLOTS = 16384
 NUM_SHARDS = 3

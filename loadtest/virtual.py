@@ -22,10 +22,9 @@ import numpy as np
 
 from app.core.errors import AllWorkersBusy
 from app.core.events import CacheEvent, Cleared, Stored
-from app.core.metrics import ForwardPassMetrics, Speed
-from app.core.reservations import Load, Reservation
 from app.core.types import SequenceHash, Tier
-from app.fleet import load_fields, measured_fields
+from app.core.worker_report import ForwardPassMetrics, Speed
+from app.policy.choose import choose
 from app.policy.cost import (
     Candidates,
     CostFunction,
@@ -33,13 +32,14 @@ from app.policy.cost import (
     blocks,
     predicted_prefill_s,
 )
-from app.policy.select import choose
+from app.router.fleet import load_fields, measured_fields
+from app.state.reservations import Load, Reservation
 from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
-from workers.engines.profiles import PROFILES, Profile
-from workers.engines.sim import SimEngine
+from workers.engines.sim.engine import SimEngine
+from workers.engines.sim.profiles import PROFILES, Profile
+from workers.engines.speed import SpeedLearner
 from workers.engines.steps import Finished, SimRequest, Step
-from workers.speed import SpeedLearner
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ class Holdings:
     def overlap(self, chain: Sequence[SequenceHash], now_s: float) -> tuple[int, int]:
         """Number of leading blocks on the device, and of those behind them on the host.
 
-        Promised blocks count as on the device, as in `app.lookup.with_predicted`.
+        Promised blocks count as on the device, as in `app.router.lookup.with_predicted`.
         """
         while self._late and self._late[0][0] <= now_s:
             for event in self._late.popleft()[1]:

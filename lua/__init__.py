@@ -1,4 +1,4 @@
 """Redis scripts; a package so that an installed kvroute finds them.
 
-Read by app.core.scripts only.
+Read by app.state.scripts only.
 """

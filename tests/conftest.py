@@ -10,8 +10,8 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from app.core.embedded import EmbeddedRedis
-from app.core.redis import connect
+from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
 from tests.redis_servers import kinds_here, newest_kind, require_redis
 
 StartedServer = Callable[[str], EmbeddedRedis]

@@ -8,20 +8,21 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from app.core import index, leases, metrics, reservations
+from app.core import worker_report
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
-from app.core.leases import Registration
-from app.core.metrics import (
+from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
+from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
     ForwardPassMetrics,
     GpuReadings,
     Speed,
 )
-from app.core.reservations import Load, Reservation, Wish
-from app.core.scripts import Call, ScriptRunner
-from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
+from app.state import index, leases, reservations
+from app.state.leases import Registration
+from app.state.reservations import Load, Reservation, Wish
+from app.state.scripts import Call, ScriptRunner
 
 NAMESPACE = "test"
 KEYS = Keyspace(NAMESPACE)
@@ -112,7 +113,7 @@ class FakeWorkers:
         entry: dict[Any, Any] = {
             "worker": str(_key(name)),
             "incarnation": str(incarnation),
-            **metrics.encode(measured, speed, gpu),
+            **worker_report.encode(measured, speed, gpu),
         }
         await self.redis.xadd(KEYS["metrics"], entry)
 

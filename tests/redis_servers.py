@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from app.core.embedded import EmbeddedRedis, bundled_redis_binary, system_binary
+from app.local.redis_server import EmbeddedRedis, bundled_redis_binary, system_binary
 from loadtest import topologies
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually

@@ -16,13 +16,13 @@ ROOT = Path(__file__).parent.parent
 NEEDS_TORCH = frozenset(
     {
         "loadtest.bench_tiers",
-        "workers.engines.llama",
-        "workers.engines.loading",
-        "workers.engines.sampling",
-        "workers.engines.torch",
-        "workers.movers",
-        "workers.tiers",
-        "workers.transfers",
+        "workers.engines.torch.llama",
+        "workers.engines.torch.loading",
+        "workers.engines.torch.sampling",
+        "workers.engines.torch.engine",
+        "workers.kv.copiers",
+        "workers.kv.memory",
+        "workers.kv.transfers",
     }
 )
 
@@ -60,7 +60,7 @@ BOUNDARIES = [
     Boundary("app.api", TESTS | {"torch", "workers"}),
     Boundary("app.cli", TESTS | {"fastapi", "torch", "workers"}),
     Boundary("workers", TESTS | {"app.policy", "app.router", "app.api"}),
-    Boundary("workers", TESTS | {"fastapi"}, without=frozenset({"workers.serve"})),
+    Boundary("workers", TESTS | {"fastapi"}, without=frozenset({"workers.http"})),
     Boundary("workers", TESTS | {"torch"}, without=NEEDS_TORCH),
     Boundary("loadtest", frozenset({"tests", "app.api"})),
     Boundary("loadtest", frozenset({"torch"}), without=NEEDS_TORCH),
@@ -115,4 +115,4 @@ def test_the_wall_clock_is_read_only_to_date_an_answer() -> None:
         for line in path.read_text().splitlines()
         if reads.search(line)
     ]
-    assert found == [("workers/serve.py", '"created": int(time.time()),')]
+    assert found == [("workers/http.py", '"created": int(time.time()),')]

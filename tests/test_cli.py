@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from redis import Redis
 
 from app.cli import _listening, _until_stopped, main
-from app.cluster import Cluster
 from app.core.config import Command, RouterSettings, WorkerSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.keys import Keyspace
+from app.local.cluster import Cluster
+from app.local.redis_server import EmbeddedRedis
 from tests.e2e.conftest import listens
 from tests.redis_servers import newest_kind, require_binary, require_redis
 

@@ -13,11 +13,11 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from app.cli import main
-from app.telemetry import Telemetry
-from workers.engines.profiles import PROFILES
-from workers.engines.runner import EngineRunner
-from workers.engines.sim import SimEngine
-from workers.telemetry import registry_of
+from app.router.metrics import Telemetry
+from workers.engines.sim.engine import SimEngine
+from workers.engines.sim.profiles import PROFILES
+from workers.engines.sim.runner import EngineRunner
+from workers.metrics import registry_of
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core import keys
-from app.core.scripts import load_script
+from app.state.scripts import load_script
 
 LUA = Path(__file__).parent.parent / "lua"
 SCRIPTS = sorted(path.stem for path in LUA.glob("*.lua"))

@@ -10,7 +10,7 @@ import pytest
 
 from app.core.config import RouterSettings, WorkerSettings, variable
 from app.policy.cost import POLICIES
-from app.telemetry import Telemetry
+from app.router.metrics import Telemetry
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
@@ -34,7 +34,7 @@ def test_every_metric_that_a_document_names_exists(document: str) -> None:
     existing = {family.name for family in families}
     existing |= {f"{f.name}_total" for f in families if f.type == "counter"}
     existing |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}
-    of_workers = (ROOT / "workers/telemetry.py").read_text()
+    of_workers = (ROOT / "workers/metrics.py").read_text()
     existing |= set(re.findall(r"kvroute_engine_[a-z_]+", of_workers))
     existing |= {f"{name}_total" for name in existing if name.endswith("_events")}
     assert (

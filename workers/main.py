@@ -12,15 +12,15 @@ from dataclasses import replace
 from app.core.config import WorkerSettings, base_url
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.metrics import ForwardPassMetrics, Speed
-from app.core.redis import check_server, connect, shown_url
-from app.core.scripts import ScriptRunner
-from app.core.serving import listen
-from app.core.serving import serve as serve_http
 from app.core.types import WORKER_ID, Tier, WorkerInfo, WorkerKey
-from workers.agent import Agent, AgentSettings
+from app.core.worker_report import ForwardPassMetrics, Speed
+from app.http.server import listen
+from app.http.server import serve as serve_http
+from app.state.connect import check_server, connect, shown_url
+from app.state.scripts import ScriptRunner
+from workers.agent.agent import Agent, AgentSettings
+from workers.agent.gpu import GpuProbe
 from workers.engines.hosting import Hosted, host
-from workers.probe import GpuProbe
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ CAPACITY_WORKERS = 16
 
 async def serve(settings: WorkerSettings) -> None:
     """Run a worker until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
-    from workers.serve import create_app  # the only module here that loads FastAPI
+    from workers.http import create_app  # the only module here that loads FastAPI
 
     if not WORKER_ID.fullmatch(settings.resolved_id()):
         raise ConfigError(

@@ -27,7 +27,7 @@ from app.core.errors import (
     cut,
     shown,
 )
-from app.core.http import CLOSE, error_body, http_error, json_response
+from app.http.body import CLOSE, error_body, http_error, json_response
 
 log = logging.getLogger(__name__)
 

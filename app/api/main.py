@@ -15,12 +15,12 @@ from app.api.routes import Application, routes
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.redis import check_server, connect, shown_url
-from app.core.scripts import ScriptRunner
-from app.core.serving import serve
-from app.fleet import Fleet
-from app.router import Router
-from app.telemetry import Telemetry
+from app.http.server import serve
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.router.router import Router
+from app.state.connect import check_server, connect, shown_url
+from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from app.core.hashing import (
     token_bytes,
 )
 from app.core.types import LocalHash, SequenceHash
-from app.router import Router
+from app.router.router import Router
 
 try:
     import simdjson

@@ -24,12 +24,12 @@ from app.core.errors import (
     RedisUnavailable,
     shown,
 )
-from app.core.http import header, hung_up, json_response, read_body
-from app.core.metrics import NO_READINGS
 from app.core.types import checked_request_id
-from app.decision import Candidate, Decision, RouteRequest
-from app.fleet import View
-from app.router import Router
+from app.core.worker_report import NO_READINGS
+from app.http.body import header, hung_up, json_response, read_body
+from app.policy.decision import Candidate, Decision, RouteRequest
+from app.router.fleet import View
+from app.router.router import Router
 
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}

@@ -8,8 +8,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from app.core.config import POLICY_NAMES, PRIORITIES
 from app.core.hashing import U64
-from app.core.metrics import GpuReadings
 from app.core.types import REQUEST_ID, TENANT_ID
+from app.core.worker_report import GpuReadings
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ KvrouteError
 ├── WorkerReplaced        another process registered as the same worker; this one must end
 ├── BlockLost             a slot does not hold, or no longer holds, the block that it should
 ├── NotEnoughBlocks       a request needs more slots of a tier than are free
-├── ClusterError          a process of `kvroute up` did not come up (app/cluster.py)
+├── ClusterError          a process of `kvroute up` did not come up (app/local/cluster.py)
 └── RoutingError          no decision is possible
     ├── NoWorkers         none is alive, or all are excluded
     ├── PromptTooLarge    no eligible worker has as many blocks as the prompt would fill

@@ -51,7 +51,8 @@ scripts that write a key, without those that only remove.
                                 and, prefixed "gpu_", of GpuReadings as far as read; by
                                 agents, each after metrics_interval_s; trimmed to about
                                 METRICS_MAXLEN entries
-    decisions           stream  one routed request each: see app/recording.py; by record; trimmed
+    decisions           stream  one routed request each: see app/policy/record.py; by record;
+                                trimmed
 
     kvroute:1:{<namespace>#<shard>}:...
     shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass, and

@@ -75,7 +75,7 @@ class Candidates:
     kv_idle_before_evict_s: Floats
     """Seconds for which the blocks that it evicted lately had not been used; 0: none was."""
     prefill_s_per_token: Floats
-    """This and the rest: see `app.core.metrics.Speed`."""
+    """This and the rest: see `app.core.worker_report.Speed`."""
     prefill_s_per_token2: Floats
     decode_s_per_kv_token: Floats
     decode_s_per_seq: Floats

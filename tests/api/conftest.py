@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from app.api.main import create_app
 from app.core.config import RouterSettings
-from app.core.embedded import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis
 from tests.fake_workers import NAMESPACE, FakeWorkers
 
 

@@ -14,17 +14,18 @@ import pytest
 from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
-from app import planner, recording
 from app.cli import main
-from app.core.embedded import EmbeddedRedis
-from app.core.predictions import positions
-from app.core.redis import connect
-from app.locality import LOCALITIES
-from app.recording import Record
+from app.local.redis_server import EmbeddedRedis
+from app.policy import plan
+from app.policy.locality import LOCALITIES
+from app.state import decisions
+from app.state.connect import connect
+from app.state.decisions import Record
+from app.state.predictions import positions
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
-from tests.test_router import request, running
+from tests.router.test_router import request, running
 
 PROMPT = list(range(1, 42))
 """Ten full blocks of four tokens, and a partial one."""
@@ -55,7 +56,7 @@ async def recorded(url: str, request_id: str) -> Record:
     async with connect(url) as redis:
 
         async def look() -> Record | None:
-            async for record in recording.read(redis, KEYS):
+            async for record in decisions.read(redis, KEYS):
                 if record.request_id == request_id:
                     return record
             return None
@@ -180,7 +181,7 @@ async def test_the_more_workers_there_are_the_fewer_decisions_are_kept_in_detail
     two: FakeWorkers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner, "DETAILED_WORKERS", 0.001)
+    monkeypatch.setattr(plan, "DETAILED_WORKERS", 0.001)
     async with replica(one_redis_server.url, details_per_s=20) as client:
         await route(client, "r1")
         await asyncio.sleep(0.1)
@@ -196,7 +197,7 @@ async def test_few_workers_have_no_more_decisions_kept_in_detail_than_the_settin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("app.pace.time", clock)
+    monkeypatch.setattr("app.core.rate_limit.time", clock)
     async with replica(one_redis_server.url, details_per_s=4) as client:
         kept = []
         for n in range(5):

@@ -9,10 +9,10 @@ import httpx
 import orjson
 import pytest
 
-from app.core import http
-from app.core.embedded import EmbeddedRedis
-from app.core.reservations import Snapshot
-from app.fleet import Fleet, View
+from app.http import body
+from app.local.redis_server import EmbeddedRedis
+from app.router.fleet import Fleet, View
+from app.state.reservations import Snapshot
 from tests.api.conftest import StartReplica
 from tests.fake_workers import FakeWorkers
 
@@ -308,13 +308,13 @@ class TestLimits:
 async def test_a_body_that_stalls_is_not_waited_for_forever(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
 
-    async def body() -> AsyncIterator[bytes]:
+    async def trickle() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
 
-    response = await client.post("/v1/route", content=body())
+    response = await client.post("/v1/route", content=trickle())
     assert response.status_code == 408
     assert response.headers["connection"] == "close"
     assert response.json() == {

@@ -3,8 +3,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from app.core.embedded import EmbeddedRedis
 from app.core.types import Tier
+from app.local.redis_server import EmbeddedRedis
 from tests.api.conftest import StartReplica
 from tests.fake_workers import FakeWorkers
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.core.embedded import EmbeddedRedis
-from app.telemetry import WORKER_GPU
+from app.local.redis_server import EmbeddedRedis
+from app.router.metrics import WORKER_GPU
 from tests.eventually import eventually
 from tests.fake_workers import NAMESPACE
 
@@ -33,14 +33,14 @@ ROOT = Path(__file__).parents[2]
 WORKER = """
 import sys
 import pytest
-import workers.probe
+import workers.agent.gpu
 from app.cli import main
 from tests.nvml import Gpu, stand_in
 
 library = stand_in(pytest.MonkeyPatch(), Gpu())
 if sys.argv.pop(1) == "hangs":
     library.answering.clear()
-    workers.probe.START_TIMEOUT_S = 0.1
+    workers.agent.gpu.START_TIMEOUT_S = 0.1
 main()
 """
 """`kvroute` on the stand-in of tests/nvml.py for a driver, which `answers` or `hangs`."""

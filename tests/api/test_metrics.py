@@ -9,11 +9,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.core.embedded import EmbeddedRedis
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
-from app.core.redis import connect
 from app.core.types import Tier
-from app.telemetry import WORKER_GPU, Telemetry
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
+from app.local.redis_server import EmbeddedRedis
+from app.router.metrics import WORKER_GPU, Telemetry
+from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import FakeWorkers

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from app import verification
-from app.core.embedded import EmbeddedRedis
-from app.core.redis import connect
+from app.local.redis_server import EmbeddedRedis
+from app.ops import verify
+from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.api.test_metrics import scrape
 from tests.fake_workers import KEYS, FakeWorkers
@@ -84,5 +84,5 @@ async def test_replicas_together_reserve_exactly_the_slots_that_there_are(
         )
         assert refused == counted("decision_retries") > 0
     async with connect(one_redis_server.url) as redis:
-        findings, _ = await verification.verify(redis, KEYS, 1 << 10)
+        findings, _ = await verify.verify(redis, KEYS, 1 << 10)
     assert findings == []

@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 
 from app.api.main import create_app
 from app.core.config import RouterSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.errors import shown
+from app.local.redis_server import EmbeddedRedis
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers

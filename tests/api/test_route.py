@@ -8,10 +8,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.core.embedded import EmbeddedRedis
-from app.core.metrics import ForwardPassMetrics
-from app.core.redis import connect
 from app.core.types import Tier
+from app.core.worker_report import ForwardPassMetrics
+from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.fake_workers import KEYS, FakeWorkers
 

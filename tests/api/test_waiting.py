@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from redis.asyncio import Redis
 
 from app.cli import main
-from app.core.embedded import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, FakeWorkers

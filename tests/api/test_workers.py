@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.core.embedded import EmbeddedRedis
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
-from app.core.redis import connect
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
+from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.fake_workers import FakeWorkers
 

@@ -17,13 +17,13 @@ from redis.retry import Retry
 
 from app.cli import main
 from app.core.config import RouterSettings
-from app.core.embedded import LOOPBACK, EmbeddedRedis
-from app.core.redis import check_server, connect
-from app.core.scripts import ScriptRunner, load_script
-from app.decision import RouteRequest
-from app.fleet import Fleet
-from app.router import Router
-from app.telemetry import Telemetry
+from app.local.redis_server import LOOPBACK, EmbeddedRedis
+from app.policy.decision import RouteRequest
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.router.router import Router
+from app.state.connect import check_server, connect
+from app.state.scripts import ScriptRunner, load_script
 from tests.e2e.test_healing import (
     CHAINS,
     KEYS,

@@ -12,15 +12,15 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.config import RouterSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.hashing import compute_hashes
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash
-from app.decision import RouteRequest
-from app.fleet import Fleet
-from app.router import MAX_TRIES, Router
-from app.telemetry import Telemetry
+from app.local.redis_server import EmbeddedRedis
+from app.policy.decision import RouteRequest
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.router.router import MAX_TRIES, Router
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
 from loadtest.bench_burst import (
     KEYS,
     NUM_REQUESTS,

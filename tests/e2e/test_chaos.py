@@ -22,13 +22,13 @@ import aiohttp
 import pytest
 from redis.asyncio import Redis
 
-from app import inspection, verification
-from app.cluster import Cluster, Member
 from app.core.config import RouterSettings, WorkerSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.errors import RedisUnavailable
-from app.core.redis import connect
-from app.core.topology import Client
+from app.local.cluster import Cluster, Member
+from app.local.redis_server import EmbeddedRedis
+from app.ops import questions, verify
+from app.state.client import Client
+from app.state.connect import connect
 from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind, Outcome
 from loadtest.topologies import SERVICE
 from tests.e2e.conftest import BLOCK_SIZE, LEASE_TTL_S, prompt
@@ -305,9 +305,9 @@ async def watch_reservations(redis: Client, cluster: Cluster) -> None:
     """Until cancelled, check that no worker exceeds its slots and that all records agree."""
     while True:
         with suppress(RedisUnavailable):
-            for worker in await inspection.everyone(redis, cluster.keyspace):
+            for worker in await questions.everyone(redis, cluster.keyspace):
                 assert worker.load is None or worker.load.requests <= SLOTS
-            findings, _ = await verification.verify(redis, cluster.keyspace, 0)
+            findings, _ = await verify.verify(redis, cluster.keyspace, 0)
             assert findings == []
         await asyncio.sleep(0.1)
 
@@ -394,7 +394,7 @@ async def survive(seed: int, *, disruptions: int, failovers: int) -> None:
 
         await eventually(partial(at_rest, http, cluster), within_s=RECOVERY_S)
         await eventually(partial(strays, redis, cluster), lambda s: not s, within_s=RECOVERY_S)
-        findings, _ = await verification.verify(redis, cluster.keyspace, 1 << 20)
+        findings, _ = await verify.verify(redis, cluster.keyspace, 1 << 20)
         assert findings == []
 
 

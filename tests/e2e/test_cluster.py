@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from app.cluster import Cluster, ClusterError
 from app.core.config import RouterSettings, WorkerSettings
-from app.core.embedded import EmbeddedRedis
+from app.local.cluster import Cluster, ClusterError
+from app.local.redis_server import EmbeddedRedis
 from tests.e2e.conftest import OpenProbe, listens, prompt, small_cluster
 from tests.eventually import eventually
 from tests.redis_servers import newest_kind, require_binary, require_redis

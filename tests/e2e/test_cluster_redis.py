@@ -15,19 +15,19 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
-from app import cluster as kvroute
 from app.cli import main
-from app.core import matching
 from app.core.config import RouterSettings, WorkerSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.errors import ConfigError, RedisUnavailable
-from app.core.index import open_shard
 from app.core.keys import Keyspace
-from app.core.leases import Registration, activate
-from app.core.redis import check_server, connect
-from app.core.scripts import Call, ScriptRunner
-from app.core.topology import Client, Node
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
+from app.local import cluster as kvroute
+from app.local.redis_server import EmbeddedRedis
+from app.state import overlap
+from app.state.client import Client, Node
+from app.state.connect import check_server, connect
+from app.state.index import open_shard
+from app.state.leases import Registration, activate
+from app.state.scripts import Call, ScriptRunner
 from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
@@ -236,9 +236,9 @@ async def test_the_index_is_read_on_replicas_if_configured(
     await eventually(
         lambda: keys_of(servers.replicas[0]), lambda keys: shard["blocks:0"].encode() in keys
     )
-    await matching.match(runner, keyspace, [chain])
+    await overlap.match(runner, keyspace, [chain])
     runner.sent.clear()
-    found, _ = await matching.match(runner, keyspace, [chain])
+    found, _ = await overlap.match(runner, keyspace, [chain])
     assert found == [{Incarnation(1): TierOverlap(device=100)}]
     assert runner.sent == [at_replica] * 2, "a script, then the group in which the overlap ends"
     await runner.one(registered(keyspace))
@@ -252,7 +252,7 @@ async def test_the_master_answers_where_its_replica_does_not(
     runner = CountingRunner(redis, on_replicas=["match"])
     await runner.one(register(keyspace))
     # Loads the script into the master.
-    await matching.match(ScriptRunner(redis, TIMEOUT_S), keyspace, [[SequenceHash(1)]])
+    await overlap.match(ScriptRunner(redis, TIMEOUT_S), keyspace, [[SequenceHash(1)]])
     runner.sent.clear()
     replica = redis.node_of(keyspace["meta"], replica=True)
     assert port_of(replica.client) == servers.replicas[0].port
@@ -260,7 +260,7 @@ async def test_the_master_answers_where_its_replica_does_not(
     pool.timeout = 0.01
     for _ in range(pool.max_connections):
         await pool.get_connection()
-    assert await matching.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], [])
+    assert await overlap.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], [])
     assert [port for port, _ in runner.sent] == [servers.replicas[0].port, servers.masters[0].port]
 
 

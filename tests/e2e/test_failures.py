@@ -12,7 +12,7 @@ import httpx
 import orjson
 import pytest
 
-from app.maintenance import RETIRE_GRACE_MS
+from app.router.maintenance import RETIRE_GRACE_MS
 from loadtest.client import ClusterClient, FailureKind, Outcome
 from tests.e2e.conftest import (
     BLOCK_SIZE,

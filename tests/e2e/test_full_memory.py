@@ -11,10 +11,10 @@ import logging
 
 import pytest
 
-from app.core.embedded import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis
 from tests.e2e.test_healing import CHAINS, KEYS, LEASE_S, WORKERS, World, short_intervals, world
 from tests.eventually import eventually
-from workers import agent as agents
+from workers.agent import agent as agents
 
 short_intervals = short_intervals  # a fixture, which pytest finds by its name
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.core.embedded import LOOPBACK, free_port
+from app.local.redis_server import LOOPBACK, free_port
 from tests.eventually import eventually
 from tests.redis_servers import require_binary
 

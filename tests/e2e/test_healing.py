@@ -19,26 +19,26 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from app import maintenance
 from app.core.config import RouterSettings
-from app.core.embedded import EmbeddedRedis
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.matching import parse_owners
-from app.core.metrics import ForwardPassMetrics, Speed
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
-from app.core.topology import Client
 from app.core.types import Tier, TierOverlap, WorkerInfo, WorkerKey
-from app.decision import Decision, RouteRequest
-from app.fleet import Fleet
-from app.router import Router
-from app.telemetry import Telemetry
+from app.core.worker_report import ForwardPassMetrics, Speed
+from app.local.redis_server import EmbeddedRedis
+from app.policy.decision import Decision, RouteRequest
+from app.router import maintenance
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.router.router import Router
+from app.state.client import Client
+from app.state.connect import connect
+from app.state.overlap import parse_owners
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
-from workers import agent as agents
-from workers.agent import Agent, AgentSettings
+from workers.agent import agent as agents
+from workers.agent.agent import Agent, AgentSettings
 
 KEYS = Keyspace("healing")
 SHARDS = 2

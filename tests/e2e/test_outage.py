@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.core.embedded import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis
 from tests.e2e.test_healing import LEASE_S, WORKERS, short_intervals, world
 from tests.eventually import eventually
 from tests.redis_servers import stopped

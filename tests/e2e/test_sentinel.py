@@ -11,13 +11,13 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from app.core import matching
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.redis import check_server, connect
-from app.core.scripts import ScriptRunner
-from app.core.topology import Client
 from app.core.types import SequenceHash
+from app.state import overlap
+from app.state.client import Client
+from app.state.connect import check_server, connect
+from app.state.scripts import ScriptRunner
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually
 from tests.fake_workers import register, registered
@@ -98,7 +98,7 @@ async def test_calls_do_not_wait_for_a_sentinel_that_hangs(servers: SentinelServ
             async with connect(servers.url, timeout_s=1.0) as redis:
                 runner = ScriptRunner(redis, timeout_s=1.0, on_replicas=["match"])
                 await runner.one(register(KEYS, "a"))
-                await matching.match(runner, KEYS, [[SequenceHash(1)]])
+                await overlap.match(runner, KEYS, [[SequenceHash(1)]])
 
 
 async def test_redis_is_unavailable_if_the_sentinels_do_not_know_the_service(
@@ -117,13 +117,13 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
     chains = [[SequenceHash(1)]]
 
     await eventually(lambda: replicated(servers))
-    await matching.match(runner, KEYS, chains)
+    await overlap.match(runner, KEYS, chains)
     at_master, at_replica = (
         await scripts_run_by(servers.master),
         await scripts_run_by(servers.replica),
     )
     for _ in range(5):
-        await matching.match(runner, KEYS, chains)
+        await overlap.match(runner, KEYS, chains)
     assert await scripts_run_by(servers.replica) == at_replica + 5
     await runner.one(REGISTERED)
     assert await scripts_run_by(servers.master) == at_master + 1
@@ -135,7 +135,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
             await runner.run([register(KEYS, "a"), REGISTERED])
-            await matching.match(runner, KEYS, [[SequenceHash(1)]])
+            await overlap.match(runner, KEYS, [[SequenceHash(1)]])
             await eventually(lambda: replicated(servers))
             servers.master.kill()
             with pytest.raises(RedisUnavailable):
@@ -150,7 +150,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
             assert len(found) == 1
             assert (await runner.one(register(KEYS, "b"))).incarnation == 2
             # No replica is left.
-            assert await matching.match(runner, KEYS, [[SequenceHash(1)]]) == ([{}], [])
+            assert await overlap.match(runner, KEYS, [[SequenceHash(1)]]) == ([{}], [])
 
 
 async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(

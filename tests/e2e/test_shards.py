@@ -10,19 +10,19 @@ from typing import Any
 from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
-from app.core.index import shard_of
 from app.core.keys import Keyspace
-from app.core.metrics import DEFAULT_SPEED, ForwardPassMetrics
-from app.core.redis import connect
-from app.core.scripts import ScriptRunner
 from app.core.types import SequenceHash, TierOverlap, WorkerInfo, WorkerKey
-from app.decision import Decision, RouteRequest
-from app.fleet import Fleet
-from app.router import Router
-from app.telemetry import Telemetry
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.policy.decision import Decision, RouteRequest
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.router.router import Router
+from app.state.connect import connect
+from app.state.index import shard_of
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.redis_servers import ClusterServers, newest_kind
-from workers.agent import Agent, AgentSettings
+from workers.agent.agent import Agent, AgentSettings
 
 SHARDS = 12
 BLOCK_SIZE = 4

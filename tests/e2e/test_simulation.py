@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cluster import Cluster
 from app.core.config import RouterSettings, WorkerSettings
+from app.local.cluster import Cluster
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
 from loadtest.simulate import Scenario, simulate

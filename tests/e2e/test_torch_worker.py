@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.cluster import Cluster
 from app.core.config import RouterSettings, WorkerSettings
+from app.local.cluster import Cluster
 from tests.e2e.conftest import OpenProbe, Probe
 from tests.eventually import eventually
 from tests.redis_servers import newest_kind, require_redis
-from tests.workers.checkpoints import library, reference
+from tests.workers.engines.torch.checkpoints import library, reference
 
 CHUNK = 32
 PROMPT_TOKENS = 200

@@ -10,15 +10,15 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app import verification
-from app.cluster import Cluster
 from app.core.config import RouterSettings, WorkerSettings
-from app.core.redis import connect
+from app.local.cluster import Cluster
+from app.ops import verify
+from app.state.connect import connect
 from tests.e2e.conftest import BLOCK_SIZE
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, FakeWorkers
 from tests.redis_servers import ClusterServers, newest_kind, require_redis
-from tests.test_router import request, running
+from tests.router.test_router import request, running
 
 NUM_REPLICAS = 3
 
@@ -101,7 +101,7 @@ async def test_a_killed_replica_leaves_no_request_in_line_and_holds_up_no_other(
         assert names == []
         assert await clients.reserved() == set()
     async with connect(cluster.redis_url) as redis:
-        findings, _ = await verification.verify(redis, cluster.keyspace, 1 << 10)
+        findings, _ = await verify.verify(redis, cluster.keyspace, 1 << 10)
     assert findings == []
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from app.core.embedded import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis
 from loadtest.bench_agent import measure
 
 

@@ -7,7 +7,7 @@ import click
 import pytest
 from rich.console import Console
 
-from app.core.embedded import LOOPBACK, EmbeddedRedis
+from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from loadtest.bench_decision import (
     CONCURRENCY,
     CURVE,

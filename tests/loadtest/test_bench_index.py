@@ -5,9 +5,9 @@ import pytest
 from click import ClickException
 from redis.asyncio import Redis
 
-from app.core import index
-from app.core.embedded import EmbeddedRedis
 from app.core.types import Incarnation, Tier, TierOverlap
+from app.local.redis_server import EmbeddedRedis
+from app.state import index
 from loadtest.bench_index import (
     AT_ONCE,
     CHAIN,

@@ -5,8 +5,8 @@ import random
 import pytest
 from redis.asyncio import Redis
 
-from app.core.embedded import EmbeddedRedis
 from app.core.types import SequenceHash
+from app.local.redis_server import EmbeddedRedis
 from loadtest import bench_index_sweeps as sweeps
 from loadtest.bench_index_sweeps import FlatMap, InProcess, Point, RadixTree, measure, workload
 

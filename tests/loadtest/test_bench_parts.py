@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from app.core.embedded import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis
 from loadtest.bench_decision import shapes
 from loadtest.bench_parts import PARTS, REST, measure, show
 

@@ -7,7 +7,7 @@ from click import ClickException
 from rich.console import Console
 
 from loadtest.bench_tiers import PAIRS, run, show
-from workers.transfers import Transfers
+from workers.kv.transfers import Transfers
 
 
 def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) -> None:

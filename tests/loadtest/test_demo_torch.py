@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from loadtest import demo_torch
 from loadtest.traces import VOCABULARY
 from tests.redis_servers import newest_kind, require_redis
-from tests.workers.checkpoints import reference
+from tests.workers.engines.torch.checkpoints import reference
 
 
 async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from loadtest.simulate import (
 )
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 from loadtest.virtual import Setting, Sharing
-from workers.engines.profiles import PROFILES
+from workers.engines.sim.profiles import PROFILES
 
 H100 = "70b-4xh100"
 

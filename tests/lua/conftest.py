@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 import pytest
 from redis.asyncio import Redis
 
-from app.core import index, leases, matching, predictions, reservations, sessions, turns
-from app.core.index import GROUP_BLOCKS, Change, SweepStep
 from app.core.keys import Keyspace
-from app.core.leases import Registration
-from app.core.matching import Boundaries, Overlaps
-from app.core.predictions import PredictionSettings
-from app.core.reservations import Load, Refused, Reservation, Snapshot, Wish
-from app.core.scripts import Call, ScriptRunner
-from app.core.turns import Ticket
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.state import index, leases, line, overlap, predictions, reservations, sessions
+from app.state.index import GROUP_BLOCKS, Change, SweepStep
+from app.state.leases import Registration
+from app.state.line import Ticket
+from app.state.overlap import Boundaries, Overlaps
+from app.state.predictions import PredictionSettings
+from app.state.reservations import Load, Refused, Reservation, Snapshot, Wish
+from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class Namespace:
         self, *chains: Sequence[SequenceHash], boundaries: Boundaries | None = None
     ) -> list[Overlaps]:
         """Overlaps of incarnations that have not ended; a router ignores the others."""
-        overlaps, _ = await matching.match(self.runner, self.keys, chains, boundaries=boundaries)
+        overlaps, _ = await overlap.match(self.runner, self.keys, chains, boundaries=boundaries)
         ended = set(await self.lost())
         return [{inc: o for inc, o in found.items() if inc not in ended} for found in overlaps]
 
@@ -223,18 +223,18 @@ class Namespace:
     async def wait(
         self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS, kept_ms: int = LONG_MS
     ) -> int:
-        call = turns.wait(self.keys, replica, tickets, ttl_ms=ttl_ms, kept_ms=kept_ms)
+        call = line.wait(self.keys, replica, tickets, ttl_ms=ttl_ms, kept_ms=kept_ms)
         return await self.do(call)
 
     async def turns(
-        self, replica: str, limit: int = 100, max_picky: int = turns.MAX_PICKY
+        self, replica: str, limit: int = 100, max_picky: int = line.MAX_PICKY
     ) -> list[str]:
         """Names of those of the replica's tickets that are among the first `limit` of all."""
-        call = turns.turns(self.keys, replica, limit, max_picky)
+        call = line.turns(self.keys, replica, limit, max_picky)
         return [name for _, name in await self.do(call)]
 
     async def leave(self, *tickets: Ticket, had_turn: bool = False) -> None:
-        await self.do(turns.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))
+        await self.do(line.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))
 
     async def waiting(self) -> dict[str, list[str]]:
         """Flow -> names of the tickets waiting in it, the longest-waiting first."""
@@ -376,7 +376,7 @@ def ticket(
     since_ms: int | None = None,
 ) -> Ticket:
     """A ticket that has waited since `since_ms`, or else since `number`."""
-    return turns.ticket(
+    return line.ticket(
         flow,
         replica,
         number,

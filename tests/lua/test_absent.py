@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from app.core import leases
 from app.core.types import Incarnation
+from app.state import leases
 from tests.lua.conftest import Namespace
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.core import index
-from app.core.index import Change
 from app.core.types import Incarnation, SequenceHash, Tier
+from app.state import index
+from app.state.index import Change
 from tests.lua.conftest import DEVICE, HOST, A, B, C, Namespace
 
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from app.core import index
-from app.core.index import FIRST_PLACE, Claims
 from app.core.types import Incarnation, SequenceHash
+from app.state import index
+from app.state.index import FIRST_PLACE, Claims
 from tests.lua.conftest import CROWD, DEVICE, DISK, HOST, A, B, C, D, Namespace
 
 

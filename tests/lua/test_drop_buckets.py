@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.core import index
+from app.state import index
 from tests.lua.conftest import A, Namespace
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.core import leases
+from app.state import leases
 from tests.lua.conftest import Namespace
 
 

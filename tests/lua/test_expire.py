@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.core.errors import RedisUnavailable
-from app.core.reservations import Load
+from app.state.reservations import Load
 from tests.lua.conftest import LONG_MS, Namespace
 
 

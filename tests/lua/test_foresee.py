@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import random
 
-from app.core.predictions import PredictionSettings, positions
 from app.core.types import Incarnation, SequenceHash
+from app.state.predictions import PredictionSettings, positions
 from tests.lua.conftest import Namespace
 
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=100_000)

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from app.core import index
 from app.core.errors import RedisFull
-from app.core.index import Change
-from app.core.predictions import PredictionSettings
-from app.core.scripts import call
 from app.core.types import Incarnation
+from app.state import index
+from app.state.index import Change
+from app.state.predictions import PredictionSettings
+from app.state.scripts import call
 from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, Namespace, ticket
 
 MINUTE = PredictionSettings(lifetime_s=60, max_entries=100)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.core import index, leases
 from app.core.errors import NamespaceMissing
 from app.core.types import WorkerKey
+from app.state import index, leases
 from tests.eventually import eventually
 from tests.lua.conftest import NO_LOAD, Namespace, info
 

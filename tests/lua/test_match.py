@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.core import index, matching, reservations
-from app.core.index import GROUP_BLOCKS, Change
-from app.core.matching import WHOLE_CHAIN, Boundaries, Overlaps
-from app.core.scripts import Call, ScriptRunner, call
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from app.state import index, overlap, reservations
+from app.state.index import GROUP_BLOCKS, Change
+from app.state.overlap import WHOLE_CHAIN, Boundaries, Overlaps
+from app.state.scripts import Call, ScriptRunner, call
 from tests.lua.conftest import DEVICE, DISK, HOST, NO_LOAD, A, B, C, D, E, Namespace
 
 
@@ -139,7 +139,7 @@ async def test_the_point_where_prompts_diverge_is_searched_for_once(
     trips = []
     for chain in (first, second, second):
         runner = CountingTrips(space)
-        overlaps, _ = await matching.match(runner, space.keys, [chain], boundaries=boundaries)
+        overlaps, _ = await overlap.match(runner, space.keys, [chain], boundaries=boundaries)
         own, other = (a, b) if chain is first else (b, a)
         device = {own: TierOverlap(device=len(chain)), other: TierOverlap(device=shared)}
         assert overlaps == [device]
@@ -158,7 +158,7 @@ async def test_a_dead_incarnation_does_not_hide_where_prompts_diverge(space: Nam
     boundaries = Boundaries()
     for trips in (2, 1):
         runner = CountingTrips(space)
-        overlaps, _ = await matching.match(runner, space.keys, [chain], boundaries=boundaries)
+        overlaps, _ = await overlap.match(runner, space.keys, [chain], boundaries=boundaries)
         assert overlaps == [{a: TierOverlap(device=700)}]
         assert boundaries.recall(chain) == [700]
         assert runner.trips == trips
@@ -234,14 +234,14 @@ async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(
     await space.do(
         index.apply(other, inc, "nonce-a", 1, [Change(B, DEVICE, B), Change(C, HOST, B)])
     )
-    overlaps, _ = await matching.match(space.runner, space.keys, [[A, C], [B, C]], 2)
+    overlaps, _ = await overlap.match(space.runner, space.keys, [[A, C], [B, C]], 2)
     assert overlaps == [{inc: TierOverlap(device=2)}, {inc: TierOverlap(device=1, host=1)}]
 
 
 async def test_a_call_sent_along_is_answered_too(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.hold(inc, [A])
-    overlaps, [snapshot] = await matching.match(
+    overlaps, [snapshot] = await overlap.match(
         space.runner, space.keys, [[A, B]], along=[reservations.loads(space.keys)]
     )
     assert overlaps == [{inc: TierOverlap(device=1)}]
@@ -266,7 +266,7 @@ async def test_the_overlap_of_a_long_sampled_chain_is_exact(
 async def test_a_chain_whose_shard_does_not_answer_has_no_result(space: Namespace) -> None:
     await space.hold(await space.worker("a"), [A])
     await space.redis.set(space.shard["dead"], "not a set")
-    found, _ = await matching.match(space.runner, space.keys, [[A], []])
+    found, _ = await overlap.match(space.runner, space.keys, [[A], []])
     assert found == [None, None]
 
 
@@ -293,7 +293,7 @@ async def test_where_the_second_round_trip_fails_the_first_still_counts(space: N
     group = 1000 - 1000 % GROUP_BLOCKS
     bucket = space.shard[f"blocks:{index.bucket_of(blocks[group], bits)}"]
     runner = LosingABucket(space, bucket)
-    found, _ = await matching.match(runner, space.keys, [blocks])
+    found, _ = await overlap.match(runner, space.keys, [blocks])
     # Of that group only the first block was looked up before.
     assert found == [{a: TierOverlap(device=group + 1), b: TierOverlap(device=2000)}]
     assert runner.trips == 2

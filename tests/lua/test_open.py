@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from app.core import index
 from app.core.types import Incarnation
+from app.state import index
 from tests.lua.conftest import A, Namespace
 
 ONE = Incarnation(1)

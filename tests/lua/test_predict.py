@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from itertools import count
 
-from app.core.predictions import PredictionSettings
 from app.core.types import SequenceHash
+from app.state.predictions import PredictionSettings
 from tests.lua.conftest import Namespace
 
 CHAIN = [SequenceHash((i + 1) << 52) for i in range(64)]

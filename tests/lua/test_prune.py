@@ -4,8 +4,8 @@ from itertools import count
 
 import pytest
 
-from app.core.predictions import PredictionSettings, PruneStep, prune
 from app.core.types import SequenceHash
+from app.state.predictions import PredictionSettings, PruneStep, prune
 from tests.lua.conftest import Namespace
 
 CHAIN = [SequenceHash((i + 1) << 52) for i in range(16)]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from app.core.scripts import call
+from app.state.scripts import call
 from tests.lua.conftest import Namespace
 
 

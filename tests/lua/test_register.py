@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.core import leases
 from app.core.errors import NamespaceMismatch, WorkerReplaced
-from app.core.leases import Registration, decode_info
 from app.core.types import Incarnation, TierOverlap
+from app.state import leases
+from app.state.leases import Registration, decode_info
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, Namespace, info
 
 

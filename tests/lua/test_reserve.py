@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from app.core import reservations
-from app.core.embedded import EmbeddedRedis
-from app.core.redis import connect
-from app.core.reservations import Load, Reservation, Wish
-from app.core.scripts import ScriptRunner
 from app.core.types import Incarnation
+from app.local.redis_server import EmbeddedRedis
+from app.state import reservations
+from app.state.connect import connect
+from app.state.reservations import Load, Reservation, Wish
+from app.state.scripts import ScriptRunner
 from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from app.core import index
-from app.core.index import SweepStep
 from app.core.types import Incarnation, SequenceHash, TierOverlap
+from app.state import index
+from app.state.index import SweepStep
 from tests.lua.conftest import CROWD, HOST, LONG_MS, A, B, C, Namespace
 
 SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from app.core.turns import Ticket
+from app.state.line import Ticket
 from tests.lua.conftest import Namespace, ticket
 
 REPLICAS = ("x", "y", "z")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from app.core.turns import MAX_CHARGE
+from app.state.line import MAX_CHARGE
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace, ticket
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from app.policy.affinity import Affinity, discounted
+from app.policy.choose import choose
 from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
-from app.policy.select import choose
-from tests.policy.test_select import candidates
+from tests.policy.test_choose import candidates
 
 SIZE = RequestSize(isl_tokens=1000, block_size=100)
 CACHE_AWARE = ("latency", "balance", "logit", "blocks")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from app.core.metrics import DEFAULT_SPEED, Speed
+from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.policy.cost import (
     POLICIES,
     Candidates,

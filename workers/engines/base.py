@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from app.core.errors import InvalidRequest, shown
-from app.core.metrics import ForwardPassMetrics, Speed
+from app.core.worker_report import ForwardPassMetrics, Speed
 from workers.engines.steps import Finished
 
 HIT_RATE_WINDOW = 1000

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier
-from workers.cache import Publisher
 from workers.engines.base import Engine, Tokenizer
-from workers.engines.profiles import PROFILES
-from workers.engines.runner import EngineRunner
-from workers.engines.sim import SimEngine
+from workers.engines.sim.engine import SimEngine
+from workers.engines.sim.profiles import PROFILES
+from workers.engines.sim.runner import EngineRunner
+from workers.kv.cache import Publisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Hosted:
 def host(settings: WorkerSettings) -> Hosted:
     """Blocks for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
     if settings.engine == "torch":
-        from workers.engines.loading import load  # torch takes seconds to import
+        from workers.engines.torch.loading import load  # torch takes seconds to import
 
         return load(settings)
     return _simulated(settings)

@@ -1,0 +1,1 @@
+"""What routers and workers share of serving HTTP."""

@@ -1,0 +1,250 @@
+"""A whole cluster on one machine: Redis, workers, router replicas and a balancer, as processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+
+from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base_url, flags
+from app.core.errors import KvrouteError
+from app.core.keys import Keyspace
+from app.http.server import listen
+from app.local.redis_server import (
+    LOOPBACK,
+    EmbeddedRedis,
+    free_port,
+    interrupts_held,
+    system_binary,
+)
+
+log = logging.getLogger(__name__)
+
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 10.0
+POLL_S = 0.05
+REACHED_BY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - only where the user asks for it
+"""Address that listens everywhere -> an address to connect to it by."""
+
+
+class ClusterError(KvrouteError):
+    """A process of the cluster did not come up."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One process of a cluster. url: where it listens."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+class Cluster:
+    """A cluster, started as a whole on entry and stopped as a whole on exit.
+
+    router, worker: what all replicas and workers share; ports and names are filled in here.
+    redis_url: an existing Redis; None starts an embedded one.
+    host, port: where the balancer listens; port 0 takes a free one.
+    haproxy: None uses it if it is installed; without it, the replicas share one listening socket.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        num_replicas: int,
+        router: RouterSettings,
+        worker: WorkerSettings,
+        redis_url: str | None = None,
+        host: str = LOOPBACK,
+        port: int = 0,
+        haproxy: bool | None = None,
+    ) -> None:
+        self.keyspace = Keyspace(router.namespace)
+        self.redis = EmbeddedRedis() if redis_url is None else None
+        self.redis_url = redis_url or ""
+        self._front = (host, port or free_port())
+        self.balancer_url = base_url(REACHED_BY.get(host, host), self._front[1])
+        self.balancer: Member | None = None
+        self.routers: list[Member] = []
+        self.workers: list[Member] = []
+        self._num_workers = num_workers
+        self._num_replicas = num_replicas
+        self._router = router
+        self._worker = worker
+        self._shared: socket.socket | None = None
+        self._haproxy = system_binary("haproxy") if haproxy is not False else None
+        if haproxy and self._haproxy is None:
+            raise ClusterError("haproxy is not installed")
+        self._exit = ExitStack()
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self.workers, *self.routers, *([self.balancer] if self.balancer else [])]
+
+    def ended(self) -> dict[str, int]:
+        """Name and exit status of each process that has ended, the embedded Redis's included."""
+        found = {member.name: member.process.poll() for member in self.members}
+        if self.redis is not None:
+            found["redis"] = self.redis.exit_status
+        return {name: status for name, status in found.items() if status is not None}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self._exit.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit.close()
+
+    def start_worker(self, index: int) -> Member:
+        """Start worker `w<index>`; does not wait for it."""
+        settings = replace(
+            self._worker,
+            worker_id=f"w{index}",
+            port=free_port(),
+        )
+        url = base_url(settings.host, settings.port)
+        member = self._spawn(f"worker w{index}", url, ["worker", *_flags(settings)])
+        self.workers.append(member)
+        return member
+
+    def start_router(self, index: int) -> Member:
+        """Start replica `r<index>`; does not wait for it. HAProxy knows only the initial ones."""
+        settings = replace(
+            self._router,
+            port=free_port(),
+            shared_fd=self._shared.fileno() if self._shared else None,
+        )
+        url = base_url(settings.host, settings.port)
+        passed = (self._shared.fileno(),) if self._shared else ()
+        member = self._spawn(f"router r{index}", url, ["router", *_flags(settings)], passed)
+        self.routers.append(member)
+        return member
+
+    def _start(self) -> None:
+        # First, so that a port in use is reported at once and in our own words.
+        front_socket = self._exit.enter_context(listen(*self._front))
+        if self._haproxy:
+            front_socket.close()
+        else:
+            self._shared = front_socket
+        if self.redis is not None:
+            self._exit.enter_context(self.redis)
+            self.redis_url = self.redis.url
+        self._exit.callback(self._stop_all)
+        with interrupts_held():
+            for index in range(self._num_workers):
+                self.start_worker(index)
+            for index in range(self._num_replicas):
+                self.start_router(index)
+        deadline = time.monotonic() + START_DEADLINE_S
+        for member in self.workers:
+            _wait_for(member, f"{member.url}/health", deadline)
+        for member in self.routers:
+            _wait_for(member, f"{member.url}/readiness", deadline)
+        if self._haproxy:
+            with interrupts_held():
+                self.balancer = self._start_haproxy(self._haproxy)
+        front = self.balancer or self.routers[0]
+        _wait_for(front, f"{self.balancer_url}/readiness", deadline)
+
+    def _start_haproxy(self, binary: Path) -> Member:
+        folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-haproxy-"))
+        servers = "".join(
+            f"    server r{i} {member.url.removeprefix('http://')}\n"
+            for i, member in enumerate(self.routers)
+        )
+        config = Path(folder) / "haproxy.cfg"
+        config.write_text((files("deploy") / "haproxy.cfg").read_text() + servers)
+        host, port = self._front
+        # HAProxy knows no timeout of more than 24 days.
+        patience_s = min(round(self._router.wait_timeout_s), 86_400) + 20
+        environment = {
+            **os.environ,
+            "KVROUTE_BALANCER_HOST": host,
+            "KVROUTE_BALANCER_PORT": str(port),
+            "KVROUTE_BALANCER_TIMEOUT": f"{patience_s}s",
+        }
+        command = [str(binary), "-db", "-f", str(config)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environment, process_group=0
+        )
+        return Member("balancer", self.balancer_url, process)
+
+    def _spawn(
+        self, name: str, url: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
+    ) -> Member:
+        # With -m alone, a folder `app` in the user's working directory would hide ours.
+        command = [sys.executable, "-P", "-m", "app.cli", *arguments]
+        environment = {
+            **os.environ,
+            "REDIS_URL": self.redis_url,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=pass_fds,
+            # Ctrl-C in a terminal reaches only the owner, which stops these in their order.
+            process_group=0,
+        )
+        return Member(name, url, process)
+
+    def _stop_all(self) -> None:
+        """Ask all processes to stop, wait, and kill those that do not."""
+        for member in self.members:
+            member.process.terminate()
+        deadline = time.monotonic() + self._worker.drain_s + STOP_DEADLINE_S
+        for member in self.members:
+            try:
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("%s did not stop in time; killing it", member.name)
+                member.process.kill()
+                member.process.wait()
+
+
+def _flags(settings: CommonSettings) -> list[str]:
+    """Flags without the Redis URL: it may hold a password, and anybody here sees command lines."""
+    return flags(settings, without=("redis_url",))
+
+
+def _wait_for(member: Member, url: str, deadline: float) -> None:
+    """Wait until `url` answers 200. Raises ClusterError, with the last answer, if it does not."""
+    last = "no answer"
+    while time.monotonic() < deadline:
+        status = member.process.poll()
+        if status is not None:
+            raise ClusterError(f"{member.name} exited with status {status}")
+        try:
+            with urllib.request.urlopen(url, timeout=1.0) as answer:  # noqa: S310 - our own http URLs
+                answer.read()  # else HAProxy logs that the client has gone
+                return
+        except urllib.error.HTTPError as error:
+            last = error.read().decode(errors="replace")
+        except OSError as error:
+            last = str(error)
+        time.sleep(POLL_S)
+    raise ClusterError(f"{member.name} is not ready after {START_DEADLINE_S:g} s: {last}")

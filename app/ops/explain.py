@@ -1,0 +1,215 @@
+"""Looking back: why a request went where it went, and where another policy would have sent it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import click
+import numpy as np
+
+from app.core import config
+from app.core.config import POLICY_NAMES, Command
+from app.core.errors import RoutingError
+from app.core.keys import Keyspace
+from app.ops import questions
+from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
+from app.policy.choose import choose
+from app.policy.cost import POLICIES, CostFunction, blocks, predicted_prefill_s
+from app.state import decisions
+from app.state.client import Client
+from app.state.decisions import Record
+
+LOCALITY_TEXT = {
+    "kept": "the worker with the longest overlap was chosen",
+    "none": "no worker held the start of the prompt",
+    "tie": "another worker was drawn, though it was no cheaper",
+    "load": "another worker was cheaper, counting overlap and load",
+    "session": "another worker was cheaper, because the session had gone there before",
+    "full": "the worker with the longest overlap was full or too small",
+    "excluded": "the request excluded the worker with the longest overlap",
+    "lease": "the lease of the worker with the longest overlap had lapsed",
+    "degraded": "Redis was unreachable, so overlap was not known",
+}
+
+
+@click.command(cls=Command)
+@click.argument("request_id")
+@COMMON
+@json_option
+@on_redis
+async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
+    """Explain why a request went where it went, while the decision is kept."""
+    async for record in decisions.read(redis, keyspace):
+        if record.request_id == request_id:
+            break
+    else:
+        await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+        raise click.ClickException(f"no decision about {request_id!r} is kept (any longer)")
+    rows, terms = _scored(record)
+    if as_json:
+        plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
+        head = ("worker", "eligible", "requests", "overlap_blocks", "cost", *terms)
+        plain["candidates"] = [dict(zip(head, row, strict=True)) for row in rows]
+        click.echo(json_text(plain))
+        return
+    o = record.overlap
+    click.echo(
+        f"{request_id}: {counted(record.isl_tokens, 'token')} to {record.worker} by "
+        f"{record.policy}; the worker held {o.total:,} of "
+        f"{counted(record.full_blocks, 'full block')} ({o.device:,} on its device, "
+        f"{o.host:,} in host memory, {o.disk:,} on disk)"
+    )
+    longest = f"; {record.best} held the most, {record.best_overlap:,}" if record.best else ""
+    click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided on try {record.tries}")
+    if record.waited_ms:
+        click.echo(
+            f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it"
+        )
+    if not rows:
+        click.echo("the candidates of this decision were not kept: see --details-per-s")
+        return
+    shown = [[_short(cell) for cell in row] for row in rows]
+    click.echo(text_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
+
+
+def _scored(record: Record) -> tuple[list[list[Any]], list[str]]:
+    """Every candidate with its cost and terms, the cheapest first; and the terms' names."""
+    if record.seen is None:
+        return [], []
+    seen, candidates = record.seen, record.seen.candidates
+    costs = seen.priced(POLICIES[record.policy])(candidates, record.size)
+    overlap = candidates.overlap
+    rows = [
+        [
+            worker,
+            bool(seen.eligible[i]),
+            int(candidates.active_requests[i]),
+            int(overlap[i]),
+            float(costs.cost[i]),
+            *(float(values[i]) for values in costs.terms.values()),
+        ]
+        for i, worker in enumerate(seen.workers)
+    ]
+    return sorted(rows, key=lambda row: row[4]), list(costs.terms)
+
+
+def _short(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+@click.command(cls=Command)
+@click.option(
+    "--policy", required=True, type=click.Choice(POLICY_NAMES), help="Policy to score with."
+)
+@click.option(
+    "--prefill-weight",
+    type=config.Number(0, 1000),
+    help="Prefill weight for `blocks`, instead of 1.",
+)
+@click.option(
+    "--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions to score."
+)
+@COMMON
+@json_option
+@on_redis
+async def whatif(
+    redis: Client,
+    keyspace: Keyspace,
+    policy: str,
+    prefill_weight: float | None,
+    last: int,
+    as_json: bool,
+) -> None:
+    """Score the last decisions again with another policy, each on its own.
+
+    Only decisions whose candidates are all kept are scored: see --details-per-s. How other choices
+    would have changed the load for later decisions is not simulated. Another worker is no change if
+    both policies give the two workers the same cost, or if power_of_two, scored against itself,
+    draws another pair. No temperature is applied: a choice that was not the cheapest because of one
+    counts as changed.
+    """
+    if prefill_weight is not None and policy != "blocks":
+        raise click.BadParameter(
+            "only the policy blocks has a prefill weight", param_hint="--prefill-weight"
+        )
+    cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
+    rng = np.random.default_rng(0)
+    found = Comparison()
+    async for record in decisions.read(redis, keyspace):
+        if record.seen is None:
+            continue
+        found.add(record, policy, cost, rng)
+        if found.decisions == last:
+            break
+    if not found.decisions:
+        await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+        raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
+    if as_json:
+        click.echo(json_text(found.means()))
+        return
+    click.echo(
+        f"{counted(found.decisions, 'decision')}; {found.changed:,} would have gone elsewhere"
+    )
+    rows = [
+        (name, _short(mean["were"]), _short(mean["would be"]))
+        for name, mean in found.means()["mean"].items()
+    ]
+    click.echo(text_table(("mean", "were", "would be"), rows))
+
+
+class Comparison:
+    """Choices as they were, and as another policy would have made them."""
+
+    def __init__(self) -> None:
+        self.decisions = 0
+        self.changed = 0
+        self._sums = {
+            name: [0.0, 0.0]
+            for name in ("overlap blocks", "predicted start, s", "requests on the worker")
+        }
+
+    def add(
+        self, record: Record, policy: str, cost: CostFunction | None, rng: np.random.Generator
+    ) -> None:
+        seen = record.seen
+        assert seen is not None
+        eligible = np.array(seen.eligible, dtype=bool)
+        try:
+            choice = choose(
+                policy,
+                seen.candidates,
+                record.size,
+                eligible=eligible,
+                rng=rng,
+                turn=self.decisions,
+                cost=seen.priced(cost or POLICIES[policy]),
+            )
+            was = seen.workers.index(record.worker)
+            recorded = seen.priced(POLICIES[record.policy])(seen.candidates, record.size)
+        except (RoutingError, ValueError, KeyError):
+            return
+        would_be = choice.index
+        alike = all(costs.cost[was] == costs.cost[would_be] for costs in (recorded, choice.costs))
+        if alike or policy == record.policy == "power_of_two":
+            # Neither policy tells the two apart, or which pair was compared is not recorded: it is
+            # chance that another was drawn this time.
+            would_be = was
+        c = seen.candidates
+        start = c.prefill_s + predicted_prefill_s(c, record.size)
+        for name, values in zip(self._sums, (c.overlap, start, c.active_requests), strict=True):
+            self._sums[name][0] += float(values[was])
+            self._sums[name][1] += float(values[would_be])
+        self.decisions += 1
+        self.changed += was != would_be
+
+    def means(self) -> dict[str, Any]:
+        return {
+            "decisions": self.decisions,
+            "changed": self.changed,
+            "mean": {
+                name: {"were": were / self.decisions, "would be": would / self.decisions}
+                for name, (were, would) in self._sums.items()
+            },
+        }

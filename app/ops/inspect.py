@@ -1,0 +1,400 @@
+"""Commands for operators: look into Redis, move an index, delete a namespace."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
+
+import click
+import orjson
+
+from app.core import config
+from app.core.config import Command, naming_file
+from app.core.hashing import compute_hashes, seed_for
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, SequenceHash, Tier
+from app.ops import dump as dumping
+from app.ops import questions
+from app.ops import verify as verification
+from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
+from app.state import decisions
+from app.state.client import Client
+from app.state.decisions import Record
+
+MAX_SHOWN = 20
+
+
+class _Hash(click.ParamType[SequenceHash]):
+    name = "hash"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> SequenceHash:
+        try:
+            number = int(value, 16)
+        except ValueError:
+            self.fail(f"{value!r} is not a hexadecimal number", param, ctx)
+        if number < 0:
+            self.fail(f"{value!r} is negative", param, ctx)
+        if number >= 2**64:
+            self.fail(f"{value!r} has more than 16 hex digits", param, ctx)
+        return SequenceHash(number)
+
+
+@click.group()
+def inspect() -> None:
+    """Inspect the state in Redis without changing it."""
+
+
+@inspect.command(cls=Command)
+@COMMON
+@json_option
+@on_redis
+async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+    """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
+    names = await questions.namespaces(redis)
+    found = await questions.summary(redis, keyspace)
+    if as_json:
+        plain = found and asdict(found) | {"workers": [_worker_dict(w) for w in found.workers]}
+        click.echo(json_text({"namespaces": names, "summary": plain}))
+    else:
+        click.echo(f"namespaces  {', '.join(names) or 'none'}")
+    if found is None:
+        raise click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
+    if as_json:
+        return
+    click.echo(
+        f"namespace   {found.namespace}: blocks of {counted(found.block_size, 'token')}, "
+        f"{counted(found.shards, 'shard')}\n"
+        f"index       {counted(found.unique_blocks, 'unique block')}, "
+        f"laid out for {found.laid_out_blocks:,}"
+        + (" (overfull: changes are slower)" if found.overfull else "")
+        + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis\n"
+    )
+    click.echo(_workers_table(found.workers))
+
+
+def _worker_dict(worker: questions.Worker) -> dict[str, Any]:
+    by_tier = {tier.name.lower(): count for tier, count in worker.blocks.items()}
+    return asdict(worker) | {"blocks": by_tier}
+
+
+def _workers_table(workers: list[questions.Worker]) -> str:
+    return text_table(
+        (
+            "worker",
+            "incarnation",
+            "state",
+            "lease",
+            "metrics",
+            *[t.name.lower() for t in Tier],
+            "requests",
+            "prefill tokens",
+        ),
+        [
+            (
+                w.info.key if w.info else "?",
+                w.incarnation,
+                _state(w),
+                "-" if w.lease_ms is None else f"{w.lease_ms / 1000:.1f} s",
+                "-" if w.metrics_age_s is None else f"{w.metrics_age_s:.1f} s ago",
+                *(f"{w.blocks[tier]:,}" for tier in Tier),
+                w.load.requests if w.load else "-",
+                f"{w.load.prefill_tokens:,}" if w.load else "-",
+            )
+            for w in workers
+        ],
+    )
+
+
+def _state(worker: questions.Worker) -> str:
+    if worker.lease_ms is None or worker.lease_ms <= 0:
+        return "lapsed"
+    return "live" if worker.current else "staged"
+
+
+@inspect.command(cls=Command)
+@click.argument("block", metavar="HASH", type=_Hash())
+@COMMON
+@json_option
+@on_redis
+async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
+    """Show who holds a block, given its sequence hash (16 hex digits)."""
+    await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+    names = {w.incarnation: w for w in (await questions.everyone(redis, keyspace))}
+    rows = [
+        (_name(names, inc), inc, tier.name.lower(), key)
+        for key, owners in await questions.owners_of(redis, keyspace, block)
+        for inc, tier in owners
+    ]
+    head = ("worker", "incarnation", "tier", "key")
+    if as_json:
+        click.echo(json_text([dict(zip(head, row, strict=True)) for row in rows]))
+    else:
+        click.echo(text_table(head, rows) if rows else "no worker holds it")
+
+
+def _name(names: dict[Incarnation, questions.Worker], inc: Incarnation) -> str:
+    one = names.get(inc)
+    return str(one.info.key) if one and one.info else "gone"
+
+
+GPU_TEXT = (
+    ("memory_used_bytes", 2**30, "{:,.1f} GiB used"),
+    ("memory_total_bytes", 2**30, "{:,.1f} GiB in total"),
+    ("utilisation", 0.01, "{:.0f} % busy"),
+    ("temperature_c", 1, "{:.0f} °C"),
+    ("power_w", 1, "{:.0f} W"),
+    ("pcie_sent_bytes_per_s", 1e6, "{:,.1f} MB/s sent over PCIe"),
+    ("pcie_received_bytes_per_s", 1e6, "{:,.1f} MB/s received"),
+)
+"""Fields of GpuReadings: the unit that a person reads them in, and the words around it."""
+RESERVED_TEXT = (
+    "  request  prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt"
+)
+"""What is in the lines below it, which are as Redis has them."""
+
+
+@inspect.command(cls=Command)
+@click.argument("name", metavar="WORKER")
+@COMMON
+@json_option
+@on_redis
+async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) -> None:
+    """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
+    found = await questions.worker(redis, keyspace, name)
+    if not found:
+        await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+        raise click.ClickException(f"worker {name!r} does not exist")
+    requests = {
+        w.incarnation: await questions.requests_on(redis, keyspace, w.incarnation) for w in found
+    }
+    if as_json:
+        rows = [_worker_dict(w) | {"reserved": requests[w.incarnation]} for w in found]
+        click.echo(json_text(rows))
+        return
+    click.echo(_workers_table(found))
+    for w in found:
+        if w.info:
+            click.echo(
+                f"\n{w.info.key} at {w.info.address}, {counted(w.info.kv_total_blocks, 'block')}, "
+                f"up to {counted(w.info.max_requests, 'request')}, {w.info.accelerator}"
+            )
+        if readings := w.gpu.known():
+            texts = [text.format(readings[k] / u) for k, u, text in GPU_TEXT if k in readings]
+            click.echo("  GPU: " + ", ".join(texts))
+        reserved = requests[w.incarnation]
+        if reserved:
+            click.echo(RESERVED_TEXT)
+        for request, record in list(reserved.items())[:MAX_SHOWN]:
+            click.echo(f"  {request}  {record}")
+        if len(reserved) > MAX_SHOWN:
+            click.echo(f"  ... and {len(reserved) - MAX_SHOWN} more")
+
+
+@inspect.command(cls=Command)
+@click.argument("file", type=click.File("rb"))
+@click.option(
+    "--text", is_flag=True, help="FILE is text, a token per byte; else a JSON list of token ids."
+)
+@click.option("--lora-name", default=None, help="LoRA adapter of the request.")
+@click.option("--cache-namespace", default=None, help="Cache namespace of the request.")
+@COMMON
+@json_option
+@on_redis
+async def prefix(
+    redis: Client,
+    keyspace: Keyspace,
+    file: BinaryIO,
+    text: bool,
+    lora_name: str | None,
+    cache_namespace: str | None,
+    as_json: bool,
+) -> None:
+    """Show how much of a prompt each worker holds."""
+    tokens = list(file.read()) if text else _tokens(file)
+    block_size = await questions.block_size(redis, keyspace)
+    _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
+    found = await questions.prefix(redis, keyspace, chain) if chain else {}
+    rows = sorted(
+        ((name, o.device, o.host, o.disk, o.total) for name, o in found.items()),
+        key=lambda row: -row[4],
+    )
+    head = ("worker", *[t.name.lower() for t in Tier], "blocks")
+    if as_json:
+        click.echo(
+            json_text(
+                {
+                    "full_blocks": len(chain),
+                    "overlaps": [dict(zip(head, row, strict=True)) for row in rows],
+                }
+            )
+        )
+        return
+    click.echo(
+        f"{counted(len(tokens), 'token')}, {counted(len(chain), 'full block')} of {block_size}"
+    )
+    click.echo(text_table(head, rows) if rows else "no worker holds its first block")
+
+
+def _tokens(file: BinaryIO) -> list[int]:
+    try:
+        tokens = orjson.loads(file.read())
+    except orjson.JSONDecodeError as error:
+        raise click.ClickException(f"{file.name} is not JSON: {error}") from None
+    if not isinstance(tokens, list) or not all(
+        type(token) is int and 0 <= token < 2**32 for token in tokens
+    ):
+        raise click.ClickException(f"{file.name} is not a JSON list of token ids, 0 to 2^32 - 1")
+    return tokens
+
+
+@inspect.command(cls=Command)
+@click.option(
+    "--max-buckets",
+    default=100_000,
+    show_default=True,
+    type=config.POSITIVE,
+    help="Maximum number of index buckets to check.",
+)
+@COMMON
+@json_option
+@on_redis
+async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
+    """Check for contradictions; exit with status 1 if there are any."""
+    findings, extent = await verification.verify(redis, keyspace, max_buckets)
+    if not findings:
+        # Raises if there is no such namespace: then nothing can be wrong with it.
+        await questions.block_size(redis, keyspace)
+    if as_json:
+        click.echo(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
+    else:
+        click.echo(f"checked all reservations and {extent}")
+        click.echo("closure under prefix is not checked: Redis does not know a block's parent")
+        for finding in findings:
+            click.echo(f"{counted(finding.count, 'time')}: {finding.what}")
+            for example in finding.examples:
+                click.echo(f"    {example}")
+        if not findings:
+            click.echo("no contradictions found")
+    if findings:
+        click.get_current_context().exit(1)
+
+
+@inspect.command(cls=Command)
+@COMMON
+@json_option
+@on_redis
+async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+    """Show who waits for a worker, in the order of turns."""
+    await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+    found = await questions.waiting(redis, keyspace)
+    if as_json:
+        click.echo(json_text([asdict(flow) for flow in found]))
+        return
+    rows = [
+        (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
+    ]
+    click.echo(
+        text_table(("tenant", "priority", "requests", "oldest"), rows)
+        if rows
+        else "no requests are waiting"
+    )
+
+
+@inspect.command(cls=Command)
+@click.option(
+    "--window-s",
+    default=600.0,
+    show_default=True,
+    type=config.POSITIVE_SECONDS,
+    help="How far back to count, from the latest decision kept.",
+)
+@COMMON
+@json_option
+@on_redis
+async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
+    """Show how often prefixes of prompts were requested, according to the decisions kept."""
+    await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+    records: list[Record] = []
+    async for record in decisions.read(redis, keyspace):
+        if records and record.at_ms < records[0].at_ms - window_s * 1000:
+            break
+        records.append(record)
+    found = list(decisions.usages(records))
+    if as_json:
+        prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
+        click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
+        return
+    click.echo(
+        f"{counted(len(records), 'decision')}; "
+        "a prefix is left out if a longer one was requested as often"
+    )
+    rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
+    click.echo(
+        text_table(("last block", "blocks", "requests"), rows) if rows else "no prefixes are kept"
+    )
+
+
+@click.command(cls=Command)
+@click.option("--out", type=click.File("wb", lazy=True), default="-", help="Default: stdout.")
+@COMMON
+@on_redis
+async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
+    """Write which worker holds which blocks, as JSON lines."""
+    with naming_file(f"--out {out.name}"), out:
+        async for line in dumping.dump(redis, keyspace):
+            out.write(line + b"\n")
+        out.flush()
+
+
+@click.command(cls=Command)
+@click.option("--in", "source", type=click.File("rb"), default="-", help="Default: stdin.")
+@click.option(
+    "--lease-ttl-s",
+    default=60.0,
+    show_default=True,
+    type=config.POSITIVE_SECONDS,
+    help="How long the restored workers count as live, unless their agents register first.",
+)
+@COMMON
+@on_redis
+async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float) -> None:
+    """Publish a dump, with every worker in it under a new incarnation.
+
+    Refused if any of the workers is live, as restoring it would end its process. Workers from an
+    earlier restore are live until their leases end.
+
+    The whole dump is checked first; for that, a dump that comes through a pipe is kept in a
+    temporary file.
+    """
+    with _rewindable(source) as file:
+        restored = await dumping.restore(redis, keyspace, file, round(lease_ttl_s * 1000))
+    click.echo(f"{counted(restored, 'entry', 'entries')} restored", err=True)
+
+
+@contextmanager
+def _rewindable(source: BinaryIO) -> Iterator[BinaryIO]:
+    """`source`, or a copy of it if it is a pipe."""
+    if source.seekable():
+        yield source
+        return
+    with TemporaryFile() as copy:
+        shutil.copyfileobj(source, copy)
+        copy.seek(0)
+        yield copy
+
+
+@click.command(cls=Command)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@COMMON
+@on_redis
+async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
+    """Delete all keys of a namespace. Running workers register again by themselves."""
+    keys = await dumping.count_keys(redis, keyspace)
+    if not yes:
+        text = f"Delete {counted(keys, 'key')} of namespace {keyspace.namespace!r}?"
+        click.confirm(text, abort=True)
+    click.echo(f"{counted(await dumping.reset(redis, keyspace), 'key')} deleted")

@@ -1,0 +1,60 @@
+"""What the operator commands share: a Redis client to run on, and the format of answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+import orjson
+
+from app.core import config
+from app.core.config import CommonSettings
+from app.core.keys import Keyspace
+from app.state.connect import connect, deadline, naming
+
+T = TypeVar("T")
+TIMEOUT_S = 5.0
+COMMON = config.options(CommonSettings, without=("host", "log_level"))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
+    """Runs `command` with a client of the Redis, and the keyspace, that the options name."""
+
+    @wraps(command)
+    def run(redis_url: str, namespace: str, **values: Any) -> T:
+        async def connected() -> T:
+            async with connect(redis_url, timeout_s=TIMEOUT_S) as redis:
+                async with deadline(TIMEOUT_S):
+                    await redis.masters()  # a Cluster's client then knows where each key is
+                return await command(redis, Keyspace(namespace), **values)
+
+        with naming(redis_url):
+            return asyncio.run(connected())
+
+    return run
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """`1 block`, `2,000 blocks`. nouns: the plural, if it is not noun + s."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def json_text(value: Any) -> str:
+    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns as wide as their widest cell; all but the first right-aligned."""
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )

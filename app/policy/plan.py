@@ -1,0 +1,203 @@
+"""One try at a decision: the worker, and what to reserve on it. Nothing here does I/O."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.core.config import RouterSettings
+from app.core.errors import NoWorkers
+from app.core.rate_limit import Pace
+from app.core.types import NO_OVERLAP, Incarnation
+from app.policy.affinity import Affinity, discounted
+from app.policy.choose import Choice, choose
+from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
+from app.policy.decision import Candidate, Decision, Pending, RouteRequest
+from app.policy.locality import locality_of
+from app.router.fleet import View
+from app.state.decisions import Record, Seen, sampled
+from app.state.reservations import Reservation
+
+MAX_PREFILL_S = 86_400.0
+"""Anything longer is no measurement, and a sum of many would not fit into Redis's integers."""
+DETAILED_WORKERS = 64
+"""With more workers, candidates are recorded less often: of 1,000 they are 160 KB of Redis's memory
+each time, and 20 routers could record them 400 times a second."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one try wants: the worker at `position` of the view, and the reservation on it."""
+
+    pending: Pending
+    position: int
+    incarnation: Incarnation
+    seen_total: int
+    reservation: Reservation
+    decision: Decision
+    view: View
+    candidates: Candidates
+    eligible: NDArray[np.bool_]
+    affinity: Affinity | None
+
+    def record(self, details: Pace) -> Record:
+        """The record kept of the decision; some, at that pace, with all that it was made from.
+
+        More than DETAILED_WORKERS count as several decisions.
+        """
+        decision, request = self.decision, self.pending.request
+        seen: Seen | None = None
+        size = max(1.0, len(self.view.infos) / DETAILED_WORKERS)
+        if request.explain or details.lets_through(size):
+            workers = [str(info.key) for info in self.view.infos]
+            eligible = self.eligible.tolist()
+            block_size = decision.worker.block_size
+            seen = Seen(workers, block_size, self.candidates, eligible, self.affinity)
+        return Record(
+            request_id=decision.request_id,
+            at_ms=self.view.now_ms,
+            worker=str(decision.worker.key),
+            policy=decision.policy,
+            locality=decision.locality,
+            isl_tokens=decision.isl_tokens,
+            full_blocks=len(request.chain),
+            overlap=decision.overlap,
+            best=decision.best,
+            best_overlap=decision.best_overlap,
+            tries=decision.tries,
+            waited_ms=decision.waited_ms,
+            blocks=sampled(request.chain),
+            seen=seen,
+        )
+
+
+class Planner:
+    """Applies the policies. Keeps the random number generator and the turn of round_robin."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._temperature = settings.temperature
+        self._session_affinity = settings.session_affinity
+        self._max_queue_s = settings.max_queue_s
+        self._rng = np.random.default_rng(settings.seed)
+        self._turn = 0
+
+    def plan(self, pending: Pending, view: View, *, degraded: bool = False) -> Plan:
+        """Where `pending` goes. degraded: decided by load alone, however full the workers look.
+
+        Raises NoWorkers, PromptTooLarge, AllWorkersBusy.
+        """
+        request = pending.request
+        if not view.infos:
+            raise NoWorkers("no worker is alive")
+        policy = "least_loaded" if degraded else request.policy
+        size = RequestSize(request.isl_tokens, view.infos[0].block_size)
+        candidates = view.candidates(pending.overlaps)
+        if degraded:
+            # No one reports requests that end meanwhile: all workers would soon look full.
+            candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
+        affinity = self._affinity(pending, view)
+        eligible = _eligible(view, request)
+        choice = choose(
+            policy,
+            candidates,
+            size,
+            eligible=eligible,
+            rng=self._rng,
+            turn=self._turn,
+            temperature=self._temperature,
+            cost=discounted(POLICIES[policy], affinity) if affinity is not None else None,
+            max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
+        )
+        self._turn += request.reserve
+        position = choice.index
+        overlap = pending.overlaps.get(view.incarnations[position], NO_OVERLAP)
+        locality, best, best_overlap = locality_of(
+            view, candidates, size, pending.overlaps, eligible, choice, overlap.total, affinity
+        )
+        decision = Decision(
+            request_id=request.request_id,
+            worker=view.infos[position],
+            overlap=overlap,
+            isl_tokens=request.isl_tokens,
+            isl_blocks=size.isl_blocks,
+            policy=policy,
+            tied=choice.tied,
+            tries=pending.tries,
+            degraded=degraded,
+            reserved=request.reserve and not degraded,
+            attempt=pending.attempt,
+            locality="degraded" if degraded else locality,
+            best=best,
+            best_overlap=best_overlap,
+            waited_ms=pending.waited_ms,
+            candidates=_explained(view, pending, eligible, choice) if request.explain else [],
+        )
+        return Plan(
+            pending,
+            position,
+            view.incarnations[position],
+            view.loads[position].total,
+            _reservation(decision, size, choice, candidates),
+            decision,
+            view,
+            candidates,
+            eligible,
+            affinity,
+        )
+
+    def _affinity(self, pending: Pending, view: View) -> Affinity | None:
+        """The affinity of its session, if that last went to a worker that is still live."""
+        if pending.session_at is None:
+            return None
+        position = view.position(pending.session_at)
+        if position is None:
+            return None
+        return Affinity(position, self._session_affinity, self._max_queue_s)
+
+
+def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
+    """Which workers the request allows, (workers,)."""
+    if not request.exclude:
+        return view.everybody
+    keys = [info.key for info in view.infos]
+    return np.array([request.exclude.isdisjoint((key.worker_id, str(key))) for key in keys])
+
+
+def _reservation(
+    decision: Decision, size: RequestSize, choice: Choice, candidates: Candidates
+) -> Reservation:
+    """What the decision reserves on its worker."""
+    prefill_s = choice.costs.terms.get("prefill_s")
+    if prefill_s is None:
+        prefill_s = predicted_prefill_s(candidates, size)
+    cached = decision.overlap.total * size.block_size
+    return Reservation(
+        decision.request_id,
+        prefill_tokens=max(1, size.isl_tokens - cached),
+        prefill_us=round(1e6 * min(float(prefill_s[choice.index]), MAX_PREFILL_S)),
+        blocks=size.isl_blocks,
+        attempt=decision.attempt,
+    )
+
+
+def _explained(
+    view: View, pending: Pending, eligible: NDArray[np.bool_], choice: Choice
+) -> list[Candidate]:
+    """The candidates of a decision, copied out of the arrays it was made from."""
+    return [
+        Candidate(
+            info=info,
+            overlap=pending.overlaps.get(inc, NO_OVERLAP),
+            load=replace(load),
+            queue_s=load.queue_s(view.now_ms),
+            eligible=ok,
+            cost=float(choice.costs.cost[i]),
+            terms={name: float(values[i]) for name, values in choice.costs.terms.items()},
+        )
+        for i, (inc, info, load, ok) in enumerate(
+            zip(view.incarnations, view.infos, view.loads, eligible.tolist(), strict=True)
+        )
+    ]

@@ -1,0 +1,212 @@
+"""What routers do besides decisions: expire, retire, release, sweep and prune.
+
+Every replica does a little of it, so it does not matter which of them are alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from app.core.config import RouterSettings
+from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.types import Incarnation
+from app.ops import questions
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.state import index, leases, predictions, reservations
+from app.state.predictions import PredictionSettings
+from app.state.scripts import Call, ScriptRunner
+from app.state.strays import Strays
+
+log = logging.getLogger(__name__)
+
+MAINTENANCE_INTERVAL_S = 0.25
+RETIRE_GRACE_MS = 5000
+"""A worker that Redis has not heard from for this long after its lease is gone for good: its
+requests and blocks are forgotten. Until then it is just not routed to."""
+SWEEP_BUCKETS = 32
+"""A step of the sweep then takes Redis about a millisecond."""
+SWEEP_PAUSE_S = 0.005
+SWEEP_PAUSE_MS, SWEEP_IDLE_MS = 4, 200
+"""Steps of all routers are this far apart, with and without something to sweep, so that more of
+them cost Redis no more. Both are a little less than the pauses that a router makes."""
+FILL_INTERVAL_S = 10.0
+PRUNE_BUCKETS = 64
+"""All of 8,192 buckets are then searched every 32 s, or more often if that is too slow for the
+lifetime of predictions."""
+SCRUB_INTERVAL_MS = 300_000
+"""How often to look for entries that no death explains: about 8 µs of Redis's time per bucket."""
+EXPIRE_LIMIT = 64
+MAX_RELEASES = 4096
+
+
+class Maintenance:
+    """Expires reservations, retires lapsed leases, sweeps up after the dead and drops what belongs
+    to nobody, while `run` runs.
+
+    predicted: how predictions are kept; None: none are.
+    """
+
+    def __init__(
+        self,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        settings: RouterSettings,
+        fleet: Fleet,
+        telemetry: Telemetry,
+        predicted: PredictionSettings | None,
+    ) -> None:
+        self._runner = runner
+        self._keyspace = keyspace
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._predictions = predicted
+        self._loads = reservations.loads(keyspace)
+        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
+        self._timeout_s = settings.redis_timeout_ms / 1000
+        # Beyond the limit, the oldest are left to expire.
+        self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
+
+    async def run(self) -> None:
+        """Run until cancelled; pending releases are still made then."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._maintain_workers())
+                tasks.create_task(self._maintain_index())
+                tasks.create_task(self._maintain_keys())
+                tasks.create_task(self._watch_fill())
+                if self._predictions is not None:
+                    tasks.create_task(self._prune(self._predictions))
+        finally:
+            if self._releases:
+                with suppress(RedisUnavailable):
+                    await self._runner.run(list(self._releases))
+
+    def release_soon(
+        self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+    ) -> None:
+        """Release soon what Redis may hold and nobody else will end; see `reservations.release`."""
+        self._releases.append(
+            reservations.release(self._keyspace, request_id, attempt, expires_by_ms)
+        )
+
+    async def _maintain_workers(self) -> None:
+        expire = reservations.expire(
+            self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
+        )
+        heard_ms = 0
+        # Redis may have been unreachable until now.
+        settled_s = time.monotonic() + RETIRE_GRACE_MS / 1000
+        while True:
+            releases = list(islice(self._releases, EXPIRE_LIMIT))
+            calls: list[Call[Any]] = [expire, self._loads, *releases]
+            # Nobody could renew a lease while Redis was unreachable.
+            if not self._fleet.recovers and time.monotonic() >= settled_s:
+                calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
+            pause = MAINTENANCE_INTERVAL_S
+            try:
+                expired, snapshot, *others = await self._runner.run(calls)
+                heard_ms = snapshot.now_ms
+                for sent in releases:
+                    # It may have had to make room for a new one meanwhile.
+                    if self._releases[0] is sent:
+                        self._releases.popleft()
+                if self._releases:
+                    pause = 0.0
+                released = sum(others[: len(releases)])
+                self._telemetry.reservations_of("released").inc(released)
+                self._telemetry.reservations_of("expired").inc(expired)
+                await self._fleet.view(snapshot)
+            except (RedisUnavailable, NamespaceMissing) as error:
+                self._fleet.note(error)
+                log.debug("maintenance: %s", error)
+            if self._fleet.last_view is not None:
+                self._fleet.forget_except(self._fleet.last_view.incarnations)
+            await asyncio.sleep(pause)
+
+    async def _watch_fill(self) -> None:
+        rng = random.Random()
+        while True:
+            pause = MAINTENANCE_INTERVAL_S
+            shards = self._fleet.shards
+            if shards is not None:
+                pause = FILL_INTERVAL_S
+                with suppress(RedisUnavailable):
+                    fill = await questions.fill(self._runner.redis, self._keyspace, shards, rng)
+                    self._telemetry.index_fill.set(fill)
+            await asyncio.sleep(pause)
+
+    async def _prune(self, settings: PredictionSettings) -> None:
+        """Go through all predictions in steps, endlessly, and remove those that have expired."""
+        while True:
+            pause = MAINTENANCE_INTERVAL_S
+            try:
+                steps = await self._runner.run(
+                    [
+                        predictions.prune(self._keyspace.of_shard(shard), settings, PRUNE_BUCKETS)
+                        for shard in range(self._fleet.shards or 0)
+                    ]
+                )
+                for step in steps:
+                    pause = min(pause, settings.prune_pause_s(step.buckets, PRUNE_BUCKETS))
+            except RedisUnavailable as error:
+                log.debug("prune: %s", error)
+            await asyncio.sleep(pause)
+
+    async def _maintain_index(self) -> None:
+        """Sweep all shards in steps.
+
+        A shard first names the incarnations that may write to it; only then is the namespace asked
+        which of them have ended. They had registered before, so one that is unknown by then is gone
+        for good.
+        """
+        lost: list[Incarnation] = []
+        while True:
+            pause = MAINTENANCE_INTERVAL_S
+            try:
+                steps = await self._runner.run(
+                    [
+                        index.sweep(
+                            self._keyspace.of_shard(shard),
+                            lost,
+                            max_buckets=SWEEP_BUCKETS,
+                            scrub_ms=SCRUB_INTERVAL_MS,
+                            pause_ms=SWEEP_PAUSE_MS,
+                            idle_ms=SWEEP_IDLE_MS,
+                        )
+                        for shard in range(self._fleet.shards or 0)
+                    ]
+                )
+                writers = list({inc for step in steps for inc in step.writers})
+                asked = [
+                    leases.absent(self._keyspace, writers[at : at + leases.MAX_ASKED])
+                    for at in range(0, len(writers), leases.MAX_ASKED)
+                ]
+                lost = [inc for found in await self._runner.run(asked) for inc in found]
+                if any(step.buckets_left for step in steps):
+                    pause = SWEEP_PAUSE_S
+            except RedisUnavailable as error:
+                # It may come back empty, and give out the same numbers again.
+                lost = []
+                log.debug("sweep: %s", error)
+            await asyncio.sleep(pause)
+
+    async def _maintain_keys(self) -> None:
+        """Go through all keys of the namespace, a few at a time and endlessly, to drop members of
+        families that belong to nothing: no script would ever look for them."""
+        strays = Strays(self._runner, self._keyspace, self._timeout_s)
+        while True:
+            try:
+                if self._fleet.shards is not None:
+                    await strays.drop_some(self._fleet.shards)
+            except RedisUnavailable as error:
+                log.debug("strays: %s", error)
+            await asyncio.sleep(MAINTENANCE_INTERVAL_S)

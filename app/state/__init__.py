@@ -1,0 +1,1 @@
+"""The shared state in Redis: one file a family of scripts."""

@@ -1,0 +1,235 @@
+"""Connections to Redis: one server, Sentinel or Cluster, with or without TLS; their deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+from urllib.parse import unquote
+
+from redis.asyncio.connection import SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError, RedisError
+
+from app.core.errors import ConfigError, RedisUnavailable
+from app.state.client import Address, Client, ClusterClient, Pool, SentinelClient, Sentinels
+
+log = logging.getLogger(__name__)
+
+SCHEMES = (
+    "redis",
+    "rediss",
+    "unix",
+    "redis+sentinel",
+    "rediss+sentinel",
+    "redis+cluster",
+    "rediss+cluster",
+)
+OLDEST = (6, 2)
+"""Version of Redis. Scripts use commands that older ones do not know."""
+DEFAULT_PORT = {"sentinel": 26379}
+HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
+PATIENCE = 0.1
+"""How long to wait for one node or sentinel before making do with others, as a fraction of the
+timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a URL says.
+
+    topology: "", "sentinel" or "cluster". path: what follows the hosts, without slashes around it.
+    options: for redis-py's connections.
+    """
+
+    topology: str
+    hosts: list[Address]
+    path: str
+    options: dict[str, Any]
+
+
+def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> Client:
+    """A client of the Redis at `url`; it connects when first used.
+
+        redis://[user:password@]host[:6379][/db], rediss:// with TLS, unix:///path
+        redis+sentinel://[user:password@]host[:26379],.../service[/db], rediss+sentinel://
+        redis+cluster://[user:password@]host[:6379],..., rediss+cluster://
+
+    Options may follow a `?`: those of redis-py's connections (ssl_ca_certs, ssl_certfile, ...), and
+    sentinel_username and sentinel_password, without which the sentinels are asked anonymously.
+
+    max_connections: to each server; when all are in use, callers wait for one.
+    timeout_s: bounds connecting and waiting for a free connection; a caller's own deadline bounds
+    the rest. After that deadline, no command is resent behind the caller's back.
+    Raises ConfigError for an invalid URL, without showing the password.
+    """
+    target = _parse(url)
+    options = {
+        "max_connections": max_connections,
+        "timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        # redis-py's own deadline, 5 s by default, uses asyncio.wait_for, which may swallow a
+        # cancellation on Python 3.11.
+        "socket_timeout": None,
+        "socket_keepalive": True,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        # Otherwise each connection begins with CLIENT SETINFO, which ACLs would have to allow.
+        "driver_info": None,
+        **target.options,
+    }
+    try:
+        client = _client(target, options, timeout_s * PATIENCE)
+        pool: Any = client.connection_pool
+        pool.make_connection()  # refuses unknown options
+    except (TypeError, ValueError, RedisError) as error:
+        raise ConfigError(f"REDIS_URL {shown_url(url)!r}: {error}") from None
+    return client
+
+
+def _client(target: _Target, options: dict[str, Any], patience_s: float) -> Client:
+    if target.topology == "cluster":
+        if target.path not in ("", "0"):
+            raise ValueError("a Cluster has no numbered databases")
+        return ClusterClient(target.hosts, options, patience_s)
+    if target.topology == "sentinel":
+        service, _, db = target.path.partition("/")
+        if not service:
+            raise ValueError("the service name is missing: redis+sentinel://host,host/service")
+        return _sentinel_client(target.hosts, service, options | _db(db), patience_s)
+    if "path" in options:
+        del options["socket_keepalive"]
+    pool = Pool(**(options | _db(target.path)))
+    return cast(Client, Client.from_pool(pool))
+
+
+def _sentinel_client(
+    hosts: list[Address], service: str, options: dict[str, Any], patience_s: float
+) -> Client:
+    tls = options.pop("connection_class", None) is SSLConnection
+    login = {k: options.pop(f"sentinel_{k}", None) for k in ("username", "password")}
+    alike = {k: v for k, v in options.items() if k.startswith(("socket_", "ssl_"))}
+    alike |= {"ssl": tls, "retry": options["retry"], "protocol": options["protocol"]}
+    sentinels = Sentinels(hosts, patience_s=patience_s, sentinel_kwargs=alike | login)
+    return SentinelClient(sentinels, service, ssl=tls, **options)
+
+
+def _parse(url: str) -> _Target:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in SCHEMES:
+        known = ", ".join(f"{s}://" for s in SCHEMES)
+        raise ConfigError(f"REDIS_URL {shown_url(url)!r}: must begin with one of {known}")
+    transport, _, topology = scheme.partition("+")
+    rest, _, query = rest.partition("?")
+    login, _, rest = rest.rpartition("@")
+    username, _, password = login.partition(":")
+    try:
+        options = dict(parse_url(f"{transport}://localhost?{query}"))
+    except ValueError as error:
+        raise ConfigError(f"REDIS_URL {shown_url(url)!r}: {error}") from None
+    options.pop("host", None)
+    options |= {"username": unquote(username)} if username else {}
+    options |= {"password": unquote(password)} if password else {}
+    if transport == "unix":
+        return _Target("", [], "", {**options, "path": unquote(rest)})
+    hosts, _, path = rest.partition("/")
+    addresses = [_address(url, host, topology) for host in (hosts or "localhost").split(",")]
+    if not topology:
+        if len(addresses) > 1:
+            raise ConfigError(f"REDIS_URL {shown_url(url)!r}: {scheme}:// takes one host")
+        options |= {"host": addresses[0][0], "port": addresses[0][1]}
+    return _Target(topology, addresses, path.rstrip("/"), options)
+
+
+def _address(url: str, host: str, topology: str) -> Address:
+    found = HOST.fullmatch(host)
+    port = int(found["port"] or DEFAULT_PORT.get(topology, 6379)) if found else 0
+    if not found or not 0 < port < 65536:
+        # What looks like a host may be part of an unquoted password.
+        raise ConfigError(
+            f"REDIS_URL {url.partition('://')[0]}://...: write hosts as name or name:port, "
+            "separated by commas; write / ? # @ in a password as %2F %3F %23 %40"
+        )
+    return found["name"] or found["ipv6"], port
+
+
+def _db(text: str) -> dict[str, int]:
+    if not re.fullmatch(r"\d*", text):
+        raise ValueError(f"database {text!r} is not a number")
+    return {"db": int(text)} if text else {}
+
+
+def shown_url(url: str) -> str:
+    """`url` without user, password and options."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    return scheme + separator + rest.partition("?")[0].rpartition("@")[2]
+
+
+@contextmanager
+def naming(url: str) -> Iterator[None]:
+    """Has a RedisUnavailable of a command say which Redis that was: the URL may be a default."""
+    try:
+        yield
+    except RedisUnavailable as error:
+        raise RedisUnavailable(f"REDIS_URL {shown_url(url)!r}: {error}") from error
+
+
+class deadline:  # noqa: N801 - used like asyncio.timeout
+    """Bounds the Redis commands inside. Raises RedisUnavailable if they fail or are late.
+
+    since: loop time from which `timeout_s` counts; None: from now.
+    """
+
+    # Not made by contextlib, whose generators take an eighth of a script call's CPU.
+    def __init__(self, timeout_s: float, *, since: float | None = None) -> None:
+        begin = asyncio.get_running_loop().time() if since is None else since
+        self._timeout_s = timeout_s
+        self._timeout = asyncio.timeout_at(begin + timeout_s)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            late = f"no answer within {self._timeout_s * 1000:.0f} ms"
+            raise RedisUnavailable(late) from None
+        if isinstance(error, RedisError | OSError):
+            raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
+
+
+async def check_server(redis: Client, timeout_s: float) -> None:
+    """Make sure that no master is too old, or drops keys when its memory is full.
+
+    Raises ConfigError if one is or would, RedisUnavailable. A Redis that will not say is accepted.
+    """
+    async with deadline(timeout_s):
+        for master in await redis.masters():
+            try:
+                info = await master.info()
+            except NoPermissionError as error:
+                log.warning("version and maxmemory-policy were not checked: %s", error)
+                continue
+            version = re.match(r"(\d+)\.(\d+)", str(info.get("redis_version", "")))
+            if version and (int(version[1]), int(version[2])) < OLDEST:
+                raise ConfigError(f"Redis has version {info['redis_version']}; needs 6.2 or newer")
+            policy = str(info.get("maxmemory_policy", ""))
+            if policy.startswith("allkeys-"):
+                raise ConfigError(
+                    f"Redis has maxmemory-policy {policy}: once full, it would silently drop keys "
+                    "that routers must agree on; set it to noeviction"
+                )

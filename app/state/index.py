@@ -1,0 +1,203 @@
+"""Block ownership in Redis: apply an incarnation's changes, sweep up after dead ones."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from struct import pack
+from typing import Any, NamedTuple
+
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, SequenceHash, Tier
+from app.state.scripts import Call, call
+
+BLOCKS_PER_BUCKET = 8
+"""On average: half a group. More would make a bucket slower to search, above all when there are
+many times the blocks that were planned for. Fewer would save nothing, as a group stays together."""
+GROUP_BLOCKS = 16
+"""This many successive blocks of a chain, from its root, form a group and share one bucket. They
+are stored and looked up together, and fetching a bucket that is not in the processor's caches costs
+more than what is done with it."""
+
+TIER_LETTER = {Tier.DEVICE: "d", Tier.HOST: "h", Tier.DISK: "k"}
+_LETTER_OR_DASH = {tier: TIER_LETTER[tier] if tier is not None else "-" for tier in (None, *Tier)}
+_HASH = re.compile(rb"[0-9a-f]{16}")
+TIER_OF_LETTER = {letter.encode(): tier for tier, letter in TIER_LETTER.items()}
+
+
+class Change(NamedTuple):
+    """A block and the tier it is published in from now on; None: no tier.
+
+    leader: the first block of its group.
+    """
+
+    block: SequenceHash
+    tier: Tier | None
+    leader: SequenceHash
+
+
+@dataclass(frozen=True, slots=True)
+class SweepStep:
+    """What one step of the sweep did. buckets_left: 0 when nothing is left to sweep here and now.
+    writers: the incarnations that may publish in the shard."""
+
+    removed: int
+    buckets_left: int
+    writers: list[Incarnation]
+
+
+def bucket_bits_for(capacity_blocks: int, per_bucket: int = BLOCKS_PER_BUCKET) -> int:
+    """log2 of the number of buckets for an index of `capacity_blocks` unique blocks."""
+    bits = round(math.log2(max(1, capacity_blocks) / per_bucket))
+    return min(24, max(1, bits))
+
+
+def bucket_name(number: int, bits: int) -> str:
+    """The name of bucket `number` of 2^bits, as lua/lib/bucket.lua spells it."""
+    digits = -(-bits // 4)
+    return f"{number << (4 * digits - bits):0{digits}x}"
+
+
+def bucket_of(leader: SequenceHash, bits: int) -> str:
+    """The name of the bucket, of 2^bits, in which the group that begins with `leader` lies."""
+    return bucket_name(leader >> (64 - bits), bits)
+
+
+def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
+    """Changes that put the blocks of a whole chain, from position `start` on, in `tier`."""
+    return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]
+
+
+def hex_text(blocks: Sequence[SequenceHash]) -> bytes:
+    """16 hex digits for each block, as scripts expect them."""
+    return pack(f">{len(blocks)}Q", *blocks).hex().encode()
+
+
+def hex_texts(blocks: Sequence[SequenceHash]) -> tuple[str, ...]:
+    """The field of each block in its bucket."""
+    return tuple(pack(f">{len(blocks)}Q", *blocks).hex(" ", 8).split())
+
+
+def shard_of(root: SequenceHash, shards: int) -> int:
+    """The shard of all chains that begin with the block `root`."""
+    return root % shards
+
+
+def open_shard(
+    shard: Keyspace, incarnation: Incarnation, nonce: str, bucket_bits: int
+) -> Call[bool]:
+    """Let an incarnation publish in a shard. False: its number is taken there; register again.
+
+    bucket_bits: used only if the shard is new.
+    """
+    return call("open", shard, incarnation, nonce, bucket_bits, parse=bool)
+
+
+def apply(
+    shard: Keyspace,
+    incarnation: Incarnation,
+    nonce: str,
+    seq: int,
+    changes: Iterable[Change],
+    *,
+    essential: bool = False,
+) -> Call[bool]:
+    """Publish one batch. False: this incarnation is lost, or a batch is missing; resync.
+
+    seq: 1 for an incarnation's first batch, then one more each time; a batch may be resent with the
+    same seq.
+    essential: the batch adds no entries, and is published even if Redis is full.
+    """
+    groups = _groups(changes)
+    return call("apply", shard, incarnation, nonce, seq, int(essential), *groups, parse=bool)
+
+
+Place = tuple[int, int]
+"""A bucket, and where in it: 0, or, for the rest of a large one, what the last answer gave."""
+FIRST_PLACE: Place = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What the index shows of an incarnation in some buckets.
+
+    following: where to continue. entries: for each, the number of its bucket, its tier, and its
+    field, which is a sequence hash unless somebody corrupted it.
+    """
+
+    bucket_bits: int
+    following: Place
+    entries: list[tuple[int, Tier | None, SequenceHash | None]]
+
+
+def claims(
+    shard: Keyspace, incarnation: Incarnation, first: Place, max_buckets: int
+) -> Call[Claims | None]:
+    """Every entry of an incarnation in the buckets from `first` on; None: the shard is empty."""
+
+    def parse(reply: list[Any] | None) -> Claims | None:
+        if reply is None:
+            return None
+        bits, bucket, within, found = reply
+        return Claims(
+            bits,
+            (bucket, within),
+            [
+                (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
+                for bucket, entry in zip(found[::2], found[1::2], strict=True)
+            ],
+        )
+
+    return call("claims", shard, incarnation, *first, max_buckets, parse=parse)
+
+
+def _hash_of(field: bytes) -> SequenceHash | None:
+    return SequenceHash(int(field, 16)) if _HASH.fullmatch(field) else None
+
+
+def drop_buckets(shard: Keyspace, names: Iterable[str]) -> Call[int]:
+    """Remove those buckets, named `<family>:<bucket>` as found, that no reader will look for."""
+    return call("drop_buckets", shard, *names, parse=int)
+
+
+def audit(
+    shard: Keyspace, incarnation: Incarnation, nonce: str, seq: int, entries: Iterable[Change]
+) -> Call[int]:
+    """How many of `entries` the index does not show after batch `seq`; -1: the worker is lost."""
+    return call("audit", shard, incarnation, nonce, seq, *_groups(entries), parse=int)
+
+
+def _groups(changes: Iterable[Change]) -> list[str]:
+    """One string for each stretch of changes in the same group."""
+    return [
+        f"{leader:016x}"
+        + "".join([f"{_LETTER_OR_DASH[tier]}{block:016x}" for block, tier, _ in members])
+        for leader, members in groupby(changes, key=attrgetter("leader"))
+    ]
+
+
+def sweep(
+    shard: Keyspace,
+    lost: Iterable[Incarnation],
+    *,
+    max_buckets: int,
+    scrub_ms: int,
+    pause_ms: int = 0,
+    idle_ms: int = 0,
+) -> Call[SweepStep]:
+    """One bounded step of removing the entries of incarnations that may not publish.
+
+    lost: incarnations that may not publish from now on. A new one among them starts a pass; so does
+    every scrub_ms. pause_ms, idle_ms: how long ago the last step must be, anybody's, during a pass
+    and without one; else only `lost` is noted, and the step says that it found nothing.
+    """
+
+    def parse(reply: list[Any]) -> SweepStep:
+        removed, buckets_left, writers = reply
+        return SweepStep(removed, buckets_left, [Incarnation(int(inc)) for inc in writers])
+
+    return call("sweep", shard, max_buckets, scrub_ms, pause_ms, idle_ms, *lost, parse=parse)

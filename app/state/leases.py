@@ -1,0 +1,192 @@
+"""Incarnations of workers: register, renew, switch over, retire; and which are live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from app.core.errors import NamespaceMismatch, WorkerReplaced
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, WorkerInfo, WorkerKey, parse_incarnation
+from app.state.scripts import Call, call
+
+LARGEST = 10**12
+"""No number in a WorkerInfo is larger."""
+MAX_ASKED = 4000
+"""Lua unpacks fewer than 8,000 values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """An incarnation that is not routed to until `activate`.
+
+    predecessor_lives: another incarnation of the same process is, so publish everything first.
+    shards: how many the namespace's index has.
+    """
+
+    incarnation: Incarnation
+    predecessor_lives: bool
+    shards: int
+
+
+def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
+    return orjson.dumps(
+        {
+            "worker": str(info.key),
+            "address": info.address,
+            "block_size": info.block_size,
+            "kv_total_blocks": info.kv_total_blocks,
+            "max_requests": info.max_requests,
+            "accelerator": info.accelerator,
+            "lease_ttl_ms": lease_ttl_ms,
+        }
+    )
+
+
+def decode_info(text: bytes | str) -> WorkerInfo:
+    """The WorkerInfo in what `encode_info` wrote. Raises ValueError, KeyError or TypeError for
+    anything else."""
+    fields = orjson.loads(text)
+
+    def whole(name: str, least: int = 0) -> int:
+        value = int(fields[name])
+        if not least <= value <= LARGEST:
+            raise ValueError(f"{name} is {fields[name]!r}")
+        return value
+
+    return WorkerInfo(
+        key=WorkerKey.parse(str(fields["worker"])),
+        address=str(fields["address"]),
+        block_size=whole("block_size", least=1),
+        kv_total_blocks=whole("kv_total_blocks"),
+        max_requests=whole("max_requests"),
+        accelerator=str(fields["accelerator"]),
+    )
+
+
+def register(
+    keyspace: Keyspace,
+    info: WorkerInfo,
+    nonce: str,
+    *,
+    ttl_ms: int,
+    shards: int = 1,
+    held: Incarnation | None = None,
+) -> Call[Registration]:
+    """Begin an incarnation, which replaces the worker's last one when it is activated.
+
+    nonce: distinguishes this process from any other. shards: used only if the namespace is new.
+    held: the incarnation that the process has acted as until now; None: the process is new.
+    The reply's parser raises NamespaceMismatch if the namespace has another block size and, with
+    `held`, WorkerReplaced if another process has taken over `info.key` and is live.
+    """
+
+    def parse(reply: list[Any]) -> Registration:
+        if reply[0] == 0:
+            raise NamespaceMismatch(
+                f"worker {info.key} has block_size {info.block_size}, "
+                f"but namespace {keyspace.namespace} has {int(reply[1])}"
+            )
+        if reply[0] == -1:
+            raise WorkerReplaced(f"another process has registered as worker {info.key}")
+        return Registration(Incarnation(int(reply[1])), bool(reply[2]), int(reply[3]))
+
+    return call(
+        "register",
+        keyspace,
+        str(info.key),
+        nonce,
+        ttl_ms,
+        encode_info(info, ttl_ms),
+        info.block_size,
+        shards,
+        held or "",
+        parse=parse,
+    )
+
+
+def activate(
+    keyspace: Keyspace,
+    key: WorkerKey,
+    inc: Incarnation,
+    nonce: str,
+    *,
+    held: Incarnation | None = None,
+) -> Call[bool]:
+    """Route to `inc` from now on, and no longer to the worker's last incarnation.
+
+    held: as for `register`; if given, requests in flight move along. False: `inc` is lost, or
+    another process has taken over `key`; register again.
+    """
+    return call("activate", keyspace, str(key), inc, nonce, held or "", parse=bool)
+
+
+def renew(
+    keyspace: Keyspace,
+    info: WorkerInfo,
+    inc: Incarnation,
+    nonce: str,
+    *,
+    ttl_ms: int,
+    shards: int = 1,
+    staged: bool = False,
+    thorough: bool = True,
+) -> Call[int]:
+    """Extend a lease, or revive a lapsed one, and repair what Redis keeps about the worker.
+
+    shards: how many `inc` publishes in. thorough: recount its load as well. Returns how many
+    incarnations have a lease. 0: `inc` is retired or replaced, or the index has another number of
+    shards; register again.
+    """
+    return call(
+        "lease_renew",
+        keyspace,
+        str(info.key),
+        inc,
+        nonce,
+        ttl_ms,
+        encode_info(info, ttl_ms),
+        info.block_size,
+        shards,
+        int(staged),
+        int(thorough),
+        parse=int,
+    )
+
+
+def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> Call[bool]:
+    """End an incarnation now. False: it had ended already."""
+    return call("retire", keyspace, str(key), inc, nonce, parse=bool)
+
+
+def lapse(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
+    """Retire incarnations whose lease lapsed `grace_ms` before Redis was last heard from.
+
+    heard_ms: when that was, by the Redis clock, as in a Snapshot. Returns how many were retired, a
+    few at most.
+    """
+    return call("lapse", keyspace, grace_ms, heard_ms, parse=int)
+
+
+def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
+    """Let the lease of the incarnation that failed a request lapse until it is renewed.
+
+    Returns that incarnation. None: nothing has changed, as the request has no reservation, or the
+    lease had lapsed, or too many have.
+    """
+    return call("suspend", keyspace, request_id, parse=lambda inc: parse_incarnation(inc or b""))
+
+
+def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:
+    """Remove the requests of those of `incarnations`, named as found, that do not exist."""
+    return call("drop_requests", keyspace, *incarnations, parse=int)
+
+
+def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
+    """Those of `incarnations`, at most MAX_ASKED, that have ended."""
+    return call(
+        "absent", keyspace, *incarnations, parse=lambda reply: [Incarnation(int(i)) for i in reply]
+    )

@@ -1,0 +1,318 @@
+"""Overlap of prompts with every worker's published blocks: exact, in at most two round trips.
+
+A script pays for every hash it is sent, used or not. Of a long chain it is therefore sent only the
+first block of each group, or of every k-th; then the few groups in which the owners change are read
+whole, without starting a script. This loses nothing: an incarnation's published blocks are closed
+under prefix and its tier never gets faster along a chain, so equal owners at two positions mean the
+same owners everywhere between them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import chain as concatenated
+from itertools import groupby, zip_longest
+from math import isqrt
+from typing import Any, NamedTuple
+
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
+from app.state.index import GROUP_BLOCKS, TIER_OF_LETTER, bucket_of, hex_text, hex_texts, shard_of
+from app.state.scripts import Call, ScriptRunner, call, load_script
+
+WHOLE_CHAIN = 512
+"""Chains up to this length are sent whole: the hashes cost Redis less than another round trip."""
+CHAINS_PER_CALL = 16
+"""Together, chains cost Redis and us a quarter less; this many take half a millisecond."""
+
+MAX_BOUNDARIES = 16_384
+"""About 3 MB."""
+
+NOBODY = b""
+_OWNER = re.compile(rb"(?<!\d)(\d{1,18})([dhk])")
+"""No incarnation's number has more digits, and int() refuses thousands of them."""
+
+Overlaps = dict[Incarnation, TierOverlap]
+
+
+class Run(NamedTuple):
+    """`owners` hold the positions `start` to `end` of a chain, counted from 0, `end` excluded."""
+
+    start: int
+    end: int
+    owners: bytes
+
+
+class Gap(NamedTuple):
+    """Positions of one group, `end` excluded, between two samples whose owners differ. `owners`,
+    those of the second sample, hold them all."""
+
+    start: int
+    end: int
+    owners: bytes
+
+
+class Boundaries:
+    """Where owners changed along the prompts looked up last: where to look first.
+
+    A prefix that many prompts share, such as a system prompt, ends at the same block in all of
+    them, and so does what most workers hold of them. Looking there costs less than bisecting, and
+    saves a round trip for a long prompt. A boundary is only a guess: a wrong one costs Redis an
+    extra lookup or two, and without any, as in a replica that has just started, the answers are the
+    same.
+
+    One boundary is kept for each doubling of the length, keyed by the last block of the prefix of
+    that length.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[SequenceHash, int] = OrderedDict()
+
+    def learn(self, chain: Sequence[SequenceHash], runs: Sequence[Run]) -> None:
+        """Remember where the owners change. runs: those of `chain`, in its order."""
+        for run, following in zip_longest(runs, runs[1:]):
+            if run.end < len(chain) and (not following or following.owners != run.owners):
+                block = chain[(1 << run.end.bit_length() - 1) - 1]
+                self._found[block] = run.end
+                self._found.move_to_end(block)
+        while len(self._found) > MAX_BOUNDARIES:
+            self._found.popitem(last=False)
+
+    def recall(self, chain: Sequence[SequenceHash]) -> list[int]:
+        """Positions in `chain`, ascending, whose owners may differ from those just before."""
+        guesses, size = [], 1
+        while size < len(chain):
+            guess = self._found.get(chain[size - 1])
+            if guess is not None and guess < len(chain):
+                guesses.append(guess)
+            size *= 2
+        return guesses
+
+
+async def match(
+    runner: ScriptRunner,
+    keyspace: Keyspace,
+    chains: Sequence[Sequence[SequenceHash]],
+    shards: int = 1,
+    along: Sequence[Call[Any]] = (),
+    boundaries: Boundaries | None = None,
+) -> tuple[list[Overlaps | None], list[Any]]:
+    """Leading blocks of each chain that each incarnation holds, and the answers of `along`.
+
+    chains: for each prompt, the sequence hashes of its full blocks, in prompt order.
+    shards: how many the namespace's index has.
+    along: calls to send with the first round trip; the answer of one that failed is a
+    RedisUnavailable.
+    boundaries: what was learnt from other chains; it also learns from these.
+    Incarnations without overlap are absent; incarnations that are not live may be present. The
+    result for a chain whose shard cannot be reached is None; if only the second round trip fails,
+    it is what the first one proved, which may fall short of the truth.
+    """
+    guesses = [boundaries.recall(chain) if boundaries else [] for chain in chains]
+    samples = [_sample(len(chain), guess) for chain, guess in zip(chains, guesses, strict=True)]
+    groups = list(_grouped(chains, shards))
+    coarse = [
+        call(
+            "match",
+            keyspace.of_shard(shard),
+            *concatenated.from_iterable(_coarse(chains[i], samples[i], guesses[i]) for i in which),
+            parse=list,
+        )
+        for shard, which in groups
+    ]
+    replies = await runner.run_each([*along, *coarse])
+    answers, replies = replies[: len(along)], replies[len(along) :]
+    found: dict[int, list[Run]] = {}
+    reads: list[tuple[int, Gap, Call[list[bytes | None]]]] = []
+    for (shard, which), reply in zip(groups, replies, strict=True):
+        if isinstance(reply, RedisUnavailable):
+            continue
+        bucket_bits, dead, *runs_of_chains = reply
+        place = keyspace.of_shard(shard)
+        for i, runs in zip(which, runs_of_chains, strict=True):
+            found[i] = _placed(runs, samples[i])
+            for gap in _gaps(found[i], samples[i]):
+                reads.append((i, gap, _read(place, bucket_bits, dead, chains[i], gap)))
+    if reads:
+        owners_in_gaps = await runner.run_each([read for _, _, read in reads])
+        for (i, gap, _), owners in zip(reads, owners_in_gaps, strict=True):
+            found[i] += _within(gap, owners)
+    for i, runs in found.items():
+        runs.sort()
+        if boundaries:
+            boundaries.learn(chains[i], runs)
+    overlaps = [_overlaps(found[i]) if i in found else None for i in range(len(chains))]
+    return overlaps, answers
+
+
+def _grouped(
+    chains: Sequence[Sequence[SequenceHash]], shards: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Shards, each with the indices of the chains that one call looks up there."""
+    by_shard: dict[int, list[int]] = {}
+    for i, chain in enumerate(chains):
+        by_shard.setdefault(shard_of(chain[0], shards) if chain else 0, []).append(i)
+    for shard, which in by_shard.items():
+        for start in range(0, len(which), CHAINS_PER_CALL):
+            yield shard, which[start : start + CHAINS_PER_CALL]
+
+
+def _coarse(
+    chain: Sequence[SequenceHash], samples: Sequence[int], guesses: Sequence[int]
+) -> tuple[bytes | int, ...]:
+    """The arguments with which lua/match.lua looks up a chain's samples."""
+    if len(samples) == len(chain):
+        blocks, group_size, following = chain, GROUP_BLOCKS, []
+    else:
+        blocks = [chain[i] for i in samples]
+        ends = sorted(_ends(len(chain), guesses))
+        group_size, following = 1, [bisect_left(samples, i) + 1 for i in ends if i % GROUP_BLOCKS]
+    # Just after the change first: if the owners there are still the same, that side is settled.
+    first = [bisect_left(samples, i) + 1 for guess in guesses for i in (guess, guess - 1)]
+    return hex_text(blocks), group_size, _spaced(following), _spaced(first)
+
+
+def _spaced(numbers: Sequence[int]) -> bytes:
+    return b" ".join([b"%d" % number for number in numbers])
+
+
+def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
+    """Positions to look at first: all, or the first ones of some groups, and the ends.
+
+    An end that is not the first of its group is preceded by that first one.
+    """
+    if length <= WHOLE_CHAIN:
+        return range(length)
+    # A group costs as much to read as about 180 hashes to send.
+    step = max(1, round(isqrt(length) / 45)) * GROUP_BLOCKS
+    ends = _ends(length, guesses)
+    extra = ends.union([i - i % GROUP_BLOCKS for i in ends])
+    return sorted([*range(0, length, step), *[i for i in extra if i % step]])
+
+
+def _ends(length: int, guesses: Sequence[int]) -> set[int]:
+    """The last position, and for each guess the two between which the owners may change."""
+    return {length - 1, *guesses, *[guess - 1 for guess in guesses]}
+
+
+def _read(
+    shard: Keyspace,
+    bucket_bits: int,
+    dead: Sequence[bytes],
+    chain: Sequence[SequenceHash],
+    gap: Gap,
+) -> Call[list[bytes | None]]:
+    """The owners of each block of a gap, without dead ones: the script leaves them out as well."""
+    bucket = bucket_of(chain[gap.start - gap.start % GROUP_BLOCKS], bucket_bits)
+    return Call(
+        load_script("match"),
+        (shard[f"blocks:{bucket}"],),
+        hex_texts(chain[gap.start : gap.end]),
+        partial(_living, dead) if dead else list,
+        "HMGET",
+    )
+
+
+def _living(dead: Sequence[bytes], owners: list[bytes | None]) -> list[bytes | None]:
+    def unless_dead(entry: re.Match[bytes]) -> bytes:
+        return NOBODY if entry[1] in dead else entry[0]
+
+    return [held and _OWNER.sub(unless_dead, held) for held in owners]
+
+
+def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
+    """A script's runs over `positions` of a chain, as Runs of that chain."""
+    placed, start = [], 0
+    for end, owners in zip(runs[::2], runs[1::2], strict=True):
+        placed.append(Run(positions[start], positions[end - 1] + 1, owners))
+        start = end
+    return placed
+
+
+def _gaps(runs: list[Run], samples: Sequence[int]) -> Iterator[Gap]:
+    """What lies between neighbouring samples whose owners differ, by groups."""
+    for run, following in zip_longest(runs, runs[1:]):
+        if following:
+            end, owners = following.start, following.owners
+        elif run.end <= samples[-1]:
+            end, owners = samples[bisect_left(samples, run.end)], NOBODY
+        else:
+            return
+        start = run.end
+        while start < end:
+            stop = min(end, start - start % GROUP_BLOCKS + GROUP_BLOCKS)
+            yield Gap(start, stop, owners)
+            start = stop
+
+
+def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator[Run]:
+    """The runs in a gap, from the owners of its blocks.
+
+    Without an answer, and where a block has just gone, those who hold what follows count.
+    """
+    if isinstance(owners, RedisUnavailable):
+        owners = [None] * (gap.end - gap.start)
+    start = gap.start
+    for held, same in groupby(owners):
+        end = start + len(list(same))
+        if held or gap.owners:
+            yield Run(start, end, held or gap.owners)
+        start = end
+
+
+def _overlaps(runs: list[Run]) -> Overlaps:
+    """What each incarnation holds, from the runs of its chain.
+
+    Workers that hold the same are processed together: of many, most share the beginning.
+    """
+    found: Overlaps = {}
+    alive: list[tuple[frozenset[Incarnation], TierOverlap]] = []
+    reached = 0
+    for start, end, owners in runs:
+        # A gap ends the overlap: an incarnation absent from a run holds nothing after it.
+        if start != reached:
+            break
+        by_tier = _by_tier(owners)
+        if start:
+            alive = [
+                (both, _longer(overlap, tier, end - start))
+                for members, overlap in alive
+                for tier, incs in by_tier.items()
+                if (both := members & incs)
+            ]
+        else:
+            alive = [(incs, _longer(NO_OVERLAP, tier, end)) for tier, incs in by_tier.items()]
+        for members, overlap in alive:
+            found.update(dict.fromkeys(members, overlap))
+        reached = end
+    return found
+
+
+def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
+    if tier is Tier.DEVICE:
+        return TierOverlap(overlap.device + blocks, overlap.host, overlap.disk)
+    if tier is Tier.HOST:
+        return TierOverlap(overlap.device, overlap.host + blocks, overlap.disk)
+    return TierOverlap(overlap.device, overlap.host, overlap.disk + blocks)
+
+
+# A thousand owners take 66 kB.
+@lru_cache(maxsize=512)
+def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
+    # A corrupted field may name an incarnation twice.
+    tiers = dict(parse_owners(owners))
+    found = {tier: frozenset(inc for inc, its in tiers.items() if its is tier) for tier in Tier}
+    return {tier: incs for tier, incs in found.items() if incs}
+
+
+def parse_owners(owners: bytes) -> tuple[tuple[Incarnation, Tier], ...]:
+    """The entries of a field in a `blocks:` hash."""
+    return tuple(
+        (Incarnation(int(number)), TIER_OF_LETTER[letter])
+        for number, letter in _OWNER.findall(owners)
+    )

@@ -1,0 +1,115 @@
+"""Blocks that a worker will hold, because a request with them was routed there.
+
+For engines that do not report what they cache, this is all that is known about them. For others it
+counts what requests in flight will have cached by the time the next one gets its turn. The record
+is kept in Redis alongside the index, so that all replicas score alike.
+
+Only the blocks of a chain at POSITIONS are recorded: each of the first eight, then eight for each
+doubling of the length. A chain of 8,192 blocks thus costs 88 entries instead of 8,192, and what is
+foreseen falls short of the truth by at most a ninth.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, SequenceHash
+from app.state.index import bucket_bits_for, hex_text
+from app.state.scripts import Call, call
+
+SLICES_PER_LIFETIME = 4
+ENTRIES_PER_BUCKET = 32
+"""Entries are placed one by one, so fewer would cost more memory for keys, and more would slow down
+lookups."""
+TARGET_FRACTION = 0.8
+"""The fraction of the entries allowed that is kept when there are too many."""
+ROUND_SLICES = 10
+"""A round of `prune` must take no more: steps may be late, and entries not looked at for 20 slices
+come back to life (lua/lib/slices.lua)."""
+
+DOUBLINGS = 24
+POSITIONS = [
+    *range(1, 9),
+    *(n << doubling for doubling in range(DOUBLINGS) for n in range(9, 17)),
+]
+"""Counted from 1: 1 to 16, then 18, 20, ... 32, 36, 40, ... 64, 72, ..."""
+
+
+def positions(length: int) -> Sequence[int]:
+    """Those of POSITIONS, counted from 1, that a chain of `length` blocks reaches."""
+    return POSITIONS[: bisect_right(POSITIONS, length)]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionSettings:
+    """lifetime_s: of a prediction after its last use. max_entries: in each shard; beyond
+    that, the oldest are given up."""
+
+    lifetime_s: float
+    max_entries: int
+
+    @property
+    def slice_ms(self) -> int:
+        return max(1, round(self.lifetime_s * 1000 / SLICES_PER_LIFETIME))
+
+    def prune_pause_s(self, buckets: int, max_buckets: int) -> float:
+        """The longest pause between steps of `prune`, each of `max_buckets` out of `buckets`."""
+        return ROUND_SLICES * self.slice_ms / 1000 * max_buckets / max(1, buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class PruneStep:
+    """removed: entries. buckets: how many a round goes through; 0: nothing was predicted yet."""
+
+    removed: int
+    buckets: int
+
+
+def predict(
+    shard: Keyspace,
+    incarnation: Incarnation,
+    chain: Sequence[SequenceHash],
+    settings: PredictionSettings,
+) -> Call[int]:
+    """Record that `incarnation` gets a request with `chain`; returns how many entries it took."""
+    return call(
+        "predict",
+        shard,
+        incarnation,
+        _text(chain),
+        settings.slice_ms,
+        bucket_bits_for(settings.max_entries, ENTRIES_PER_BUCKET),
+        settings.max_entries,
+        round(settings.max_entries * TARGET_FRACTION),
+        parse=int,
+    )
+
+
+def foresee(
+    shard: Keyspace, chain: Sequence[SequenceHash], settings: PredictionSettings
+) -> Call[dict[Incarnation, int]]:
+    """Leading blocks of `chain` that each incarnation is predicted to hold."""
+    reached = positions(len(chain))
+
+    def parse(reply: list[Any]) -> dict[Incarnation, int]:
+        return {
+            Incarnation(int(inc)): reached[n - 1]
+            for inc, n in zip(reply[::2], reply[1::2], strict=True)
+        }
+
+    return call("foresee", shard, _text(chain), settings.slice_ms, parse=parse)
+
+
+def prune(shard: Keyspace, settings: PredictionSettings, max_buckets: int) -> Call[PruneStep]:
+    """One bounded step of removing predictions that have expired."""
+    return call(
+        "prune", shard, settings.slice_ms, max_buckets, parse=lambda reply: PruneStep(*reply)
+    )
+
+
+def _text(chain: Sequence[SequenceHash]) -> bytes:
+    return hex_text([chain[n - 1] for n in positions(len(chain))])

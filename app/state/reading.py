@@ -1,0 +1,173 @@
+"""Reads the keys of a namespace alongside a running cluster: read-only, in bounded steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+
+from app.core.errors import ConfigError, RedisUnavailable
+from app.core.keys import Keyspace
+from app.state.client import Client
+from app.state.connect import deadline
+
+STEP_KEYS = 200
+STEP_FIELDS = 1000
+STEP_TIMEOUT_S = 5.0
+SETTLED = re.compile(rb"[1-9]\d{0,5}")
+BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
+"""What lua/lib/bucket.lua reads as bucket bits: anybody may have written there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What a namespace says of its workers, all from one moment."""
+
+    now_ms: int
+    meta: dict[bytes, bytes]
+    workers: dict[bytes, bytes]
+    current: dict[bytes, bytes]
+    leases: dict[bytes, float]
+    writers: dict[bytes, bytes]
+    load: dict[bytes, bytes]
+
+
+async def read_control(redis: Client, keyspace: Keyspace) -> Control:
+    """Reads the keys in one transaction."""
+    node = redis.node_of(keyspace["meta"]).client
+    async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
+        pipe.time()
+        for name in ("meta", "workers", "current", "writers", "load"):
+            pipe.hgetall(keyspace[name])
+        pipe.zrange(keyspace["leases"], 0, -1, withscores=True)
+        (seconds, micros), *replies = await pipe.execute()
+    meta, workers, current, writers, load, lease_list = replies
+    now_ms = seconds * 1000 + micros // 1000
+    return Control(now_ms, meta, workers, current, dict(lease_list), writers, load)
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """Everything that is reserved. reservations, expiry: read in parts, so a request that comes or
+    goes meanwhile may be in one only. on: what each incarnation has, from one moment."""
+
+    reservations: dict[bytes, bytes]
+    expiry: set[bytes]
+    on: dict[bytes, OnWorker]
+
+
+class OnWorker(NamedTuple):
+    """Reservations on one incarnation. load: None if it has none, as it has ended."""
+
+    load: bytes | None
+    requests: dict[bytes, bytes]
+    prefills: list[bytes]
+
+
+async def read_promised(
+    redis: Client, keyspace: Keyspace, incarnations: Iterable[bytes]
+) -> Promised:
+    """Reads what is reserved in parts: all of 50,000 requests would keep Redis busy for 0.1 s."""
+    node = redis.node_of(keyspace["meta"]).client
+    reservations: dict[bytes, bytes] = {}
+    async for fields in _parts(node.hscan, keyspace["reservations"]):
+        reservations |= fields
+    expiry: set[bytes] = set()
+    async for members in _parts(node.zscan, keyspace["expiry"]):
+        expiry |= {member for member, _ in members}
+    on: dict[bytes, OnWorker] = {}
+    for inc in incarnations:
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
+            pipe.hget(keyspace["load"], readable(inc))
+            pipe.hgetall(keyspace[f"requests:{readable(inc)}"])
+            pipe.lrange(keyspace[f"prefills:{readable(inc)}"], 0, -1)
+            on[inc] = OnWorker(*await pipe.execute())
+    return Promised(reservations, expiry, on)
+
+
+async def _parts(scan_part: Callable[..., Awaitable[Any]], key: str) -> AsyncIterator[Any]:
+    """A large hash or sorted set, a few entries at a time."""
+    cursor = -1
+    while cursor != 0:
+        async with deadline(STEP_TIMEOUT_S):
+            cursor, entries = await scan_part(key, max(cursor, 0), count=STEP_KEYS)
+        yield entries
+
+
+def readable(raw: bytes) -> str:
+    """The text of what should be text but may be anything."""
+    return raw.decode(errors="replace")
+
+
+def settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
+    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there."""
+    text = meta.get(field.encode(), b"")
+    if not SETTLED.fullmatch(text):
+        raise ConfigError(f"{keyspace['meta']}: {field} is {readable(text)!r}")
+    return int(text)
+
+
+async def bucket_bits_of(redis: Client, shard: Keyspace) -> int | None:
+    """A shard's bucket bits; None: there are none, or none that make sense."""
+    found: Any = await redis.hget(shard["shard"], "bucket_bits")
+    bits = BUCKET_BITS.fullmatch(found or b"")
+    return int(bits[1]) if bits else None
+
+
+async def buckets(
+    redis: Client, keyspace: Keyspace
+) -> AsyncIterator[tuple[Redis, dict[bytes, int]]]:
+    """All buckets of the index with their shards, a few at a time, and the server they are on."""
+    async for node, keys in scan(redis, keyspace.pattern + ":blocks:*"):
+        # A key that ends in a tenant's name may match as well.
+        parsed = {key: keyspace.parse(key) or (None, "") for key in keys}
+        yield (
+            node,
+            {
+                key: shard
+                for key, (shard, name) in parsed.items()
+                if shard is not None and name.startswith("blocks:")
+            },
+        )
+
+
+async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes] | None]:
+    """What is in each hash; None for a key that is not a hash. Raises RedisUnavailable.
+
+    Read in parts: while Redis reads a bucket of a hundred thousand blocks, it answers nobody else.
+    """
+    async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.hscan(key, count=STEP_FIELDS)
+        replies = await pipe.execute(raise_on_error=False)
+    found: list[dict[bytes, bytes] | None] = []
+    for key, reply in zip(keys, replies, strict=True):
+        if isinstance(reply, Exception):
+            if not str(reply).startswith("WRONGTYPE"):
+                raise RedisUnavailable(f"{readable(key)}: {reply}") from reply
+            found.append(None)
+            continue
+        cursor, entries = reply
+        while cursor:
+            async with deadline(STEP_TIMEOUT_S):
+                cursor, more = await node.hscan(key, cursor, count=STEP_FIELDS)
+            entries |= more
+        found.append(entries)
+    return found
+
+
+async def scan(redis: Client, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
+    """All keys that match, a few at a time, with the server they are on."""
+    async with deadline(STEP_TIMEOUT_S):
+        masters = await redis.masters()
+    for master in masters:
+        cursor = -1
+        while cursor != 0:
+            async with deadline(STEP_TIMEOUT_S):
+                found: Any = await master.scan(max(cursor, 0), match=pattern, count=1000)
+            cursor, keys = found
+            for at in range(0, len(keys), STEP_KEYS):
+                yield master, keys[at : at + STEP_KEYS]

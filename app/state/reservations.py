@@ -1,0 +1,194 @@
+"""What is promised to requests in flight: the loads a decision sees, and changes to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from app.core.errors import NamespaceMissing
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, parse_incarnation
+from app.state.scripts import Call, call
+
+_LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 8))
+
+
+@dataclass(slots=True)
+class Load:
+    """Reservations on one incarnation. A router adds its own decisions to its copy.
+
+    head_*: of the request prefilling now, which is the oldest one without a first token.
+    """
+
+    prefill_tokens: int = 0
+    prefill_us: int = 0
+    head_us: int = 0
+    head_since_ms: int = 0
+    blocks: int = 0
+    requests: int = 0
+    decoding: int = 0
+    total: int = 0
+    """Reservations ever made."""
+
+    def queue_s(self, now_ms: int) -> float:
+        """Predicted seconds of prefill still to do; the head's share drains with time."""
+        drained_us = min((now_ms - self.head_since_ms) * 1000, self.head_us)
+        return (self.prefill_us - max(0, drained_us)) / 1e6
+
+    def add(self, reservation: Reservation, now_ms: int) -> None:
+        """Count one more reservation, as lua/reserve.lua does."""
+        if self.requests == self.decoding:
+            self.head_us, self.head_since_ms = reservation.prefill_us, now_ms
+        self.prefill_tokens += reservation.prefill_tokens
+        self.prefill_us += reservation.prefill_us
+        self.blocks += reservation.blocks
+        self.requests += 1
+        self.total += 1
+
+
+def parse_load(text: bytes) -> Load | None:
+    """The load in a field of `load`; None: it cannot be read."""
+    numbers = _numbers(text)
+    return Load(*numbers) if numbers else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What one request is to be promised."""
+
+    request_id: str
+    prefill_tokens: int
+    """To be computed: the prompt less what is cached."""
+    prefill_us: int
+    """Predicted time to compute them."""
+    blocks: int
+    """KV blocks in use while the request runs."""
+    attempt: str = "-"
+    """Distinguishes this reservation from others of the same request. Without spaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A reservation, and what the decision for its worker was made from."""
+
+    incarnation: Incarnation
+    reservation: Reservation
+    max_requests: int
+    """At this many the worker is full."""
+    seen_total: int | None
+    """`Load.total` when it was read; None: take the worker as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Loads of the live, routable incarnations at one moment of the Redis clock."""
+
+    now_ms: int
+    loads: dict[Incarnation, Load]
+    workers_ms: int | None = None
+    """When an incarnation was last registered or repaired; None: not asked."""
+    shards: int | None = None
+    """How many the namespace's index has; None: not asked."""
+    somebody_waits: bool = False
+    """Whether any request waits for a turn, at any replica; also False if not asked."""
+    lapsed: frozenset[Incarnation] = frozenset()
+    """Incarnations that would be routable if their leases had not run out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """reason: `lapsed`, `full` or `changed`. fresh: loads to decide again from; they include
+    everything that the same call reserved."""
+
+    reason: str
+    fresh: Snapshot
+
+
+def loads(keyspace: Keyspace) -> Call[Snapshot]:
+    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace."""
+
+    def parse(reply: list[Any] | None) -> Snapshot:
+        if reply is None:
+            raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
+        return _snapshot(reply[:3], workers_ms=reply[3], shards=reply[4], waiting=reply[5])
+
+    return call("loads", keyspace, parse=parse)
+
+
+def reserve(
+    keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int
+) -> Call[list[Refused | None]]:
+    """Promise capacity to each wish in turn, unless its worker has changed; None: promised."""
+
+    def parse(reply: list[Any]) -> list[Refused | None]:
+        outcomes, *loads_now = reply
+        if not loads_now:
+            return [None] * len(outcomes)
+        fresh = _snapshot(loads_now)
+        return [None if why == 1 else Refused(why.decode(), fresh) for why in outcomes]
+
+    args: list[int | str] = []
+    for wish in wishes:
+        promised, seen_total = wish.reservation, wish.seen_total
+        args += (
+            wish.incarnation,
+            promised.request_id,
+            promised.prefill_tokens,
+            promised.prefill_us,
+            promised.blocks,
+            promised.attempt,
+            wish.max_requests,
+            -1 if seen_total is None else seen_total,
+        )
+    return call("reserve", keyspace, ttl_ms, *args, parse=parse)
+
+
+def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
+    """Record that the first token is out. False: there is no such reservation. Idempotent."""
+    return call("prefill_complete", keyspace, request_id, parse=bool)
+
+
+def release(
+    keyspace: Keyspace, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+) -> Call[bool]:
+    """End a request's reservation. False: there is no such reservation (any more). Idempotent.
+
+    attempt: only if the reservation is that attempt's; "": any. expires_by_ms: only if it expires
+    by then, by the Redis clock; None: whenever it expires.
+    """
+    by_ms = -1 if expires_by_ms is None else expires_by_ms
+    return call("release", keyspace, request_id, attempt, by_ms, parse=bool)
+
+
+def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int, grace_ms: int) -> Call[int]:
+    """Forget at most `limit` reservations whose time is up; returns how many.
+
+    ttl_ms: no reservation is kept for longer. grace_ms: the same for what is left of one that
+    somebody removed by hand; workers repair theirs sooner.
+    """
+    return call("expire", keyspace, limit, ttl_ms, grace_ms, parse=int)
+
+
+def _snapshot(
+    reply: list[Any], workers_ms: int | None = None, shards: int | None = None, waiting: int = 0
+) -> Snapshot:
+    now_ms, live, pairs = reply
+    by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    load_of = {}
+    for text in live:
+        # An incarnation whose load is corrupted is not routed to until its worker has noticed.
+        inc, load = parse_incarnation(text), parse_load(by_inc.pop(text, b""))
+        if inc and load:
+            load_of[inc] = load
+    lapsed = frozenset(filter(None, map(parse_incarnation, by_inc)))
+    return Snapshot(now_ms, load_of, workers_ms, shards, bool(waiting), lapsed)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(load: bytes) -> tuple[int, ...] | None:
+    """Cached, because the loads of only a few workers change between two decisions."""
+    found = _LOAD.fullmatch(load)
+    return tuple(map(int, found.groups())) if found else None

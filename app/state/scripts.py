@@ -1,0 +1,221 @@
+"""Loads lua/ and runs its scripts: one Call per script run, any number of Calls per round trip.
+
+A script's header is its contract; Keyspace spells out the names after `KEYS[n]` in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any, Generic, TypeVar
+
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
+
+from app.core.errors import RedisFull, RedisUnavailable
+from app.core.keys import Keyspace
+from app.state.client import MAX_REDIRECTS, Client, Node, did_not_run, exchange
+from app.state.connect import deadline
+
+T = TypeVar("T")
+
+_INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
+_READS_ONLY = re.compile(r"^-- Cost .*\. Reads only\.$", re.MULTILINE)
+_HEADER_KEY = re.compile(r"^-- KEYS\[\d+\] +(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One file of lua/, with its includes pasted in."""
+
+    name: str
+    text: str
+    key_names: tuple[str, ...]
+    sha: str
+    reads_only: bool
+
+
+@cache
+def load_script(name: str) -> Script:
+    """The script lua/<name>.lua."""
+    folder = files("lua")
+    raw = (folder / f"{name}.lua").read_text()
+    text = _INCLUDE.sub(lambda m: (folder / "lib" / f"{m[1]}.lua").read_text(), raw)
+    sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    reads_only = _READS_ONLY.search(raw) is not None
+    return Script(name, text, tuple(_HEADER_KEY.findall(raw)), sha, reads_only)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One run of a script: what goes in, and how to read what comes out.
+
+    command: sent in place of the script, for that part of its work which needs none.
+    """
+
+    script: Script
+    keys: tuple[str, ...]
+    args: tuple[Any, ...]
+    parse: Callable[[Any], T]
+    command: str | None = None
+
+    def words(self) -> tuple[Any, ...]:
+        if self.command:
+            return (self.command, *self.keys, *self.args)
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+
+
+def call(name: str, keyspace: Keyspace, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
+    """A Call of lua/<name>.lua in `keyspace`."""
+    return Call(load_script(name), _keys(name, keyspace), args, parse)
+
+
+@lru_cache(maxsize=4096)
+def _keys(name: str, keyspace: Keyspace) -> tuple[str, ...]:
+    return tuple(keyspace[key] for key in load_script(name).key_names)
+
+
+class ScriptRunner:
+    """Runs Calls on Redis, each batch within `timeout_s`.
+
+    on_replicas: scripts that run on replicas where there are any; each must be read-only.
+    """
+
+    def __init__(
+        self, redis: Client, timeout_s: float, *, on_replicas: Collection[str] = ()
+    ) -> None:
+        for name in on_replicas:
+            assert load_script(name).reads_only, f"{name} writes"
+        self.redis = redis
+        self._timeout_s = timeout_s
+        self._on_replicas = frozenset(on_replicas)
+
+    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """The parsed replies, in the order of `calls`; one round trip, two after a Redis restart.
+
+        In a Cluster the calls to each node are one round trip, and the nodes work in parallel.
+        They may run in any order: those whose script Redis does not know yet are sent again.
+        Raises RedisUnavailable if Redis cannot be reached or does not answer in time; some of the
+        calls may then have taken effect.
+        """
+        replies = await self.run_each(calls)
+        for reply in replies:
+            if isinstance(reply, RedisUnavailable):
+                raise reply
+        return replies
+
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Like `run`, but with a RedisUnavailable in place of each missing answer.
+
+        Calls to one node do not wait for another node: each node has the whole `timeout_s`.
+        """
+        replies = await self._replies(calls)
+        return [_parsed(c, reply) for c, reply in zip(calls, replies, strict=True)]
+
+    async def one(self, one: Call[T]) -> T:
+        """`run` for a single call."""
+        result: T = (await self.run([one]))[0]
+        return result
+
+    async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Redis's reply to each call, with errors as values."""
+        started = asyncio.get_running_loop().time()
+        if self.redis.stale:
+            try:
+                async with deadline(self._timeout_s, since=started):
+                    await self.redis.refresh()
+            except RedisUnavailable as error:
+                return [error] * len(calls)
+        groups = _grouped((self._node_of(c), i) for i, c in enumerate(calls))
+        if len(groups) == 1:
+            (node,) = groups
+            return await self._bounded(node, calls, started)
+        replies: list[Any] = [None] * len(calls)
+
+        async def answer(node: Node, which: list[int]) -> None:
+            found = await self._bounded(node, [calls[i] for i in which], started)
+            for i, reply in zip(which, found, strict=True):
+                replies[i] = reply
+
+        async with asyncio.TaskGroup() as tasks:
+            for node, which in groups.items():
+                tasks.create_task(answer(node, which))
+        return replies
+
+    def _node_of(self, one: Call[Any]) -> Node:
+        return self.redis.node_of(one.keys[0], replica=one.script.name in self._on_replicas)
+
+    async def _bounded(self, node: Node, calls: Sequence[Call[Any]], started: float) -> list[Any]:
+        try:
+            async with deadline(self._timeout_s, since=started):
+                return await self._ask(node, calls, MAX_REDIRECTS)
+        except RedisUnavailable as error:
+            self.redis.doubt()
+            return [error] * len(calls)
+
+    async def _ask(self, node: Node, calls: Sequence[Call[Any]], redirects: int) -> list[Any]:
+        """The replies of `node`, or of the nodes that calls are redirected to."""
+        try:
+            replies = await self._evaluate(node, calls)
+        except (RedisError, OSError) as error:
+            if not node.replica:
+                raise
+            replies = [error] * len(calls)
+        refused = {
+            i: reply
+            for i, reply in enumerate(replies)
+            if isinstance(reply, Exception) and (node.replica or did_not_run(reply))
+        }
+        if refused and redirects:
+            nodes = await self.redis.redirect(
+                node, {calls[i].keys[0]: reply for i, reply in refused.items()}
+            )
+            targets = [(nodes.get(calls[i].keys[0]), i) for i in refused]
+            for target, which in _grouped((n, i) for n, i in targets if n is not None).items():
+                found = await self._ask(target, [calls[i] for i in which], redirects - 1)
+                for i, reply in zip(which, found, strict=True):
+                    replies[i] = reply
+        return replies
+
+    async def _evaluate(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
+        replies = await self._send(node, calls)
+        missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if missing:
+            # Scripts run one by one and in order, so what Redis did run stands; only the runs that
+            # it had no script for are sent again.
+            await self._load(node, {calls[i].script for i in missing})
+            again = await self._send(node, [calls[i] for i in missing])
+            for i, reply in zip(missing, again, strict=True):
+                replies[i] = reply
+        return replies
+
+    async def _send(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
+        return await exchange(node, [c.words() for c in calls])
+
+    async def _load(self, node: Node, scripts: Iterable[Script]) -> None:
+        for reply in await exchange(node, [("SCRIPT LOAD", script.text) for script in scripts]):
+            if isinstance(reply, Exception):
+                raise reply
+
+
+def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:
+    groups: dict[Node, list[int]] = {}
+    for node, i in pairs:
+        groups.setdefault(node, []).append(i)
+    return groups
+
+
+def _parsed(c: Call[Any], reply: Any) -> Any:
+    """What the reply means; for an error of Redis (LOADING, READONLY, a script that failed), a
+    RedisUnavailable that says which."""
+    if not isinstance(reply, Exception):
+        return c.parse(reply)
+    if not isinstance(reply, RedisUnavailable):
+        # Before Redis 7, a script's error names the refusal only in its text.
+        is_full = isinstance(reply, OutOfMemoryError) or "-OOM command" in str(reply)
+        return (RedisFull if is_full else RedisUnavailable)(f"{c.script.name}: {reply}")
+    return reply

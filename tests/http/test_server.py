@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket as sockets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from app.core.errors import ConfigError, KvrouteError
+from app.http.server import listen, serve
+
+
+async def test_serving_ends_when_a_task_of_the_application_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+            yield
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise LookupError("nobody foresaw this")
+
+    with listen("127.0.0.1", 0) as socket:
+        async with asyncio.timeout(5.0):
+            with pytest.raises(KvrouteError, match="the application failed"):
+                await serve(FastAPI(lifespan=lifespan), socket)
+    assert "nobody foresaw this" in caplog.text
+
+
+@pytest.mark.skipif(not sockets.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_ipv6_wildcard_also_takes_ipv4_connections() -> None:
+    with listen("::", 0) as socket:
+        port = socket.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            sockets.create_connection((host, port), timeout=5.0).close()
+
+
+def test_an_empty_host_is_not_taken_for_every_address_of_the_machine() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on :0: the host is empty"):
+        listen("", 0)
+
+
+async def test_what_is_not_http_is_answered_in_the_shape_of_all_errors() -> None:
+    with listen("127.0.0.1", 0) as socket:
+        serving = asyncio.create_task(serve(FastAPI(), socket))
+        async with asyncio.timeout(5.0):
+            reader, writer = await asyncio.open_connection(*socket.getsockname())
+            writer.write(b"\x16\x03\x01 is how TLS begins\r\n\r\n")
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
+    assert head.startswith(b"HTTP/1.1 400 ")
+    message = "Invalid HTTP request received."
+    assert json.loads(body) == {"error": {"code": "bad_request", "message": message, "field": None}}
+
+
+async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
+    seen: list[int] = []
+    app = FastAPI()
+
+    @app.get("/stop")
+    async def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with listen("127.0.0.1", 0) as socket:
+        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+
+        async def leave() -> None:
+            async with httpx.AsyncClient() as client:
+                seen.append((await client.get(f"{url}/openapi.json")).status_code)
+
+        async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve(app, socket, on_stop=leave))
+            async with httpx.AsyncClient() as client:
+                await client.get(f"{url}/stop")
+    assert seen == [200]
+
+
+async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = asyncio.Event()
+    app = FastAPI()
+
+    @app.get("/stop")
+    async def stop() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await late.wait()
+        return "told to end"
+
+    with listen("127.0.0.1", 0) as socket:
+        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve(app, socket, on_late=late.set, drain_s=0.1))
+            async with httpx.AsyncClient() as client:
+                response = await client.get(f"{url}/stop")
+    assert (response.status_code, response.json()) == (200, "told to end")
+    assert caplog.messages == []

@@ -1,0 +1,110 @@
+"""What `kvroute explain` and `kvroute whatif` print of the decisions that Redis keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+from click.testing import CliRunner, Result
+from redis.asyncio import Redis
+
+from app.cli import main
+from app.core.types import SequenceHash, TierOverlap
+from app.local.redis_server import EmbeddedRedis
+from app.policy.cost import Candidates
+from app.state.decisions import ENTRY, FIELDS, Record, Seen, encode
+from tests.fake_workers import KEYS, NAMESPACE
+from tests.ops.test_explain import record
+
+
+async def kvroute(server: EmbeddedRedis, *arguments: str) -> Result:
+    where = ["--redis-url", server.url, "--namespace", NAMESPACE]
+    return await asyncio.to_thread(CliRunner().invoke, main, [*arguments, *where])
+
+
+async def as_json(server: EmbeddedRedis, *arguments: str) -> Any:
+    result = await kvroute(server, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+async def keep(redis: Redis, *records: Record) -> None:
+    for one in records:
+        await redis.xadd(KEYS["decisions"], dict(zip(ENTRY, encode(one), strict=True)))
+
+
+def decided(request_id: str, seen: Seen | None = None, **others: Any) -> Record:
+    known: dict[str, Any] = {
+        "request_id": request_id,
+        "at_ms": 0,
+        "worker": "w1:0",
+        "policy": "latency",
+        "locality": "load",
+        "isl_tokens": 41,
+        "full_blocks": 10,
+        "overlap": TierOverlap(3, 2, 1),
+        "best": "w2:0",
+        "best_overlap": 9,
+        "tries": 2,
+        "waited_ms": 1500,
+        "blocks": [SequenceHash(7)],
+        "seen": seen,
+    }
+    return Record(**known | others)
+
+
+async def test_explain_says_what_was_decided_and_why(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    await keep(redis, decided("r1"), decided("r2", best="", best_overlap=0, waited_ms=0))
+    assert (await kvroute(one_redis_server, "explain", "r1")).output.splitlines() == [
+        "r1: 41 tokens to w1:0 by latency; the worker held 6 of 10 full blocks (3 on its device, "
+        "2 in host memory, 1 on disk)",
+        "another worker was cheaper, counting overlap and load; w2:0 held the most, 9; decided on "
+        "try 2",
+        "the request waited 1.50 s for a worker that could take it",
+        "the candidates of this decision were not kept: see --details-per-s",
+    ]
+    assert (await kvroute(one_redis_server, "explain", "r2")).output.splitlines()[1:] == [
+        "another worker was cheaper, counting overlap and load; decided on try 2",
+        "the candidates of this decision were not kept: see --details-per-s",
+    ]
+    found = await as_json(one_redis_server, "explain", "r1")
+    assert found["candidates"] == []
+    assert not {"blocks", "seen"} & found.keys()
+
+
+async def test_explain_lists_the_cheapest_candidate_first_with_the_blocks_of_all_its_tiers(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    columns = {name: np.zeros(3) for name in FIELDS}
+    columns["overlap_device"] += [1, 3, 2]
+    columns["overlap_host"] += [2, 2, 0]
+    columns["overlap_disk"] += [0, 1, 0]
+    columns["max_requests"] += 100
+    columns["prefill_s_per_token"] += 0.001
+    seen = Seen(["w0:0", "w1:0", "w2:0"], 4, Candidates(**columns), [True] * 3)
+    await keep(redis, decided("r1", seen))
+    candidates = (await as_json(one_redis_server, "explain", "r1"))["candidates"]
+    assert [(c["worker"], c["overlap_blocks"]) for c in candidates] == [
+        ("w1:0", 6),
+        ("w0:0", 3),
+        ("w2:0", 2),
+    ]
+
+
+async def test_whatif_skips_decisions_without_candidates_and_applies_the_weight(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    # w2 holds all, but has two blocks more in flight.
+    found = record("w2:0", "blocks", overlaps=[0, 0, 10, 0], requests=[0, 9, 1, 9])
+    assert found.seen is not None
+    found.seen.candidates.active_blocks[:] = [0, 90, 2, 90]
+    await keep(redis, found, decided("r2"), found)
+    same = await as_json(one_redis_server, "whatif", "--policy", "blocks")
+    assert (same["decisions"], same["changed"]) == (2, 0)
+    of_load = ("whatif", "--policy", "blocks", "--prefill-weight", "0")
+    by_load_only = await as_json(one_redis_server, *of_load)
+    assert (by_load_only["decisions"], by_load_only["changed"]) == (2, 2)

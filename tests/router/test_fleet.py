@@ -1,0 +1,583 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core import worker_report
+from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
+from app.core.types import Incarnation, TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
+from app.local.redis_server import EmbeddedRedis
+from app.router import fleet as fleets
+from app.router.fleet import Fleet, Known, Measured, View
+from app.state import leases
+from app.state.connect import connect
+from app.state.reservations import Load, Reservation, Snapshot
+from tests.eventually import eventually
+from tests.lua.conftest import Namespace, info
+from tests.redis_servers import stopped
+
+ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
+
+
+@pytest.fixture
+def space(redis: Redis) -> Namespace:
+    return Namespace(redis)
+
+
+def fleet_of(space: Namespace) -> Fleet:
+    return Fleet(space.redis, space.keys, timeout_s=2)
+
+
+async def publish(
+    space: Namespace,
+    inc: Incarnation,
+    measured: ForwardPassMetrics,
+    speed: Speed = DEFAULT_SPEED,
+    entry_id: str = "*",
+) -> None:
+    """Publish metrics as an agent does."""
+    entry = {"worker": "a:0", "incarnation": str(inc), **worker_report.encode(measured, speed)}
+    await space.redis.xadd(space.keys["metrics"], entry, id=entry_id)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def following(fleet: Fleet) -> AsyncIterator[None]:
+    task = asyncio.create_task(fleet.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def learned(fleet: Fleet, inc: Incarnation, waiting: int) -> Measured:
+    """What the fleet has learnt of `inc`, once that includes `waiting` requests."""
+
+    async def look() -> Measured:
+        return fleet.measured(inc)
+
+    return await eventually(look, lambda m: m.metrics.num_requests_waiting == waiting)
+
+
+def waiting(requests: int) -> ForwardPassMetrics:
+    return ForwardPassMetrics(num_requests_waiting=requests)
+
+
+async def test_a_view_shows_the_live_workers_and_their_reservations(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    assert fleet.block_size is None
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
+    view = await fleet.view(await space.loads())
+    assert dict(zip(view.incarnations, view.infos, strict=True)) == {a: info("a"), b: info("b")}
+    assert [load.requests for load in view.loads] == [0, 1]
+    assert fleet.block_size == 4
+    assert fleet.last_view is view
+
+
+async def test_redis_is_asked_only_about_new_workers(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    snapshot = await space.loads()
+    await space.redis.config_resetstat()
+    await fleet.view(snapshot)
+    assert "cmdstat_hmget" not in await space.redis.info("commandstats")
+    await space.redis.delete(space.keys["workers"])
+    b = await space.worker("b")
+    view = await fleet.view(await space.loads())
+    assert [str(known.key) for known in view.infos] == ["a:0", "b:0"]
+    assert view.incarnations == [ONE, b]
+
+
+async def test_of_a_thousand_workers_only_the_new_one_is_decoded(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    before = await space.get("meta", "workers_ms")
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    decoded: list[bytes] = []
+    decode = leases.decode_info
+    monkeypatch.setattr(leases, "decode_info", lambda text: decoded.append(text) or decode(text))
+    b = await space.worker("b")
+    assert (await fleet.view(await space.loads())).incarnations == [ONE, b]
+    assert [decode(text).key for text in decoded] == [WorkerKey("b")]
+
+
+async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Namespace) -> None:
+    await space.worker("a")
+    await space.worker("b")
+    await space.redis.hdel(space.keys["workers"], "1")
+    view = await fleet_of(space).view(await space.loads())
+    assert view.incarnations == [TWO]
+
+
+@pytest.mark.parametrize("spoilt", ["spoilt", "{}", "[]"])
+async def test_an_incarnation_whose_worker_entry_is_corrupted_is_not_routed_to(
+    space: Namespace, caplog: pytest.LogCaptureFixture, spoilt: str
+) -> None:
+    await space.worker("a")
+    await space.worker("b")
+    await space.redis.hset(space.keys["workers"], "1", spoilt)
+    view = await fleet_of(space).view(await space.loads())
+    assert view.incarnations == [TWO]
+    assert "ignoring the worker of incarnation 1" in caplog.text
+
+
+async def test_forget_except_drops_all_other_workers(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    await publish(space, a, waiting(7))
+    await fleet._poll(None)
+    await fleet.view(await space.loads())
+    fleet.forget_except([])
+    assert fleet.measured(a).metrics == ForwardPassMetrics()
+    assert (await fleet.view(await space.loads())).incarnations == [a, b]
+    fleet.forget_except([b])
+    await space.redis.hdel(space.keys["workers"], str(a), str(b))
+    assert (await fleet.view(await space.loads())).incarnations == [b]
+
+
+async def test_a_namespace_created_again_may_give_old_numbers_to_other_workers(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await space.worker("b")
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["a:0", "b:0"]
+    before = await space.get("meta", "workers_ms")
+    await space.redis.flushall()
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    await space.worker("b")
+    await space.worker("a")
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["b:0", "a:0"]
+
+
+async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    async with connect(own_redis_server.url) as redis:
+        space = Namespace(redis)
+        await space.worker("a")
+        fleet = fleet_of(space)
+        own_redis_server.kill()
+        with pytest.raises(RedisUnavailable, match="ConnectionError"):
+            await fleet.view(Snapshot(now_ms=0, loads={ONE: Load()}))
+
+
+async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
+    space: Namespace, one_redis_server: EmbeddedRedis
+) -> None:
+    fleet = Fleet(space.redis, space.keys, timeout_s=0.02)
+    queries = (
+        fleet.view(Snapshot(now_ms=0, loads={ONE: Load()})),
+        fleet._poll(None),
+        fleet._poll(b"1-0"),
+    )
+    with stopped(one_redis_server.pid):
+        for query in queries:
+            with pytest.raises(RedisUnavailable, match="no answer within 20 ms"):
+                await query
+
+
+async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    for name in ("a", "b"):
+        await space.worker(name)
+    await fleet.view(await space.loads())
+    fleet.note(RedisUnavailable("cannot save"))
+    assert fleet.recovers
+    await space.redis.zadd(space.keys["leases"], {"1": 1, "2": 1})
+    with pytest.raises(
+        RedisRecovering, match=r"^leases lapsed while Redis failed: 2 \(cannot save\)$"
+    ):
+        await fleet.view(await space.loads())
+    assert await space.renew(ONE)
+    with pytest.raises(RedisRecovering, match="failed: 1"):
+        await fleet.view(await space.loads())
+    assert fleet.last_view is not None
+    assert fleet.last_view.incarnations == [ONE, TWO]
+    assert await space.renew(TWO)
+    assert (await fleet.view(await space.loads())).incarnations == [ONE, TWO]
+    # From then on, a lease that runs out means that its worker is gone.
+    await space.redis.zadd(space.keys["leases"], {"2": 1})
+    assert (await fleet.view(await space.loads())).incarnations == [ONE]
+
+
+async def test_a_worker_that_does_not_renew_soon_after_an_outage_is_gone(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    monkeypatch.setattr(fleets, "RECOVERY_S", 0.0)
+    fleet.note(RedisUnavailable("unreachable"))
+    assert not fleet.recovers
+    await space.redis.zadd(space.keys["leases"], {"1": 1})
+    assert (await fleet.view(await space.loads())).incarnations == []
+
+
+@pytest.mark.parametrize("error", [NoWorkers("none"), RedisRecovering("coming back")])
+async def test_only_a_redis_that_does_not_answer_counts_as_an_outage(
+    space: Namespace, error: KvrouteError
+) -> None:
+    fleet = fleet_of(space)
+    # Otherwise each RedisRecovering would prolong the recovery.
+    fleet.note(error)
+    assert not fleet.recovers
+
+
+async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
+    await publish(
+        space,
+        a,
+        ForwardPassMetrics(
+            request_active_slots=3,
+            request_total_slots=64,
+            kv_active_blocks=250,
+            kv_total_blocks=900,
+            num_requests_waiting=2,
+            gpu_cache_usage_perc=0.25,
+            kv_idle_before_evict_s=60.0,
+        ),
+        Speed(prefill_s_per_token=1e-5, mean_output_tokens=50),
+    )
+    async with following(fleet):
+        await learned(fleet, a, waiting=2)
+    view = await fleet.view(await space.loads())
+    seen = view.candidates(
+        {a: TierOverlap(device=4, host=2, disk=1), Incarnation(99): TierOverlap(9)}
+    )
+    assert seen.overlap_device.tolist() == [4, 0]
+    assert seen.overlap_host.tolist() == [2, 0]
+    assert seen.overlap_disk.tolist() == [1, 0]
+    assert seen.prefill_tokens.tolist() == [0, 100]
+    assert 0 <= seen.prefill_s[1] <= 0.005
+    assert seen.active_blocks.tolist() == [0, 7]
+    assert seen.active_requests.tolist() == [0, 1]
+    assert seen.max_requests.tolist() == [256, 256]
+    assert seen.kv_active_blocks.tolist() == [250, 0]
+    assert seen.kv_total_blocks.tolist() == [900, 1000], "as registered, where not measured"
+    assert seen.kv_idle_before_evict_s.tolist() == [60, 0]
+    assert seen.prefill_s_per_token.tolist() == [1e-5, DEFAULT_SPEED.prefill_s_per_token]
+    assert view.candidates({}).overlap_device.tolist() == [0, 0]
+
+    view.add(0, Reservation("r2", prefill_tokens=40, prefill_us=2000, blocks=3))
+    after = view.candidates({})
+    assert after.prefill_tokens.tolist() == [40, 100]
+    assert after.prefill_s[0] == 0.002
+    assert after.active_blocks.tolist() == [3, 7]
+    assert seen.active_blocks.tolist() == [0, 7], "arrays handed out before must not change"
+
+
+async def test_openings_are_free_slots_or_one_per_worker_if_queues_are_limited(
+    space: Namespace,
+) -> None:
+    # Each takes up to 256 requests.
+    a, b = await space.worker("a"), await space.worker("b")
+    fleet = fleet_of(space)
+    await space.reserve(a, "r1", us=30_000_000)
+    await space.reserve(b, "r2", us=90_000_000)
+    view = await fleet.view(await space.loads())
+    assert view.openings(math.inf) == 510
+    assert [view.openings(limit) for limit in (20.0, 60.0, 100.0)] == [0, 1, 2]
+    assert 20.0 < view.shortest_queue_s <= 30.0
+    await space.retire("a", a)
+    await space.retire("b", b)
+    empty = await fleet_of(space).view(await space.loads())
+    assert (empty.openings(math.inf), empty.shortest_queue_s) == (0, 0.0)
+
+
+def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -> None:
+    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
+    known = Known([(inc, info(str(inc)), measured) for inc in (ONE, TWO, THREE)])
+    loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
+    view = View(Snapshot(now_ms=0, loads=loads), known)
+    assert (view.openings(math.inf), view.openings(10.0)) == (6, 1)
+    loads[THREE].prefill_us = 10_000_000
+    assert (view.openings(10.0), view.openings(9.9)) == (1, 0)
+
+
+def test_a_prompt_may_fill_a_whole_worker_and_one_of_unknown_size_holds_any() -> None:
+    sized, unknown = info("a"), replace(info("b"), kv_total_blocks=0)
+    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
+    known = Known([(ONE, sized, measured), (TWO, unknown, measured)])
+    view = View(Snapshot(now_ms=0, loads={ONE: Load(), TWO: Load()}), known)
+    assert [view.all_hold(blocks) for blocks in (1000, 1001)] == [True, False]
+
+
+async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    before = await space.now_ms()
+    await publish(space, ONE, waiting(1))
+    await publish(space, TWO, waiting(5))
+    await publish(space, ONE, waiting(2), Speed(mean_output_tokens=77))
+    async with following(fleet):
+        measured = await learned(fleet, ONE, waiting=2)
+        assert measured.speed == Speed(mean_output_tokens=77)
+        assert before <= measured.at_ms <= await space.now_ms()
+        assert fleet.measured(TWO).metrics == waiting(5)
+        await publish(space, TWO, waiting(6))
+        await learned(fleet, TWO, waiting=6)
+    assert fleet.measured(THREE).metrics == ForwardPassMetrics()
+    assert 0 <= fleet.metrics_age_s < 5
+
+
+@pytest.mark.parametrize(
+    ("entries", "pages", "known"),
+    [
+        ("12 32", 3, {1: 0, 2: 3, 3: 2}),
+        # A worker that has long been silent is not searched for.
+        ("1 22 22", 2, {2: 4}),
+        # If a worker's newest entry makes no sense, an earlier one counts.
+        ("x1 1x", 2, {1: 2}),
+    ],
+)
+async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
+    space: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: str,
+    pages: int,
+    known: dict[int, int],
+) -> None:
+    monkeypatch.setattr(fleets, "PAGE", 2)
+    fleet = fleet_of(space)
+    for number, inc in enumerate(entries.replace(" ", "")):
+        if inc == "x":
+            await space.redis.xadd(
+                space.keys["metrics"], {"incarnation": "1", "kv_total_blocks": "x"}
+            )
+        else:
+            await publish(space, Incarnation(int(inc)), waiting(number))
+    await space.redis.config_resetstat()
+
+    async def calls() -> dict[str, Any]:
+        return await space.redis.info("commandstats")
+
+    async with following(fleet):
+        stats = await eventually(calls, lambda found: "cmdstat_xread" in found)
+    assert stats["cmdstat_xrevrange"]["calls"] == pages
+    for inc in (1, 2, 3):
+        measured = fleet.measured(Incarnation(inc))
+        assert measured.metrics == (waiting(known[inc]) if inc in known else waiting(0))
+
+
+async def test_all_entries_since_the_last_poll_are_read_however_many(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "PAGE", 2)
+    fleet = fleet_of(space)
+    await publish(space, Incarnation(1), waiting(1))
+    position = await fleet._poll(None)
+    for inc in range(2, 7):
+        await publish(space, Incarnation(inc), waiting(inc))
+    await fleet._poll(position)
+    for inc in range(1, 7):
+        assert fleet.measured(Incarnation(inc)).metrics == waiting(inc)
+
+
+async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    inc = await space.worker("a")
+    assert (await fleet.view(await space.loads())).measured[0].metrics == ForwardPassMetrics()
+    await publish(space, inc, waiting(7))
+    async with following(fleet):
+        await learned(fleet, inc, waiting=7)
+    view = await fleet.view(await space.loads())
+    assert view.measured[0].metrics == waiting(7)
+    assert view.candidates({}).num_requests_waiting.tolist() == [7]
+
+
+async def test_a_metrics_entry_that_makes_no_sense_is_skipped_and_logged(
+    space: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = fleet_of(space)
+    key = space.keys["metrics"]
+    await space.redis.xadd(key, {"worker": "a:0", "incarnation": "None"})
+    await space.redis.xadd(key, {"worker": "b:0"})
+    await space.redis.xadd(key, {"worker": "c:0", "incarnation": "1", "kv_total_blocks": "lots"})
+    await space.redis.xadd(key, {"worker": "d:0", "incarnation": "1", "kv_total_blocks": "inf"})
+    await space.redis.xadd(key, {b"worker": b"e:0", b"incarnation": b"\xff"})
+    await publish(space, TWO, waiting(3))
+    async with following(fleet):
+        await learned(fleet, TWO, waiting=3)
+    assert fleet.measured(ONE).metrics == ForwardPassMetrics()
+    for worker in ("a:0", "b:0", "c:0", "d:0", "e:0"):
+        assert f"ignoring a metrics entry of {worker}" in caplog.text
+
+
+async def test_a_stream_that_is_created_later_is_followed_too(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    async with following(fleet):
+        await publish(space, ONE, waiting(4))
+        await learned(fleet, ONE, waiting=4)
+
+
+async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_beginning(
+    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if its clock is behind, so that its entries seem older than those seen before."""
+    caplog.set_level(logging.DEBUG, "app.router.fleet")
+    async with connect(own_redis_server.url) as redis:
+        space = Namespace(redis)
+        fleet = fleet_of(space)
+        await publish(space, ONE, waiting(1), entry_id="2000000000000-0")
+        async with following(fleet):
+            await learned(fleet, ONE, waiting=1)
+            own_redis_server.kill()
+
+            async def log() -> str:
+                return caplog.text
+
+            await eventually(log, lambda text: "metrics not read" in text)
+            own_redis_server.start()
+            await publish(space, ONE, waiting(2), entry_id="1500000000000-0")
+            measured = await learned(fleet, ONE, waiting=2)
+    assert measured.at_ms == 1_500_000_000_000
+
+
+def test_measurements_older_than_a_second_are_stale() -> None:
+    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=10_000)
+    assert not measured.is_stale(11_000, workers=256)
+    assert measured.is_stale(11_001, workers=256)
+    # They publish every 0.4 s each.
+    assert not measured.is_stale(14_000, workers=1024)
+    assert measured.is_stale(14_001, workers=1024)
+
+
+async def test_the_spread_of_load_is_a_sample_standard_deviation(space: Namespace) -> None:
+    """Three workers use 0.1, 0.2 and 0.6 of their blocks: mean 0.3, and the squares of the
+    deviations, 0.04 + 0.01 + 0.09, halved are 0.07."""
+    fleet = fleet_of(space)
+    for i, used in enumerate((100, 200, 600)):
+        inc = await space.worker(f"w{i}")
+        await publish(
+            space,
+            inc,
+            ForwardPassMetrics(kv_active_blocks=used, kv_total_blocks=1000, num_requests_waiting=1),
+        )
+    await space.worker("unmeasured")
+    await publish(space, await space.worker("w4"), ForwardPassMetrics())
+    async with following(fleet):
+        last = await learned(fleet, THREE, waiting=1)
+    await fleet.view(await space.loads())
+    mean, std = fleet.load_statistics(last.at_ms)
+    assert mean == pytest.approx(0.3)
+    assert std == pytest.approx(0.07**0.5)
+    assert fleet.load_statistics(last.at_ms + 2_000) == (0.0, 0.0), "all stale by then"
+
+
+async def test_one_worker_has_a_mean_load_but_no_spread(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    assert fleet.load_statistics(await space.now_ms()) == (0.0, 0.0)
+    inc = await space.worker("a")
+    full = ForwardPassMetrics(kv_active_blocks=250, kv_total_blocks=1000, num_requests_waiting=1)
+    await publish(space, inc, full)
+    async with following(fleet):
+        last = await learned(fleet, inc, waiting=1)
+    await fleet.view(await space.loads())
+    assert fleet.load_statistics(last.at_ms) == (0.25, 0.0)
+
+
+async def test_a_reused_incarnation_belongs_to_the_new_worker_at_once(space: Namespace) -> None:
+    """A failover may lose the last registrations. The old worker's metrics are dropped as well."""
+    fleet = fleet_of(space)
+    inc = await space.worker("a")
+    await publish(space, inc, waiting(7))
+    async with following(fleet):
+        await learned(fleet, inc, waiting=7)
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["a:0"]
+    before = await space.get("meta", "workers_ms")
+    await space.retire("a", inc)
+    await space.redis.hset(space.key("meta"), "incarnations", str(inc - 1))
+    await space.redis.delete(space.shard["applied"])
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    assert await space.worker("b") == inc
+    view = await fleet.view(await space.loads())
+    assert [str(known.key) for known in view.infos] == ["b:0"]
+    assert view.measured[0].metrics == ForwardPassMetrics()
+
+
+async def test_a_reused_incarnation_belongs_to_the_new_worker_also_if_that_is_activated_later(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    inc = await space.worker("b")
+    await fleet.view(await space.loads())
+    before = await space.get("meta", "workers_ms")
+    await space.retire("b", inc)
+    await space.redis.hset(space.key("meta"), "incarnations", str(inc - 1))
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    staged = await space.do(leases.register(space.keys, info("c"), "nonce", ttl_ms=60_000))
+    assert staged.incarnation == inc
+    assert (await fleet.view(await space.loads())).incarnations == [ONE]
+    assert await space.do(leases.activate(space.keys, WorkerKey("c"), inc, "nonce"))
+    view = await fleet.view(await space.loads())
+    assert [str(known.key) for known in view.infos] == ["a:0", "c:0"]
+
+
+async def test_a_worker_entry_that_was_repaired_is_read_again(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    other = await space.get("workers", b)
+    await space.redis.hset(space.key("workers"), str(a), other or "")
+    assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["b:0", "b:0"]
+    before = await space.get("meta", "workers_ms")
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    assert await space.renew(a)
+    view = await fleet.view(await space.loads())
+    assert {inc: str(i.key) for inc, i in zip(view.incarnations, view.infos, strict=True)} == {
+        a: "a:0",
+        b: "b:0",
+    }
+
+
+async def test_deleting_worker_entries_does_not_stop_routing_to_known_workers(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    await fleet.view(await space.loads())
+    await space.redis.delete(space.key("workers"))
+    await space.redis.hset(space.key("meta"), "workers_ms", "1")
+    assert (await fleet.view(await space.loads())).incarnations == [a, b]
+
+
+async def test_a_changed_number_of_shards_is_seen_at_once(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    await space.redis.hset(space.key("meta"), "shards", "3")
+    await fleet.view(await space.loads())
+    assert fleet.shards == 3
+
+
+async def test_later_entries_are_read_even_after_one_from_the_far_future(space: Namespace) -> None:
+    fleet = fleet_of(space)
+    await space.worker("a")
+    await fleet.view(await space.loads())
+    await publish(space, ONE, waiting(1), entry_id="99999999999999-0")
+    async with following(fleet):
+        await learned(fleet, ONE, waiting=1)
+        # As the worker's heartbeat does.
+        await space.redis.delete(space.key("metrics"))
+        await publish(space, ONE, waiting(2))
+        await learned(fleet, ONE, waiting=2)

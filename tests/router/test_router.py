@@ -1,0 +1,918 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+from app.api.main import create_app
+from app.core.config import RouterSettings
+from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
+from app.core.hashing import compute_hashes
+from app.core.types import TierOverlap
+from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Speed
+from app.local.redis_server import EmbeddedRedis, free_port
+from app.policy.cost import POLICIES
+from app.policy.decision import Decision, RouteRequest
+from app.policy.plan import MAX_PREFILL_S
+from app.router.fleet import Fleet
+from app.router.metrics import Telemetry
+from app.router.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Router
+from app.state.client import Client, Node
+from app.state.connect import connect
+from app.state.index import shard_of
+from app.state.scripts import Call, ScriptRunner
+from tests.eventually import eventually
+from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
+
+# Two full blocks of four tokens, and a partial third.
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+TIMEOUT_S = 5.0
+HOUSEKEEPING = {"expire", "sweep", "absent", "drop_buckets", "drop_requests", "record"}
+
+Hook = Callable[[], Awaitable[object]]
+
+
+class ScriptedRunner(ScriptRunner):
+    """Records the round trips of decisions, and lets a test act between them.
+
+    round_trips: the scripts of each, in order. num_wishes: reservations that it asked for.
+    most_named, most_turns: tickets of waiting requests and turns asked for, in one call.
+    after_look_up, before_reserve: awaited each time. answer_is_lost: Redis reserves, but its
+    answer does not arrive in time.
+    """
+
+    def __init__(self, redis: Client) -> None:
+        super().__init__(redis, TIMEOUT_S)
+        self.round_trips: list[list[str]] = []
+        self.num_wishes = 0
+        self.most_named = 0
+        self.most_turns = 0
+        self.after_look_up: Hook | None = None
+        self.before_reserve: Hook | None = None
+        self.answer_is_lost = False
+
+    async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+        names = [c.script.name for c in calls]
+        if not names or names[0] in HOUSEKEEPING:
+            return await super()._send(node, calls)
+        self.round_trips.append(names)
+        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.script.name == "reserve")
+        named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
+        self.most_named = max(self.most_named, *named)
+        turns = [int(c.args[1]) for c in calls if c.script.name == "turns"]
+        self.most_turns = max(self.most_turns, *turns, 0)
+        if "reserve" in names and self.before_reserve:
+            await self.before_reserve()
+        replies = await super()._send(node, calls)
+        ran = not isinstance(replies[0], NoScriptError)
+        if "reserve" in names and ran and self.answer_is_lost:
+            raise TimeoutError
+        if "loads" in names and self.after_look_up:
+            await self.after_look_up()
+        return replies
+
+
+class Replica(Router):
+    """A router on a connection pool of its own, with its runner accessible."""
+
+    def __init__(self, redis: Client, **settings: Any) -> None:
+        chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
+        self.runner = ScriptedRunner(redis)
+        super().__init__(
+            self.runner, KEYS, chosen, Fleet(redis, KEYS, TIMEOUT_S), telemetry=Telemetry()
+        )
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.telemetry.registry.get_sample_value(f"kvroute_{name}_total", labels) or 0.0
+
+    def conflicts(self) -> dict[str, float]:
+        """The counts by reason, without zeros."""
+        reasons = ("changed", "full", "lapsed")
+        found = {r: self.counted("reserve_conflicts", reason=r) for r in reasons}
+        return {reason: count for reason, count in found.items() if count}
+
+
+@asynccontextmanager
+async def running(redis_url: str, **settings: Any) -> AsyncIterator[Replica]:
+    """A replica while it runs."""
+    async with connect(redis_url) as redis, asyncio.TaskGroup() as tasks:
+        replica = Replica(redis, **settings)
+        task = tasks.create_task(replica.run())
+        try:
+            yield replica
+        finally:
+            task.cancel()
+
+
+def request(
+    request_id: str,
+    policy: str = "least_loaded",
+    *,
+    prompt: Sequence[int] = PROMPT,
+    **options: Any,
+) -> RouteRequest:
+    _, chain = compute_hashes(prompt, BLOCK_SIZE)
+    return RouteRequest(request_id, chain, len(prompt), policy, **options)
+
+
+async def route_all(replica: Router, *requests: RouteRequest) -> list[Decision | BaseException]:
+    return await asyncio.gather(*map(replica.route, requests), return_exceptions=True)
+
+
+def placed(answers: Sequence[Decision | BaseException]) -> Counter[str]:
+    """Counts decisions by worker id, and errors by name."""
+    return Counter(
+        a.worker.key.worker_id if isinstance(a, Decision) else type(a).__name__ for a in answers
+    )
+
+
+@pytest.fixture
+async def workers(redis: Redis) -> FakeWorkers:
+    """A fleet, without workers so far, on `one_redis_server`."""
+    return FakeWorkers(redis)
+
+
+@pytest.fixture
+async def router(one_redis_server: EmbeddedRedis) -> AsyncIterator[Replica]:
+    async with running(one_redis_server.url) as replica:
+        yield replica
+
+
+async def test_a_worker_with_an_absurd_speed_makes_no_decision_fail(
+    one_redis_server: EmbeddedRedis, workers: FakeWorkers
+) -> None:
+    incarnation = await workers.register("w1")
+    absurd = Speed(**dict.fromkeys(asdict(DEFAULT_SPEED), LARGEST))
+    async with running(one_redis_server.url) as router:
+
+        async def speed() -> Speed:
+            return router.fleet.measured(incarnation).speed
+
+        await workers.report("w1", ForwardPassMetrics(), absurd)
+        await eventually(speed, absurd.__eq__)
+        for n, policy in enumerate(POLICIES):
+            decision = await router.route(request(f"r{n}", policy))
+            assert decision.worker.key.worker_id == "w1"
+    load = await workers.load("w1")
+    assert load.requests == len(POLICIES)
+    assert load.queue_s(0) <= len(POLICIES) * MAX_PREFILL_S
+
+
+class TestRoundTrips:
+    async def test_a_decision_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
+        await workers.register("w1")
+        # Loads the scripts into Redis.
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        decision = await router.route(request("r1"))
+        assert router.runner.round_trips == [["loads", "match"], ["reserve"]]
+        assert decision.tries == 1
+
+    async def test_a_long_prompt_with_the_prefix_of_an_earlier_one_costs_two(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        system_prompt, rest = list(range(700 * BLOCK_SIZE)), [1] * (300 * BLOCK_SIZE)
+        prompts = [[*system_prompt, n, *rest] for n in range(2)]
+        for worker, prompt in zip(("w1", "w2"), prompts, strict=True):
+            await workers.publish(worker, prompt)
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        for n, prompt in enumerate(prompts, 1):
+            await router.route(request(f"r{n}", prompt=prompt))
+        look_up = ["loads", "match"]
+        assert router.runner.round_trips == [
+            *(look_up, ["match"], ["reserve"]),
+            *(look_up, ["reserve"]),
+        ]
+
+    async def test_a_decision_without_reservation_costs_one(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        await router.route(request("r1", reserve=False))
+        assert [trip for trip in router.runner.round_trips if trip] == [["loads", "match"]]
+
+    async def test_a_refusal_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
+        await workers.register("w1", max_requests=1)
+        # Refusing the second loads the script into Redis.
+        assert placed(await route_all(router, request("r0"), request("r1"))) == {
+            "w1": 1,
+            "AllWorkersBusy": 1,
+        }
+        router.runner.round_trips.clear()
+        with pytest.raises(AllWorkersBusy):
+            await router.route(request("r2"))
+        # Releases what it may hold itself: that could be why it was refused.
+        assert router.runner.round_trips == [["loads", "match"], ["release"]]
+
+    async def test_decisions_in_a_batch_share_them(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        await workers.redis.config_resetstat()
+        answers = await route_all(router, *(request(f"r{n}") for n in range(1, 65)))
+        assert placed(answers) == {"w1": 64}
+        assert MAX_BATCH == 64
+        # Sixteen prompts are looked up by one call.
+        assert router.runner.round_trips == [["loads", *["match"] * 4], ["reserve"]]
+        # By Redis's own count: six script runs, plus those of housekeeping.
+        stats = await workers.redis.info("commandstats")
+        assert 6 <= stats["cmdstat_evalsha"]["calls"] < 17
+
+    async def test_one_request_more_than_a_batch_takes_another_two(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.round_trips.clear()
+        router.runner.num_wishes = 0
+        await route_all(router, *(request(f"r{n}") for n in range(1, 66)))
+        assert [len(trip) for trip in router.runner.round_trips] == [5, 1, 2, 1]
+        assert router.runner.num_wishes == 65
+
+
+class TestOneReplica:
+    async def test_decisions_made_together_see_each_other(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2", "w3"):
+            await workers.register(name)
+        answers = await route_all(router, *(request(f"r{n}") for n in range(12)))
+        assert placed(answers) == {"w1": 4, "w2": 4, "w3": 4}
+        assert [(await workers.load(n)).requests for n in ("w1", "w2", "w3")] == [4, 4, 4]
+
+    async def test_predicted_prefill_time_is_reserved_whatever_the_policy(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        policies = ("latency", "least_loaded", "round_robin")
+        for name in policies:
+            await workers.register(name)
+        for name in policies:
+            others = frozenset(policies) - {name}
+            await router.route(request(f"r-{name}", name, exclude=others))
+        prefill_us = {(await workers.load(name)).prefill_us for name in policies}
+        assert len(prefill_us) == 1
+        assert prefill_us.pop() > 0
+
+    async def test_a_replica_never_conflicts_with_itself(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=100)
+        await workers.register("w2", max_requests=100)
+        await workers.publish("w1", PROMPT)
+        policies = ("latency", "blocks", "logit", "least_loaded", "random")
+        for policy in policies:
+            await route_all(router, *(request(f"{policy}{n}", policy) for n in range(30)))
+        assert router.conflicts() == {}
+        assert router.counted("decision_retries") == 0
+        assert len(await workers.reserved()) == 150
+
+    async def test_a_batch_stops_exactly_when_the_fleet_is_full(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=2)
+        await workers.register("w2", max_requests=3)
+        answers = await route_all(router, *(request(f"r{n}") for n in range(8)))
+        assert placed(answers) == {"w1": 2, "w2": 3, "AllWorkersBusy": 3}
+        assert router.conflicts() == {}
+
+    async def test_a_request_routed_again_is_not_refused_because_of_the_slot_it_holds(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=2)
+        await route_all(router, request("a"), request("b"))
+        answers = await route_all(router, request("a"), request("c"), request("b"))
+        # All three find w1 full; a and b then give up what they hold and are decided again.
+        assert placed(answers) == {"w1": 2, "AllWorkersBusy": 1}
+        assert len(await workers.reserved()) == 2
+        for _ in range(2):
+            held = set(await workers.reserved())
+            again = await route_all(router, *(request(name) for name in sorted(held)))
+            assert placed(again) == {"w1": 2}
+            assert set(await workers.reserved()) == held
+
+    async def test_a_decision_without_reservation_takes_no_round_robin_turn(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name)
+        chosen = []
+        for n in range(8):
+            await router.route(request(f"look{n}", "round_robin", reserve=False))
+            chosen.append(await router.route(request(f"r{n}", "round_robin")))
+        assert placed(chosen) == {"w1": 4, "w2": 4}
+
+    @pytest.mark.parametrize(("policy", "temperature"), [("power_of_two", 0.0), ("blocks", 1000.0)])
+    async def test_a_random_draw_is_not_reported_as_load(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, policy: str, temperature: float
+    ) -> None:
+        for name in ("w1", "w2", "w3"):
+            await workers.register(name)
+        await workers.publish("w1", PROMPT)
+        await workers.occupy("w2", "a")
+        await workers.occupy("w3", "b")
+        async with running(one_redis_server.url, temperature=temperature) as replica:
+            looks = [
+                await replica.route(request(f"r{n}", policy, reserve=False)) for n in range(30)
+            ]
+        # w1 is also the cheapest, so only a draw leads elsewhere.
+        assert {(d.worker.key.worker_id == "w1", d.locality) for d in looks} == {
+            (True, "kept"),
+            (False, "tie"),
+        }
+
+    async def test_equal_workers_are_reported_as_tied(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        assert (await router.route(request("r1"))).tied
+        assert not (await router.route(request("r2"))).tied
+
+    @pytest.mark.parametrize("policy", ["latency", "blocks", "logit"])
+    async def test_a_worker_too_small_for_the_prompt_loses_its_locality_as_if_full(
+        self, router: Replica, workers: FakeWorkers, policy: str
+    ) -> None:
+        await workers.register("w1", kv_total_blocks=2)
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT[:8])
+        decision = await router.route(request("r1", policy))
+        assert (decision.worker.key.worker_id, decision.best) == ("w2", "w1:0")
+        assert decision.locality == "full"
+
+    async def test_any_of_several_workers_with_the_longest_overlap_keeps_the_locality(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name)
+            await workers.publish(name, PROMPT)
+        for worker, other in (("w1", "w2"), ("w2", "w1")):
+            await workers.occupy(other, f"on-{other}")
+            decision = await router.route(request(f"r-{worker}"))
+            assert decision.worker.key.worker_id == worker
+            assert (decision.locality, decision.best) == ("kept", f"{worker}:0")
+
+    async def test_a_request_that_gets_no_worker_does_not_affect_the_rest_of_its_batch(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        answers = await route_all(
+            router, request("a"), request("b", exclude=frozenset({"w1"})), request("c")
+        )
+        assert [type(a) for a in answers] == [Decision, NoWorkers, Decision]
+        assert set(await workers.reserved()) == {"a", "c"}
+
+    async def test_a_fleet_that_all_workers_have_left_raises_no_workers(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.retire("w1")
+        with pytest.raises(NoWorkers, match="no worker is alive"):
+            await router.route(request("r1"))
+
+    async def test_a_request_beyond_max_queued_is_refused(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=2000)
+        async with connect(one_redis_server.url) as redis:
+            replica = Replica(redis)
+            answers = asyncio.gather(
+                *(replica.route(request(f"r{n}")) for n in range(MAX_QUEUED + 1)),
+                return_exceptions=True,
+            )
+            # Nothing is decided until all requests are queued.
+            await asyncio.sleep(0)
+            async with asyncio.TaskGroup() as tasks:
+                deciding = tasks.create_task(replica.run())
+                assert placed(await answers) == {"w1": MAX_QUEUED, "RouterOverloaded": 1}
+                deciding.cancel()
+            assert isinstance(answers.result()[MAX_QUEUED], RouterOverloaded)
+            policy = "least_loaded"
+            assert replica.counted("decisions", policy=policy, outcome="overloaded") == 1
+            assert replica.counted("decisions", policy=policy, outcome="routed") == MAX_QUEUED
+
+    async def test_nothing_is_reserved_for_a_caller_that_has_gone(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with connect(one_redis_server.url) as redis:
+            replica = Replica(redis)
+            async with asyncio.TaskGroup() as tasks:
+                gone = tasks.create_task(replica.route(request("gone")))
+                waits = tasks.create_task(replica.route(request("waits")))
+                await asyncio.sleep(0)
+                gone.cancel()
+                deciding = tasks.create_task(replica.run())
+                await waits
+                deciding.cancel()
+            assert await workers.reserved() == {"waits": "w1:0"}
+            policy = "least_loaded"
+            assert replica.counted("decisions", policy=policy, outcome="routed") == 1
+            assert replica.counted("decisions", policy=policy, outcome="failed") == 1
+
+    async def test_the_reservation_of_a_caller_that_goes_as_it_is_answered_is_released(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        gone = asyncio.ensure_future(router.route(request("gone")))
+        # This sees the reservation before the caller, which is woken a step later.
+        while not router.counted("reservations", event="made"):  # noqa: ASYNC110 - at once
+            await asyncio.sleep(0)
+        assert not gone.done()
+        gone.cancel()
+        await eventually(workers.reserved, lambda found: found == {})
+        assert gone.cancelled()
+
+    async def test_reservations_of_callers_that_have_gone_are_released_before_a_replica_stops(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with running(one_redis_server.url) as replica:
+            replica.abandon(await replica.route(request("r1")))
+        assert await workers.reserved() == {}
+
+
+async def test_a_changed_number_of_shards_costs_no_overlap(
+    router: Replica, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    await workers.publish("w1", PROMPT)
+    await router.route(request("r0"))
+    root = request("r1").chain[0]
+    router.fleet.shards = next(n for n in range(2, 64) if shard_of(root, n))
+    assert (await router.route(request("r1"))).overlap.device == 2
+
+
+class TestConflicts:
+    async def test_two_replicas_never_overfill_a_worker_and_place_as_one_would(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=8)
+        await workers.register("w2", max_requests=8)
+        async with (
+            running(one_redis_server.url) as first,
+            running(one_redis_server.url, seed=8) as second,
+        ):
+            # Both have looked at the empty fleet before either reserves.
+            both = asyncio.Barrier(2)
+            for replica in (first, second):
+                replica.runner.after_look_up = both.wait
+            answers = await asyncio.gather(
+                route_all(first, *(request(f"a{n}") for n in range(12))),
+                route_all(second, *(request(f"b{n}") for n in range(12))),
+            )
+            decisions = [a for some in answers for a in some if isinstance(a, Decision)]
+            assert placed([a for some in answers for a in some]) == {
+                "w1": 8,
+                "w2": 8,
+                "AllWorkersBusy": 8,
+            }
+            assert set(await workers.reserved()) == {d.request_id for d in decisions}
+            loads = [await workers.load(name) for name in ("w1", "w2")]
+            assert [load.requests for load in loads] == [8, 8]
+            # Refused, counted and decided again.
+            refused = sum(sum(replica.conflicts().values()) for replica in (first, second))
+            again = sum(replica.counted("decision_retries") for replica in (first, second))
+            tried = sum(replica.runner.num_wishes for replica in (first, second))
+            assert refused == again >= 12
+            assert tried == 16 + refused
+
+    async def test_a_request_that_was_overtaken_is_decided_again_from_fresh_loads(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT)
+        await workers.occupy("w2", "z")
+
+        async def overtake() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x", "y")
+
+        router.runner.before_reserve = overtake
+        decision = await router.route(request("r1", explain=True))
+        assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
+        assert [c.load.requests for c in decision.candidates] == [2, 1]
+        assert router.conflicts() == {"changed": 1}
+        assert router.counted("decision_retries") == 1
+        assert router.runner.round_trips[-2:] == [["reserve"], ["reserve"]]
+
+    async def test_a_request_planned_after_a_refused_one_is_decided_again_as_well(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2", max_requests=0)
+
+        async def overtake() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x")
+
+        # r1 saw no reservation on w1 and is refused. r2, planned after r1, expects one, and
+        # there is one by then: x's instead of r1's.
+        router.runner.before_reserve = overtake
+        answers = await route_all(router, request("r1"), request("r2"))
+        assert [a.tries for a in answers if isinstance(a, Decision)] == [2, 2]
+        assert router.conflicts() == {"changed": 2}
+        assert await workers.reserved() == dict.fromkeys(("r1", "r2", "x"), "w1:0")
+        assert (await workers.load("w1")).requests == 3
+
+    async def test_overlaps_already_found_still_count_in_the_next_try(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT)
+
+        async def overtake() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x")
+
+        router.runner.before_reserve = overtake
+        decision = await router.route(request("r1", "logit"))
+        assert (decision.worker.key.worker_id, decision.tries) == ("w1", 2)
+        assert decision.overlap.device == 2
+        # Ten tokens less the eight cached, and four of x.
+        assert (await workers.load("w1")).prefill_tokens == 6
+
+    async def test_a_prompt_that_is_cached_whole_still_has_a_token_to_compute(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.publish("w1", PROMPT[:8])
+        decision = await router.route(request("r1", prompt=PROMPT[:8]))
+        assert decision.overlap.device == 2
+        assert (await workers.load("w1")).prefill_tokens == 1
+
+    async def test_a_worker_that_left_meanwhile_is_not_chosen_again(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT)
+
+        async def leave() -> None:
+            router.runner.before_reserve = None
+            await workers.retire("w1")
+
+        router.runner.before_reserve = leave
+        decision = await router.route(request("r1", "logit"))
+        assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
+        assert router.conflicts() == {"lapsed": 1}
+
+    async def test_a_worker_that_joined_meanwhile_may_be_chosen(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+
+        async def join() -> None:
+            router.runner.before_reserve = None
+            await workers.occupy("w1", "x")
+            await workers.register("w2")
+
+        router.runner.before_reserve = join
+        decision = await router.route(request("r1"))
+        assert decision.worker.address == "http://w2-0:80"
+
+    async def test_the_last_try_reserves_even_if_the_worker_has_changed(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=MAX_TRIES + 1)
+        rivals = (f"x{n}" for n in range(MAX_TRIES))
+
+        async def overtake() -> None:
+            await workers.occupy("w1", next(rivals))
+
+        router.runner.before_reserve = overtake
+        decision = await router.route(request("r1"))
+        assert decision.tries == MAX_TRIES
+        assert (await workers.load("w1")).requests == MAX_TRIES + 1
+        assert router.conflicts() == {"changed": MAX_TRIES - 1}
+        assert router.counted("decision_retries") == MAX_TRIES - 1
+
+    async def test_even_the_last_try_overfills_no_worker(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=MAX_TRIES)
+        rivals = (f"x{n}" for n in range(MAX_TRIES))
+
+        async def overtake() -> None:
+            await workers.occupy("w1", next(rivals))
+
+        router.runner.before_reserve = overtake
+        with pytest.raises(
+            AllWorkersBusy, match=f"no worker could be reserved in {MAX_TRIES} tries"
+        ):
+            await router.route(request("r1"))
+        assert (await workers.load("w1")).requests == MAX_TRIES
+        assert router.conflicts() == {"changed": MAX_TRIES - 1, "full": 1}
+        assert router.counted("decision_retries") == MAX_TRIES - 1
+        assert "r1" not in await workers.reserved()
+
+
+class TestWithoutRedis:
+    async def test_a_batch_is_spread_by_the_loads_last_seen(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.register("w2")
+            await workers.occupy("w1", "a", "b")
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            answers = await route_all(router, *(request(f"r{n}", "logit") for n in range(6)))
+            assert placed(answers) == {"w1": 2, "w2": 4}
+            assert all(isinstance(a, Decision) and a.degraded and not a.reserved for a in answers)
+            assert router.counted("degraded_decisions") == 6
+            # Without Redis it is unknown what the workers hold.
+            assert router.counted("isl_blocks") == 0
+            assert router.counted("worker_routed_blocks", worker="w2:0", what="isl") == 0
+
+    async def test_degraded_decisions_refuse_nobody_however_many_there_are(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1", max_requests=2)
+            await workers.register("w2", max_requests=2)
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            answers = await route_all(router, *(request(f"r{n}") for n in range(10)))
+            assert placed(answers) == {"w1": 5, "w2": 5}
+
+    async def test_a_degraded_decision_without_reservation_adds_no_load(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.register("w2")
+            await workers.occupy("w1", "a")
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            looks = await route_all(router, *(request(f"r{n}", reserve=False) for n in range(6)))
+            assert placed(looks) == {"w2": 6}
+            assert router.counted("degraded_decisions") == 6
+            assert router.counted("locality", reason="degraded") == 0
+
+    async def test_a_caller_that_has_gone_meanwhile_counts_in_no_metric(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        async def lose_the_answer_and_a_caller() -> None:
+            gone = asyncio.ensure_future(router.route(request("r2")))
+            await asyncio.wait([gone], timeout=0.01)
+            gone.cancel()
+            await asyncio.wait([gone])
+            raise TimeoutError
+
+        await workers.register("w1")
+        await router.refresh()
+        router.runner.after_look_up = lose_the_answer_and_a_caller
+        assert (await router.route(request("r1"))).degraded
+        assert router.counted("degraded_decisions") == 1
+        assert router.counted("locality", reason="degraded") == 1
+
+    async def test_redis_may_fail_between_lookup_and_reservation(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            await workers.publish("w1", PROMPT)
+
+            async def fail() -> None:
+                await asyncio.to_thread(own_redis_server.kill)
+
+            router.runner.before_reserve = fail
+            decision = await router.route(request("r1"))
+            assert (decision.worker.key.worker_id, decision.degraded) == ("w1", True)
+            assert (decision.reserved, decision.overlap.total) == (False, 0)
+
+    @pytest.mark.parametrize("hook", ["after_look_up", "before_reserve"])
+    async def test_after_one_unanswered_call_lapsed_leases_are_tolerated_for_a_while(
+        self, router: Replica, workers: FakeWorkers, hook: str
+    ) -> None:
+        async def lose() -> None:
+            raise TimeoutError
+
+        await workers.register("w1")
+        await router.refresh()
+        assert not router.fleet.recovers
+        setattr(router.runner, hook, lose)
+        assert (await router.route(request("r1"))).degraded
+        assert router.fleet.recovers
+
+    async def test_an_outage_is_logged_with_its_reason_and_its_end(
+        self, router: Replica, workers: FakeWorkers, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "app.router.router")
+        await workers.register("w1")
+        await router.route(request("r0"))
+        router.runner.answer_is_lost = True
+        assert (await router.route(request("r1"))).degraded
+        router.runner.answer_is_lost = False
+        for name in ("r2", "r3"):
+            assert (await router.route(request(name))).reserved
+        told = [r.getMessage() for r in caplog.records if r.name == "app.router.router"]
+        assert told == ["deciding without Redis: TimeoutError: ", "deciding with Redis again"]
+
+    async def test_a_reservation_whose_answer_was_lost_is_released(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        router.runner.answer_is_lost = True
+        decision = await router.route(request("r1"))
+        assert (decision.degraded, decision.reserved) == (True, False)
+        await eventually(workers.reserved, lambda reserved: reserved == {})
+        assert (await workers.load("w1")).requests == 0
+
+    async def test_a_reservation_whose_answer_and_caller_were_lost_is_released(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        router.runner.answer_is_lost = True
+        gone = asyncio.ensure_future(router.route(request("gone")))
+        stays = asyncio.ensure_future(router.route(request("stays")))
+
+        async def hang_up() -> None:
+            gone.cancel()
+            await asyncio.wait([gone])
+
+        router.runner.before_reserve = hang_up
+        assert (await stays).degraded
+        assert gone.cancelled()
+        await eventually(workers.reserved, lambda reserved: reserved == {})
+
+    async def test_a_request_routed_again_keeps_its_newer_reservation(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        router.runner.answer_is_lost = True
+        given_up = await router.route(request("r1"))
+        assert given_up.degraded
+        async with running(one_redis_server.url) as other:
+            again = await other.route(request("r1"))
+            assert again.reserved
+            router.abandon(given_up)
+            # Releases are made in order, so the others have been made once this one has.
+            router.abandon(await other.route(request("r2")))
+            await eventually(workers.reserved, lambda reserved: "r2" not in reserved)
+            assert await workers.reserved() == {"r1": "w1:0"}
+            other.abandon(again)
+            await eventually(workers.reserved, lambda reserved: reserved == {})
+
+    async def test_failed_releases_are_made_once_redis_accepts_writes(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        url = own_redis_server.url
+        async with connect(url) as redis, running(url) as other, asyncio.TaskGroup() as tasks:
+            workers, router = FakeWorkers(redis), Replica(redis)
+            await workers.register("w1")
+            for name in ("r1", "r2", "r3"):
+                await other.route(request(name))
+            await router.refresh()
+            # As the replica of an unreachable master, Redis keeps its data but refuses writes.
+            await redis.execute_command("REPLICAOF", "127.0.0.1", free_port())
+            for name in ("r1", "r2"):
+                with pytest.raises(RedisUnavailable):
+                    await router.release(name)
+            await redis.execute_command("REPLICAOF", "NO", "ONE")
+            await eventually(lambda: other.route(request("r2")), lambda decision: decision.reserved)
+            catching_up = tasks.create_task(router.run())
+            # Releases are made in order, so the others have been made once this one has.
+            router.abandon(await other.route(request("r4")))
+            await eventually(workers.reserved, lambda reserved: "r4" not in reserved)
+            assert await workers.reserved() == {"r2": "w1:0", "r3": "w1:0"}
+            catching_up.cancel()
+
+    async def test_many_pending_releases_do_not_wait_for_the_next_maintenance_step(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=1000)
+        answers = await route_all(router, *(request(f"r{n}") for n in range(640)))
+        for decision in answers:
+            assert isinstance(decision, Decision)
+            router.abandon(decision)
+        # At 64 per maintenance step, this took 2.5 s.
+        await eventually(workers.reserved, lambda reserved: reserved == {}, within_s=1.5)
+
+    async def test_requests_queued_meanwhile_do_not_wait_for_redis_again(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with (
+            connect(own_redis_server.url) as redis,
+            running(own_redis_server.url) as router,
+        ):
+            await FakeWorkers(redis).register("w1")
+            await router.refresh()
+            await asyncio.to_thread(own_redis_server.kill)
+            router.runner.round_trips.clear()
+            answers = await route_all(router, *(request(f"r{n}") for n in range(3 * MAX_BATCH)))
+            assert placed(answers) == {"w1": 3 * MAX_BATCH}
+            assert len(router.runner.round_trips) == 1
+
+    async def test_without_a_worker_ever_seen_requests_are_refused(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        async with running(own_redis_server.url) as router:
+            await asyncio.to_thread(own_redis_server.kill)
+            with pytest.raises(NoWorkers, match="no worker has been seen yet"):
+                await router.route(request("r1"))
+            assert router.counted("degraded_decisions") == 0
+
+
+@pytest.mark.parametrize("steps", range(0, 24, 2))
+async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
+    one_redis_server: EmbeddedRedis, steps: int
+) -> None:
+    # Its first connections are being opened; a cancellation lost there is never repeated.
+    app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
+    async with asyncio.timeout(5.0), app.router.lifespan_context(app):
+        for _ in range(steps):
+            await asyncio.sleep(0)
+
+
+async def test_a_replica_follows_changes_of_redis_that_cause_no_errors(
+    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follows = asyncio.Event()
+
+    async def follow(_: Client) -> None:
+        follows.set()
+
+    monkeypatch.setattr(Client, "follow", follow)
+    async with running(one_redis_server.url):
+        await follows.wait()
+
+
+class TestPredictions:
+    async def test_without_kv_events_routed_prompts_count_as_overlap_on_every_replica(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name)
+            # If events counted, both would hold the prompt.
+            await workers.publish(name, PROMPT)
+        settings = {"kv_events": False, "prediction_ttl_s": 3600.0}
+        async with (
+            running(one_redis_server.url, **settings) as first,
+            running(one_redis_server.url, **settings) as second,
+        ):
+            cold = await first.route(request("r1", "latency"))
+            assert cold.overlap == TierOverlap()
+
+            async def look() -> Decision:
+                return await second.route(request("look", "latency", reserve=False))
+
+            warm = await eventually(look, lambda seen: seen.overlap.total > 0)
+            assert warm.overlap == TierOverlap(device=2)
+            assert warm.worker == cold.worker
+
+    async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await workers.register("w2")
+        await workers.publish("w1", PROMPT[:4])
+        async with running(one_redis_server.url, count_in_flight=True) as replica:
+            first = await replica.route(request("r1", "latency"))
+            assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=1))
+
+            async def look() -> Decision:
+                return await replica.route(request("look", "latency", reserve=False))
+
+            await eventually(look, lambda seen: seen.overlap == TierOverlap(device=2))
+
+    async def test_by_default_only_published_blocks_count_as_overlap(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r1"))
+        assert (await router.route(request("r2"))).overlap == TierOverlap()
+        assert not [name for trip in router.runner.round_trips for name in trip if "pre" in name]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from app.state.reservations import Load, Reservation
+
+BUSY = Load(
+    prefill_tokens=900,
+    prefill_us=90_000,
+    head_us=50_000,
+    head_since_ms=1_000_000,
+    blocks=60,
+    requests=3,
+    decoding=1,
+    total=17,
+)
+
+
+@pytest.mark.parametrize(
+    ("after_ms", "queue_s"),
+    [
+        (0, 0.090),
+        (20, 0.070),
+        (50, 0.040),
+        (51, 0.040),  # a head that takes longer than predicted costs nothing more...
+        (10_000, 0.040),
+        (-30, 0.090),  # ...and one that began in our future has not drained
+    ],
+)
+def test_the_head_of_the_prefill_queue_drains_with_time_and_the_rest_does_not(
+    after_ms: int, queue_s: float
+) -> None:
+    assert BUSY.queue_s(1_000_000 + after_ms) == pytest.approx(queue_s)
+
+
+def test_an_idle_worker_has_no_queue() -> None:
+    assert Load().queue_s(1_700_000_000_000) == 0
+    assert Load(head_since_ms=1_000, requests=2, decoding=2).queue_s(5_000) == 0
+
+
+def test_a_reservation_adds_to_every_counter_but_decoding() -> None:
+    load = Load(prefill_tokens=900, prefill_us=90_000, head_us=50_000, head_since_ms=5)
+    load.blocks, load.requests, load.decoding, load.total = 60, 3, 1, 17
+    load.add(Reservation("r", prefill_tokens=100, prefill_us=10_000, blocks=7), now_ms=9)
+    assert load == Load(1000, 100_000, 50_000, 5, 67, 4, 1, 18)
+
+
+def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head() -> None:
+    load = Load(head_us=0, head_since_ms=5, blocks=60, requests=2, decoding=2, total=17)
+    load.add(Reservation("r", prefill_tokens=100, prefill_us=10_000, blocks=7), now_ms=9)
+    assert load == Load(100, 10_000, 10_000, 9, 67, 3, 2, 18)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+
+from app.core.errors import RedisFull, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.local.redis_server import EmbeddedRedis, free_port
+from app.state import index, leases, reservations
+from app.state.client import Client, Node
+from app.state.connect import connect
+from app.state.index import Change
+from app.state.reservations import Reservation, Wish
+from app.state.scripts import Call, ScriptRunner, call, load_script
+from tests.redis_servers import kinds_here, require_redis, stopped
+
+KEYS = Keyspace("test")
+REGISTER = leases.register(
+    KEYS,
+    WorkerInfo(WorkerKey("a"), "http://a", 4, 1000, 256),
+    "nonce",
+    ttl_ms=60_000,
+)
+ACTIVATE = leases.activate(KEYS, WorkerKey("a"), Incarnation(1), "nonce")
+LOADS = reservations.loads(KEYS)
+WISH = Wish(
+    Incarnation(1),
+    Reservation("r1", prefill_tokens=100, prefill_us=5000, blocks=7),
+    max_requests=256,
+    seen_total=None,
+)
+RESERVE = reservations.reserve(KEYS, [WISH], ttl_ms=60_000)
+BLOCK = SequenceHash(7)
+RELEASE = reservations.release(KEYS, "r1")
+
+
+@pytest.fixture
+async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[Client]:
+    async with connect(own_redis_server.url) as client:
+        yield client
+
+
+def test_includes_are_pasted_into_a_script() -> None:
+    text = load_script("lease_renew").text
+    assert "@include" not in text
+    assert text.count("local function now_ms()") == 1
+    assert text.startswith("-- lease_renew: ")
+
+
+def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order() -> None:
+    one = call("apply", KEYS.of_shard(3), 7, "nonce", 1, "", parse=bool)
+    assert one.keys == (
+        "kvroute:1:{test#3}:shard",
+        "kvroute:1:{test#3}:applied",
+        "kvroute:1:{test#3}:blocks:",
+    )
+    assert one.args == (7, "nonce", 1, "")
+
+
+async def test_replies_come_in_the_order_of_the_calls(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    replies = await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, RELEASE])
+    assert replies == [
+        leases.Registration(Incarnation(1), predecessor_lives=False, shards=1),
+        True,
+        [None],
+        True,
+        False,
+    ]
+    assert await runner.run([]) == []
+
+
+async def test_calls_succeed_after_redis_has_lost_its_scripts(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.run([REGISTER, ACTIVATE, RESERVE, LOADS, RELEASE])
+    await redis.script_flush()
+    assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 0
+
+
+async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.run([REGISTER, ACTIVATE])
+    await redis.script_flush()
+    await runner.one(LOADS)
+    seen, reserved, seen_too, released, again = await runner.run(
+        [LOADS, RESERVE, LOADS, RELEASE, RESERVE]
+    )
+    assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
+    assert (reserved, released, again) == ([None], True, [None])
+    load = (await runner.one(LOADS)).loads[Incarnation(1)]
+    assert (load.requests, load.total) == (1, 2)
+
+
+async def test_an_error_reply_means_that_redis_is_unavailable(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.one(REGISTER)
+    await redis.set(KEYS["leases"], "no zset")
+    with pytest.raises(RedisUnavailable, match=r"loads: .*WRONGTYPE"):
+        await runner.one(LOADS)
+
+
+async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(redis_client: Client) -> None:
+    runner, shard, inc = ScriptRunner(redis_client, timeout_s=5), KEYS.of_shard(0), Incarnation(1)
+    await runner.run([REGISTER, index.open_shard(shard, inc, "nonce", 4), ACTIVATE])
+    store = index.apply(shard, inc, "nonce", 1, [Change(BLOCK, Tier.DEVICE, BLOCK)])
+    await redis_client.config_set("maxmemory", "1")
+    try:
+        made, refused, released = await runner.run_each([RESERVE, store, RELEASE])
+        assert made == [None]
+        assert isinstance(refused, RedisFull)
+        assert "apply: " in str(refused)
+        assert "maxmemory" in str(refused)
+        assert released
+        assert await redis_client.keys(shard["blocks:*"]) == []
+    finally:
+        await redis_client.config_set("maxmemory", "0")
+
+
+async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    await runner.run([REGISTER, ACTIVATE])
+    await redis.set(KEYS["metrics"], "no script touches this")
+    await redis.set(KEYS["reservations"], "no hash")
+    seen, lost, seen_too = await runner.run_each([LOADS, RELEASE, LOADS])
+    assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
+    assert isinstance(lost, RedisUnavailable)
+    # Up to 6.2, Redis puts the place in the script first.
+    assert re.match("release: .*WRONGTYPE", str(lost))
+
+
+@pytest.mark.parametrize("kind", kinds_here())
+async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: str) -> None:
+    class Promoting(ScriptRunner):
+        promote = False
+
+        async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+            replies = await super()._send(node, calls)
+            if self.promote:
+                await node.client.replicaof("NO", "ONE")
+            return replies
+
+    with EmbeddedRedis(require_redis(kind)) as server:
+        async with connect(server.url) as redis:
+            runner = Promoting(redis, timeout_s=5)
+            await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, LOADS])
+            await redis.replicaof("127.0.0.1", str(free_port()))
+            seen, refused = await runner.run_each([LOADS, RESERVE])
+            assert seen.loads.keys() == {Incarnation(1)}
+            assert isinstance(refused, RedisUnavailable)
+            assert "read only replica" in str(refused)
+            runner.promote = True
+            assert await runner.run([LOADS, RESERVE]) == [ANY, [None]]
+            assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 1
+
+
+def test_only_scripts_that_do_not_write_may_be_sent_to_replicas(redis: Client) -> None:
+    ScriptRunner(redis, timeout_s=5, on_replicas=["match", "loads"])
+    with pytest.raises(AssertionError, match="reserve writes"):
+        ScriptRunner(redis, timeout_s=5, on_replicas=["match", "reserve"])
+
+
+async def test_without_a_replica_the_master_is_read(redis: Client) -> None:
+    runner = ScriptRunner(redis, timeout_s=5, on_replicas=["loads"])
+    await runner.run([REGISTER, ACTIVATE])
+    assert (await runner.one(LOADS)).loads.keys() == {Incarnation(1)}
+
+
+async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
+    own_redis_server: EmbeddedRedis, own_redis: Client
+) -> None:
+    await ScriptRunner(own_redis, timeout_s=5).run([REGISTER, ACTIVATE])
+    with (
+        stopped(own_redis_server.pid),
+        pytest.raises(RedisUnavailable, match="no answer within 100 ms"),
+    ):
+        await ScriptRunner(own_redis, timeout_s=0.1).run([LOADS, LOADS])
+    # The late answers must not be taken for answers to a later call.
+    runner = ScriptRunner(own_redis, timeout_s=5)
+    assert await runner.run([RESERVE, RELEASE]) == [[None], True]
+
+
+async def test_a_redis_that_cannot_be_reached_is_unavailable() -> None:
+    async with connect(f"redis://127.0.0.1:{free_port()}/0") as nowhere:
+        with pytest.raises(RedisUnavailable, match="ConnectionError"):
+            await ScriptRunner(nowhere, timeout_s=5).one(LOADS)
+
+
+async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(
+    own_redis_server: EmbeddedRedis, own_redis: Client
+) -> None:
+    runner = ScriptRunner(own_redis, timeout_s=5)
+    await runner.one(REGISTER)
+    own_redis_server.kill()
+    with pytest.raises(RedisUnavailable):
+        await runner.one(LOADS)
+    own_redis_server.start()
+    registered = leases.Registration(Incarnation(1), predecessor_lives=False, shards=1)
+    assert await runner.one(REGISTER) == registered

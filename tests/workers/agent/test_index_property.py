@@ -1,0 +1,309 @@
+"""Whatever engines do, a query of the index equals a scan of every worker's cache.
+
+Random stores, removals, tier moves and clears, with holes, go through the agent's bookkeeping and
+real Redis. Batches are cut anywhere, repeated, lost and sent out of order, while workers restart
+and dead incarnations are swept. The model is a plain set per worker and tier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
+from app.http.server import run
+from app.local.redis_server import EmbeddedRedis
+from app.state import index, leases, overlap
+from app.state.client import Node, exchange
+from app.state.connect import connect
+from app.state.index import Change
+from app.state.scripts import ScriptRunner
+from tests.workers.kv.cache_model import CacheModel
+from workers.agent import ownership
+from workers.agent.ownership import Ownership
+
+KEYSPACE = Keyspace("property")
+SHARD = KEYSPACE.of_shard(0)
+GROUP = 2
+"""The number of blocks in a group; small, so that these short chains have several groups."""
+# A tree of prompts: one of 12 blocks, branches after its 6th and its first, and a second root.
+PARENT = {n: n - 1 for n in (*range(1, 12), 13, 14, 16, 18, 19)} | {12: 5, 15: 0}
+BLOCKS = [SequenceHash(n * 0x9E3779B97F4A7C15 % 2**64) for n in range(20)]
+LEAVES = (11, 14, 16, 19)
+
+
+def chain_to(n: int) -> list[int]:
+    return [*chain_to(PARENT[n]), n] if n in PARENT else [n]
+
+
+CHAINS = [[BLOCKS[n] for n in chain_to(leaf)] for leaf in LEAVES]
+
+
+@dataclass
+class Worker:
+    """The model of a worker's cache, the worker's bookkeeping, and what it has sent to Redis."""
+
+    key: WorkerKey
+    cache: CacheModel = field(default_factory=CacheModel)
+    ownership: Ownership = field(default_factory=Ownership)
+    incarnation: Incarnation | None = None
+    seq: int = 0
+    undelivered: list[Change] = field(default_factory=list)
+    sent: list[list[Change]] = field(default_factory=list)
+    """Batches of this incarnation; the n-th has seq n + 1."""
+
+    def take(self, event: CacheEvent) -> None:
+        self.cache.take(event)
+        self.ownership.apply([event])
+        self.ownership.check()
+
+
+class World:
+    """Some workers and one Redis."""
+
+    def __init__(self, redis: Redis, num_workers: int) -> None:
+        self.runner = ScriptRunner(redis, timeout_s=60.0)
+        self.boundaries = overlap.Boundaries()
+        self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(num_workers)]
+
+    async def register(
+        self, worker: Worker, held: Incarnation | None = None
+    ) -> leases.Registration:
+        info = WorkerInfo(worker.key, "http://127.0.0.1:1", 16, 100, 8)
+        registration = await self.runner.one(
+            leases.register(KEYSPACE, info, str(worker.key), ttl_ms=60_000, held=held)
+        )
+        nonce = str(worker.key)
+        assert await self.runner.one(
+            index.open_shard(SHARD, registration.incarnation, nonce, bucket_bits=2)
+        )
+        worker.seq = 0
+        worker.sent = []
+        return registration
+
+    async def restart(self, worker: Worker) -> None:
+        """Replace the process, and with it the cache, by a new one that is empty."""
+        worker.cache = CacheModel()
+        worker.ownership = Ownership()
+        worker.undelivered = []
+        worker.incarnation = (await self.register(worker)).incarnation
+        assert await self.runner.one(
+            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key))
+        )
+
+    async def resync(self, worker: Worker) -> None:
+        registration = await self.register(worker, worker.incarnation)
+        assert registration.predecessor_lives
+        worker.ownership.forget()
+        worker.undelivered = worker.ownership.drain(0)
+        old, worker.incarnation = worker.incarnation, registration.incarnation
+        while worker.undelivered:
+            await self.deliver(worker, 2)
+        assert old != worker.incarnation
+        assert await self.runner.one(
+            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key), held=old)
+        )
+
+    async def sweep(self, max_buckets: int) -> None:
+        """One step of a sweep, which drops incarnations that have been retired."""
+        call = index.sweep(SHARD, (), max_buckets=0, scrub_ms=60_000)
+        writers = (await self.runner.one(call)).writers
+        lost = await self.runner.one(leases.absent(KEYSPACE, writers))
+        await self.runner.one(index.sweep(SHARD, lost, max_buckets=max_buckets, scrub_ms=60_000))
+
+    async def deliver(self, worker: Worker, size: int) -> None:
+        """Publish the next `size` changes as one batch."""
+        if not worker.undelivered:
+            worker.undelivered = worker.ownership.drain(0, at_least=3)
+        batch, worker.undelivered = worker.undelivered[:size], worker.undelivered[size:]
+        worker.seq += 1
+        worker.sent.append(batch)
+        assert await self.apply(worker, worker.seq, batch)
+
+    async def apply(self, worker: Worker, seq: int, batch: list[Change]) -> bool:
+        assert worker.incarnation is not None
+        return await self.runner.one(
+            index.apply(SHARD, worker.incarnation, str(worker.key), seq, batch)
+        )
+
+    async def match_both_ways(self) -> list[overlap.Overlaps]:
+        """Query chains whole, and sampled as only long ones are, with learnt boundaries and
+        without: all answers must be the same."""
+        whole, _ = await overlap.match(self.runner, KEYSPACE, CHAINS)
+        for boundaries in (None, self.boundaries):
+            with mock.patch.object(overlap, "WHOLE_CHAIN", 1):
+                sampled, _ = await overlap.match(
+                    self.runner, KEYSPACE, CHAINS, boundaries=boundaries
+                )
+            assert sampled == whole
+        with_learnt, _ = await overlap.match(
+            self.runner, KEYSPACE, CHAINS, boundaries=self.boundaries
+        )
+        assert with_learnt == whole
+        return whole
+
+    async def check_exact(self) -> None:
+        """Once everything is delivered, every query equals a scan of every worker's cache."""
+        for worker in self.workers:
+            while worker.undelivered or worker.ownership.num_pending:
+                await self.deliver(worker, 100)
+        answers = await self.match_both_ways()
+        for chain, answer in zip(CHAINS, answers, strict=True):
+            expected = {w.incarnation: w.cache.scan(chain) for w in self.workers}
+            live = {inc: answer.get(inc, TierOverlap()) for inc in expected}
+            assert live == expected
+
+    async def check_between_batches(self) -> None:
+        """At any moment, a query equals a walk over the entries in Redis: it skips none."""
+        answers = await self.match_both_ways()
+        owners = await self.owners()
+        for answer, chain in zip(answers, CHAINS, strict=True):
+            for worker in self.workers:
+                held = [owners.get((block, worker.incarnation)) for block in chain]
+                tiers = [tier for tier in held if tier is not None]
+                walked = TierOverlap(*(tiers.count(tier) for tier in Tier))
+                assert answer.get(worker.incarnation, TierOverlap()) == walked
+                # The invariant: published blocks form a prefix, and tiers get no faster along it.
+                assert held == sorted(tiers) + [None] * (len(chain) - len(tiers))
+
+    async def owners(self) -> dict[tuple[SequenceHash, Incarnation | None], Tier]:
+        """All entries of the index."""
+        redis = self.runner.redis
+        buckets = [key async for key in redis.scan_iter(match="*blocks:*", count=1000)]
+        found = await exchange(Node(redis), [("HGETALL", bucket) for bucket in buckets])
+        entries: dict[tuple[SequenceHash, Incarnation | None], Tier] = {}
+        for fields in found:
+            for block, text in zip(fields[::2], fields[1::2], strict=True):
+                for incarnation, tier in overlap.parse_owners(text):
+                    entries[SequenceHash(int(block, 16)), incarnation] = tier
+        return entries
+
+
+Step = tuple[object, ...]
+
+TIERS = st.sampled_from(Tier)
+NODES = st.integers(0, len(BLOCKS) - 1)
+
+
+def steps_of(num_workers: int) -> st.SearchStrategy[Step]:
+    workers = st.integers(0, num_workers - 1)
+    return st.one_of(
+        st.tuples(st.just("store"), workers, st.sampled_from(LEAVES), st.integers(1, 12), TIERS),
+        # A single block, whose ancestors may be missing.
+        st.tuples(st.just("store_one"), workers, NODES, TIERS),
+        st.tuples(st.just("remove"), workers, NODES, TIERS),
+        st.tuples(st.just("move"), workers, NODES, TIERS, TIERS),
+        st.tuples(st.just("deliver"), workers, st.sampled_from((1, 2, 5, 100))),
+        st.tuples(st.just("repeat"), workers, st.integers(1, 3)),
+        # One strategy for all four, so that they are rare: they leave little state to test.
+        st.tuples(st.sampled_from(("clear", "skip", "restart", "resync")), workers),
+        st.tuples(st.just("sweep"), st.integers(1, 3)),
+        st.tuples(st.just("check")),
+    )
+
+
+async def step(world: World, name: str, *args: object) -> None:
+    worker = world.workers[args[0]] if args and name != "sweep" else None  # type: ignore[call-overload]
+    match (name, *args[1:]):
+        case ("store", leaf, length, tier):
+            chain = chain_to(leaf)[:length]
+            worker.take(Stored(tuple(BLOCKS[n] for n in chain), None, tier))
+        case ("store_one", n, tier):
+            parent = BLOCKS[PARENT[n]] if n in PARENT else None
+            worker.take(Stored((BLOCKS[n],), parent, tier))
+        case ("remove", n, tier):
+            worker.take(Removed((BLOCKS[n],), tier))
+        case ("move", n, source, target):
+            if source in worker.cache.tiers_of(BLOCKS[n]):
+                parent = BLOCKS[PARENT[n]] if n in PARENT else None
+                worker.take(Stored((BLOCKS[n],), parent, target))
+                if source != target:
+                    worker.take(Removed((BLOCKS[n],), source))
+        case ("clear",):
+            worker.take(Cleared())
+        case ("deliver", size):
+            await world.deliver(worker, size)
+            await world.check_between_batches()
+        case ("repeat", back) if back <= len(worker.sent):
+            # A late or repeated batch: it was applied before and must not be applied again.
+            assert await world.apply(worker, worker.seq + 1 - back, worker.sent[-back])
+            await world.check_between_batches()
+        case ("skip",):
+            # A batch whose predecessor is missing is refused as a whole.
+            foreign = [Change(block, Tier.DEVICE, block) for block in BLOCKS]
+            assert not await world.apply(worker, worker.seq + 2, foreign)
+        case ("restart",):
+            await world.restart(worker)
+        case ("resync",):
+            await world.resync(worker)
+        case ("sweep",):
+            await world.sweep(args[0])  # type: ignore[arg-type]
+        case ("check",):
+            await world.check_exact()
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (index, overlap, ownership):
+        monkeypatch.setattr(module, "GROUP_BLOCKS", GROUP)
+
+
+async def run_steps(url: str, num_workers: int, steps: list[Step]) -> None:
+    async with connect(url) as redis:
+        await redis.flushall()
+        world = World(redis, num_workers)
+        for worker in world.workers:
+            await world.restart(worker)
+        for one in steps:
+            await step(world, *one)  # type: ignore[arg-type]
+        await world.check_exact()
+        for _ in range(20):
+            await world.sweep(4)
+        await world.check_exact()
+        live = {worker.incarnation for worker in world.workers}
+        assert await owners_left(redis) <= live
+
+
+async def owners_left(redis: Redis) -> set[Incarnation]:
+    """All incarnations that have entries in the index."""
+    owners: set[Incarnation] = set()
+    async for key in redis.scan_iter(match="*blocks:*"):
+        for value in await redis.hvals(key):
+            owners |= {inc for inc, _ in overlap.parse_owners(value)}
+    return owners
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@examples(150)
+@given(steps=st.lists(steps_of(3), min_size=40, max_size=60))
+def test_queries_equal_scans_of_every_workers_cache(
+    redis_server: EmbeddedRedis, steps: list[Step]
+) -> None:
+    run(run_steps(redis_server.url, 3, steps))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_workers", [3, 4, 5])
+@examples(400)
+@given(data=st.data())
+def test_queries_equal_scans_through_long_histories_of_more_workers(
+    redis_server: EmbeddedRedis, num_workers: int, data: st.DataObject
+) -> None:
+    """Takes about 6 minutes on each kind of server."""
+    steps = data.draw(st.lists(steps_of(num_workers), min_size=200, max_size=400))
+    run(run_steps(redis_server.url, num_workers, steps))

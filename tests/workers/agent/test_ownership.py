@@ -1,0 +1,489 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.types import SequenceHash, Tier
+from app.state.index import FIRST_PLACE, GROUP_BLOCKS, Change, Claims
+from workers.agent import ownership as module
+from workers.agent.ownership import Ownership
+
+DEVICE, HOST, DISK = Tier
+A, B, C, D, E = (SequenceHash(0xA + i) for i in range(5))
+
+Published = dict[SequenceHash, Tier]
+Parents = Mapping[SequenceHash, SequenceHash | None]
+
+
+def stored(
+    *blocks: SequenceHash, parent: SequenceHash | None = None, tier: Tier = DEVICE
+) -> Stored:
+    return Stored(blocks, parent, tier)
+
+
+def removed(*blocks: SequenceHash, tier: Tier = DEVICE) -> Removed:
+    return Removed(blocks, tier)
+
+
+def drained(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHash, Tier | None]]:
+    """The changes that Redis must be sent after these events."""
+    ownership.apply(events)
+    ownership.check()
+    changes = ownership.drain(0)
+    ownership.check()
+    assert ownership.num_pending == 0
+    return [(block, tier) for block, tier, _ in changes]
+
+
+@pytest.fixture
+def ownership() -> Ownership:
+    return Ownership()
+
+
+@pytest.fixture
+def abcd() -> Ownership:
+    """A to D are one chain on the device, and have been sent to Redis."""
+    ownership = Ownership()
+    drained(ownership, stored(A, B, C, D))
+    return ownership
+
+
+def test_a_chain_is_published_from_the_root_outward(ownership: Ownership) -> None:
+    assert drained(ownership, stored(A, B, C)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE)]
+
+
+def test_the_blocks_of_a_group_are_sent_together(ownership: Ownership) -> None:
+    """Two chains of 40 blocks, which differ after the 20th, are stored alternately."""
+    left = [SequenceHash(1000 + i) for i in range(40)]
+    right = left[:20] + [SequenceHash(2000 + i) for i in range(20, 40)]
+    for at in range(0, 40, 4):
+        parent = left[at - 1] if at else None
+        ownership.apply([Stored(tuple(left[at : at + 4]), parent)])
+        ownership.apply([Stored(tuple(right[at : at + 4]), right[at - 1] if at else None)])
+    changes = ownership.drain(0)
+    leaders = [change.leader for change in changes]
+    assert [leader for leader, _ in groupby(leaders)] == [1000, 1016, 1032, 2032]
+    assert {c.block for c in changes if c.leader == 1016} == {*left[16:32], *right[20:32]}
+    assert [c.tier for c in changes] == [DEVICE] * 60
+
+
+def test_groups_are_sent_from_the_root_outward_whatever_their_hashes(ownership: Ownership) -> None:
+    blocks = [SequenceHash(n) for n in range(2 * GROUP_BLOCKS, 0, -1)]
+    assert drained(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
+
+
+def test_a_drain_ends_once_it_has_enough_and_the_next_one_sends_removals_first(
+    ownership: Ownership,
+) -> None:
+    """40 prompts of 40 blocks: their 120 groups are far more than one drain needs to take."""
+    chains = [[SequenceHash((n << 58) + i) for i in range(40)] for n in range(40)]
+    ownership.apply([stored(*chain) for chain in chains])
+    first = ownership.drain(0, at_least=100)
+    assert 100 <= len(first) < 200
+    removed_block = first[-1].block
+    ownership.apply([removed(removed_block)])
+    second = ownership.drain(0, at_least=100)
+    assert 100 <= len(second) < 200
+    withdrawn = [change.block for change in second if change.tier is None]
+    assert withdrawn == [change.block for change in second[: len(withdrawn)]]
+    assert withdrawn[-1] == removed_block
+    sent = {change.block for change in first + second}
+    while changes := ownership.drain(0, at_least=100):
+        assert not {change.block for change in changes} & sent
+        sent |= {change.block for change in changes}
+    assert sent >= {b for chain in chains for b in chain if removed_block not in chain}
+    ownership.check()
+    assert not ownership.any_pending
+
+
+def test_a_change_that_redis_refused_is_sent_when_its_block_is_stored_again(
+    ownership: Ownership,
+) -> None:
+    drained(ownership, stored(A, tier=HOST))
+    ownership.apply([stored(A)])
+    refused = ownership.drain(0)
+    ownership.apply([removed(A), removed(A, tier=HOST)])
+    ownership.untell(0, refused)
+    assert drained(ownership, stored(A)) == [(A, DEVICE)]
+
+
+def test_chains_go_to_the_shard_of_their_first_block(ownership: Ownership) -> None:
+    ownership.forget(shards=2)
+    ownership.apply([stored(A, D), stored(B, C)])
+    assert ownership.drain(0) == [Change(A, DEVICE, A), Change(D, DEVICE, A)]
+    assert ownership.drain(1) == [Change(B, DEVICE, B), Change(C, DEVICE, B)]
+
+
+def test_changes_pending_for_one_shard_survive_draining_another(
+    ownership: Ownership,
+) -> None:
+    ownership.forget(shards=2)
+    ownership.apply([stored(A, D), stored(B, C)])
+    changes = ownership.drain(0)
+    ownership.apply([stored(E, parent=C), removed(D)])
+    assert (ownership.is_pending(0), ownership.is_pending(1)) == (True, True)
+    assert [c.block for c in ownership.drain(1)] == [B, C, E]
+    assert not ownership.is_pending(1)
+    assert all(ownership.adds(0, change) for change in changes)
+    ownership.untell(0, changes)
+    ownership.check()
+    assert ownership.drain(0) == [Change(A, DEVICE, A)]
+    ownership.apply([Cleared()])
+    ownership.check()
+    assert [c.block for c in ownership.drain(0)] == [A]
+    assert [c.block for c in ownership.drain(1)] == [E, C, B]
+    assert ownership.num_pending == 0
+
+
+def test_audits_rotate_over_the_blocks_and_skip_removed_ones(abcd: Ownership) -> None:
+    assert abcd.next_to_audit(3) == [[B, C, D]]
+    assert abcd.as_told(0, [B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
+    drained(abcd, removed(A), stored(A))
+    assert abcd.next_to_audit(3) == [[A]]
+    drained(abcd, removed(B))
+    assert abcd.next_to_audit(9) == [[A]]
+    assert abcd.as_told(0, [A, B]) == [Change(A, DEVICE, A)]
+
+
+def test_an_audit_skips_blocks_removed_since_its_round_began(abcd: Ownership) -> None:
+    assert abcd.next_to_audit(3) == [[B, C, D]]
+    drained(abcd, removed(A, B, C, D))
+    assert abcd.next_to_audit(3) == [[]]
+
+
+def test_after_a_change_of_shards_blocks_are_audited_in_their_new_shard_only(
+    abcd: Ownership,
+) -> None:
+    [blocks] = abcd.next_to_audit(9)
+    abcd.forget(shards=3)
+    for shard in range(3):
+        abcd.drain(shard)
+    assert [[c.block for c in abcd.as_told(n, blocks)] for n in range(3)] == [
+        [],
+        [A, B, C, D],
+        [],
+    ]
+
+
+def test_a_chain_may_continue_a_published_parent(ownership: Ownership) -> None:
+    drained(ownership, stored(A, B))
+    assert drained(ownership, stored(C, D, parent=B)) == [(C, DEVICE), (D, DEVICE)]
+
+
+def test_nothing_is_sent_if_nothing_is_new(abcd: Ownership) -> None:
+    assert drained(abcd) == []
+    assert drained(abcd, stored(A, B), stored(C, parent=B)) == []
+
+
+def test_a_hole_in_mid_chain_withdraws_its_descendants_from_the_leaves_inward(
+    abcd: Ownership,
+) -> None:
+    assert drained(abcd, removed(B)) == [(D, None), (C, None), (B, None)]
+
+
+def test_the_descendants_of_a_hole_are_published_again_when_it_is_filled(abcd: Ownership) -> None:
+    drained(abcd, removed(B))
+    assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_two_holes_must_both_be_filled(abcd: Ownership) -> None:
+    assert drained(abcd, removed(A, C)) == [(D, None), (C, None), (B, None), (A, None)]
+    assert drained(abcd, stored(C, parent=B)) == []
+    assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_a_descendant_of_a_hole_may_be_removed_while_the_hole_is_open(abcd: Ownership) -> None:
+    drained(abcd, removed(B))
+    assert drained(abcd, removed(D)) == []
+    assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE)]
+
+
+def test_removing_a_root_withdraws_all_its_branches(ownership: Ownership) -> None:
+    drained(ownership, stored(A, B), stored(C, parent=A), stored(D))
+    changes = drained(ownership, removed(A))
+    assert set(changes[:2]) == {(B, None), (C, None)}
+    assert changes[2:] == [(A, None)]
+    assert drained(ownership, removed(B), removed(C)) == []
+
+
+def test_a_block_is_published_in_the_slowest_tier_on_its_path(ownership: Ownership) -> None:
+    events = [stored(A), stored(B, parent=A, tier=HOST), stored(C, parent=B), stored(D, parent=C)]
+    assert drained(ownership, *events) == [(A, DEVICE), (B, HOST), (C, HOST), (D, HOST)]
+    assert drained(ownership, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_the_fastest_of_several_tiers_that_hold_a_block_counts(abcd: Ownership) -> None:
+    assert drained(abcd, stored(B, parent=A, tier=HOST), stored(B, parent=A, tier=DISK)) == []
+    assert drained(abcd, removed(B)) == [(D, HOST), (C, HOST), (B, HOST)]
+    assert drained(abcd, removed(B, tier=HOST)) == [(D, DISK), (C, DISK), (B, DISK)]
+    assert drained(abcd, removed(B, tier=DISK)) == [(D, None), (C, None), (B, None)]
+
+
+def test_removal_from_a_tier_that_does_not_hold_the_block_is_ignored(abcd: Ownership) -> None:
+    assert drained(abcd, removed(B, tier=HOST), removed(E)) == []
+
+
+def test_an_offload_moves_a_tail_without_withdrawing_it(abcd: Ownership) -> None:
+    assert drained(abcd, stored(C, D, parent=B, tier=HOST), removed(C, D)) == [(D, HOST), (C, HOST)]
+
+
+def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd: Ownership) -> None:
+    abcd.apply([stored(E, parent=D)])
+    assert abcd.num_pending == 1
+    abcd.apply([removed(E)])
+    assert abcd.num_pending == 0
+    assert drained(abcd) == []
+
+
+def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd: Ownership) -> None:
+    abcd.apply([removed(B)])
+    assert abcd.num_pending == 3
+    abcd.apply([stored(B, parent=A)])
+    assert abcd.num_pending == 0
+    assert drained(abcd) == []
+
+
+def test_removals_come_before_stores(abcd: Ownership) -> None:
+    assert drained(abcd, stored(E, parent=A), removed(D)) == [(D, None), (E, DEVICE)]
+
+
+def test_a_slower_root_is_sent_after_its_leaves_and_a_faster_one_before_them(
+    abcd: Ownership,
+) -> None:
+    assert drained(abcd, stored(A, tier=HOST), removed(A)) == [
+        (D, HOST),
+        (C, HOST),
+        (B, HOST),
+        (A, HOST),
+    ]
+    assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_a_chain_whose_parent_is_unknown_waits_for_it(ownership: Ownership) -> None:
+    assert drained(ownership, stored(C, D, parent=B)) == []
+    assert drained(ownership, stored(B, parent=A)) == []
+    changes = drained(ownership, stored(A))
+    assert changes == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
+
+
+def test_a_chain_whose_parent_never_comes_leaves_nothing_behind(ownership: Ownership) -> None:
+    assert drained(ownership, stored(C, D, parent=B), removed(C, D)) == []
+    assert drained(ownership, stored(B)) == [(B, DEVICE)]
+
+
+def test_clearing_withdraws_everything_from_the_leaves_inward(abcd: Ownership) -> None:
+    drained(abcd, stored(E, tier=HOST))
+    changes = drained(abcd, Cleared())
+    assert [block for block, _ in changes if block != E] == [D, C, B, A]
+    assert {tier for _, tier in changes} == {None}
+    assert len(changes) == 5
+
+
+def test_blocks_stored_again_after_clearing_are_not_sent(abcd: Ownership) -> None:
+    assert drained(abcd, Cleared(), stored(A, B)) == [(D, None), (C, None)]
+
+
+def test_clearing_an_empty_cache_sends_nothing(ownership: Ownership) -> None:
+    assert drained(ownership, Cleared()) == []
+    assert drained(ownership, stored(A), Cleared()) == []
+
+
+def test_after_forgetting_all_published_blocks_are_sent_again(abcd: Ownership) -> None:
+    drained(abcd, stored(C, parent=B, tier=HOST), removed(C))
+    abcd.forget()
+    assert abcd.num_pending == 4
+    assert drained(abcd) == [(A, DEVICE), (B, DEVICE), (C, HOST), (D, HOST)]
+
+
+def test_after_forgetting_removed_blocks_are_not_withdrawn(abcd: Ownership) -> None:
+    abcd.apply([removed(B)])
+    abcd.forget()
+    assert drained(abcd) == [(A, DEVICE)]
+
+
+def test_pending_changes_are_sent_once_after_forgetting(abcd: Ownership) -> None:
+    abcd.apply([stored(E, parent=D)])
+    abcd.forget()
+    assert [block for block, _ in drained(abcd)] == [A, B, C, D, E]
+
+
+def test_check_detects_inconsistent_bookkeeping(abcd: Ownership) -> None:
+    abcd._nodes[B].published = HOST
+    with pytest.raises(AssertionError, match="000000000000000b is out of date"):
+        abcd.check()
+
+
+def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) -> Published:
+    """Each block whose ancestors are all held, in the slowest of the fastest tiers on its path."""
+    published: Published = {}
+    for block, parent in parents.items():  # parents come before their children
+        if held[block] and (parent is None or parent in published):
+            fastest = min(held[block])
+            published[block] = fastest if parent is None else max(fastest, published[parent])
+    return published
+
+
+def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
+    """The first block of the group of GROUP that `block` is in."""
+    chain = [block]
+    while (parent := parents[chain[-1]]) is not None:
+        chain.append(parent)
+    chain.reverse()
+    return chain[(len(chain) - 1) // GROUP * GROUP]
+
+
+def send(redis: Published, changes: list[Change], parents: Parents) -> None:
+    """Apply changes one by one: the invariant must hold wherever they are cut into batches."""
+    for block, tier, leader in changes:
+        assert leader == leader_of(block, parents)
+        if tier is None:
+            del redis[block]
+        else:
+            redis[block] = tier
+        for child, its_tier in redis.items():
+            parent = parents[child]
+            assert parent is None or (parent in redis and redis[parent] <= its_tier)
+
+
+@dataclass(frozen=True)
+class Drain:
+    """num_taken: how many of the changes that store a block or make it faster; None: all.
+
+    at_least: as in `Ownership.drain`; with num_taken None, drains follow until nothing is left.
+    """
+
+    num_taken: int | None
+    at_least: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    pass
+
+
+NUM_BLOCKS = 10
+GROUP = 2
+"""The number of blocks in a group; small, so that these short chains have several groups."""
+BLOCKS = [SequenceHash(i << 59 | i) for i in range(NUM_BLOCKS)]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Parents:
+    """A random forest, in which parents come before their children."""
+    return {
+        block: draw(st.sampled_from([None, *BLOCKS[max(0, i - 3) : i]]))
+        for i, block in enumerate(BLOCKS)
+    }
+
+
+@st.composite
+def stores(draw: st.DrawFn, parents: Parents) -> Stored:
+    """A block and up to three of its ancestors as one event, in prompt order."""
+    blocks = [draw(st.sampled_from(BLOCKS))]
+    for _ in range(draw(st.integers(0, 3))):
+        parent = parents[blocks[0]]
+        if parent is not None:
+            blocks.insert(0, parent)
+    return Stored(tuple(blocks), parents[blocks[0]], draw(st.sampled_from(Tier)))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forget]]:
+    parents = draw(trees())
+    store = stores(parents)
+    remove = st.builds(
+        Removed, st.lists(st.sampled_from(BLOCKS), max_size=3).map(tuple), st.sampled_from(Tier)
+    )
+    rare = st.sampled_from([Cleared(), Forget()])
+    drain = st.builds(Drain, st.none() | st.integers(0, 4), st.integers(1, NUM_BLOCKS + 1))
+    events = st.one_of(store, store, store, remove, remove, drain, rare)
+    return parents, draw(st.lists(events, max_size=60))
+
+
+@mock.patch.object(module, "GROUP_BLOCKS", GROUP)
+@settings(max_examples=200, deadline=None)
+@given(histories())
+def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
+    history: tuple[Parents, list[CacheEvent | Drain | Forget]],
+) -> None:
+    parents, events = history
+    ownership = Ownership()
+    held: dict[SequenceHash, set[Tier]] = {block: set() for block in BLOCKS}
+    redis: Published = {}
+    for event in events:
+        match event:
+            case Drain(None, at_least):
+                while changes := ownership.drain(0, at_least):
+                    send(redis, changes, parents)
+                assert redis == plain_published(held, parents)
+            case Drain(num_taken, at_least):
+                changes = ownership.drain(0, at_least)
+                adding = [change for change in changes if ownership.adds(0, change)]
+                assert changes[len(changes) - len(adding) :] == adding
+                send(redis, changes[: len(changes) - len(adding) + num_taken], parents)
+                ownership.untell(0, adding[num_taken:])
+                if len(changes) < at_least:
+                    real = plain_published(held, parents)
+                    assert all(b in real and tier >= real[b] for b, tier in redis.items())
+            case Forget():
+                ownership.forget()
+                redis.clear()
+            case Stored():
+                ownership.apply([event])
+                for block in event.blocks:
+                    held[block].add(event.tier)
+            case Removed():
+                ownership.apply([event])
+                for block in event.blocks:
+                    held[block].discard(event.tier)
+            case Cleared():
+                ownership.apply([event])
+                held = {block: set() for block in BLOCKS}
+        ownership.check()
+        published = plain_published(held, parents)
+        assert {b: t.tier for b in BLOCKS if (t := ownership._told(b))} == redis
+        differing = [b for b in BLOCKS if published.get(b) != redis.get(b)]
+        assert ownership.num_pending == len(differing)
+    send(redis, ownership.drain(0), parents)
+    assert redis == plain_published(held, parents)
+
+
+CLAIM = (0, DEVICE)
+"""Bucket 0 of 256, where all of A to E belong."""
+
+
+@pytest.mark.parametrize(
+    ("entries", "right"),
+    [
+        ([], True),
+        ([(*CLAIM, A), (*CLAIM, D)], True),
+        ([(*CLAIM, A), (*CLAIM, E)], False),  # not held
+        ([(*CLAIM, None)], False),  # no block at all
+        ([(0, HOST, A)], False),
+        ([(0, None, A)], False),
+        ([(1, DEVICE, A)], False),  # in a bucket where lookups do not search for it
+        ([(*CLAIM, A), (*CLAIM, A)], False),
+    ],
+)
+def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_sent(
+    abcd: Ownership, entries: list[tuple[int, Tier | None, SequenceHash | None]], right: bool
+) -> None:
+    claims = Claims(bucket_bits=8, following=FIRST_PLACE, entries=entries)
+    assert abcd.shows(0, claims) == right
+    assert abcd.shows(1, claims) == (entries == [])
+
+
+def test_a_block_belongs_in_the_bucket_of_the_first_block_of_its_group(
+    ownership: Ownership,
+) -> None:
+    first, second = SequenceHash(0xAA << 56), SequenceHash(0xBB << 56)
+    drained(ownership, stored(first, second))
+    for bucket, right in ((0xAA, True), (0xBB, False)):
+        assert ownership.shows(0, Claims(8, FIRST_PLACE, [(bucket, DEVICE, second)])) == right

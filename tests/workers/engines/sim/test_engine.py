@@ -1,0 +1,606 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.hashing import compute_hashes
+from app.core.types import SequenceHash, Tier
+from workers.engines.base import PromptTooLargeError
+from workers.engines.sim.engine import SimEngine
+from workers.engines.sim.pool import BlockPool
+from workers.engines.sim.profiles import PROFILES, Profile
+from workers.engines.steps import SimRequest, Step
+
+BLOCK_SIZE = 4
+# Steps take 1 + max(10, n) + 0.01 per attention pair + 0.001 per token of decode context.
+EASY = Profile(
+    over_s=1.0,
+    a0_s=10.0,
+    b0_s=0.0,
+    a1_s=0.0,
+    b1_s=1.0,
+    q_s=0.01,
+    c_s=0.001,
+    kv_pool_tokens=64,
+    max_batch_tokens=8,
+    host_s_per_token=0.5,
+    max_num_seqs=4,
+)
+ABC = tuple(range(100, 110))  # the ten tokens A to J
+
+
+def engine_of(
+    pool_blocks: int = 16,
+    *,
+    host_blocks: int = 0,
+    profile: Profile = EASY,
+    now: Callable[[], float] = lambda: 0.0,
+) -> SimEngine:
+    return SimEngine(
+        profile,
+        block_size=BLOCK_SIZE,
+        kv_pool_tokens=pool_blocks * BLOCK_SIZE,
+        host_pool_tokens=host_blocks * BLOCK_SIZE,
+        now=now,
+    )
+
+
+def request_of(request_id: str, prompt: Sequence[int], max_tokens: int = 1) -> SimRequest:
+    return SimRequest.from_tokens(request_id, prompt, max_tokens, block_size=BLOCK_SIZE)
+
+
+def hashes(tokens: Sequence[int]) -> tuple[SequenceHash, ...]:
+    return tuple(compute_hashes(tokens, BLOCK_SIZE)[1])
+
+
+def drain(engine: SimEngine) -> list[Step]:
+    """Step until the engine is idle, checking its books after each step."""
+    steps = []
+    while (step := engine.step()) is not None:
+        engine.check()
+        steps.append(step)
+    return steps
+
+
+def serve(engine: SimEngine, *requests: SimRequest) -> list[Step]:
+    for request in requests:
+        engine.submit(request)
+    return drain(engine)
+
+
+def cached_tokens(steps: list[Step]) -> dict[str, int]:
+    return {f.request_id: f.cached_tokens for step in steps for f in step.finished}
+
+
+# Time
+
+
+def test_a_prompt_is_prefilled_in_chunks_and_then_gets_one_token_a_step() -> None:
+    steps = serve(engine_of(), request_of("r", ABC, max_tokens=4))
+
+    assert [(s.prefill_tokens, s.decode_seqs) for s in steps] == [
+        (8, 0),
+        (2, 0),
+        (0, 1),
+        (0, 1),
+        (0, 1),
+    ]
+    assert [s.attention_pairs for s in steps] == [8 * 4, 2 * (8 + 1), 0, 0, 0]
+    assert [s.decode_context_tokens for s in steps] == [0, 0, 11, 12, 13]
+    assert [s.duration_s for s in steps] == pytest.approx([11.32, 11.18, 11.011, 11.012, 11.013])
+    assert [s.emitted for s in steps] == [[], ["r"], ["r"], ["r"], ["r"]]
+    assert [s.first_tokens for s in steps] == [[], ["r"], [], [], []]
+    assert [[f.request_id for f in s.finished] for s in steps] == [[], [], [], [], ["r"]]
+    assert steps[-1].finished[0].output_tokens == 4
+
+
+def test_a_full_step_of_a_70b_model_takes_178_ms() -> None:
+    engine = SimEngine(PROFILES["70b-4xh100"], block_size=16)
+    engine.submit(SimRequest.from_tokens("r", range(3000), 1, block_size=16))
+
+    step = engine.step()
+
+    # 2 ms + (9.5 ms + 2,048 * 80.3 us, more than 20.9 ms + 2,048 * 41.5 us) + 2,048 * 1,024 * q
+    assert step is not None
+    assert step.duration_s == pytest.approx(0.002 + 0.0095 + 0.1644544 + 0.0023069, abs=1e-7)
+
+
+def test_decoding_requests_come_before_prefill_in_a_step() -> None:
+    engine = engine_of(profile=replace(EASY, a0_s=0.0))
+    engine.submit(request_of("first", ABC[:4], max_tokens=4))
+    engine.step()
+    engine.submit(request_of("second", range(10)))
+
+    step = engine.step()
+
+    assert step is not None
+    assert (step.decode_seqs, step.prefill_tokens) == (1, 7)
+    assert step.duration_s == pytest.approx(1 + 8 + 0.01 * 7 * 3.5 + 0.001 * 5)
+
+
+def test_prompts_share_a_step_in_order_of_arrival() -> None:
+    steps = serve(
+        engine_of(), request_of("a", (1, 2, 3)), request_of("b", ABC[:7]), request_of("c", (4, 5))
+    )
+
+    assert [s.prefill_tokens for s in steps] == [8, 4]
+    assert [s.first_tokens for s in steps] == [["a"], ["b", "c"]]
+
+
+def test_no_more_sequences_run_than_the_profile_allows() -> None:
+    engine = engine_of()
+    for i in range(5):
+        engine.submit(request_of(str(i), (i,), max_tokens=9))
+
+    engine.step()
+
+    assert engine.metrics().request_active_slots == 4
+    assert engine.metrics().request_total_slots == 4
+    assert engine.metrics().num_requests_waiting == 1
+
+
+# Reuse
+
+
+def test_a_prompt_seen_before_is_reused_in_whole_blocks() -> None:
+    engine = engine_of()
+    serve(engine, request_of("first", ABC))
+
+    steps = serve(engine, request_of("second", (*ABC, 7, 8, 9)))
+
+    assert cached_tokens(steps) == {"second": 8}
+    assert steps[0].prefill_tokens == 13 - 8
+
+
+def test_the_last_token_of_a_wholly_cached_prompt_is_computed_again() -> None:
+    engine = engine_of()
+    serve(engine, request_of("first", ABC[:8]))
+
+    steps = serve(engine, request_of("second", ABC[:8]))
+
+    assert cached_tokens(steps) == {"second": 4}
+    assert steps[0].prefill_tokens == 4
+
+
+def test_the_next_turn_of_a_chat_reuses_generated_blocks() -> None:
+    engine = engine_of()
+    turn = request_of("turn 1", ABC, max_tokens=7)
+    serve(engine, turn)
+    answer = turn.output_tokens(0, 7)
+
+    steps = serve(engine, request_of("turn 2", (*ABC, *answer, 1, 2, 3)))
+
+    # 10 + 7 tokens, of which the last was never computed: 16 tokens, 4 full blocks.
+    assert cached_tokens(steps) == {"turn 2": 16}
+
+
+def test_prompts_admitted_in_one_step_share_their_blocks() -> None:
+    engine = engine_of()
+    for name in ("a", "b"):
+        engine.submit(request_of(name, ABC[:5], max_tokens=2))
+
+    step = engine.step()
+
+    # b shares the first block, which a has computed: 2 blocks of a and 1 more of b.
+    assert step is not None
+    assert step.prefill_tokens == 5 + 1
+    assert engine.metrics().kv_active_blocks == 3
+    assert engine.metrics().gpu_cache_usage_perc == 3 / 16
+
+
+def test_blocks_computed_twice_at_the_same_time_are_kept_once() -> None:
+    engine = engine_of()
+    first = request_of("first", ABC, max_tokens=7)
+    tokens = (*ABC, *first.output_tokens(0, 2))  # the third block, half of it generated
+    engine.submit(first)
+    engine.step()
+    engine.step()  # the prompt is complete, one token generated
+
+    engine.submit(request_of("second", (*tokens, 1), max_tokens=5))
+    engine.step()  # both compute the third block, one half of it, the other all of it
+    engine.check()
+    assert engine.metrics().kv_active_blocks == 2 + 3 + 3
+
+    engine.step()
+    engine.check()
+    assert engine.metrics().kv_active_blocks == 3 + 2 + 2
+
+
+def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last() -> None:
+    a, b, c = hashes(range(12))
+    pool = BlockPool(8)
+    assert (pool.acquire((), 2), pool.acquire((), 3)) == (0, 0)
+    pool.register((a, b), None)
+    pool.register((a, b, c), None)
+    assert pool.take_events() == [Stored((a, b), None), Stored((c,), b)]
+
+
+def test_the_hit_rate_is_cached_over_all_prompt_tokens() -> None:
+    engine = engine_of()
+
+    serve(engine, request_of("first", ABC))
+    serve(engine, request_of("second", ABC))
+
+    assert engine.metrics().gpu_prefix_cache_hit_rate == 8 / 20
+
+
+def test_the_hit_rate_forgets_all_but_the_last_thousand_requests() -> None:
+    engine = engine_of()
+    serve(engine, request_of("cold", ABC))
+
+    for i in range(1000):
+        serve(engine, request_of(str(i), ABC))
+
+    assert engine.metrics().gpu_prefix_cache_hit_rate == 8 / 10
+
+
+@pytest.mark.parametrize(("host_blocks", "idle_s"), [(0, [0, 70]), (3, [0, 0, 70])])
+def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier(
+    host_blocks: int, idle_s: list[int]
+) -> None:
+    """Each request takes the whole pool of three blocks, and fills two of them."""
+    now_s = 100.0
+    engine = engine_of(3, host_blocks=host_blocks, now=lambda: now_s)
+    idle_seen = []
+    for n, _ in enumerate(idle_s):
+        serve(engine, request_of(f"r{n}", range(100 * n, 100 * n + 10)))
+        idle_seen.append(engine.metrics().kv_idle_before_evict_s)
+        now_s += 70 if host_blocks == 0 else 35
+
+    assert idle_seen == idle_s
+
+
+# Events
+
+
+def test_blocks_are_published_once_computed_from_the_root_outward() -> None:
+    engine = engine_of()
+    request = request_of("r", ABC, max_tokens=8)
+    a, b, c, d = hashes((*ABC, *request.output_tokens(0, 6)))
+    engine.submit(request)
+
+    events_of_step: list[list[CacheEvent]] = []
+    while engine.step() is not None:
+        events_of_step.append(engine.take_events())
+
+    # Step 1 computes A-H; step 2 computes I and J and generates the first of eight tokens. The KV
+    # of a token is computed one step after the token: c fills in step 4, and d in step 8.
+    assert events_of_step[0] == [Stored((a, b), None)]
+    assert events_of_step[3] == [Stored((c,), b)]
+    assert events_of_step[7] == [Stored((d,), c)]
+    assert [i for i, events in enumerate(events_of_step) if events] == [0, 3, 7]
+
+
+def test_tails_are_evicted_before_their_parents_and_the_oldest_request_first() -> None:
+    engine = engine_of(pool_blocks=6)
+    a1, a2 = hashes(ABC)
+    b1, _ = hashes(ABC[2:])
+    serve(engine, request_of("a", ABC), request_of("b", ABC[2:]))
+    engine.take_events()
+
+    serve(engine, request_of("c", range(12), max_tokens=3))  # 4 blocks, and 2 are free
+
+    assert engine.take_events()[0] == Removed((a2, a1))
+    serve(engine, request_of("d", range(50, 58), max_tokens=3))
+    assert engine.take_events()[0] == Removed((hashes(ABC[2:])[1], b1))
+
+
+def test_recently_used_blocks_are_not_the_next_to_be_evicted() -> None:
+    engine = engine_of(pool_blocks=6)
+    serve(engine, request_of("a", ABC), request_of("b", ABC[2:]))
+    serve(engine, request_of("a again", ABC))
+    engine.take_events()
+
+    serve(engine, request_of("c", range(12), max_tokens=3))
+
+    assert engine.take_events()[0] == Removed(hashes(ABC[2:])[::-1])
+
+
+# Space
+
+
+def test_a_request_waits_until_its_prompt_and_output_fit_and_is_not_overtaken() -> None:
+    engine = engine_of(pool_blocks=5)
+    engine.submit(request_of("running", ABC[:4], max_tokens=8))  # 3 blocks of 5
+    engine.submit(request_of("large", range(10), max_tokens=2))  # 3 blocks
+    engine.submit(request_of("small", (1,)))  # 1 block
+
+    steps = drain(engine)
+
+    # `running` takes steps 1 to 8; step 9 computes 8 tokens of `large`, and step 10 the rest.
+    first = {request_id: i + 1 for i, s in enumerate(steps) for request_id in s.first_tokens}
+    assert first == {"running": 1, "large": 10, "small": 10}
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_both_sizes() -> None:
+    engine = engine_of(pool_blocks=4)
+    serve(engine, request_of("fits", ABC, max_tokens=6))
+
+    with pytest.raises(PromptTooLargeError, match=r"10 prompt \+ 7 output tokens.*holds 16"):
+        engine.submit(request_of("r", ABC, max_tokens=7))
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 3])
+def test_a_cancelled_request_releases_all_that_it_held(steps_before: int) -> None:
+    engine = engine_of()
+    engine.submit(request_of("r", ABC, max_tokens=4))
+    for _ in range(steps_before):  # waiting, half prefilled, prefilled, decoding
+        engine.step()
+
+    engine.cancel("r")
+    engine.cancel("r")
+
+    engine.check()
+    assert engine.step() is None
+    metrics = engine.metrics()
+    assert (metrics.request_active_slots, metrics.num_requests_waiting) == (0, 0)
+    assert metrics.kv_active_blocks == 0
+    assert metrics.gpu_cache_usage_perc == 0
+
+
+def test_blocks_of_a_cancelled_request_are_reused() -> None:
+    engine = engine_of()
+    engine.submit(request_of("first", ABC))
+    engine.step()  # 8 of 10 tokens
+    engine.cancel("first")
+
+    assert cached_tokens(serve(engine, request_of("second", ABC))) == {"second": 8}
+
+
+def test_cancelling_leaves_the_blocks_that_others_use() -> None:
+    engine = engine_of()
+    for name in ("a", "b"):
+        engine.submit(request_of(name, ABC[:5], max_tokens=2))
+    engine.step()
+
+    engine.cancel("a")
+
+    engine.check()
+    assert engine.metrics().kv_active_blocks == 2
+    assert [f.request_id for step in drain(engine) for f in step.finished] == ["b"]
+
+
+# Host tier
+
+
+def test_evicted_blocks_are_published_on_the_host_before_they_leave_the_device() -> None:
+    engine = engine_of(pool_blocks=4, host_blocks=4)
+    a, b = hashes(ABC)
+    serve(engine, request_of("first", ABC))
+    engine.take_events()
+
+    serve(engine, request_of("second", range(12), max_tokens=4))
+
+    assert engine.take_events()[:2] == [Stored((a, b), None, Tier.HOST), Removed((b, a))]
+
+
+def test_host_blocks_are_loaded_back_at_the_hosts_rate() -> None:
+    engine = engine_of(pool_blocks=4, host_blocks=4)
+    a, b = hashes(ABC)
+    serve(engine, request_of("first", ABC), request_of("second", range(12), max_tokens=4))
+    engine.take_events()
+
+    steps = serve(engine, request_of("third", ABC))
+
+    assert cached_tokens(steps) == {"third": 8}
+    assert [f.host_tokens for step in steps for f in step.finished] == [8]
+    assert (steps[0].loaded_tokens, steps[0].prefill_tokens) == (8, 2)
+    assert steps[0].load_s == 8 * 0.5
+    assert steps[0].duration_s == pytest.approx(8 * 0.5 + 1 + 10 + 0.01 * 2 * (8 + 1))
+    assert engine.take_events()[-2:] == [Stored((a, b), None), Removed((a, b), Tier.HOST)]
+
+
+def test_a_chain_split_between_the_tiers_is_reused_as_a_whole() -> None:
+    engine = engine_of(pool_blocks=4, host_blocks=4)
+    _, b, c = hashes(range(12))
+    serve(engine, request_of("first", range(12), max_tokens=2))
+    serve(engine, request_of("second", (50,), max_tokens=4))  # evicts c
+    engine.take_events()
+
+    steps = serve(engine, request_of("third", range(13)))
+
+    assert cached_tokens(steps) == {"third": 12}
+    assert steps[0].loaded_tokens == 4
+    assert engine.take_events()[-2:] == [Stored((c,), b), Removed((c,), Tier.HOST)]
+
+
+def test_a_full_host_tier_drops_its_oldest_tails() -> None:
+    engine = engine_of(pool_blocks=4, host_blocks=1)
+    _, b = hashes(ABC)
+    serve(engine, request_of("first", ABC))
+    engine.take_events()
+
+    serve(engine, request_of("second", range(12), max_tokens=4))
+
+    assert engine.take_events()[2] == Removed((b,), Tier.HOST)
+    assert cached_tokens(serve(engine, request_of("third", ABC))) == {"third": 4}
+
+
+def test_a_block_computed_again_leaves_the_host() -> None:
+    engine = engine_of(pool_blocks=4, host_blocks=4)
+    a, b = hashes(ABC[:8])
+    serve(engine, request_of("first", ABC[:8]), request_of("second", range(12), max_tokens=4))
+    engine.take_events()
+
+    serve(engine, request_of("third", ABC[:8]))  # loads a, computes b as its last token is in it
+
+    assert engine.take_events()[-4:] == [
+        Stored((a,), None),
+        Removed((a,), Tier.HOST),
+        Stored((b,), a),
+        Removed((b,), Tier.HOST),
+    ]
+
+
+# Input
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (SimRequest("r", (), (), 0, 1), "prompt_tokens 0"),
+        (SimRequest("r", (), (1,), 1, 0), "max_tokens 0"),
+        (SimRequest("r", hashes(ABC), (1,), 10, 1), "not 10 prompt tokens"),
+    ],
+)
+def test_an_invalid_request_is_refused(request_: SimRequest, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_of().submit(request_)
+
+
+def test_an_id_in_use_is_refused_until_its_request_has_finished() -> None:
+    engine = engine_of()
+    engine.submit(request_of("r", ABC))
+
+    with pytest.raises(ValueError, match="'r' is already in use"):
+        engine.submit(request_of("r", ABC))
+    engine.step()
+    with pytest.raises(ValueError, match="'r' is already in use"):
+        engine.submit(request_of("r", ABC))
+
+    drain(engine)
+    engine.submit(request_of("r", ABC))
+
+
+def test_a_pool_without_a_single_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="smaller than one block"):
+        engine_of(pool_blocks=0)
+
+
+def test_a_request_has_its_full_blocks_and_the_tokens_after_them() -> None:
+    request = request_of("r", ABC)
+
+    assert request.blocks == hashes(ABC)
+    assert len(request.blocks) == 2
+    assert request.tail_tokens == (108, 109)
+    assert request.prompt_tokens == 10
+
+
+def test_output_depends_on_the_prompt_alone() -> None:
+    output = request_of("r", ABC).output_tokens(0, 5)
+
+    assert request_of("other", ABC).output_tokens(2, 5) == output[2:]
+    assert request_of("r", (*ABC[:9], 0)).output_tokens(0, 5) != output
+    assert all(0 <= token < 1 << 15 for token in output)
+    assert len(set(output)) == 5
+
+
+# Everything at once
+
+
+def test_check_detects_a_lost_block() -> None:
+    engine = engine_of()
+    engine.submit(request_of("r", ABC, max_tokens=9))
+    engine.step()
+    engine.check()
+
+    engine.pool.release(hashes(ABC[:4]), 0)
+
+    with pytest.raises(AssertionError, match="references differ"):
+        engine.check()
+
+
+def replay(held: dict[Tier, set[SequenceHash]], event: CacheEvent) -> None:
+    match event:
+        case Stored():
+            path = (*((event.parent,) if event.parent is not None else ()), *event.blocks)
+            anywhere = set().union(*held.values())
+            assert event.parent is None or path[0] in anywhere, "stored before its parent"
+            held[event.tier].update(event.blocks)
+        case Removed():
+            assert held[event.tier].issuperset(event.blocks), "removed blocks that were not stored"
+            held[event.tier].difference_update(event.blocks)
+        case Cleared():
+            raise AssertionError("nothing was cleared")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_under_random_work_the_books_balance_and_events_match_the_pool(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = engine_of(pool_blocks=24, host_blocks=rng.choice([0, 10]))
+    held: dict[Tier, set[SequenceHash]] = {Tier.DEVICE: set(), Tier.HOST: set()}
+    chats = [[rng.randrange(9)] for _ in range(6)]
+    seen: set[SequenceHash] = set()
+    submitted: dict[str, int] = {}
+    emitted: dict[str, int] = {}
+    cancelled = set()
+
+    for i in range(600):
+        if engine.num_waiting < 6 and rng.random() < 0.5:
+            chat = rng.choice(chats)
+            if len(chat) > 60:
+                chat[rng.randrange(1, 20) :] = []
+            chat += [rng.randrange(3) for _ in range(rng.randrange(12))]
+            request = request_of(str(i), chat, rng.randrange(1, 20))
+            chat += request.output_tokens(0, request.max_tokens)
+            seen.update(hashes(chat))
+            submitted[str(i)] = request.max_tokens
+            engine.submit(request)
+        if rng.random() < 0.05 and submitted:
+            victim = rng.choice(list(submitted))
+            cancelled.add(victim)
+            engine.cancel(victim)
+        step = engine.step()
+        engine.check()
+        for name in step.emitted if step else ():
+            emitted[name] = emitted.get(name, 0) + 1
+        for event in engine.take_events():
+            replay(held, event)
+        on_any_tier = held[Tier.DEVICE] | held[Tier.HOST]
+        assert {block for block in seen if engine.pool.match((block,))} == on_any_tier
+        assert held[Tier.DEVICE].isdisjoint(held[Tier.HOST])
+
+    for step in drain(engine):
+        for name in step.emitted:
+            emitted[name] = emitted.get(name, 0) + 1
+    complete = submitted.keys() - cancelled
+    assert len(complete) > 50
+    assert {name: emitted[name] for name in complete} == {
+        name: submitted[name] for name in complete
+    }
+    assert engine.metrics().gpu_prefix_cache_hit_rate > 0.1
+    assert engine.metrics().kv_active_blocks == 0
+
+
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_quiet_steps_can_be_skipped(host_blocks: int) -> None:
+    """Skipping them at once leaves the same engine, after the same time, as taking each step."""
+    engines = [engine_of(32, host_blocks=host_blocks) for _ in range(2)]
+    for engine in engines:
+        engine.submit(request_of("a", ABC, max_tokens=9))
+        engine.submit(request_of("b", ABC[:3], max_tokens=20))
+    skipping, stepping = engines
+    skipped = 0
+    while (quiet := skipping.quiet_steps()) > 0 or skipping.num_waiting or skipping._running:
+        if quiet < 2:
+            assert skipping.step() == stepping.step()
+        else:
+            seconds = skipping.decode_s(quiet)
+            step = skipping.skip(quiet)
+            singly = [stepping.step() for _ in range(quiet)]
+            assert all(one is not None and not one.finished for one in singly)
+            assert sum(one.duration_s for one in singly if one) == pytest.approx(seconds)
+            assert step.duration_s == pytest.approx(seconds / quiet)
+            skipped += quiet
+        skipping.check()
+        assert skipping.metrics() == stepping.metrics()
+        assert skipping.take_events() == stepping.take_events()
+    assert stepping.step() is None
+    assert skipped > 5
+
+
+def test_no_step_is_quiet_while_a_request_waits_or_prefills() -> None:
+    engine = engine_of(32)
+    assert engine.quiet_steps() == 0
+    engine.submit(request_of("a", ABC * 2, max_tokens=9))
+    engine.step()  # 8 of 20 tokens
+    assert engine.quiet_steps() == 0
+    engine.step()
+    engine.step()
+    assert engine.quiet_steps() == 3  # the fourth token after the first fills a block
+    engine.submit(request_of("b", ABC))
+    assert engine.quiet_steps() == 0

@@ -1,0 +1,238 @@
+"""Settings of a torch engine, and what it finds on disk after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis.asyncio import Redis
+
+from app.core.config import WorkerSettings
+from app.core.errors import ConfigError
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
+from app.core.types import SequenceHash, Tier
+from app.local.redis_server import EmbeddedRedis
+from tests.eventually import eventually
+from tests.workers.engines.torch.checkpoints import reference
+from tests.workers.kv.cache_model import FakePublisher
+from workers.engines.base import CompletionRequest, Engine
+from workers.engines.hosting import host
+from workers.engines.steps import Finished
+from workers.engines.torch.engine import TorchEngine
+from workers.engines.torch.llama import SIZES, Llama
+from workers.engines.torch.loading import _fingerprint, _identity
+from workers.main import serve
+
+SETTINGS = WorkerSettings(
+    worker_id="w0",
+    engine="torch",
+    model="tiny",
+    device="cpu",
+    kv_pool_tokens=1024,
+    host_pool_tokens=1024,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model": "nowhere"}, "model: 'nowhere' is neither a folder"),
+        ({"model": "/"}, r"/config\.json: cannot be read"),
+        ({"device": "tpu"}, "device: 'tpu'"),
+        ({"device": "meta"}, "device: .*'meta'"),
+        ({"device": "cuda:99"}, "device: 'cuda:99'"),
+        ({"prefill_chunk": 100}, "prefill_chunk: .*100"),
+        ({"kv_pool_tokens": 10**30}, "kv_pool_tokens 1000000"),
+        ({"host_pool_tokens": 10**15}, "host_pool_tokens 1000000"),
+        ({"disk_pool_tokens": 1024}, "disk_pool_tokens .* 1024"),
+        ({"disk_folder": "there"}, "disk_folder .*'there'"),
+        ({"disk_pool_tokens": 1024, "disk_folder": "/dev/null"}, "disk_folder: '/dev/null'"),
+        ({"disk_pool_tokens": 10**18, "disk_folder": "there"}, "disk_pool_tokens 10000000"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_invalid_setting_is_refused_in_one_line_that_names_it(
+    changes: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        host(replace(SETTINGS, **changes))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu"),
+    [
+        ("cpu", None),
+        pytest.param("cuda", 0, marks=pytest.mark.gpu),
+        pytest.param("cuda:0", 0, marks=pytest.mark.gpu),
+    ],
+)
+def test_an_engine_reports_the_gpu_it_computes_on(device: str, gpu: int | None) -> None:
+    hosted = host(replace(SETTINGS, device=device))
+    hosted.close()
+    assert hosted.gpu == gpu
+
+
+def test_a_default_pool_smaller_than_a_block_holds_one_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.engines.torch.loading.DEFAULT_POOL_BYTES", 100)
+    hosted = host(replace(SETTINGS, kv_pool_tokens=None, host_pool_tokens=0))
+    hosted.close()
+    assert hosted.num_blocks == {Tier.DEVICE: 1}
+
+
+def test_workers_share_a_disk_folder_but_not_a_disk(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, disk_folder=str(tmp_path), disk_pool_tokens=1024)
+    first = host(settings)
+    assert first.num_blocks == dict.fromkeys(Tier, 64)
+    host(replace(settings, dp_rank=1)).close()
+    host(replace(settings, worker_id="w1")).close()
+    with pytest.raises(ConfigError, match="in use by another process"):
+        host(settings)
+    first.close()
+    host(settings).close()
+
+
+async def test_a_worker_that_redis_does_not_suit_gives_its_disk_back(
+    tmp_path: Path, one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    settings = replace(
+        SETTINGS, redis_url=url, port=0, disk_folder=str(tmp_path), disk_pool_tokens=1024
+    )
+    await redis.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(ConfigError, match="allkeys-lru"):
+            await serve(settings)
+    finally:
+        await redis.config_set("maxmemory-policy", "noeviction")
+    host(settings).close()
+
+
+def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
+    shape = model.kv_shape(16)
+
+    def fingerprint(device: str, name: str) -> int:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        model.device = torch.device(device)
+        return _fingerprint(SETTINGS, model, shape, "tiny")
+
+    assert fingerprint("cuda", "NVIDIA H100") == fingerprint("cuda:1", "NVIDIA H100")
+    assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cuda", "NVIDIA A100")
+    assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cpu", "NVIDIA H100")
+
+
+def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
+    shape = model.kv_shape(16)
+    before = _fingerprint(SETTINGS, model, shape, "tiny")
+    assert _fingerprint(SETTINGS, model, shape, "tiny") == before
+    monkeypatch.setattr("workers.engines.torch.loading.version", lambda _: "9.9")
+    assert _fingerprint(SETTINGS, model, shape, "tiny") != before
+
+
+def test_blocks_on_disk_are_not_reused_once_anything_changes_that_decides_their_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
+    shape = model.kv_shape(16)
+    found = {_fingerprint(SETTINGS, model, shape, "tiny")}
+    found.add(_fingerprint(replace(SETTINGS, prefill_chunk=512), model, shape, "tiny"))
+    found.add(_fingerprint(SETTINGS, model, replace(shape, tp_size=2), "tiny"))
+    found.add(_fingerprint(SETTINGS, model, shape, "another"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 99)
+        found.add(_fingerprint(SETTINGS, model, shape, "tiny"))
+    model.config = replace(model.config, rope_theta=1.0)
+    found.add(_fingerprint(SETTINGS, model, shape, "tiny"))
+    assert len(found) == 6
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("")
+        before = _identity(tmp_path)
+        os.utime(tmp_path / name, (1, 1))
+        assert _identity(tmp_path) != before
+
+
+async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    settings = replace(SETTINGS, store_min_uses=3, max_num_seqs=5, threads=2)
+    async with serving(settings) as (engine, _):
+        assert isinstance(engine, TorchEngine)
+        await finished(engine, [1])
+        assert threads == [2]
+        assert engine._manager.admission.min_uses == 3
+        assert engine.metrics().request_total_slots == 5
+        # One in eight slots is kept free.
+        table = engine._manager.prepare([], 64)
+        engine._manager.register(table, [SequenceHash(n) for n in range(64)])
+        engine._cache.release(table)
+
+        async def num_free() -> int:
+            return engine._manager.tiers[Tier.DEVICE].num_free
+
+        await eventually(num_free, lambda free: free == 8)
+
+
+@asynccontextmanager
+async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, FakePublisher]]:
+    hosted, publisher = host(settings), FakePublisher()
+    engine = hosted.start(publisher)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(engine.run())
+            yield engine, publisher
+            running.cancel()
+    finally:
+        hosted.close()
+
+
+async def finished(engine: Engine, prompt: list[int]) -> Finished:
+    request = CompletionRequest("r", token_bytes(prompt), 1)
+    async for output in engine.complete(request):
+        last = output
+    assert last.finished is not None
+    return last.finished
+
+
+async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(
+    tmp_path: Path,
+) -> None:
+    model, prompt = tmp_path / "model", list(range(43))
+    reference().save_pretrained(model)
+    settings = replace(
+        SETTINGS,
+        model=str(model),
+        block_size=4,
+        prefill_chunk=8,
+        write_policy="through",
+        disk_folder=str(tmp_path / "disks"),
+        disk_pool_tokens=1024,
+    )
+    async with serving(settings) as (engine, publisher):
+        await finished(engine, prompt)
+        # Five blocks are the same; a chunk is two blocks.
+        assert (await finished(engine, [*prompt[:20], *[50] * 10])).cached_tokens == 16
+
+        async def tiers() -> set[Tier]:
+            block = compute_sequence_hashes(compute_local_hashes(prompt[:40], 4))[-1]
+            return publisher.shown.tiers_of(block)
+
+        await eventually(tiers, lambda held: held == set(Tier))
+    async with serving(settings) as (engine, _):
+        assert (await finished(engine, prompt)).disk_tokens == 40
+    os.utime(model / "model.safetensors")
+    async with serving(settings) as (engine, _):
+        assert (await finished(engine, prompt)).cached_tokens == 0

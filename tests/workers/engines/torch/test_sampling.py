@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from app.core.errors import InvalidRequest
+from workers.engines.base import Sampling
+from workers.engines.torch.sampling import Sampler, sample
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def some_logits(num_seqs: int, vocab_size: int = 50, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_seqs, vocab_size, generator=generator) * 3
+
+
+def drawn(logits: Tensor, num_draws: int = 5000, **options: Any) -> Counter[int]:
+    """How often each token is drawn from the same logits."""
+    samplers = [Sampler(Sampling(seed=seed, **options)) for seed in range(num_draws)]
+    return Counter(sample(logits.expand(num_draws, -1), samplers))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0, 5e-324, 9e-6, 1e-5])
+def test_a_temperature_near_zero_takes_the_most_likely_token(
+    temperature: float, device: str
+) -> None:
+    logits = some_logits(5)
+    samplers = [Sampler(Sampling(temperature=temperature)) for _ in range(5)]
+    assert sample(logits.to(device), samplers) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": -1},
+        {"top_k": 7},
+        {"top_k": 99},
+        {"top_p": 0.8},
+        {"top_p": 1e-9},
+        {"top_p": 0.8, "top_k": 7},
+        {"top_p": 0.6, "top_k": 30, "temperature": 1.5},
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_with_their_probabilities_and_excluded_ones_never(
+    options: dict[str, Any], device: str
+) -> None:
+    logits = some_logits(1)
+    scores = logits / options.get("temperature", 1.0)
+    if options.get("top_k", 0) > 0:
+        scores = TopKLogitsWarper(options["top_k"])(None, scores)
+    if "top_p" in options:
+        scores = TopPLogitsWarper(options["top_p"])(None, scores)
+    likely = scores.softmax(-1)[0].tolist()
+    counts = drawn(logits.to(device), **options)
+    for token, probability in enumerate(likely):
+        if probability == 0:
+            assert counts[token] == 0
+        spread = math.sqrt(probability * (1 - probability) / 5000)
+        assert counts[token] / 5000 == pytest.approx(probability, abs=5 * spread)
+
+
+def test_top_k_keeps_tokens_tied_with_the_last_one() -> None:
+    assert set(drawn(torch.zeros(1, 4), top_k=2)) == {0, 1, 2, 3}
+
+
+def test_top_p_is_a_share_of_what_top_k_leaves() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    assert set(drawn(logits, top_p=0.6)) == {0, 1}
+    assert set(drawn(logits, top_p=0.6, top_k=2)) == {0}  # 0.5 of 0.8 is more than 0.6
+
+
+def test_an_impossible_token_is_never_drawn() -> None:
+    logits = torch.full((1, 6), -torch.inf)
+    logits[0, [2, 4]] = 0.0
+    for options in ({}, {"top_p": 0.99}, {"top_k": 5}):
+        assert set(drawn(logits, **options)) == {2, 4}
+
+
+class FixedDraw(Sampler):
+    """Always draws this number."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(Sampling())
+        self.number = number
+
+    def draw(self) -> float:
+        return self.number
+
+
+def test_the_lowest_and_the_highest_draw_still_give_possible_tokens() -> None:
+    draws = [FixedDraw(0.0), FixedDraw(math.nextafter(1.0, 0.0))]
+    for seed in range(200):
+        logits = some_logits(2, seed=seed)
+        logits[:, [0, 1, 2, -3, -2, -1]] = -torch.inf
+        lowest, highest = sample(logits, draws)
+        assert lowest == 3
+        assert highest < 47
+
+
+def test_a_requests_tokens_do_not_depend_on_the_others_in_its_batch() -> None:
+    options = [
+        Sampling(seed=1),
+        Sampling(temperature=0),
+        Sampling(seed=2, top_p=0.9),
+        Sampling(seed=3, top_k=5, temperature=0.7),
+        Sampling(seed=1),
+    ]
+    together = [Sampler(o) for o in options]
+    alone = [Sampler(o) for o in options]
+    tokens = []
+    for step in range(50):
+        logits = some_logits(len(options), seed=step)
+        tokens.append(sample(logits, together))
+        assert tokens[-1] == [
+            sample(logits[n : n + 1], [sampler])[0] for n, sampler in enumerate(alone)
+        ]
+    assert [row[0] for row in tokens] != [row[4] for row in tokens]
+
+
+def test_the_same_seed_gives_the_same_tokens_and_no_seed_gives_different_ones() -> None:
+    def tokens(seed: int | None) -> list[int]:
+        sampler = Sampler(Sampling(seed=seed))
+        return [sample(torch.zeros(1, 1000), [sampler])[0] for _ in range(20)]
+
+    assert tokens(7) == tokens(7)
+    assert tokens(7) != tokens(8)
+    assert tokens(None) != tokens(None)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"temperature": 0}])
+def test_nan_logits_still_give_a_token(options: dict[str, Any]) -> None:
+    [token] = sample(torch.full((1, 10), torch.nan), [Sampler(Sampling(**options))])
+    assert 0 <= token < 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", value) for value in (-0.1, 2.1, math.nan, math.inf, "1", None, True)),
+        *(("top_p", value) for value in (0, -1, 1.01, math.nan, "1", None)),
+        *(("top_k", value) for value in (-2, 1.5, None, True)),
+        *(("seed", value) for value in (1.5, "1", 1 << 63, -(1 << 63) - 1, True)),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: .*got ") as refused:
+        Sampling(**{field: value})  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_options_at_the_ends_of_their_ranges_are_accepted() -> None:
+    Sampling(temperature=2, top_p=1, top_k=-1, seed=(1 << 63) - 1)
+    Sampling(temperature=0, top_p=5e-324, top_k=1 << 40, seed=-(1 << 63))

@@ -1,0 +1,1 @@
+"""What a worker tells Redis about itself."""

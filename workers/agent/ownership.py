@@ -1,0 +1,389 @@
+"""What a worker publishes of its cache: prefix-closed, and never faster further down a chain.
+
+A block is published only while all its ancestors are held, and in the slowest tier on its path from
+the root. This invariant makes a bisecting query exact. The agent maintains it, because only the
+agent has the whole picture in memory at no cost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.types import SequenceHash, Tier
+from app.state.index import GROUP_BLOCKS, Change, Claims, shard_of
+
+PIECE_BITS = 4
+"""Of a leader: how finely blocks of one depth are cut into pieces."""
+
+
+class _Node:
+    """A block that is held, or a hole: the missing ancestor of a held block.
+
+    One object per block: with millions of them, whatever the garbage collector has to traverse is
+    time in which nothing is published.
+    """
+
+    __slots__ = (
+        "children",
+        "depth",
+        "held",
+        "leader",
+        "linked",
+        "parent",
+        "published",
+        "root",
+        "told",
+    )
+
+    def __init__(self) -> None:
+        self.parent: SequenceHash | None = None
+        self.linked = False
+        """Is the parent known? Only once the block has been stored."""
+        self.children: SequenceHash | set[SequenceHash] | None = None
+        """Most nodes have one child, which is stored here without a set."""
+        self.held = 0
+        """Bit 1 << tier for each tier that holds the block."""
+        self.published: Tier | None = None
+        self.told: Tier | None = None
+        """The tier that Redis knows as published."""
+        self.depth = 0
+        """Blocks before it in its chain; valid whenever the block is published or told."""
+        self.root: SequenceHash | None = None
+        self.leader: SequenceHash | None = None
+        """First blocks of its chain (root) and of its group (leader); valid whenever depth is."""
+
+    def each_child(self) -> Iterable[SequenceHash]:
+        children = self.children
+        if children is None:
+            return ()
+        return children if isinstance(children, set) else (children,)
+
+    def adopt(self, child: SequenceHash) -> None:
+        if self.children is None:
+            self.children = child
+        elif isinstance(self.children, set):
+            self.children.add(child)
+        else:
+            self.children = {self.children, child}
+
+    def disown(self, child: SequenceHash) -> None:
+        if isinstance(self.children, set) and len(self.children) > 1:
+            self.children.remove(child)
+        else:
+            self.children = None
+
+    def fastest(self) -> Tier | None:
+        return _FASTEST[self.held]
+
+
+_FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 1 << len(Tier))))
+"""Fastest tier, indexed by the bits of `_Node.held`."""
+
+
+class _Told(NamedTuple):
+    """What Redis knows of a block."""
+
+    tier: Tier
+    depth: int
+    root: SequenceHash
+    leader: SequenceHash
+
+
+_Pieces = dict[int, set[SequenceHash]]
+"""A shard's pending blocks, cut so that pieces may be sent one after the other, lowest key first.
+
+Removals and moves to a slower tier have keys below 0, the deepest piece the lowest; stores and
+moves to a faster tier follow, from the root outward.
+"""
+
+
+class Ownership:
+    """Turns cache events into the coalesced changes that each shard of the index must be sent.
+
+    The backlog is bounded by twice the engine's blocks, however long Redis is unreachable: a block
+    stored and removed while waiting costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[SequenceHash, _Node] = {}
+        self._gone: dict[SequenceHash, _Told] = {}
+        """Blocks that Redis has been told of and that no longer have a node."""
+        self._pending: list[_Pieces] = [{}]
+        """By shard."""
+        self._before: list[dict[SequenceHash, Tier | None]] = [{}]
+        """For blocks that a shard's last drain stored or made faster: what it knew before."""
+        self._audit: list[SequenceHash] = []
+
+    @property
+    def num_pending(self) -> int:
+        """How many blocks have a published state that Redis has not been told."""
+        return sum(len(blocks) for pieces in self._pending for blocks in pieces.values())
+
+    @property
+    def any_pending(self) -> bool:
+        """Is there anything to drain?"""
+        return any(self._pending)
+
+    def is_pending(self, shard: int) -> bool:
+        """Is there anything to drain for that shard?"""
+        return bool(self._pending[shard])
+
+    def apply(self, events: Iterable[CacheEvent]) -> None:
+        """Take in what the engine did, in order."""
+        for event in events:
+            match event:
+                case Stored():
+                    self._store(event)
+                case Removed():
+                    for block in event.blocks:
+                        self._remove(block, event.tier)
+                case Cleared():
+                    self._clear()
+
+    def next_to_audit(self, count: int) -> list[list[SequenceHash]]:
+        """The next `count` blocks, in rotation, that Redis should show, by shard."""
+        if not self._audit:
+            self._audit = [b for b, node in self._nodes.items() if node.told is not None]
+        blocks = self._audit[-count:]
+        del self._audit[-count:]
+        by_shard: list[list[SequenceHash]] = [[] for _ in self._pending]
+        for block in blocks:
+            told = self._told(block)
+            if told:
+                by_shard[self._shard_of(told.root)].append(block)
+        return by_shard
+
+    def as_told(self, shard: int, blocks: Iterable[SequenceHash]) -> list[Change]:
+        """How that shard should show those of `blocks` that it has been told of."""
+        known = [(block, self._told(block)) for block in blocks]
+        return [
+            Change(block, told.tier, told.leader)
+            for block, told in known
+            if told and self._shard_of(told.root) == shard
+        ]
+
+    def shows(self, shard: int, claims: Claims) -> bool:
+        """Whether `claims` holds only what that shard was told, each block in its place."""
+        seen = set()
+        for bucket, tier, block in claims.entries:
+            told = self._told(block) if block is not None else None
+            if (
+                told is None
+                or told.tier != tier
+                or self._shard_of(told.root) != shard
+                or told.leader >> (64 - claims.bucket_bits) != bucket
+                or block in seen
+            ):
+                return False
+            seen.add(block)
+        return True
+
+    def drain(self, shard: int, at_least: int = sys.maxsize) -> list[Change]:
+        """A shard's next changes, in an order that may be cut into batches anywhere.
+
+        Removals and moves to a slower tier come first, from the leaves inward; stores and moves to
+        a faster tier follow, from the root outward. So the invariant holds after every change.
+
+        at_least: stop once there are that many; fewer are all there are.
+        """
+        stored = self._before[shard] = {}
+        pieces = self._pending[shard]
+        changes: list[Change] = []
+        for key in sorted(pieces):
+            if len(changes) >= at_least:
+                break
+            turns = []
+            for block in pieces.pop(key):
+                node = self._nodes.get(block)
+                if node is None:
+                    _, depth, _, leader = self._gone.pop(block)
+                    now = None
+                else:
+                    assert node.leader is not None
+                    depth, leader, now = node.depth, node.leader, node.published
+                    if key >= 0:
+                        stored[block] = node.told
+                    node.told = now
+                # Parents before their children, and the blocks of a group together.
+                turns.append((leader, depth, Change(block, now, leader)))
+            turns.sort(reverse=key < 0)
+            changes += [change for _, _, change in turns]
+        return changes
+
+    def adds(self, shard: int, change: Change) -> bool:
+        """Whether a change of the shard's last drain stores a block, or makes it faster."""
+        return change.block in self._before[shard]
+
+    def untell(self, shard: int, changes: Iterable[Change]) -> None:
+        """Take back what Redis refused: all that the last drain `adds` from some point on."""
+        for block, _, _ in changes:
+            before = self._before[shard].pop(block)
+            node = self._nodes.get(block)
+            if node is not None:
+                node.told = before
+                self._note(block, node)
+            elif before is None:
+                gone = self._gone.pop(block)
+                _discard(self._pending[shard], ~_piece(gone.depth, gone.leader), block)
+            else:
+                self._gone[block] = self._gone[block]._replace(tier=before)
+
+    def forget(self, shards: int = 1) -> None:
+        """Redis knows nothing of this worker (any more): the next drain sends everything.
+
+        shards: how many the index has from now on.
+        """
+        self._gone.clear()
+        self._pending = [{} for _ in range(shards)]
+        self._before = [{} for _ in range(shards)]
+        for block, node in self._nodes.items():
+            node.told = None
+            if node.published is not None:
+                self._note(block, node)
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping contradicts itself."""
+        pieces = [blocks for shard in self._pending for blocks in shard.values()]
+        pending = set[SequenceHash]().union(*pieces)
+        assert len(pending) == self.num_pending, "a block is pending twice"
+        assert all(pieces), "a piece without blocks counts as pending"
+        for block, node in self._nodes.items():
+            parent = self._nodes.get(node.parent) if node.parent is not None else None
+            assert node.held or node.children, f"{block:016x} is an empty leaf"
+            assert node.parent is None or (parent and block in parent.each_child())
+            assert all(self._nodes[child].parent == block for child in node.each_child())
+            assert node.published == self._tier(node), f"{block:016x} is out of date"
+            assert node.published is None or node.depth == (parent.depth + 1 if parent else 0)
+            assert (block in pending) == (node.published != node.told)
+        assert not self._gone.keys() & self._nodes.keys()
+        assert self._gone.keys() == pending - self._nodes.keys()
+
+    def _store(self, event: Stored) -> None:
+        parent = event.parent
+        for block in event.blocks:
+            node = self._node(block)
+            if not node.linked:
+                node.linked = True
+                node.parent = parent
+                if parent is not None:
+                    self._node(parent).adopt(block)
+            if not node.held >> event.tier & 1:
+                node.held |= 1 << event.tier
+                self._republish(block)
+            parent = block
+
+    def _node(self, block: SequenceHash) -> _Node:
+        node = self._nodes.get(block)
+        if node is None:
+            node = self._nodes[block] = _Node()
+            gone = self._gone.pop(block, None)
+            if gone:
+                node.told, node.depth, node.root, node.leader = gone
+        return node
+
+    def _remove(self, block: SequenceHash, tier: Tier) -> None:
+        node = self._nodes.get(block)
+        if node is not None:
+            node.held &= ~(1 << tier)
+            self._republish(block)
+            self._prune(block, node)
+
+    def _prune(self, block: SequenceHash, node: _Node) -> None:
+        """Drop `node`, and the holes above it, as long as nothing is held in or below them."""
+        while not node.held and node.children is None:
+            del self._nodes[block]
+            self._bury(block, node)
+            if node.parent is None:
+                return
+            parent = self._nodes[node.parent]
+            parent.disown(block)
+            block, node = node.parent, parent
+
+    def _clear(self) -> None:
+        for block, node in self._nodes.items():
+            self._bury(block, node)
+        self._nodes.clear()
+        for pieces in self._pending:
+            pieces.clear()
+        for block, told in self._gone.items():
+            pieces = self._pending[self._shard_of(told.root)]
+            pieces.setdefault(~_piece(told.depth, told.leader), set()).add(block)
+
+    def _bury(self, block: SequenceHash, node: _Node) -> None:
+        """Remember what Redis knows of a block that no longer has a node."""
+        if node.told is not None:
+            assert node.root is not None
+            assert node.leader is not None
+            self._gone[block] = _Told(node.told, node.depth, node.root, node.leader)
+
+    def _told(self, block: SequenceHash) -> _Told | None:
+        node = self._nodes.get(block)
+        if node is None:
+            return self._gone.get(block)
+        if node.told is None:
+            return None
+        assert node.root is not None
+        assert node.leader is not None
+        return _Told(node.told, node.depth, node.root, node.leader)
+
+    def _note(self, block: SequenceHash, node: _Node) -> None:
+        """Mark a published or told block as pending if Redis does not know its current state."""
+        assert node.root is not None
+        assert node.leader is not None
+        pieces = self._pending[self._shard_of(node.root)]
+        piece = _piece(node.depth, node.leader)
+        now, told = node.published, node.told
+        _discard(pieces, piece, block)
+        _discard(pieces, ~piece, block)
+        if now != told:
+            is_faster = now is not None and (told is None or now < told)
+            pieces.setdefault(piece if is_faster else ~piece, set()).add(block)
+
+    def _shard_of(self, root: SequenceHash) -> int:
+        return shard_of(root, len(self._pending))
+
+    def _tier(self, node: _Node) -> Tier | None:
+        fastest = node.fastest()
+        if fastest is None or node.parent is None:
+            return fastest
+        above = self._nodes[node.parent].published
+        return None if above is None else max(above, fastest)
+
+    def _republish(self, block: SequenceHash) -> None:
+        """Bring `block` and its descendants up to date."""
+        stack = [block]
+        while stack:
+            block = stack.pop()
+            node = self._nodes[block]
+            tier = self._tier(node)
+            if tier == node.published:
+                continue
+            node.published = tier
+            if tier is not None:
+                above = None if node.parent is None else self._nodes[node.parent]
+                node.depth, node.root = (above.depth + 1, above.root) if above else (0, block)
+                if above and node.depth % GROUP_BLOCKS:
+                    node.leader = above.leader
+                else:
+                    node.leader = block
+            self._note(block, node)
+            stack.extend(node.each_child())
+
+
+def _piece(depth: int, leader: SequenceHash) -> int:
+    """Key of the piece of a block that is stored or made faster; `~` of it, of any other.
+
+    The blocks of a group are in one piece, and none of its ancestors in another one of its depth.
+    """
+    return depth // GROUP_BLOCKS << PIECE_BITS | leader >> 64 - PIECE_BITS
+
+
+def _discard(pieces: _Pieces, key: int, block: SequenceHash) -> None:
+    blocks = pieces.get(key)
+    if blocks is not None:
+        blocks.discard(block)
+        if not blocks:
+            del pieces[key]

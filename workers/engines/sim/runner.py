@@ -1,0 +1,160 @@
+"""Runs the simulated engine on the wall clock and hands out its tokens as they are produced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from app.core.errors import InvalidRequest
+from app.core.events import CacheEvent
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from workers.engines.base import (
+    CompletionRequest,
+    EngineStoppedError,
+    Generation,
+    QueueFullError,
+)
+from workers.engines.sim.engine import SimEngine
+from workers.engines.speed import SpeedLearner, sped_up
+from workers.engines.steps import Finished, SimRequest
+
+
+class EngineRunner:
+    """Drives an engine `speedup` times as fast as the hardware it simulates.
+
+    max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
+    on_step: called after each step, when its tokens and events are out; set it at any time.
+    """
+
+    def __init__(
+        self,
+        engine: SimEngine,
+        *,
+        speedup: float = 1.0,
+        max_waiting: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.on_step: Callable[[], None] = lambda: None
+        self.running = False
+        self.engine = engine
+        self._speedup = speedup
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._sleep = sleep
+        self._learner = SpeedLearner(
+            engine.profile.max_batch_tokens, sped_up(DEFAULT_SPEED, speedup)
+        )
+        self._generations: dict[str, Generation] = {}
+        self._events: list[CacheEvent] = []
+        self._work = asyncio.Event()
+        self._stopped = False
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.engine.pool.num_blocks * self.engine.block_size
+
+    async def run(self) -> None:
+        """Step the engine until `stop` or cancellation; then end unfinished requests.
+
+        A step ends one step time after the end of the previous one, not after the moment at which
+        the event loop got round to it: a busy machine delays steps but does not slow the engine
+        down.
+        """
+        self.running = True
+        try:
+            deadline = self._clock()
+            while not self._stopped:
+                step = self.engine.step()
+                if step is None:
+                    self._work.clear()
+                    await self._work.wait()
+                    deadline = self._clock()
+                    continue
+                # Looked up now: whoever cancels meanwhile may use the same id for another request.
+                emitted = [self._generations[i] for i in step.emitted]
+                ended = [(self._generations[f.request_id], f) for f in step.finished]
+                wall_s = step.duration_s / self._speedup
+                deadline += wall_s
+                await self._sleep(max(0.0, deadline - self._clock()))
+                self._learner.observe(step, wall_s)
+                self._events += self.engine.take_events()
+                self._deliver(emitted, ended)
+                self.on_step()
+        finally:
+            self.running = False
+            self.stop()
+            for generation in self._generations.values():
+                generation.end(None)
+
+    def stop(self) -> None:
+        """Make `run` return after the step it is in, and refuse further requests."""
+        self._stopped = True
+        self._work.set()
+
+    def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
+        """Like `generate`. Sampling options are ignored: the tokens are invented."""
+        sim_request = SimRequest.from_tokens(
+            request.request_id,
+            request.prompt,
+            request.max_tokens,
+            block_size=self.engine.block_size,
+        )
+        return self.generate(sim_request, stream_interval=stream_interval)
+
+    def generate(self, request: SimRequest, *, stream_interval: int = 1) -> Generation:
+        """Submit a request at once; its first token comes alone, the others in groups of
+        `stream_interval`.
+
+        Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
+        EngineStoppedError after `stop`.
+        """
+        if self._stopped:
+            raise EngineStoppedError("the worker is stopping")
+        if self.engine.num_waiting >= self._max_waiting:
+            raise QueueFullError(f"{self.engine.num_waiting} requests are already waiting")
+        if request.request_id in self._generations:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is already in use")
+        self.engine.submit(request)
+        generation = Generation(
+            request.request_id, request.output_tokens, stream_interval, self._cancel
+        )
+        self._generations[request.request_id] = generation
+        self._work.set()
+        return generation
+
+    def take_events(self) -> list[CacheEvent]:
+        """Cache events of the steps that have ended, in order, since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def metrics(self) -> ForwardPassMetrics:
+        return self.engine.metrics()
+
+    def speed(self) -> Speed:
+        """In wall-clock seconds, so a larger speed-up makes it faster."""
+        return self._learner.speed()
+
+    def block_events(self) -> dict[str, int]:
+        """Empty: no blocks are moved here."""
+        return {}
+
+    def _deliver(self, emitted: list[Generation], ended: list[tuple[Generation, Finished]]) -> None:
+        for generation in emitted:
+            generation.emit()
+        for generation, finished in ended:
+            generation.end(finished)
+            self._forget(generation)
+
+    def _cancel(self, generation: Generation) -> None:
+        if self._forget(generation):
+            self.engine.cancel(generation.request_id)
+
+    def _forget(self, generation: Generation) -> bool:
+        """False if it was forgotten before; its id may then belong to another request by now."""
+        request_id = generation.request_id
+        if self._generations.get(request_id) is not generation:
+            return False
+        del self._generations[request_id]
+        return True

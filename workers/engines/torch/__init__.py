@@ -1,0 +1,1 @@
+"""The engine that computes a Llama model with torch."""

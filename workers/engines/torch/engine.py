@@ -1,0 +1,502 @@
+"""A real engine: a Llama over the worker's own KV cache, with continuous batching.
+
+Prompts are computed in chunks that begin at multiples of `chunk_tokens`, each in a forward pass of
+its own, and requests reuse only whole chunks. So reused KV has exactly the bits that computing it
+again would give, whatever else ran at the time. Generated tokens are computed together with those
+of other requests, so their blocks are not offered for reuse, as the bits would differ.
+
+A step is a chunk of the first incomplete prompt, and a token for each request whose prompt is
+complete. It runs in a thread; meanwhile the event loop admits requests and moves blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from app.core.errors import InvalidRequest, NotEnoughBlocks
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes
+from app.core.types import SequenceHash, Tier
+from app.core.worker_report import ForwardPassMetrics, Speed
+from workers.engines.base import (
+    CompletionRequest,
+    EngineStoppedError,
+    Generation,
+    HitRate,
+    PromptTooLargeError,
+    QueueFullError,
+)
+from workers.engines.steps import Finished, Step
+from workers.engines.torch.admission import Judge
+from workers.engines.torch.llama import Llama
+from workers.engines.torch.sampling import Sampler, sample
+from workers.kv.cache import BlockCache, Publisher
+from workers.kv.manager import BlockManager, BlockTable
+from workers.kv.memory import MemoryPool
+from workers.kv.slots import Move
+
+JUDGE_INTERVAL_S = 1.0
+PREFETCHED_REQUESTS = 2
+"""For this many requests behind the first that waits, blocks are loaded ahead. With more, they
+would evict each other's blocks, and cached blocks that are not in use at the moment."""
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """A request, from its arrival on. tokens: its prompt, then what was generated."""
+
+    request: CompletionRequest
+    tokens: list[int]
+    num_prompt: int
+    blocks: list[SequenceHash]
+    """Hashes of the prompt's full blocks."""
+    num_blocks: int
+    """Device slots for the prompt and everything that may be generated."""
+    sampler: Sampler
+    generation: Generation = field(init=False)
+    prefetched: bool = False
+    admission: asyncio.Task[BlockTable] | None = None
+    table: BlockTable | None = None
+    """While it runs."""
+    block_ids: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    cached: tuple[Tier, ...] = ()
+    """In which tiers the leading blocks were that it did not compute."""
+    cancelled: bool = False
+
+    def output(self, start: int, stop: int) -> list[int]:
+        """Generated tokens from one index to another."""
+        return self.tokens[self.num_prompt + start : self.num_prompt + stop]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+class _Chunk(NamedTuple):
+    """The prompt tokens of a step, from `start` to `stop`."""
+
+    sequence: _Sequence
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.sequence.num_prompt
+
+
+class TorchEngine:
+    """`run` it and submit requests with `complete`, on one event loop.
+
+    manager: of the blocks that `pool` holds on the device; it must reuse multiples of a chunk.
+    carry_out: see Transfers. spare: see BlockCache. max_num_seqs: requests that run at once.
+    max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        pool: MemoryPool,
+        manager: BlockManager,
+        carry_out: Callable[[Move], int],
+        publisher: Publisher,
+        *,
+        chunk_tokens: int,
+        spare: Mapping[Tier, int],
+        max_num_seqs: int = 64,
+        max_waiting: int = 1024,
+    ) -> None:
+        self.running = False
+        self.block_size = pool.shape.block_size
+        self._model = model
+        self._pool = pool
+        self._manager = manager
+        self._copy = carry_out
+        self._cache = BlockCache(manager, self._carry_out, publisher, spare=spare)
+        self._chunk_tokens = chunk_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_waiting = max_waiting
+        self._judge = Judge(chunk_tokens, self.block_size)
+        self._hit_rate = HitRate()
+        self._sequences: dict[str, _Sequence] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._prefilling: deque[_Sequence] = deque()
+        self._decoding: list[_Sequence] = []
+        self._in_step: set[_Sequence] = set()
+        self._may_admit = asyncio.Event()
+        self._may_step = asyncio.Event()
+        self._stopping = asyncio.Event()
+        # Always the same thread, so that torch keeps one pool of threads for it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+
+    @property
+    def max_context_tokens(self) -> int:
+        pool_tokens = self._manager.tiers[Tier.DEVICE].num_slots * self.block_size
+        return min(pool_tokens, self._model.config.max_position_embeddings)
+
+    async def run(self) -> None:
+        """Run until `stop` or cancellation; requests still unfinished then end."""
+        async with asyncio.TaskGroup() as tasks:
+            caching = tasks.create_task(self._cache.run())
+            try:
+                async with asyncio.TaskGroup() as working:
+                    working_on = [
+                        working.create_task(self._admit_forever()),
+                        working.create_task(self._step_forever()),
+                        working.create_task(self._judge_forever()),
+                    ]
+                    await asyncio.sleep(0)  # lets all of these start, the cache first
+                    self.running = True
+                    await self._stopping.wait()
+                    for task in working_on:
+                        task.cancel()
+            finally:
+                self._end_all()
+                await asyncio.to_thread(self._thread.shutdown)
+                caching.cancel()
+
+    def stop(self) -> None:
+        """Make `run` return, and refuse further requests."""
+        self._stopping.set()
+
+    def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
+        """See Engine. Also raises InvalidRequest for tokens that are not in the vocabulary."""
+        if self._stopping.is_set():
+            raise EngineStoppedError("the worker is stopping")
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests are already waiting")
+        if request.request_id in self._sequences:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is already in use")
+        sequence = self._sequence_of(request)
+        sequence.generation = Generation(
+            request.request_id,
+            sequence.output,
+            stream_interval,
+            lambda _: self._cancel(sequence),
+        )
+        self._sequences[request.request_id] = sequence
+        self._waiting.append(sequence)
+        if len(self._waiting) == 1:
+            self._may_admit.set()
+        if self.running and len(self._waiting) <= 1 + PREFETCHED_REQUESTS:
+            self._prefetch()
+        return sequence.generation
+
+    def metrics(self) -> ForwardPassMetrics:
+        device = self._manager.tiers[Tier.DEVICE]
+        used = device.num_slots - device.num_free - device.num_idle - device.num_leaving
+        return ForwardPassMetrics(
+            request_active_slots=len(self._prefilling) + len(self._decoding),
+            request_total_slots=self._max_num_seqs,
+            kv_active_blocks=used,
+            kv_total_blocks=device.num_slots,
+            num_requests_waiting=len(self._waiting),
+            gpu_cache_usage_perc=used / device.num_slots,
+            gpu_prefix_cache_hit_rate=self._hit_rate.value,
+            kv_idle_before_evict_s=self._manager.idle_before_evict_s,
+        )
+
+    def speed(self) -> Speed:
+        return self._judge.speed()
+
+    def block_events(self) -> dict[str, int]:
+        """See Counts in workers/kv/manager.py, and BlockCache.unconfirmed."""
+        return {**asdict(self._manager.counts), "unconfirmed": self._cache.unconfirmed}
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping contradicts itself."""
+        self._manager.check()
+        running = [*self._prefilling, *self._decoding]
+        assert all(sequence.table is not None for sequence in running)
+        live = [s for s in running if not s.cancelled]
+        assert {*live, *self._waiting} == set(self._sequences.values())
+
+    def _end_all(self) -> None:
+        self.running = False
+        self.stop()
+        for sequence in self._sequences.values():
+            sequence.generation.end(None)
+        self._sequences.clear()
+
+    def _sequence_of(self, request: CompletionRequest) -> _Sequence:
+        ids = np.frombuffer(request.prompt, "<u4")
+        config = self._model.config
+        if len(ids) == 0 or request.max_tokens < 1:
+            raise ValueError(f"{len(ids)} prompt tokens, {request.max_tokens} output tokens")
+        if ids.max() >= config.vocab_size:
+            raise InvalidRequest(
+                "prompt", f"{ids.max()} is not a token id of a vocabulary of {config.vocab_size}"
+            )
+        num_tokens = len(ids) + request.max_tokens
+        if num_tokens > config.max_position_embeddings:
+            raise PromptTooLargeError(
+                len(ids), request.max_tokens, "the model takes", config.max_position_embeddings
+            )
+        num_blocks = -(-num_tokens // self.block_size)
+        num_slots = self._manager.tiers[Tier.DEVICE].num_slots
+        if num_blocks > num_slots:
+            raise PromptTooLargeError(
+                len(ids), request.max_tokens, "the KV pool holds", num_slots * self.block_size
+            )
+        return _Sequence(
+            request,
+            ids.tolist(),
+            len(ids),
+            compute_sequence_hashes(compute_local_hashes(request.prompt, self.block_size)),
+            num_blocks,
+            Sampler(request.sampling),
+        )
+
+    def _reusable(self, sequence: _Sequence) -> Sequence[SequenceHash]:
+        """The blocks of the prompt's whole chunks; its last token is computed in any case."""
+        chunks = (sequence.num_prompt - 1) // self._chunk_tokens
+        return sequence.blocks[: chunks * self._chunk_tokens // self.block_size]
+
+    async def _admit_forever(self) -> None:
+        """Admit one by one, in order of arrival, so that a large one is not overtaken for ever."""
+        while True:
+            num_running = len(self._prefilling) + len(self._decoding)
+            if not self._waiting or num_running >= self._max_num_seqs:
+                self._may_admit.clear()
+                await self._may_admit.wait()
+                continue
+            sequence = self._waiting[0]
+            self._may_admit.clear()
+            table = await self._admit(sequence)
+            if table is not None:
+                self._waiting.remove(sequence)
+                self._begin(sequence, table)
+                self._prefetch()
+            elif not sequence.cancelled:
+                # Too much is in use: there will be room when a request ends, if not before.
+                await self._may_admit.wait()
+
+    async def _admit(self, sequence: _Sequence) -> BlockTable | None:
+        """None: the request was cancelled, or there is no room."""
+        admission = asyncio.create_task(
+            self._cache.admit(self._reusable(sequence), sequence.num_blocks)
+        )
+        sequence.admission = admission
+        try:
+            await asyncio.wait([admission])
+        except asyncio.CancelledError:
+            admission.cancel()
+            await asyncio.wait([admission])
+            raise
+        finally:
+            sequence.admission = None
+        if admission.cancelled():
+            return None
+        try:
+            table = admission.result()
+        except NotEnoughBlocks:
+            return None
+        if sequence.cancelled:
+            self._cache.release(table)
+            return None
+        return table
+
+    def _prefetch(self) -> None:
+        for sequence in islice(self._waiting, 1, 1 + PREFETCHED_REQUESTS):
+            # Only once: without room for its blocks, they would come and go for ever.
+            if not sequence.prefetched:
+                sequence.prefetched = True
+                self._cache.prefetch(self._reusable(sequence))
+
+    def _begin(self, sequence: _Sequence, table: BlockTable) -> None:
+        sequence.table = table
+        sequence.block_ids = table.block_ids
+        sequence.cached = tuple(table.tiers)
+        sequence.prefilled = table.num_matched * self.block_size
+        self._prefilling.append(sequence)
+        self._may_step.set()
+
+    async def _step_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            chunk = self._next_chunk()
+            decoding = list(self._decoding)
+            if chunk is None and not decoding:
+                self._may_step.clear()
+                await self._may_step.wait()
+                continue
+            self._in_step = {*decoding, *([chunk.sequence] if chunk else [])}
+            started = time.perf_counter()
+            tokens = await loop.run_in_executor(self._thread, self._compute, chunk, decoding)
+            duration_s = time.perf_counter() - started
+            self._learn(chunk, decoding, duration_s, self._settle(chunk, decoding, tokens))
+
+    async def _judge_forever(self) -> None:
+        """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
+        while True:
+            await asyncio.sleep(JUDGE_INTERVAL_S)
+            self._manager.admission = self._judge.revised(self._manager.admission)
+
+    def _next_chunk(self) -> _Chunk | None:
+        if not self._prefilling:
+            return None
+        sequence = self._prefilling[0]
+        assert sequence.table is not None
+        # Earlier requests may have computed the same blocks since it was admitted.
+        shared = self._cache.share(sequence.table, self._reusable(sequence))
+        if shared:
+            sequence.block_ids = sequence.table.block_ids
+            sequence.cached += (Tier.DEVICE,) * shared
+            sequence.prefilled += shared * self.block_size
+        start = sequence.prefilled
+        return _Chunk(sequence, start, min(start + self._chunk_tokens, sequence.num_prompt))
+
+    def _compute(self, chunk: _Chunk | None, decoding: Sequence[_Sequence]) -> list[int]:
+        """Runs in a thread. The next token of each decoding request, then that after the prompt."""
+        tokens = []
+        if decoding:
+            logits = self._model.decode(
+                self._pool.kv,
+                [sequence.tokens[-1] for sequence in decoding],
+                [len(sequence.tokens) - 1 for sequence in decoding],
+                [sequence.block_ids for sequence in decoding],
+            )
+            tokens = sample(logits, [sequence.sampler for sequence in decoding])
+        if chunk is not None:
+            sequence = chunk.sequence
+            logits = self._model.prefill(
+                self._pool.kv,
+                sequence.tokens[chunk.start : chunk.stop],
+                chunk.start,
+                sequence.block_ids,
+            )
+            if chunk.is_last:
+                tokens += sample(logits[None], [sequence.sampler])
+        if self._pool.words.is_cuda:
+            # Later work may read what was written, and the caller measures how long the step took.
+            torch.cuda.current_stream(self._pool.device).synchronize()
+        return tokens
+
+    def _settle(
+        self, chunk: _Chunk | None, decoding: Sequence[_Sequence], tokens: Sequence[int]
+    ) -> list[Finished]:
+        """Take in what a step computed; returns the requests that finished."""
+        in_step, self._in_step = self._in_step, set()
+        emitting = list(decoding)
+        if chunk is not None:
+            sequence = chunk.sequence
+            sequence.prefilled = chunk.stop
+            self._register(sequence)
+            if chunk.is_last:
+                self._hit_rate.add(len(sequence.cached) * self.block_size, sequence.num_prompt)
+                self._prefilling.popleft()
+                self._decoding.append(sequence)
+                emitting.append(sequence)
+        finished = []
+        for sequence, token in zip(emitting, tokens, strict=True):
+            if sequence.cancelled:
+                continue
+            sequence.tokens.append(token)
+            sequence.generation.emit()
+            ended = self._finished(sequence)
+            if ended is not None:
+                finished.append(ended)
+                sequence.generation.end(ended)
+                self._forget(sequence)
+                self._leave(sequence)
+        for sequence in in_step:
+            if sequence.cancelled:
+                self._leave(sequence)
+        return finished
+
+    def _register(self, sequence: _Sequence) -> None:
+        """Offer the whole chunks that are computed for reuse.
+
+        Blocks of a chunk that the prompt's end cut short are not offered: a forward pass of another
+        length may give them other bits, and a request that computes the whole chunk would get them
+        in place of its own.
+        """
+        table = sequence.table
+        assert table is not None
+        whole = sequence.prefilled - sequence.prefilled % self._chunk_tokens
+        self._cache.register(table, sequence.blocks[len(table.chain) : whole // self.block_size])
+        sequence.block_ids = table.block_ids
+
+    def _finished(self, sequence: _Sequence) -> Finished | None:
+        request = sequence.request
+        eos = not request.ignore_eos and sequence.tokens[-1] in self._model.config.eos_token_ids
+        if not eos and sequence.num_generated < request.max_tokens:
+            return None
+        cached = sequence.cached
+        return Finished(
+            request.request_id,
+            sequence.num_prompt,
+            len(cached) * self.block_size,
+            sequence.num_generated,
+            host_tokens=cached.count(Tier.HOST) * self.block_size,
+            disk_tokens=cached.count(Tier.DISK) * self.block_size,
+            finish_reason="stop" if eos else "length",
+        )
+
+    def _cancel(self, sequence: _Sequence) -> None:
+        if self._sequences.get(sequence.request.request_id) is not sequence:
+            return
+        self._forget(sequence)
+        sequence.cancelled = True
+        if sequence.admission is not None:
+            sequence.admission.cancel()
+        if sequence.table is None:
+            self._waiting.remove(sequence)
+            self._may_admit.set()
+        elif sequence not in self._in_step:
+            self._leave(sequence)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        # The generation refers to the sequence as well: a cycle would keep the prompt in memory.
+        del sequence.generation
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Free the request's blocks for others."""
+        assert sequence.table is not None
+        if sequence in self._decoding:
+            self._decoding.remove(sequence)
+        else:
+            self._prefilling.remove(sequence)
+        self._cache.release(sequence.table)
+        sequence.table = None
+        self._may_admit.set()
+
+    def _learn(
+        self,
+        chunk: _Chunk | None,
+        decoding: Sequence[_Sequence],
+        duration_s: float,
+        finished: list[Finished],
+    ) -> None:
+        num_prefilled = chunk.stop - chunk.start if chunk else 0
+        step = Step(
+            duration_s=duration_s,
+            load_s=0.0,
+            loaded_tokens=0,
+            prefill_tokens=num_prefilled,
+            attention_pairs=num_prefilled * (chunk.start + num_prefilled / 2) if chunk else 0.0,
+            decode_seqs=len(decoding),
+            decode_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
+            emitted=[],
+            first_tokens=[],
+            finished=finished,
+        )
+        self._judge.observe(step)
+
+    def _carry_out(self, move: Move) -> int:
+        """Runs in a thread; remembers how long loads took."""
+        started = time.perf_counter()
+        done = self._copy(move)
+        if move.target is Tier.DEVICE and done == len(move.blocks):
+            self._judge.observe_load(move.source, done, time.perf_counter() - started)
+        return done

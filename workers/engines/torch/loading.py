@@ -1,0 +1,202 @@
+"""Builds a torch engine from a worker's settings: weights, KV pools of all tiers, block manager."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack, closing
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from app.core.config import WorkerSettings
+from app.core.errors import ConfigError
+from app.core.types import Tier, WorkerKey
+from workers.engines.base import Engine
+from workers.engines.hosting import Hosted
+from workers.engines.torch.engine import TorchEngine
+from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
+from workers.engines.torch.tokenizer import Tokenizer
+from workers.kv.cache import Publisher
+from workers.kv.disk import SlotFile
+from workers.kv.manager import Admission, BlockManager, WritePolicy
+from workers.kv.memory import KVShape, MemoryPool, host_pool
+from workers.kv.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+DEFAULT_POOL_BYTES = 1 << 30
+"""Size of the device KV pool, if none is given."""
+SPARE = 8
+"""One in this many slots of a tier is kept free, for requests and stores from the tier above."""
+WEIGHTS_SEED = 0
+"""So that all workers of a named size compute the same model."""
+
+
+def load(settings: WorkerSettings) -> Hosted:
+    """Raises ConfigError for a bad setting."""
+    if settings.prefill_chunk % settings.block_size:
+        raise ConfigError(
+            f"prefill_chunk: needs a multiple of block_size {settings.block_size}, "
+            f"got {settings.prefill_chunk}"
+        )
+    if bool(settings.disk_pool_tokens) != bool(settings.disk_folder):
+        raise ConfigError(
+            f"disk_folder and disk_pool_tokens must be set together, got {settings.disk_folder!r} "
+            f"and {settings.disk_pool_tokens}"
+        )
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, device)
+    started = time.perf_counter()
+    try:
+        model, tokenizer, identity = _model(settings.model, dtype, device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model: {settings.model!r} cannot be loaded on {device}: {_first_line(error)}"
+        ) from error
+    log.info(
+        "model %s, %s on %s: loaded in %.1f s",
+        settings.model,
+        str(dtype).removeprefix("torch."),
+        device,
+        time.perf_counter() - started,
+    )
+    return _with_tiers(settings, model, tokenizer, identity)
+
+
+def _model(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Llama, Tokenizer | None, str]:
+    """The model of a folder or a size, and what identifies it. RuntimeError: it does not fit."""
+    if name in SIZES:
+        model = Llama.random(SIZES[name], seed=WEIGHTS_SEED, dtype=dtype, device=device)
+        return model, None, name
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model: {name!r} is neither a folder nor one of the sizes {', '.join(SIZES)}"
+        )
+    model = Llama.load(LlamaConfig.from_checkpoint(folder), folder, dtype=dtype, device=device)
+    has_text = (folder / "tokenizer.json").exists()
+    return model, Tokenizer.from_folder(folder) if has_text else None, _identity(folder)
+
+
+def _with_tiers(
+    settings: WorkerSettings, model: Llama, tokenizer: Tokenizer | None, identity: str
+) -> Hosted:
+    shape = model.kv_shape(settings.block_size)
+    num_blocks = {
+        Tier.DEVICE: (settings.kv_pool_tokens or 0) // settings.block_size
+        or max(1, DEFAULT_POOL_BYTES // shape.block_bytes),
+        Tier.HOST: settings.host_pool_tokens // settings.block_size,
+        Tier.DISK: settings.disk_pool_tokens // settings.block_size,
+    }
+    num_blocks = {tier: number for tier, number in num_blocks.items() if number}
+    # Memory and files first: they fail at once if there is no room for this many blocks.
+    try:
+        pools = {Tier.DEVICE: MemoryPool(shape, num_blocks[Tier.DEVICE], model.device)}
+        if Tier.HOST in num_blocks:
+            pools[Tier.HOST] = host_pool(shape, num_blocks[Tier.HOST])
+    except ConfigError as error:
+        raise ConfigError(
+            f"kv_pool_tokens {settings.kv_pool_tokens}, "
+            f"host_pool_tokens {settings.host_pool_tokens}: {error}"
+        ) from error
+    with ExitStack() as stack:
+        disk = None
+        if Tier.DISK in num_blocks:
+            fingerprint = _fingerprint(settings, model, shape, identity)
+            file = _slot_file(settings, shape, num_blocks[Tier.DISK], fingerprint)
+            disk = stack.enter_context(closing(file))
+        manager = BlockManager(
+            num_blocks,
+            write=WritePolicy(settings.write_policy),
+            admission=Admission(min_uses=settings.store_min_uses),
+            reuse_multiple=settings.prefill_chunk // settings.block_size,
+            now=time.monotonic,
+        )
+        if disk is not None:
+            held = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
+            manager.adopt(Tier.DISK, held)
+        transfers = Transfers(pools, disk)
+        kept = stack.pop_all()
+
+    def start(publisher: Publisher) -> Engine:
+        return TorchEngine(
+            model,
+            pools[Tier.DEVICE],
+            manager,
+            transfers.carry_out,
+            publisher,
+            chunk_tokens=settings.prefill_chunk,
+            spare={tier: -(-number // SPARE) for tier, number in num_blocks.items()},
+            max_num_seqs=settings.max_num_seqs,
+        )
+
+    gpu = None if model.device.type == "cpu" else model.device.index or 0
+    return Hosted(settings.model, num_blocks, start, kept.close, tokenizer, gpu)
+
+
+def _slot_file(
+    settings: WorkerSettings, shape: KVShape, num_slots: int, fingerprint: int
+) -> SlotFile:
+    folder = Path(settings.disk_folder) / str(WorkerKey(settings.resolved_id(), settings.dp_rank))
+    try:
+        return SlotFile(
+            folder,
+            block_bytes=shape.block_bytes,
+            num_slots=num_slots,
+            fingerprint=fingerprint,
+        )
+    except (OSError, OverflowError, MemoryError) as error:
+        raise ConfigError(
+            f"disk_folder: {settings.disk_folder!r} cannot hold disk_pool_tokens "
+            f"{settings.disk_pool_tokens}: {error}"
+        ) from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    # AssertionError: torch without CUDA.
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: {name!r} cannot be used: {_first_line(error)}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: needs auto, cpu, cuda or cuda:N, got {name!r}")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _identity(folder: Path) -> str:
+    """Changes whenever files of a checkpoint do."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
+    """Covers everything that decides which bits a block of KV has."""
+    is_cuda = model.device.type == "cuda"
+    device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
+    computed = (
+        *(version("kvroute"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
+        *(device, torch.get_num_threads(), settings.prefill_chunk),
+    )
+    return xxh3_64_intdigest(repr((identity, model.config, computed)).encode(), shape.fingerprint)
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of torch's message; its C++ stack often follows."""
+    return str(error).partition("\n")[0]

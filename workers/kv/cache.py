@@ -1,0 +1,241 @@
+"""A worker's KV cache: carries out what the block manager plans, and reports it to the agent.
+
+What the index says of a block is true: a block is stored only when its copy is complete, and
+removed before its slot is given away. So slots are freed ahead of the requests that will need them,
+by one task per tier: blocks worth keeping are stored further down, then all are withdrawn, and
+their slots are freed once Redis has heard of that.
+
+Copies run in threads, several for each tier that is loaded from and one for each that is stored to:
+a slow disk delays neither a load from host memory nor a block that leaves the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+from app.core.errors import NotEnoughBlocks
+from app.core.events import CacheEvent
+from app.core.types import SequenceHash, Tier
+from workers.kv.manager import BlockManager, BlockTable
+from workers.kv.slots import Move
+
+log = logging.getLogger(__name__)
+
+LOAD_THREADS = 2
+STORE_WAIT_S = 0.1
+"""How long blocks that leave wait for room in the tier below; after that they are not stored."""
+WITHDRAW_TIMEOUT_S = 1.0
+"""If Redis has not heard within this time that a block goes, the block goes anyway."""
+
+
+class Publisher(Protocol):
+    """The part of an agent that is needed here."""
+
+    def notify(self, events: Iterable[CacheEvent]) -> None: ...
+
+    async def settled(self) -> bool: ...
+
+
+class BlockCache:
+    """`run` it, and meanwhile call `admit`, `register`, `release` and `prefetch`, on one event
+    loop.
+
+    carry_out: copies the blocks of a move and returns how many leading ones are copied; see
+    Transfers.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
+    stores from the tier above; stores are dropped if nothing is free.
+    unconfirmed: how many slots were freed though Redis had not heard of it in time.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        carry_out: Callable[[Move], int],
+        publisher: Publisher,
+        *,
+        spare: Mapping[Tier, int],
+    ) -> None:
+        self.manager = manager
+        self.unconfirmed = 0
+        self._carry_out = carry_out
+        self._publisher = publisher
+        self._spare = dict(spare)
+        self._needed: dict[object, int] = {}
+        """How many device slots each request that waits for slots needs."""
+        self._confirmed = True
+        """Did Redis hear of the last blocks that went?"""
+        self._changed = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._copies: dict[Move, asyncio.Task[None]] = {}
+        self._loading = {
+            tier: ThreadPoolExecutor(
+                LOAD_THREADS, thread_name_prefix=f"kv-load-{tier.name.lower()}"
+            )
+            for tier in manager.tiers
+        }
+        self._storing = {
+            tier: ThreadPoolExecutor(1, thread_name_prefix=f"kv-store-{tier.name.lower()}")
+            for tier in manager.tiers
+        }
+
+    async def run(self) -> None:
+        """Run until cancelled, then until copies end. Cancel only while nobody waits in `admit`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for tier in self.manager.tiers:
+                    tasks.create_task(self._keep_spare(tier))
+                self._go_on()
+        finally:
+            self._tasks = None
+            for pool in (*self._loading.values(), *self._storing.values()):
+                await asyncio.to_thread(pool.shutdown)
+
+    async def admit(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        """Slots for a request; the first `num_matched` hold leading blocks of `prefix`.
+
+        Waits until there is room and blocks are loaded; what cannot be loaded has to be computed.
+        Raises NotEnoughBlocks if requests use too much of the device; what the device holds of
+        `prefix` is not evicted then.
+        """
+        while True:
+            table = await self._prepare(prefix, num_blocks)
+            self._go_on()
+            try:
+                for load in table.loads:
+                    await self._ended(load)
+            except asyncio.CancelledError:
+                self.release(table)
+                raise
+            if table.num_whole == table.num_matched:
+                return table
+            try:
+                self.manager.fall_back(table)
+            except NotEnoughBlocks:
+                self._go_on()
+                continue
+            return table
+
+    def register(self, table: BlockTable, blocks: Sequence[SequenceHash]) -> None:
+        """See BlockManager.register: the table's slots may change."""
+        self.manager.register(table, blocks)
+        self._go_on()
+
+    def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
+        """See BlockManager.share: the table's slots may change."""
+        count = self.manager.share(table, prefix)
+        if count:
+            self._go_on()
+        return count
+
+    def release(self, table: BlockTable, priority: int = 0) -> None:
+        """The request is finished or cancelled."""
+        self.manager.release(table, priority)
+        self._go_on()
+
+    def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
+        """For a request that still waits: start loading into free slots; see BlockManager."""
+        count = self.manager.prefetch(chain, tier)
+        self._go_on()
+        return count
+
+    async def _prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        device = self.manager.tiers[Tier.DEVICE]
+        waiting = object()
+        try:
+            while True:
+                try:
+                    return self.manager.prepare(prefix, num_blocks)
+                except NotEnoughBlocks as error:
+                    could_be_free = device.num_free + device.num_idle + device.num_leaving
+                    if could_be_free - error.kept < error.needed:
+                        if not self._copies:
+                            raise
+                        self._needed.pop(waiting, None)
+                    elif self._needed.get(waiting) != error.needed:
+                        self._needed[waiting] = error.needed
+                        self._notice()
+                await self._changed.wait()
+        finally:
+            self._needed.pop(waiting, None)
+
+    async def _keep_spare(self, tier: Tier) -> None:
+        slots = self.manager.tiers[tier]
+        while True:
+            wanted = self._spare.get(tier, 0)
+            if tier is Tier.DEVICE:
+                wanted = max(wanted, sum(self._needed.values()))
+            short = wanted - slots.num_free
+            if short > 0 and slots.num_idle:
+                await self._free(tier, await self._storable(tier, short))
+            else:
+                await self._changed.wait()
+
+    async def _storable(self, tier: Tier, count: int) -> int:
+        """How many of `count` blocks to free at once, so that there is room to store them.
+
+        All of them, if no room comes free below in time: requests that wait for slots must not wait
+        for a slow disk.
+        """
+        if tier is max(self.manager.tiers):
+            return count
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STORE_WAIT_S):
+                while not self.manager.room_below(tier):
+                    await self._changed.wait()
+        return min(count, self.manager.room_below(tier) or count)
+
+    async def _free(self, tier: Tier, count: int) -> None:
+        eviction = self.manager.evict(tier, count)
+        self._go_on()
+        if eviction.store is not None:
+            await self._ended(eviction.store)
+        self.manager.withdraw(eviction)
+        self._go_on()
+        confirmed = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                confirmed = await self._publisher.settled()
+        freed = self.manager.reclaim(eviction)
+        if not confirmed:
+            self.unconfirmed += freed
+            if self._confirmed:
+                log.warning("freeing slots whose blocks Redis may still show")
+        self._confirmed = confirmed
+        self._go_on()
+
+    async def _ended(self, move: Move) -> None:
+        """Wait until that copy ends, however it ends, and even if the waiter is cancelled."""
+        if move in self._copies:
+            await asyncio.wait([self._copies[move]])
+
+    async def _copy(self, move: Move) -> None:
+        for before in move.after:
+            await self._ended(before)
+        pool = self._loading[move.source] if move.is_load else self._storing[move.target]
+        num_done = 0
+        try:
+            num_done = await asyncio.get_running_loop().run_in_executor(pool, self._carry_out, move)
+        except Exception:
+            log.exception("copying %d blocks failed", len(move.blocks))
+        del self._copies[move]
+        self.manager.finish(move, num_done)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Start the planned moves, publish what has changed, and wake whoever waits for room."""
+        assert self._tasks is not None, "the cache does not run"
+        for move in self.manager.take_moves():
+            self._copies[move] = self._tasks.create_task(self._copy(move))
+        events = self.manager.take_events()
+        if events:
+            self._publisher.notify(events)
+        self._notice()
+
+    def _notice(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,329 @@
+"""Ways to copy scattered KV blocks between pools in memory, and a trial of which is fastest.
+
+The fastest depends on the machine and on the block size, so they are tried at start-up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
+
+try:
+    from cuda.bindings import driver
+except ImportError:  # it comes with torch builds that can use a CUDA device
+    driver = None
+
+log = logging.getLogger(__name__)
+
+Mover = Callable[[Tensor, Tensor, Ids, Ids], None]
+"""Copies rows of a tensor of words, or the same layers of each row, to rows of another tensor. On
+CUDA the copy has only been started when it returns."""
+
+STAGED_BYTES = 32 << 20
+"""How much is gathered at once on the way between scattered slots."""
+LONG_BYTES = 1 << 20
+"""From this size on, torch's threads outweigh the overhead of a torch operation. And no Python
+thread runs while bytes are copied without torch."""
+PIECE_BYTES = 16 << 10, 128 << 10
+"""Torch gathers blocks in pieces of a size between these, if one divides them: 256 KiB at once take
+a quarter longer."""
+TRIAL_BYTES = 16 << 20
+TRIAL_BLOCKS = 8, 1024
+"""At start-up, each mover copies TRIAL_BYTES, but no fewer and no more blocks than this."""
+TRIAL_SPREAD = 4
+"""Each trial takes other blocks, from this many times as many slots, so that small blocks are in no
+cache. Large ones are not in any case, and would take memory that there may not be."""
+TRIAL_ROUNDS = 7
+
+
+def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """One copy for each run of blocks that are consecutive on both sides."""
+    upwards = _upwards(source_ids, target_ids)
+    runs = _runs(*upwards)
+    if (source.is_cuda or target.is_cuda) and not source.is_contiguous():
+        # Some layers only: torch copies memory with gaps through pageable memory, and waits for it.
+        runs = *upwards, np.ones_like(source_ids)
+    for s, t, n in zip(*(ids.tolist() for ids in runs), strict=True):
+        target[t : t + n].copy_(source[s : s + n], non_blocking=True)
+
+
+def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """The same in host memory, without the overhead of a torch operation for each short run."""
+    into, taken = _flat(target), _flat(source)
+    pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
+    into_bytes, taken_bytes = (words.numpy().data.cast("B") for words in (into, taken))
+    for t, s, n in zip(*(numbers.tolist() for numbers in pieces), strict=True):
+        if n < LONG_BYTES:
+            into_bytes[t : t + n] = taken_bytes[s : s + n]
+        else:
+            to, at, size = t // WORD_BYTES, s // WORD_BYTES, n // WORD_BYTES
+            into[to : to + size].copy_(taken[at : at + size])
+
+
+def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """Between host and device: hands all runs to the driver at once, on a stream other than the
+    default one. Raises RuntimeError if the driver cannot do that (before CUDA 12.8) or fails."""
+    if not hasattr(driver, "cuMemcpyBatchAsync"):
+        raise RuntimeError("cuda.bindings is not installed, or older than 12.8")
+    into, taken, sizes = _pieces(source, target, source_ids, target_ids)
+    addresses = (target.data_ptr() + into).tolist(), (source.data_ptr() + taken).tolist()
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    device = target.device if target.is_cuda else source.device
+    error, *_ = driver.cuMemcpyBatchAsync(
+        *(list(map(driver.CUdeviceptr, those)) for those in addresses),
+        sizes.tolist(),
+        len(sizes),
+        [attributes],
+        [0],
+        1,
+        driver.CUstream(torch.cuda.current_stream(device).cuda_stream),
+    )
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{len(sizes)} copies: {error.name}")
+
+
+def move_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """In host memory, into consecutive slots: torch gathers the blocks straight into them."""
+    slots = _slots(target, target_ids)
+    assert slots is not None, "the slots are scattered"
+    least, most = (num_bytes // WORD_BYTES for num_bytes in PIECE_BYTES)
+    row = source[0].numel()
+    piece = math.gcd(row, most)
+    if source.is_contiguous() and piece >= least:
+        source, slots = source.view(-1, piece), slots.view(-1, piece)
+        source_ids = (source_ids[:, None] * (row // piece) + np.arange(row // piece)).ravel()
+    torch.index_select(source, 0, torch.from_numpy(source_ids), out=slots)
+
+
+def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+    """Between host and device: gathers blocks at the source, moves them in one piece, and scatters
+    them into their slots."""
+    step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
+    to_device = source.is_cpu and target.is_cuda
+    for at in range(0, len(source_ids), step):
+        taken = torch.from_numpy(source_ids[at : at + step]).to(source.device)
+        given = target_ids[at : at + step]
+        shape = (len(taken), *source.shape[1:])
+        staged = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=to_device)
+        torch.index_select(source, 0, taken, out=staged)
+        slots = _slots(target, given)
+        if slots is not None and (slots.is_cuda or slots.is_contiguous()):
+            slots.copy_(staged, non_blocking=True)
+            continue
+        # The host itself scatters what arrives in host memory, so the copy must be complete.
+        moved = staged.to(target.device, non_blocking=to_device)
+        if target.is_cpu:
+            target.numpy()[given] = moved.numpy()
+        else:
+            target.index_copy_(0, torch.from_numpy(given).to(target.device), moved)
+
+
+MOVERS: dict[str, Mover] = {
+    "bytes": move_bytes,
+    "runs": move_runs,
+    "selected": move_selected,
+    "batched": move_batched,
+    "gathered": move_gathered,
+}
+IN_HOST_MEMORY = "bytes", "selected", "runs"
+WITH_DEVICE = "runs", "batched", "gathered"
+"""The movers tried in either case, those that need fewer threads and less memory first."""
+CLEARLY_FASTER = 1.1
+"""Trials are noisy, so a later mover is taken only if it is this many times as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """GB/s by mover name: into consecutive slots, and into scattered ones."""
+
+    packed: dict[str, float]
+    scattered: dict[str, float]
+
+
+class Copier:
+    """Copies blocks from one pool in memory to another, with the mover that a trial found fastest.
+
+    num_layers: how many layers of each block one copy takes, for a copy stream; None: all.
+    stream: its own CUDA stream, if either pool is on a CUDA device.
+    """
+
+    def __init__(
+        self, source: MemoryPool, target: MemoryPool, num_layers: int | None = None
+    ) -> None:
+        if source.shape != target.shape:
+            raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
+        self.source = source
+        self.target = target
+        self.stream = new_stream(source, target)
+        with on_stream(self.stream):
+            self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
+        self._packed, self._scattered = (
+            next(n for n, rate in rates.items() if rate * CLEARLY_FASTER >= max(rates.values()))
+            for rates in (self.rates.packed, self.rates.scattered)
+        )
+        log.info(
+            "copies from %s to %s, %d bytes of a block at once: %s (%.1f GB/s) into contiguous "
+            "slots, %s (%.1f GB/s) into scattered ones",
+            _place(source),
+            _place(target),
+            source.shape.layer_words * WORD_BYTES * (num_layers or source.shape.num_layers),
+            self._packed,
+            self.rates.packed[self._packed],
+            self._scattered,
+            self.rates.scattered[self._scattered],
+        )
+
+    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> None:
+        """Copy; on a CUDA device, only start the copy, on the current stream."""
+        if not len(source_ids):
+            return
+        name = self._packed if _are_consecutive(target_ids) else self._scattered
+        source, target = self.source.words[:, layers], self.target.words[:, layers]
+        MOVERS[name](source, target, source_ids, target_ids)
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Copy whole blocks, and return when that is done. Raises ValueError.
+
+        On a CUDA device the copy starts after the work already submitted there, and overlaps with
+        what is submitted later.
+        """
+        checked = checked_map(
+            source_ids, self.source.num_blocks, target_ids, self.target.num_blocks
+        )
+        with on_stream(self.stream):
+            try:
+                self.begin(*checked)
+            finally:  # even if it failed: once this raises, others may get the slots
+                _synchronize(self.source, self.target)
+
+
+def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
+    """Time each mover in turn, copying as much as there is time for between pools like these."""
+    shape = source.shape
+    fewest, most = TRIAL_BLOCKS
+    count = min(most, max(fewest, TRIAL_BYTES // shape.block_bytes))
+    num_slots = max(2 * count, TRIAL_SPREAD * min(count, TRIAL_BYTES // shape.block_bytes))
+    froms, intos = (
+        MemoryPool(shape, num_slots, pool.device, pinned=pool.words.is_pinned())
+        for pool in (source, target)
+    )
+    for pool in (froms, intos):
+        pool.words.fill_(1)  # memory that was never written to is not allocated yet
+    words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
+    names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else movers_with_device(*words)
+    num_bytes = count * words[0][0].numel() * WORD_BYTES
+    rng = np.random.default_rng(0)
+    rates = []
+    for packed in (True, False):
+        seconds: dict[str, list[float]] = {n: [] for n in names if packed or n != "selected"}
+        for nth in range(1 + TRIAL_ROUNDS):
+            for name in seconds:
+                source_ids, scattered = (rng.permutation(num_slots)[:count] for _ in range(2))
+                first = rng.integers(num_slots - count)
+                target_ids = np.arange(first, first + count) if packed else scattered
+                start = time.perf_counter()
+                MOVERS[name](*words, source_ids, target_ids)
+                _synchronize(froms, intos)
+                if nth:  # the first round has to wake threads and allocate buffers
+                    seconds[name].append(time.perf_counter() - start)
+        rates.append({name: num_bytes / median(took) / 1e9 for name, took in seconds.items()})
+    return Rates(*rates)
+
+
+def movers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
+    """Those of WITH_DEVICE that work on this machine."""
+    first = np.zeros(1, dtype=np.int64)
+    try:
+        move_batched(source, target, first, first)
+    except RuntimeError as error:
+        log.info("not giving copies to the driver in batches: %s", error)
+        return tuple(name for name in WITH_DEVICE if name != "batched")
+    return WITH_DEVICE
+
+
+def new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
+    """A stream on the CUDA device, if one of the pools is on one."""
+    device = next((pool.device for pool in pools if pool.words.is_cuda), None)
+    if device is None:
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run what is submitted inside on that stream, after the work of the current one. None: host
+    memory, where everything runs synchronously."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    # The device first: leaving only the stream would make a thread set up its default device, 0,
+    # which takes hundreds of megabytes there even if everything is on another device.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
+def _flat(words: Tensor) -> Tensor:
+    """The memory from the first word to the last, including what lies between rows."""
+    return words.as_strided(((len(words) - 1) * words.stride(0) + words[0].numel(),), (1,))
+
+
+def _slots(target: Tensor, ids: Ids) -> Tensor | None:
+    """A view of those rows, if they are consecutive."""
+    return target[ids[0] : ids[0] + len(ids)] if _are_consecutive(ids) else None
+
+
+def _upwards(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids]:
+    """Both in ascending order of the source, which is the best order to read memory in: small
+    blocks are copied a seventh faster, large ones a tenth."""
+    order = np.argsort(source_ids)
+    return source_ids[order], target_ids[order]
+
+
+def _are_consecutive(ids: Ids) -> bool:
+    return bool((np.diff(ids) == 1).all())
+
+
+def _pieces(
+    source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids
+) -> tuple[Ids, Ids, Ids]:
+    """Target offset, source offset and number of bytes of each piece that can be copied as one."""
+    size = source[0].numel() * WORD_BYTES
+    source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
+    if size == source_row == target_row:
+        source_ids, target_ids, lengths = _runs(source_ids, target_ids)
+    else:
+        lengths = np.ones_like(source_ids)
+    return target_ids * target_row, source_ids * source_row, lengths * size
+
+
+def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:
+    """First source, first target and length of each run that is consecutive in both."""
+    breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(source_ids)])))
+    return source_ids[starts], target_ids[starts], lengths
+
+
+def _synchronize(*pools: MemoryPool) -> None:
+    for pool in pools:
+        if pool.words.is_cuda:
+            torch.cuda.current_stream(pool.device).synchronize()
+
+
+def _place(pool: MemoryPool) -> str:
+    if pool.words.is_cuda:
+        return str(pool.device)
+    return "pinned memory" if pool.words.is_pinned() else "pageable memory"
