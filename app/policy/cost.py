@@ -122,7 +122,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
                     300 / (300 + idle), where idle is how many seconds the worker's blocks go unused
                     before eviction
 
-    These weights did best over conversation and agentic traces in simulation: docs/decisions.md.
+    These weights did best over conversation and agentic traces in simulation: docs/experiments.md.
     """
     prefill = predicted_prefill_s(candidates, size)
     decode = candidates.mean_output_tokens * (
