@@ -301,14 +301,14 @@ class _Flight:
 
 
 class _Replica:
-    """A router: the requests that wait for it, its round_robin turn, and the books that it decides
-    from."""
+    """A router: the requests that wait for it, how many it has decided, and the books that it
+    decides from."""
 
     def __init__(self, books: list[Books]) -> None:
         self.books = books
         self.waiting: list[_Flight] = []
         self.is_deciding = False
-        self.turn = 0
+        self.decisions = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,10 +406,10 @@ class Simulation:
             size,
             eligible=np.ones(len(columns), dtype=bool),
             rng=self._rng,
-            turn=flight.replica.turn,
+            nth=flight.replica.decisions,
             cost=self._policy.cost,
         )
-        flight.replica.turn += 1
+        flight.replica.decisions += 1
         at = choice.index
         cached = size.block_size * int(candidates.overlap_device[at] + candidates.overlap_host[at])
         reservation = Reservation(

@@ -182,7 +182,7 @@ class Comparison:
                 record.size,
                 eligible=eligible,
                 rng=rng,
-                turn=self.decisions,
+                nth=self.decisions,
                 cost=seen.priced(cost or POLICIES[policy].cost),
             )
             was = seen.workers.index(record.worker)

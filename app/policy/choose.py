@@ -32,7 +32,7 @@ def choose(
     *,
     eligible: NDArray[np.bool_],
     rng: Generator,
-    turn: int = 0,
+    nth: int = 0,
     temperature: float = 0.0,
     cost: CostFunction | None = None,
     max_queue_s: float = math.inf,
@@ -41,7 +41,7 @@ def choose(
 
     eligible: (workers,); which of them the caller allows. Full ones, and those with fewer blocks
     than the prompt, are dropped here.
-    turn: see Policy.
+    nth: which decision this is, for policies that go round the workers.
     temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
     of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
     cost: used instead of the policy's own.
@@ -75,7 +75,7 @@ def choose(
             retry_after_s=float(candidates.prefill_s[eligible].min()),
         )
     if rules.narrow is not None:
-        workers = rules.narrow(workers, turn, rng)
+        workers = rules.narrow(workers, nth, rng)
     compared = costs.cost[workers]
     (lowest,) = (compared == compared[compared.argmin()]).nonzero()
     if temperature > 0.0:

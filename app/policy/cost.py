@@ -290,9 +290,9 @@ def no_preference(candidates: Candidates, _: RequestSize) -> Costs:
     return Costs(np.zeros_like(candidates.active_requests), {})
 
 
-def one_in_turn(workers: Indices, turn: int, _: Generator) -> Indices:
-    """The worker whose turn it is."""
-    return workers[[turn % workers.size]]
+def one_after_another(workers: Indices, nth: int, _: Generator) -> Indices:
+    """Each in its order."""
+    return workers[[nth % workers.size]]
 
 
 def two_at_random(workers: Indices, _: int, rng: Generator) -> Indices:
@@ -308,8 +308,7 @@ def two_at_random(workers: Indices, _: int, rng: Generator) -> Indices:
 class Policy:
     """How workers are compared. narrow: which of those with room are compared; None: all.
 
-    narrow takes their indices, the turn, which grows by one with each decision, and the router's
-    random generator.
+    narrow takes their indices, which decision of the router's this is, and its random generator.
     """
 
     cost: CostFunction
@@ -323,7 +322,7 @@ POLICIES: Mapping[str, Policy] = {
     "logit": Policy(logit),
     "least_loaded": Policy(least_loaded),
     "power_of_two": Policy(fewest_requests, two_at_random),
-    "round_robin": Policy(no_preference, one_in_turn),
+    "round_robin": Policy(no_preference, one_after_another),
     "random": Policy(no_preference),
 }
 """By the names that requests and settings use."""

@@ -75,14 +75,14 @@ class Plan:
 
 
 class Planner:
-    """Applies the policies. Keeps the random number generator and the turn of round_robin."""
+    """Applies the policies. Counts its decisions, and keeps the random number generator."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._temperature = settings.temperature
         self._session_affinity = settings.session_affinity
         self._max_queue_s = settings.max_queue_s
         self._rng = np.random.default_rng(settings.seed)
-        self._turn = 0
+        self._decisions = 0
 
     def plan(self, query: Query, view: View, *, degraded: bool = False) -> Plan:
         """Where a request goes. degraded: decided by load alone, however full the workers look.
@@ -106,12 +106,12 @@ class Planner:
             size,
             eligible=eligible,
             rng=self._rng,
-            turn=self._turn,
+            nth=self._decisions,
             temperature=self._temperature,
             cost=discounted(POLICIES[policy].cost, affinity) if affinity is not None else None,
             max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
-        self._turn += request.reserve
+        self._decisions += request.reserve
         position = choice.index
         locality, best = locality_of(view, candidates, size, overlaps, eligible, choice, affinity)
         decision = Decision(
