@@ -24,13 +24,13 @@ import numpy as np
 from redis import Redis
 from rich.console import Console
 
-from app.core.config import POSITIVE
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerInfo, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
 from app.http.server import collect_seldom, run
 from app.ops.dump import reset
+from app.options import POSITIVE
 from app.state import index
 from app.state.connect import connect
 from app.state.index import GROUP_BLOCKS
