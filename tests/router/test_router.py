@@ -25,8 +25,9 @@ from app.policy.plan import MAX_PREFILL_S
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Router
-from app.state.client import Client, Node
+from app.state.client import Client
 from app.state.connect import connect
+from app.state.exchange import Node
 from app.state.index import shard_of
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually

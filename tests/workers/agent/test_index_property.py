@@ -21,8 +21,8 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerI
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
-from app.state.client import Node, exchange
 from app.state.connect import connect
+from app.state.exchange import Node, exchange
 from app.state.index import Change
 from app.state.scripts import ScriptRunner
 from tests.workers.kv.cache_model import CacheModel
