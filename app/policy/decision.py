@@ -7,10 +7,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from app.core.chains import Overlaps
+from app.core.loads import Load
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.router.waiting import Waiter
-from app.state.overlap import Overlaps
-from app.state.reservations import Load
 
 
 @dataclass(slots=True)

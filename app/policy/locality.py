@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.chains import Overlaps
 from app.core.types import Incarnation, TierOverlap
 from app.policy.affinity import Affinity
 from app.policy.choose import Choice
 from app.policy.cost import Candidates, RequestSize
 from app.router.fleet import View
-from app.state.overlap import Overlaps
 
 LOCALITIES = (
     "kept",

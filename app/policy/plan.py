@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
+from app.core.loads import Reservation
 from app.core.rate_limit import Pace
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.affinity import Affinity, discounted
@@ -19,7 +20,6 @@ from app.policy.decision import Candidate, Decision, Pending, RouteRequest
 from app.policy.locality import locality_of
 from app.router.fleet import View
 from app.state.decisions import Record, Seen, sampled
-from app.state.reservations import Reservation
 
 MAX_PREFILL_S = 86_400.0
 """Anything longer is no measurement, and a sum of many would not fit into Redis's integers."""

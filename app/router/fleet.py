@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from redis.asyncio import Redis
 
 from app.core import worker_report
+from app.core.chains import Overlaps
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, Keyspace, metrics_interval_s
+from app.core.loads import Load, Reservation, Snapshot
 from app.core.types import Incarnation, WorkerInfo
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -33,8 +35,6 @@ from app.core.worker_report import (
 from app.policy.cost import Candidates
 from app.state import leases
 from app.state.connect import deadline
-from app.state.overlap import Overlaps
-from app.state.reservations import Load, Reservation, Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,13 @@ import asyncio
 import logging
 from collections import deque
 
+from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash
 from app.policy.decision import RouteRequest
-from app.state import index, predictions, sessions
+from app.state import predictions, sessions
 from app.state.scripts import Call, ScriptRunner
 
 log = logging.getLogger(__name__)
@@ -87,4 +88,4 @@ class Routed:
                 log.debug("%d predictions and sessions lost: %s", len(calls), error)
 
     def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
-        return self._keyspace.of_shard(index.shard_of(chain[0], shards) if chain else 0)
+        return self._keyspace.of_shard(shard_of(chain[0], shards) if chain else 0)

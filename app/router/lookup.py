@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import zip_longest
 
+from app.core.chains import Overlaps
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
@@ -14,7 +15,6 @@ from app.router.fleet import Fleet, View
 from app.router.history import Routed
 from app.router.metrics import Telemetry
 from app.state import overlap, reservations
-from app.state.overlap import Overlaps
 from app.state.scripts import ScriptRunner
 
 

@@ -20,6 +20,7 @@ from app.core.errors import (
     RoutingError,
 )
 from app.core.keys import Keyspace
+from app.core.loads import Refused, Snapshot, Wish
 from app.core.rate_limit import Pace
 from app.policy.decision import Decision, Pending, RouteRequest
 from app.policy.plan import Plan, Planner
@@ -31,7 +32,6 @@ from app.router.metrics import Telemetry
 from app.router.waiting import Waiting
 from app.state import leases, reservations
 from app.state.decisions import Recorder
-from app.state.reservations import Refused, Snapshot, Wish
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from app.core.chains import hex_text, positions
 from app.core.config import MOST, RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
@@ -27,8 +28,6 @@ from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
 from app.policy.locality import LOCALITIES
 from app.state.client import Client
 from app.state.connect import deadline
-from app.state.index import hex_text
-from app.state.predictions import positions
 from app.state.scripts import ScriptRunner, call
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Record:
     """One decision.
 
     at_ms: when loads were looked up, by the Redis clock. best: the worker with the longest overlap,
-    "" if none had any. blocks: those of the prompt at `predictions.positions` of `full_blocks`.
+    "" if none had any. blocks: those of the prompt at `chains.positions` of `full_blocks`.
     seen: for a few decisions only.
     """
 

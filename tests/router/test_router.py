@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from app.api.main import create_app
+from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
 from app.core.hashing import compute_hashes
@@ -28,7 +29,6 @@ from app.router.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Router
 from app.state.client import Client
 from app.state.connect import connect
 from app.state.exchange import Node
-from app.state.index import shard_of
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
