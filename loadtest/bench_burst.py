@@ -28,11 +28,12 @@ import click
 import numpy as np
 import orjson
 
-from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from app.core.config import POLICY_NAMES, RouterSettings, WorkerSettings
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
+from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save

@@ -25,8 +25,8 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import POSITIVE
 from app.http.server import run
+from app.options import POSITIVE
 from loadtest.bench_decision import (
     NUM_TOKENS,
     NUM_WORKERS,

@@ -26,16 +26,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import (
-    FACTOR,
-    POLICY_NAMES,
-    POSITIVE,
-    PROCESSES,
-    RouterSettings,
-    WorkerSettings,
-)
+from app.core.config import POLICY_NAMES, RouterSettings, WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
+from app.options import FACTOR, POSITIVE, PROCESSES
 from loadtest.command import Command, distinct, json_option, save
 from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from app.core.config import FACTOR, POLICY_NAMES, RouterSettings, WorkerSettings, cluster_size
+from app.core.config import POLICY_NAMES, RouterSettings, WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
+from app.options import FACTOR, cluster_size
 from loadtest import report
 from loadtest.command import Command, distinct, make_folder, save
 from loadtest.replay import progress_display, replay_policy

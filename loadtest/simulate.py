@@ -28,7 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import COUNT, FACTOR, LONGEST_S, POLICY_NAMES, POSITIVE, PROCESSES, Number
+from app.core.config import LONGEST_S, POLICY_NAMES
+from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save

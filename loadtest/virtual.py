@@ -22,6 +22,7 @@ import numpy as np
 
 from app.core.errors import AllWorkersBusy
 from app.core.events import CacheEvent, Cleared, Stored
+from app.core.loads import Load, Reservation
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.policy.choose import choose
@@ -33,7 +34,6 @@ from app.policy.cost import (
     predicted_prefill_s,
 )
 from app.policy.view import load_rows, measured_rows
-from app.state.reservations import Load, Reservation
 from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
 from workers.engines.sim.engine import SimEngine

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
+from app.core.chains import parse_owners
 from app.core.errors import ConfigError, shown
 from app.core.keys import Keyspace
 from app.core.rate_limit import RateLimit
@@ -27,7 +28,6 @@ from app.state import index, leases
 from app.state.client import Client
 from app.state.connect import deadline
 from app.state.index import Change
-from app.state.overlap import parse_owners
 from app.state.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, readable, scan, settled
 from app.state.scripts import Call, ScriptRunner
 

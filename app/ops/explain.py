@@ -9,12 +9,12 @@ from typing import Any
 import click
 import numpy as np
 
-from app.core import config
-from app.core.config import POLICY_NAMES, Command
+from app.core.config import POLICY_NAMES
 from app.core.errors import RoutingError
 from app.core.keys import Keyspace
 from app.ops import questions
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
+from app.options import POSITIVE, Command, Number
 from app.policy.choose import choose
 from app.policy.cost import (
     POLICIES,
@@ -104,12 +104,10 @@ def _short(cell: Any) -> str:
 )
 @click.option(
     "--prefill-weight",
-    type=config.Number(0, 1000),
+    type=Number(0, 1000),
     help="Prefill weight for `blocks`, instead of 1.",
 )
-@click.option(
-    "--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions to score."
-)
+@click.option("--last", default=1000, show_default=True, type=POSITIVE, help="Decisions to score.")
 @COMMON
 @json_option
 @on_redis

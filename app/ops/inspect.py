@@ -12,8 +12,6 @@ from typing import Any, BinaryIO
 import click
 import orjson
 
-from app.core import config
-from app.core.config import Command, naming_file
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier
@@ -22,6 +20,7 @@ from app.ops import questions
 from app.ops import verify as verification
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
 from app.ops.usage import usages
+from app.options import POSITIVE, POSITIVE_SECONDS, Command, naming_file
 from app.policy.record import Record
 from app.state import decisions
 from app.state.client import Client
@@ -257,7 +256,7 @@ def _tokens(file: BinaryIO) -> list[int]:
     "--max-buckets",
     default=100_000,
     show_default=True,
-    type=config.POSITIVE,
+    type=POSITIVE,
     help="Maximum number of index buckets to check.",
 )
 @COMMON
@@ -310,7 +309,7 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     "--window-s",
     default=600.0,
     show_default=True,
-    type=config.POSITIVE_SECONDS,
+    type=POSITIVE_SECONDS,
     help="How far back to count, from the latest decision kept.",
 )
 @COMMON
@@ -357,7 +356,7 @@ async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
     "--lease-ttl-s",
     default=60.0,
     show_default=True,
-    type=config.POSITIVE_SECONDS,
+    type=POSITIVE_SECONDS,
     help="How long the restored workers count as live, unless their agents register first.",
 )
 @COMMON

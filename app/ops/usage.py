@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from app.core.chains import positions
 from app.core.types import SequenceHash
 from app.policy.record import Record
-from app.state.predictions import positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from app.core.chains import Overlaps
+from app.core.loads import Load
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
 from app.policy.locality import Best, Locality
-from app.state.overlap import Overlaps
-from app.state.reservations import Load
 
 
 @dataclass(slots=True)

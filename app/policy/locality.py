@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.chains import Overlaps
 from app.core.types import Incarnation, TierOverlap
 from app.policy.affinity import Affinity
 from app.policy.choose import Choice
 from app.policy.cost import Candidates, RequestSize
 from app.policy.view import View
-from app.state.overlap import Overlaps
 
 
 class Locality(StrEnum):

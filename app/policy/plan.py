@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
+from app.core.loads import Reservation
 from app.core.rate_limit import RateLimit
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.affinity import Affinity, discounted
@@ -19,7 +20,6 @@ from app.policy.decision import Candidate, Decision, Query, RouteRequest
 from app.policy.locality import Locality, locality_of
 from app.policy.record import Record, Seen, sampled
 from app.policy.view import View
-from app.state.reservations import Reservation
 
 MAX_PREFILL_S = 86_400.0
 """Anything longer is no measurement, and a sum of many would not fit into Redis's integers."""

@@ -10,13 +10,12 @@ from typing import Any, get_type_hints
 import numpy as np
 import orjson
 
+from app.core.chains import hex_text, positions
 from app.core.config import MOST
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
 from app.policy.locality import Best, Locality
-from app.state.index import hex_text
-from app.state.predictions import positions
 
 ROWS = tuple(f.name for f in fields(Candidates))
 

@@ -10,7 +10,9 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.chains import Overlaps
 from app.core.keys import metrics_interval_s
+from app.core.loads import Load, Reservation, Snapshot
 from app.core.types import Incarnation, WorkerInfo
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -20,8 +22,6 @@ from app.core.worker_report import (
     Speed,
 )
 from app.policy.cost import Candidates
-from app.state.overlap import Overlaps
-from app.state.reservations import Load, Reservation, Snapshot
 
 STALE_AFTER_INTERVALS = 10
 

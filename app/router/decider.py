@@ -14,6 +14,7 @@ from app.core.errors import (
     RedisUnavailable,
     RoutingError,
 )
+from app.core.loads import Refused, Snapshot, Wish
 from app.core.rate_limit import RateLimit
 from app.policy.plan import Plan, Planner
 from app.policy.view import View
@@ -24,7 +25,6 @@ from app.router.pending import Pending
 from app.router.replica import Replica
 from app.router.waiting import Waiting
 from app.state import reservations
-from app.state.reservations import Refused, Snapshot, Wish
 
 log = logging.getLogger(__name__)
 

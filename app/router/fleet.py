@@ -17,11 +17,11 @@ from redis.asyncio import Redis
 from app.core import worker_report
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, Keyspace
+from app.core.loads import Snapshot
 from app.core.types import Incarnation, WorkerInfo
 from app.policy.view import UNMEASURED, Measured, View, Workers
 from app.state import leases
 from app.state.connect import deadline
-from app.state.reservations import Snapshot
 
 log = logging.getLogger(__name__)
 

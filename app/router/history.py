@@ -10,13 +10,14 @@ import logging
 import time
 from collections import deque
 
+from app.core.chains import shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, SequenceHash
 from app.policy.plan import Plan
 from app.router.replica import Replica
-from app.state import decisions, index, predictions, sessions
+from app.state import decisions, predictions, sessions
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -122,5 +123,5 @@ class History:
             await asyncio.sleep(RECORD_PAUSE_S)
 
     def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
-        shard = index.shard_of(chain[0], shards) if chain else 0
+        shard = shard_of(chain[0], shards) if chain else 0
         return self._replica.keyspace.of_shard(shard)

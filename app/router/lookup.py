@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import zip_longest
 
+from app.core.chains import Overlaps
 from app.core.errors import RedisUnavailable
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
@@ -12,7 +13,6 @@ from app.policy.view import View
 from app.router.history import History
 from app.router.replica import Replica
 from app.state import overlap, reservations
-from app.state.overlap import Overlaps
 
 
 class LookUp:

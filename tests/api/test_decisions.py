@@ -15,13 +15,13 @@ from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
 from app.cli import main
+from app.core.chains import positions
 from app.local.redis_server import EmbeddedRedis
 from app.policy import plan
 from app.policy.locality import Locality
 from app.policy.record import Record
 from app.state import decisions
 from app.state.connect import connect
-from app.state.predictions import positions
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers

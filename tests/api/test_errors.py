@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from app.api import routes
+from app.core.loads import Snapshot
 from app.http import body
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet, View
-from app.state.reservations import Snapshot
 from tests.api.conftest import StartReplica
 from tests.fake_workers import FakeWorkers
 

@@ -19,6 +19,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from app.core.chains import parse_owners
 from app.core.config import RouterSettings
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.events import Removed, Stored
@@ -34,7 +35,6 @@ from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.client import Client
 from app.state.connect import connect
-from app.state.overlap import parse_owners
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from workers.agent import agent as agents

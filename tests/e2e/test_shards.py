@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
+from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
@@ -18,7 +19,6 @@ from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.connect import connect
-from app.state.index import shard_of
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.redis_servers import ClusterServers, newest_kind

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import random
 
+from app.core.chains import positions
 from app.core.types import Incarnation, SequenceHash
-from app.state.predictions import PredictionSettings, positions
+from app.state.predictions import PredictionSettings
 from tests.lua.conftest import Namespace
 
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=100_000)

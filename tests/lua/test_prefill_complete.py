@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from app.state.reservations import Load
+from app.core.loads import Load
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace
 

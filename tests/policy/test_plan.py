@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from app.core.chains import Overlaps
 from app.core.config import RouterSettings
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
+from app.core.loads import Load, Snapshot
 from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
@@ -15,8 +17,6 @@ from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import Plan, Planner
 from app.policy.view import Measured, View, Workers
-from app.state.overlap import Overlaps
-from app.state.reservations import Load, Snapshot
 from tests.policy.test_view import ONE, THREE, TWO, info
 
 SPEED = Speed(

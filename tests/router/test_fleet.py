@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from app.core import worker_report
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
+from app.core.loads import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.local.redis_server import EmbeddedRedis
@@ -20,7 +21,6 @@ from app.router import fleet as fleets
 from app.router.fleet import Fleet
 from app.state import leases
 from app.state.connect import connect
-from app.state.reservations import Load, Reservation, Snapshot
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace, info
 from tests.redis_servers import stopped

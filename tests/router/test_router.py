@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from app.api.main import create_app
+from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
 from app.core.hashing import compute_hashes
@@ -26,9 +27,9 @@ from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
-from app.state.client import Client, Node
+from app.state.client import Client
 from app.state.connect import connect
-from app.state.index import shard_of
+from app.state.exchange import Node
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers

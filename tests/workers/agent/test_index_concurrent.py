@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from app.core.chains import TIER_OF_LETTER, Overlaps, shard_of
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
@@ -164,10 +165,10 @@ class History:
             return lambda _, at: hide(lost, at)
         return lambda _, at: None
 
-    def check(self, position: int, answer: overlap.Overlaps, start: int, end: int) -> None:
+    def check(self, position: int, answer: Overlaps, start: int, end: int) -> None:
         """Check an answer for a chain that was asked for at `start` and had arrived at `end`."""
         root = CHAINS[position][0]
-        lives = self._lives[KEYS.of_shard(index.shard_of(root, NUM_SHARDS))["shard"]]
+        lives = self._lives[KEYS.of_shard(shard_of(root, NUM_SHARDS))["shard"]]
         assert answer.keys() <= lives.keys()
         possible = {inc: life.between(start, end) for inc, life in lives.items()}
         self.num_queries += 1
@@ -199,7 +200,7 @@ def changes_in(groups: Iterable[str]) -> Iterator[tuple[SequenceHash, Tier | Non
     """The changes in the last arguments of lua/apply.lua."""
     for group in groups:
         for at in range(16, len(group), 17):
-            tier = index.TIER_OF_LETTER.get(group[at].encode())
+            tier = TIER_OF_LETTER.get(group[at].encode())
             yield SequenceHash(int(group[at + 1 : at + 17], 16)), tier
 
 

@@ -15,14 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from app.core.chains import Overlaps, parse_owners
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
-from app.state.client import Node, exchange
 from app.state.connect import connect
+from app.state.exchange import Node, exchange
 from app.state.index import Change
 from app.state.scripts import ScriptRunner
 from tests.workers.kv.cache_model import CacheModel
@@ -133,7 +134,7 @@ class World:
             index.apply(SHARD, worker.incarnation, str(worker.key), seq, batch)
         )
 
-    async def match_both_ways(self) -> list[overlap.Overlaps]:
+    async def match_both_ways(self) -> list[Overlaps]:
         """Query chains whole, and sampled as only long ones are, with learnt boundaries and
         without: all answers must be the same."""
         whole, _ = await overlap.match(self.runner, KEYSPACE, CHAINS)
@@ -181,7 +182,7 @@ class World:
         entries: dict[tuple[SequenceHash, Incarnation | None], Tier] = {}
         for fields in found:
             for block, text in zip(fields[::2], fields[1::2], strict=True):
-                for incarnation, tier in overlap.parse_owners(text):
+                for incarnation, tier in parse_owners(text):
                     entries[SequenceHash(int(block, 16)), incarnation] = tier
         return entries
 
@@ -276,7 +277,7 @@ async def owners_left(redis: Redis) -> set[Incarnation]:
     owners: set[Incarnation] = set()
     async for key in redis.scan_iter(match="*blocks:*"):
         for value in await redis.hvals(key):
-            owners |= {inc for inc, _ in overlap.parse_owners(value)}
+            owners |= {inc for inc, _ in parse_owners(value)}
     return owners
 
 
