@@ -6,10 +6,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from app.core.config import POLICY_NAMES, PRIORITIES
+from app.core.config import PRIORITIES
 from app.core.hashing import U64
 from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.worker_report import GpuReadings
+from app.policy.cost import POLICIES
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ HashValue = Annotated[
 RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")]
 TenantId = Annotated[str, Field(pattern=f"^{TENANT_ID.pattern}$")]
 Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
-PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICY_NAMES)})$")]
+PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICIES)})$")]
 
 
 class _Body(BaseModel):

@@ -9,12 +9,11 @@ from typing import Any
 import click
 import numpy as np
 
-from app.core.config import POLICY_NAMES
 from app.core.errors import RoutingError
 from app.core.keys import Keyspace
 from app.ops import questions
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
-from app.options import POSITIVE, Command, Number
+from app.options import POLICY, POSITIVE, Command, Number
 from app.policy.choose import choose
 from app.policy.cost import (
     POLICIES,
@@ -99,9 +98,7 @@ def _short(cell: Any) -> str:
 
 
 @click.command(cls=Command)
-@click.option(
-    "--policy", required=True, type=click.Choice(POLICY_NAMES), help="Policy to score with."
-)
+@click.option("--policy", required=True, type=POLICY, help="Policy to score with.")
 @click.option(
     "--prefill-weight",
     type=Number(0, 1000),
