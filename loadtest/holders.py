@@ -9,7 +9,8 @@ import click
 import numpy as np
 
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.worker_report import WorkerInfo
 from app.state import index, leases
 from app.state.overlap import Overlaps
 from app.state.scripts import Call, ScriptRunner

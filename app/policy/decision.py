@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
+from app.core.types import Incarnation, SequenceHash, TierOverlap
+from app.core.worker_report import WorkerInfo
 from app.router.waiting import Waiter
 from app.state.overlap import Overlaps
 from app.state.reservations import Load

@@ -22,16 +22,16 @@ from redis.asyncio import Redis
 from app.core import worker_report
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, Keyspace, metrics_interval_s
-from app.core.types import Incarnation, WorkerInfo
+from app.core.types import Incarnation
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
     ForwardPassMetrics,
     GpuReadings,
     Speed,
+    WorkerInfo,
 )
 from app.policy.cost import Candidates
-from app.state import leases
 from app.state.connect import deadline
 from app.state.overlap import Overlaps
 from app.state.reservations import Load, Reservation, Snapshot
@@ -284,9 +284,9 @@ class Fleet:
             if text is None or text == self._texts.get(inc):
                 continue
             try:
-                info = leases.decode_info(text)
-            except (ValueError, KeyError, TypeError) as error:
-                log.warning("ignoring the worker of incarnation %d: %r", inc, error)
+                info = worker_report.decode_info(text)
+            except ValueError as error:
+                log.warning("ignoring the worker of incarnation %d: %s", inc, error)
                 continue
             if self._infos.get(inc, info) != info:
                 # The number is another worker's now, because Redis lost data.

@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from app.core.types import TierOverlap
+from app.core.worker_report import GPU, METRICS, Item
 from app.router.fleet import View
 
 # Otherwise each counter and histogram has a further series, with when it was created.
@@ -28,33 +29,23 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 
+
+def _gauges(items: Iterable[Item]) -> dict[str, str]:
+    """The gauges of what workers report, with their help."""
+    return {i.gauge: f"{i.help[0].upper()}{i.help[1:]}." for i in items if i.gauge}
+
+
 WORKER_LOAD = {
     "requests": "Requests reserved on a worker.",
     "blocks": "KV blocks reserved on a worker.",
     "prefill_tokens": "Prompt tokens reserved on a worker and still to be computed.",
     "queue_seconds": "Predicted length of a worker's queue of prefills.",
-    "kv_active_blocks": "KV blocks in use on a worker, as it reports.",
-    "requests_waiting": "Requests waiting in a worker, as it reports.",
-    "cache_usage": "Share of a worker's KV blocks in use, as it reports; 0-1.",
+    **_gauges(METRICS),
     "stale": "1 if a worker's latest report is older than a second, else 0; with more than 256 "
     "workers, older than ten of the longer intervals.",
 }
-WORKER_GPU = {
-    "memory_used_bytes": ("memory_used_bytes", "Memory in use on a worker's GPU."),
-    "memory_total_bytes": ("memory_total_bytes", "Memory of a worker's GPU."),
-    "utilisation": ("utilisation", "Share of time during which a worker's GPU ran anything; 0-1."),
-    "temperature_c": ("temperature_celsius", "Temperature of a worker's GPU."),
-    "power_w": ("power_watts", "Power draw of a worker's GPU."),
-    "pcie_sent_bytes_per_s": (
-        "pcie_sent_bytes_per_second",
-        "Rate at which a worker's GPU sends over PCIe.",
-    ),
-    "pcie_received_bytes_per_s": (
-        "pcie_received_bytes_per_second",
-        "Rate at which a worker's GPU receives over PCIe.",
-    ),
-}
-"""By the names of GpuReadings. What a GPU does not report, or not lately, has no sample."""
+WORKER_GPU = _gauges(GPU)
+"""What a GPU does not report, or not lately, has no sample."""
 
 
 class WorkerGauges(Collector):
@@ -65,35 +56,34 @@ class WorkerGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         shown = [] if self.view is None else list(_shown(self.view))
-        for name, text in WORKER_LOAD.items():
+        for name, text in (WORKER_LOAD | WORKER_GPU).items():
             family = GaugeMetricFamily(f"kvroute_worker_{name}", text, labels=["worker"])
-            for worker, load, _ in shown:
-                family.add_metric([worker], load[name])
-            yield family
-        for reading, (name, text) in WORKER_GPU.items():
-            family = GaugeMetricFamily(f"kvroute_worker_gpu_{name}", text, labels=["worker"])
-            for worker, _, gpu in shown:
-                if reading in gpu:
-                    family.add_metric([worker], gpu[reading])
+            for worker, values in shown:
+                value = values.get(name)
+                if value is not None:
+                    family.add_metric([worker], value)
             yield family
 
 
-def _shown(view: View) -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:
+def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Each worker with its values, by the names in WORKER_LOAD and in WORKER_GPU."""
     for info, load, measured in zip(view.infos, view.loads, view.measured, strict=True):
-        reported = measured.metrics
         is_stale = measured.is_stale(view.now_ms, len(view.infos))
         values = {
             "requests": load.requests,
             "blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_seconds": load.queue_s(view.now_ms),
-            "kv_active_blocks": reported.kv_active_blocks,
-            "requests_waiting": reported.num_requests_waiting,
-            "cache_usage": reported.gpu_cache_usage_perc,
+            **_reported(METRICS, measured.metrics),
             "stale": is_stale,
         }
-        yield str(info.key), values, {} if is_stale else measured.gpu.known()
+        if not is_stale:
+            values |= _reported(GPU, measured.gpu)
+        yield str(info.key), values
+
+
+def _reported(items: Iterable[Item], report: object) -> dict[str, float | None]:
+    return {item.gauge: getattr(report, item.name) for item in items if item.gauge}
 
 
 class _One(Collector):

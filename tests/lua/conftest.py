@@ -10,7 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.worker_report import WorkerInfo
 from app.state import index, leases, line, overlap, predictions, reservations, sessions
 from app.state.index import GROUP_BLOCKS, Change, SweepStep
 from app.state.leases import Registration
