@@ -54,7 +54,7 @@ PARTS = {
     "reservation: command and reply": ("app.router.router:Router._reserve",),
     "stream of decisions": ("app.state.decisions:Recorder.run",),
     "endpoint: request, answer, queue, counters": (
-        *("app.api.routes:Application.__call__", "app.router.router:Router.route"),
+        *("app.api.main:Application.__call__", "app.router.router:Router.route"),
         *("app.router.router:Router._settle", "app.router.router:Router._decide_forever"),
     ),
     "housekeeping": (
