@@ -27,8 +27,8 @@ from rich.console import Console
 from app.core.chains import GROUP_BLOCKS, bucket_name
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.http.server import collect_seldom, run
 from app.ops.dump import reset
 from app.options import POSITIVE

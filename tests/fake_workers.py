@@ -12,13 +12,14 @@ from app.core import worker_report
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.loads import Load, Reservation, Wish
-from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, Tier, WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
     ForwardPassMetrics,
     GpuReadings,
     Speed,
+    WorkerInfo,
 )
 from app.state import index, leases, reservations
 from app.state.leases import Registration

@@ -12,8 +12,8 @@ from dataclasses import replace
 from app.core.config import WorkerSettings, base_url
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.types import WORKER_ID, Tier, WorkerInfo, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Speed
+from app.core.types import WORKER_ID, Tier, WorkerKey
+from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.state.connect import check_server, connect, shown_url

@@ -19,11 +19,13 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
+from app.core import worker_report
 from app.core.chains import parse_owners
 from app.core.errors import ConfigError, shown
 from app.core.keys import Keyspace
 from app.core.rate_limit import RateLimit
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.worker_report import WorkerInfo, WrongField
 from app.state import index, leases
 from app.state.client import Client
 from app.state.connect import deadline
@@ -199,8 +201,8 @@ async def _refuse_live(redis: Client, keyspace: Keyspace, workers: Iterable[Work
         infos: Any = await redis.hgetall(keyspace["workers"])
     for inc, end_ms in live:
         try:
-            ends_ms[leases.decode_info(infos[inc]).key] = end_ms
-        except (KeyError, TypeError, ValueError):
+            ends_ms[worker_report.decode_info(infos[inc]).key] = end_ms
+        except (KeyError, ValueError):
             # Nobody knows whose it is.
             continue
     for worker in workers:
@@ -299,24 +301,15 @@ class _Dump:
         if inc in self.workers:
             raise row.wrong("incarnation", inc, "one that is new to the dump")
         info = row.inner("info")
-        text = info.text("worker")
         try:
-            key = WorkerKey.parse(text)
-        except ValueError:
-            raise info.wrong("worker", text, "<worker_id>:<dp_rank>") from None
-        if row.text("worker") != text:
-            raise row.wrong("worker", row.text("worker"), f"{text!r}, as in its info")
-        block_size = info.whole("block_size", 1, MAX_WHOLE)
-        if block_size != self._block_size:
-            raise info.wrong("block_size", block_size, f"{self._block_size}, as on line 1")
-        self.workers[inc] = WorkerInfo(
-            key=key,
-            address=info.text("address"),
-            block_size=block_size,
-            kv_total_blocks=info.whole("kv_total_blocks", 0, MAX_WHOLE),
-            max_requests=info.whole("max_requests", 0, MAX_WHOLE),
-            accelerator=info.text("accelerator"),
-        )
+            worker = worker_report.read_info(info.fields)
+        except WrongField as error:
+            raise info.wrong(error.name, error.value, error.wanted) from None
+        if row.text("worker") != str(worker.key):
+            raise row.wrong("worker", row.text("worker"), f"{str(worker.key)!r}, as in its info")
+        if worker.block_size != self._block_size:
+            raise info.wrong("block_size", worker.block_size, f"{self._block_size}, as on line 1")
+        self.workers[inc] = worker
 
     def _stored(self, row: _Row) -> _Stored:
         inc = row.whole("incarnation", 1, MAX_WHOLE)
@@ -389,8 +382,8 @@ def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
 def _readable(workers: dict[bytes, bytes]) -> Iterator[tuple[Incarnation, Any]]:
     """The valid entries of the namespace's `workers`."""
     for number, text in workers.items():
-        with suppress(KeyError, TypeError, ValueError):
-            leases.decode_info(text)
+        with suppress(ValueError):
+            worker_report.decode_info(text)
             yield Incarnation(int(number)), orjson.loads(text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from tempfile import TemporaryFile
@@ -15,6 +15,7 @@ import orjson
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier
+from app.core.worker_report import GPU, INFO, NO_READINGS, Item
 from app.ops import dump as dumping
 from app.ops import questions
 from app.ops import verify as verification
@@ -141,16 +142,6 @@ def _name(names: dict[Incarnation, questions.Worker], inc: Incarnation) -> str:
     return str(one.info.key) if one and one.info else "gone"
 
 
-GPU_TEXT = (
-    ("memory_used_bytes", 2**30, "{:,.1f} GiB used"),
-    ("memory_total_bytes", 2**30, "{:,.1f} GiB in total"),
-    ("utilisation", 0.01, "{:.0f} % busy"),
-    ("temperature_c", 1, "{:.0f} °C"),
-    ("power_w", 1, "{:.0f} W"),
-    ("pcie_sent_bytes_per_s", 1e6, "{:,.1f} MB/s sent over PCIe"),
-    ("pcie_received_bytes_per_s", 1e6, "{:,.1f} MB/s received"),
-)
-"""Fields of GpuReadings: the unit that a person reads them in, and the words around it."""
 RESERVED_TEXT = (
     "  request  prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt"
 )
@@ -178,13 +169,9 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
     click.echo(_workers_table(found))
     for w in found:
         if w.info:
-            click.echo(
-                f"\n{w.info.key} at {w.info.address}, {counted(w.info.kv_total_blocks, 'block')}, "
-                f"up to {counted(w.info.max_requests, 'request')}, {w.info.accelerator}"
-            )
-        if readings := w.gpu.known():
-            texts = [text.format(readings[k] / u) for k, u, text in GPU_TEXT if k in readings]
-            click.echo("  GPU: " + ", ".join(texts))
+            click.echo(f"\n{w.info.key} {_said(INFO, w.info)}")
+        if w.gpu != NO_READINGS:
+            click.echo(f"  GPU: {_said(GPU, w.gpu)}")
         reserved = requests[w.incarnation]
         if reserved:
             click.echo(RESERVED_TEXT)
@@ -192,6 +179,20 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
             click.echo(f"  {request}  {record}")
         if len(reserved) > MAX_SHOWN:
             click.echo(f"  ... and {len(reserved) - MAX_SHOWN} more")
+
+
+def _said(items: Iterable[Item], report: object) -> str:
+    """What a worker says in a report, for a person."""
+    texts = []
+    for item in items:
+        value: Any = getattr(report, item.name)
+        if item.text and value is not None:
+            if item.noun:
+                value = counted(value, item.noun)
+            elif item.kind is not str:
+                value /= item.per
+            texts.append(item.text.format(value))
+    return ", ".join(texts)
 
 
 @inspect.command(cls=Command)

@@ -17,11 +17,10 @@ from app.core.types import (
     SequenceHash,
     Tier,
     TierOverlap,
-    WorkerInfo,
     parse_incarnation,
 )
-from app.core.worker_report import NO_READINGS, GpuReadings
-from app.state import leases, overlap
+from app.core.worker_report import NO_READINGS, GpuReadings, WorkerInfo
+from app.state import overlap
 from app.state.client import Client
 from app.state.connect import deadline
 from app.state.reading import (
@@ -301,8 +300,8 @@ def _number(inc: bytes) -> Incarnation:
 
 def _readable_info(text: bytes | None) -> WorkerInfo | None:
     try:
-        return leases.decode_info(text) if text else None
-    except (ValueError, KeyError, TypeError):
+        return worker_report.decode_info(text) if text else None
+    except ValueError:
         return None
 
 

@@ -25,8 +25,8 @@ from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.types import Tier, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Speed
+from app.core.types import Tier, TierOverlap, WorkerKey
+from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import Decision, RouteRequest
 from app.router import maintenance

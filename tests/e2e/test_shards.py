@@ -12,8 +12,8 @@ from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.policy.decision import Decision, RouteRequest
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry

@@ -29,8 +29,8 @@ from app.core.errors import (
 )
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
-from app.core.types import Incarnation, SequenceHash, WorkerInfo
-from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed
+from app.core.types import Incarnation, SequenceHash
+from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
 from app.state import index, leases
 from app.state.connect import deadline
 from app.state.index import Change

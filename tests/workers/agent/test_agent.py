@@ -24,8 +24,8 @@ from app.core.errors import (
 from app.core.events import Cleared, Removed, Stored
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
 from app.core.loads import Reservation, Wish
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerKey
+from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
 from app.state import leases, reservations
 from app.state.client import Client
@@ -97,7 +97,7 @@ class Observer:
             return {}
         texts = [await self.redis.hget(KEYS["workers"], str(inc)) for inc in loads]
         return {
-            inc: str(leases.decode_info(text).key)
+            inc: str(worker_report.decode_info(text).key)
             for inc, text in zip(loads, texts, strict=True)
             if text is not None
         }
@@ -153,7 +153,7 @@ async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer:
     await agent.start()
     assert agent.incarnation == 1
     assert await observer.live() == {1: "w0:0"}
-    assert leases.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
+    assert worker_report.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
 
 
 async def test_a_running_agent_follows_a_redis_that_moves_without_a_failed_call(
@@ -778,23 +778,7 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
     assert text == {
         "worker": "w0:0",
         "incarnation": "1",
-        "request_active_slots": "3",
-        "request_total_slots": "0",
-        "kv_active_blocks": "40",
-        "kv_total_blocks": "100",
-        "num_requests_waiting": "0",
-        "gpu_cache_usage_perc": "0",
-        "gpu_prefix_cache_hit_rate": "0",
-        "kv_idle_before_evict_s": "0",
-        "prefill_s_per_token": "0.0001",
-        "prefill_s_per_token2": "1.1e-09",
-        "decode_s_per_kv_token": "3e-08",
-        "decode_s_per_seq": "8e-05",
-        "host_s_per_token": "2e-06",
-        "disk_s_per_token": "2e-05",
-        "mean_output_tokens": "250",
-        "gpu_utilisation": "0.5",
-        "gpu_pcie_sent_bytes_per_s": "7000",
+        **worker_report.encode(MEASURED, LEARNED, READ),
     }
     assert worker_report.decode(found[0][1]) == (MEASURED, LEARNED, READ)
 

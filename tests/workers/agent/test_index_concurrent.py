@@ -29,8 +29,8 @@ import pytest
 from app.core.chains import TIER_OF_LETTER, Overlaps, shard_of
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
 from app.state.client import Client

@@ -18,7 +18,8 @@ from redis.asyncio import Redis
 from app.core.chains import Overlaps, parse_owners
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerKey
+from app.core.worker_report import WorkerInfo
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap

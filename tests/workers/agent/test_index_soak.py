@@ -28,8 +28,8 @@ from app.core.config import RouterSettings
 from app.core.errors import RoutingError
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import METRICS_MAXLEN, Keyspace
-from app.core.types import SequenceHash, Tier, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, Tier, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
 from app.ops import questions, verify
 from app.policy.decision import Decision, RouteRequest

@@ -13,8 +13,8 @@ from app.core.errors import InvalidRequest
 from app.core.events import Cleared, Removed, Stored
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, Tier, TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from app.state.overlap import match

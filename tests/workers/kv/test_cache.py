@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 
 from app.core.errors import NotEnoughBlocks
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, Tier, TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually

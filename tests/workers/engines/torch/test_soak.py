@@ -22,8 +22,8 @@ from torch import Tensor
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.keys import Keyspace
-from app.core.types import TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
 from tests.workers.engines.torch.test_engine import (
