@@ -43,11 +43,11 @@ class _LazyGroup(click.Group):
         "replay": "loadtest.replay",
         "demo": "loadtest.demo",
         "inspect": "app.ops.inspect",
-        "dump": "app.ops.inspect",
+        "dump": "app.ops.dump",
         "explain": "app.ops.explain",
         "whatif": "app.ops.explain",
-        "restore": "app.ops.inspect",
-        "reset": "app.ops.inspect",
+        "restore": "app.ops.restore",
+        "reset": "app.ops.reset",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
