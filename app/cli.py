@@ -163,7 +163,7 @@ def worker(**values: Any) -> None:
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""
     from app.local.cluster import Cluster
-    from app.local.redis_server import INTERRUPTS, heed_interrupts
+    from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _log_at(values["log_level"])
     if values["redis_url"]:
