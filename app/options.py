@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import click
 
 from app.core import config
-from app.core.config import CommonSettings, Kind, OneOf, Real, Text, Whole, variable
+from app.core.config import CommonSettings, Kind, OneOf, PolicyName, Real, Text, Whole, variable
 from app.core.errors import ConfigError, KvrouteError
+from app.policy.cost import POLICIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=CommonSettings)
@@ -57,6 +58,8 @@ def option_type(kind: Kind) -> click.ParamType[Any] | type[bool] | None:
             return Number(least, most)
         case OneOf(words):
             return click.Choice(words)
+        case PolicyName():
+            return click.Choice(tuple(POLICIES))
         case Text():
             return _CheckedText(kind)
     return kind
@@ -71,6 +74,7 @@ SECONDS = option_type(config.SECONDS)
 POSITIVE_SECONDS = option_type(config.POSITIVE_SECONDS)
 FACTOR = option_type(config.FACTOR)
 BASE_URL = option_type(config.BASE_URL)
+POLICY = option_type(config.PolicyName())
 
 
 def cluster_size(command: F) -> F:

@@ -65,26 +65,27 @@ def beyond(*rooms: str) -> frozenset[str]:
     return TESTS | {"workers"} | (ROOMS - {f"app.{room}" for room in rooms})
 
 
-DECIDES = frozenset(f"app.policy.{name}" for name in ("affinity", "choose", "locality", "plan"))
-"""What is not the plain data of a decision: app.state keeps only that."""
-
 BOUNDARIES = [
     Boundary("app", TESTS | {"torch", "workers"}),
     Boundary("app.core", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core")),
     Boundary("app.policy", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy")),
-    Boundary("app.state", WEB | {"click", "torch"} | DECIDES | beyond("core", "policy", "state")),
+    # Of app.policy it knows the record of a decision, and what that is made of.
+    Boundary(
+        "app.state", WEB | {"click", "torch", "app.policy.plan"} | beyond("core", "policy", "state")
+    ),
     Boundary("app.router", WEB | {"click", "torch"} | beyond("core", "policy", "state", "router")),
     Boundary("app.http", frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http")),
     Boundary(
         "app.api", frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "api")
     ),
-    Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "options")),
+    Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
     Boundary("app.ops", WEB | {"torch"} | beyond("core", "policy", "state", "options", "ops")),
     Boundary(
         "app.local",
-        frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http", "options", "local"),
+        frozenset({"fastapi", "redis", "torch"})
+        | beyond("core", "http", "policy", "options", "local"),
     ),
-    Boundary("app.cli", WEB | {"redis", "torch"} | beyond("core", "options")),
+    Boundary("app.cli", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
     Boundary("workers", beyond("core", "state", "http") - {"workers"}),
     Boundary("workers", frozenset({"fastapi"}), without=frozenset({"workers.http"})),
     Boundary("workers", WEB, without=frozenset({"workers.http", "workers.main"})),

@@ -16,16 +16,6 @@ from urllib.parse import urlsplit
 
 from app.core.types import TENANT_ID
 
-POLICY_NAMES = (
-    "latency",
-    "blocks",
-    "balance",
-    "logit",
-    "least_loaded",
-    "power_of_two",
-    "round_robin",
-    "random",
-)
 PRIORITIES = ("high", "normal", "low")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -61,7 +51,12 @@ class Text:
     check: Callable[[str], object]
 
 
-Kind = Whole | Real | OneOf | Text | type[bool] | None
+@dataclass(frozen=True, slots=True)
+class PolicyName:
+    """A name in the table of policies, app/policy/cost.py."""
+
+
+Kind = Whole | Real | OneOf | Text | PolicyName | type[bool] | None
 """Which values a field takes; None: any of its default's type."""
 
 
@@ -150,9 +145,7 @@ class RouterSettings(CommonSettings):
     """One router replica."""
 
     port: int = setting(8080, "Port to listen on; 0 takes a free one.", PORT)
-    policy: str = setting(
-        "latency", "Cost function for requests that name none.", OneOf(POLICY_NAMES)
-    )
+    policy: str = setting("latency", "Cost function for requests that name none.", PolicyName())
     temperature: float = setting(
         0.0,
         "0 always takes the lowest cost; above 0 samples, the cheaper the likelier (softmax).",

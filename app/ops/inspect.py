@@ -14,11 +14,12 @@ from app.core.types import Incarnation, SequenceHash, Tier
 from app.ops import holders, namespaces, workers
 from app.ops import verify as verification
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
+from app.ops.usage import usages
 from app.ops.waiting import flows
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
+from app.policy.record import Record
 from app.state import decisions
 from app.state.client import Client
-from app.state.decisions import Record
 
 MAX_SHOWN = 20
 
@@ -312,7 +313,7 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
         if records and record.at_ms < records[0].at_ms - window_s * 1000:
             break
         records.append(record)
-    found = list(decisions.usages(records))
+    found = list(usages(records))
     if as_json:
         prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
         click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))

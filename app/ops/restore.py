@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import click
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
-from app.core.rate_limit import Pace
+from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, WorkerInfo, WorkerKey
 from app.ops.dump import Dump
 from app.ops.terminal import COMMON, counted, on_redis
@@ -98,12 +99,12 @@ async def publish(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
         for inc, info in dumped.workers.items()
     ]
     # Leases run on meanwhile: each is renewed three times in its length.
-    renewals_due = Pace(3000 / lease_ttl_ms)
+    renewals_due = RateLimit(3000 / lease_ttl_ms)
     seqs: dict[tuple[Incarnation, int], int] = defaultdict(int)
     restored = 0
     file.seek(start)
     for stored in Dump(file).stored():
-        if renewals_due.lets_through():
+        if renewals_due.allows(time.monotonic()):
             await _all_hold(runner, renewals)
         inc, shard = writers[stored.incarnation], stored.shard
         for at in range(0, len(stored.changes), BATCH):
