@@ -31,7 +31,7 @@ from app.core.keys import METRICS_MAXLEN, Keyspace
 from app.core.types import SequenceHash, Tier, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
-from app.ops import questions, verify
+from app.ops import namespaces, verify
 from app.policy.decision import Decision, RouteRequest
 from app.router import maintenance
 from app.router.fleet import Fleet
@@ -338,7 +338,7 @@ async def check_bounded(cluster: Cluster) -> None:
     held = set().union(*(engine.device.keys() | engine.host.keys() for engine in engines))
 
     async def unique_blocks() -> int:
-        summary = await questions.summary(cluster.redis, KEYS)
+        summary = await namespaces.summary(cluster.redis, KEYS)
         assert summary is not None
         return summary.unique_blocks
 
