@@ -43,7 +43,7 @@ from workers.kv.transfers import Transfers
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = tuple(permutations(Tier, 2))
 RUN = 8
-"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.slots.FreeRuns."""
+"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.free_runs."""
 
 
 def shape_of(block_bytes: int) -> KVShape:
