@@ -21,8 +21,9 @@ from typing import Protocol
 from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent
 from app.core.types import SequenceHash, Tier
-from workers.kv.manager import BlockManager, BlockTable
+from workers.kv.manager import BlockManager
 from workers.kv.slots import Move
+from workers.kv.tables import BlockTable
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +133,9 @@ class BlockCache:
             self._go_on()
         return count
 
-    def release(self, table: BlockTable, priority: int = 0) -> None:
+    def release(self, table: BlockTable) -> None:
         """The request is finished or cancelled."""
-        self.manager.release(table, priority)
+        self.manager.release(table)
         self._go_on()
 
     def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:

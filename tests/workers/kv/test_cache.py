@@ -26,9 +26,11 @@ from tests.workers.kv.cache_model import FakePublisher
 from workers.agent.agent import Agent, AgentSettings
 from workers.kv.cache import LOAD_THREADS, BlockCache, Publisher
 from workers.kv.disk import SlotFile
-from workers.kv.manager import BlockManager, BlockTable, Eviction, WritePolicy
+from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.policies import WritePolicy
 from workers.kv.slots import Move
+from workers.kv.tables import BlockTable, Eviction
 from workers.kv.transfers import Transfers
 
 DEVICE, HOST, DISK = Tier
@@ -378,8 +380,7 @@ async def test_computed_blocks_are_published_at_once_and_room_is_made_once_they_
         table = await worker.compute(chain, 24)
         assert publisher.shown.scan(chain) == TierOverlap(device=24)
         await asyncio.sleep(0)  # there is nothing to free yet
-        worker.cache.release(table, priority=1)
-        assert {slot.priority for slot in device.all()} == {1}
+        worker.cache.release(table)
         await worker.settle()
         assert device.num_free == SPARE[DEVICE]
 

@@ -6,7 +6,8 @@ from itertools import groupby, pairwise
 
 from app.core.types import SequenceHash, Tier
 from workers.kv.free_runs import MAX_STALE, FreeRuns
-from workers.kv.manager import BlockManager, BlockTable
+from workers.kv.manager import BlockManager
+from workers.kv.tables import BlockTable
 
 
 def freed(*runs: tuple[int, int]) -> FreeRuns:

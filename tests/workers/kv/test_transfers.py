@@ -26,7 +26,7 @@ from tests.workers.kv.full_disk import no_room_beyond
 from workers.kv import copiers, transfers
 from workers.kv.copiers import IN_HOST_MEMORY, MOVERS, WITH_DEVICE, Copier, Mover
 from workers.kv.disk import PAGE_BYTES, DiskBlock, SlotFile
-from workers.kv.manager import BlockManager
+from workers.kv.fence import FencingBlockManager
 from workers.kv.memory import WORD_BYTES, Ids, KVShape, MemoryPool, host_pool
 from workers.kv.transfers import CopyStream, Transfers, copy_stream
 
@@ -395,7 +395,7 @@ class Tiers:
         self.pools = {DEVICE: pool_of(shape, 1, num_slots), HOST: pool_of(shape, 2, num_slots)}
         self.disk = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots)
         self.transfers = Transfers(self.pools, self.disk)
-        self.manager = BlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
+        self.manager = FencingBlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
         self.content: dict[SequenceHash, Tensor] = {}
 
     def close(self) -> None:
@@ -602,7 +602,7 @@ def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers: Ti
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
-    at = {slot.block: slot.block_id for slot in tiers.manager.tiers[DISK].held()}
+    at = {slot.block: slot.block_id for slot in tiers.manager.tiers[DISK].registered()}
     size = WIDE.block_bytes
     os.truncate(tiers.folder / "blocks", max(at.values()) * size + 5_000)
     good = next(n for n, block in enumerate(BLOCKS) if at[block] == max(at.values()))

@@ -10,7 +10,7 @@ from app.core.types import Tier
 from app.core.worker_report import Speed
 from workers.engines.speed import SpeedLearner
 from workers.engines.steps import Step
-from workers.kv.manager import Admission
+from workers.kv.policies import AdmissionPolicy
 
 FORGET = 0.99
 """Weight of a chunk's speed relative to the next one's."""
@@ -49,7 +49,7 @@ class Judge:
             self._loaded_at[tier] = time.monotonic()
         return self._learner.speed()
 
-    def revised(self, admission: Admission) -> Admission:
+    def revised(self, admission: AdmissionPolicy) -> AdmissionPolicy:
         """`admission`, by how long blocks take now; as it is until a chunk was computed."""
         if not self._prefill_tokens:
             return admission

@@ -40,9 +40,10 @@ from workers.engines.torch.admission import Judge
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.sampling import Sampler, sample
 from workers.kv.cache import BlockCache, Publisher
-from workers.kv.manager import BlockManager, BlockTable
+from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
+from workers.kv.tables import BlockTable
 
 JUDGE_INTERVAL_S = 1.0
 PREFETCHED_REQUESTS = 2

@@ -37,8 +37,9 @@ from workers.engines.torch.engine import TorchEngine, _Sequence
 from workers.engines.torch.llama import SIZES, Llama
 from workers.kv.cache import Publisher
 from workers.kv.disk import SlotFile
-from workers.kv.manager import BlockManager, WritePolicy
+from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
+from workers.kv.policies import WritePolicy
 from workers.kv.transfers import Transfers
 from workers.metrics import EngineCollector
 

@@ -42,8 +42,8 @@ from tests.workers.engines.torch.test_engine import (
 )
 from tests.workers.kv.cache_model import CacheModel
 from workers.agent.agent import Agent, AgentSettings
-from workers.kv.manager import WritePolicy
 from workers.kv.memory import MemoryPool
+from workers.kv.policies import WritePolicy
 
 KEYS = Keyspace("soak")
 SOAK_S = float(os.environ.get("KVROUTE_SOAK_S", "300"))
