@@ -21,6 +21,8 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.sampling",
         "workers.engines.torch.engine",
         "workers.kv.copiers",
+        "workers.kv.copy_stream",
+        "workers.kv.layouts",
         "workers.kv.memory",
         "workers.kv.transfers",
     }
