@@ -36,7 +36,8 @@ from app.core.config import POSITIVE
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
 from loadtest.command import Command, distinct, json_option, save
-from workers.kv.disk import PART_BYTES, DiskBlock, SlotFile
+from workers.kv.disk import PART_BYTES, SlotFile
+from workers.kv.disk_records import DiskBlock
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 from workers.kv.transfers import Transfers
 

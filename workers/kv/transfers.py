@@ -12,7 +12,8 @@ from torch import Tensor
 
 from app.core.types import Tier
 from workers.kv.copiers import STAGED_BYTES, PoolCopier, new_stream, on_stream
-from workers.kv.disk import Blocks, DiskBlock, SlotFile
+from workers.kv.disk import Blocks, SlotFile
+from workers.kv.disk_records import DiskBlock
 from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
 from workers.kv.slots import Move
 

@@ -19,7 +19,8 @@ from app.core.types import SequenceHash, Tier
 from tests.workers.kv.full_disk import no_room_beyond
 from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
 from workers.kv import transfers
-from workers.kv.disk import PAGE_BYTES, DiskBlock, SlotFile
+from workers.kv.disk import SlotFile
+from workers.kv.disk_records import PAGE_BYTES, DiskBlock
 from workers.kv.fence import FencingBlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.transfers import Transfers
