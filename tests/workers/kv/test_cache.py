@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from itertools import count
@@ -53,7 +54,15 @@ class Worker:
         )
         self.transfers = Transfers(self.pools, self.disk)
         self.manager = manager
-        self.cache = BlockCache(manager, self.carry_out, publisher, spare=SPARE)
+        self.timed: list[tuple[Tier, int, float]] = []
+        """Loads that the cache reported, with their seconds."""
+        self.cache = BlockCache(
+            manager,
+            self.carry_out,
+            publisher,
+            spare=SPARE,
+            on_load=lambda *load: self.timed.append(load),
+        )
         self.may_load, self.may_store = threading.Event(), threading.Event()
         self.may_load_from_disk = threading.Event()
         for event in (self.may_load, self.may_store, self.may_load_from_disk):
@@ -346,6 +355,25 @@ async def test_a_load_waits_for_the_load_that_fills_its_source(tmp_path: Path) -
         assert worker.manager.counts.loaded - before == 8
 
 
+async def test_only_whole_loads_onto_the_device_are_timed(tmp_path: Path) -> None:
+    async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
+        chain = chain_of(1, 8)
+        await worker.compute_and_release(chain)
+        for n in (2, 3):
+            await worker.compute_and_release(chain_of(n, 16))
+            await worker.until_quiet()
+        tiers = worker.manager.match(chain)
+        assert DEVICE not in tiers
+        assert worker.timed == []  # stores are not
+        worker.may_load.clear()
+        admitted = asyncio.ensure_future(worker.compute(chain, 8))
+        await asyncio.sleep(0.2)
+        worker.may_load.set()
+        worker.cache.release(await admitted)
+        assert sorted(load[:2] for load in worker.timed) == sorted(Counter(tiers).items())
+        assert all(0.05 < seconds < 60 for *_, seconds in worker.timed)
+
+
 async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None:
     async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
@@ -358,6 +386,7 @@ async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None
         (tmp_path / "blocks").write_bytes(bytes(size))
         await worker.compute_and_release(chain)
         assert worker.manager.counts.fallbacks == 1
+        assert DISK not in [tier for tier, *_ in worker.timed]
         assert worker.manager.match(chain) == [DEVICE] * 8
         await worker.until_quiet()
 

@@ -14,8 +14,7 @@ from xxhash import xxh3_64_intdigest
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier, WorkerKey
-from workers.engines.base import Engine
-from workers.engines.hosting import Hosted
+from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tokenizer import Tokenizer

@@ -30,8 +30,8 @@ from workers.engines.base import (
     Generation,
     PromptTooLargeError,
     QueueFullError,
-    Sampling,
 )
+from workers.engines.sampling_options import Sampling
 from workers.engines.steps import Finished
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
