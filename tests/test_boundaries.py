@@ -20,6 +20,7 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.loading",
         "workers.engines.torch.sampling",
         "workers.engines.torch.sequence",
+        "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.kv.copiers",
         "workers.kv.copy_stream",
