@@ -146,7 +146,9 @@ async def check_idle(
     held = CacheModel()
     for tier, slots in served.manager.tiers.items():
         assert slots.num_free + slots.num_idle == slots.num_slots
-        held.take(Stored(tuple(s.block for s in slots.registered() if s.block is not None), None, tier))
+        held.take(
+            Stored(tuple(s.block for s in slots.registered() if s.block is not None), None, tier)
+        )
     chains = [blocks_of(prompt) for prompt in prompts]
     found, _ = await match(scripts, KEYS, chains, 1)
     assert agent.incarnation is not None
