@@ -20,8 +20,12 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.llama",
         "workers.engines.torch.loading",
         "workers.engines.torch.sampling",
+        "workers.engines.torch.sequence",
+        "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.kv.copiers",
+        "workers.kv.copy_stream",
+        "workers.kv.layouts",
         "workers.kv.memory",
         "workers.kv.transfers",
     }

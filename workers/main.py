@@ -20,7 +20,8 @@ from app.state.connect import check_server, connect, shown_url
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuProbe
-from workers.engines.hosting import Hosted, host
+from workers.engines.base import Hosted
+from workers.engines.hosting import host
 
 log = logging.getLogger(__name__)
 
