@@ -354,7 +354,7 @@ class Agent:
             telling = self._tell(shard, incarnation, to_audit)
             self._telling[shard] = tasks.create_task(telling)
         else:
-            self._has_told(shard, self._notified)
+            self._has_published(shard, self._notified)
 
     async def _tell(
         self, shard: int, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
@@ -364,9 +364,11 @@ class Agent:
         try:
             if not await self._send(shard, incarnation):
                 raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
-            self._has_told(shard, notified)
+            self._has_published(shard, notified)
             if to_audit is not None:
-                await self._compare(shard, incarnation, self._ownership.as_told(shard, to_audit))
+                await self._compare(
+                    shard, incarnation, self._ownership.as_published(shard, to_audit)
+                )
             if shard in self._full:
                 await asyncio.sleep(FULL_PAUSE_S)
         except IncarnationLost as error:
@@ -385,7 +387,7 @@ class Agent:
         # Tasks that had not started have not removed themselves.
         self._telling.clear()
 
-    def _has_told(self, shard: int, notified: int) -> None:
+    def _has_published(self, shard: int, notified: int) -> None:
         if self._told[shard] < notified:
             self._told[shard] = notified
             self._notice()
@@ -475,7 +477,7 @@ class Agent:
             reply: bool | RedisFull = replies[applied]
             if reply is not False:
                 for _, batch in batches[at:]:
-                    self._ownership.untell(shard, batch)
+                    self._ownership.take_back(shard, batch)
             return reply
         return True
 
