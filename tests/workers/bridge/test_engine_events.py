@@ -19,6 +19,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
+from tests.workers.agent.harness import running
 from tests.workers.kv.cache_model import CacheModel
 from workers.agent.agent import Agent, AgentSettings
 from workers.agent.ownership import Ownership
@@ -627,11 +628,11 @@ async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(
                 AgentSettings(lease_ttl_s=60.0, index_blocks=1000),
                 lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
             )
-            await agent.start()
             blocks = ExternalBlocks(SIZE)
-            for event in events:
-                agent.notify(blocks.take(event))
-            assert await agent._send(0, agent.incarnation)  # type: ignore[arg-type]
+            async with running(agent):
+                for event in events:
+                    agent.notify(blocks.take(event))
+                assert await agent.settled()
             return agent
 
         lora = replace(stored([5]), lora_name="sql")
