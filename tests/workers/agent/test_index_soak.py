@@ -142,7 +142,7 @@ class Worker:
 
     @property
     def num_pending(self) -> int:
-        return self.agent._ownership.num_pending
+        return self.agent._publisher._ownership.num_pending
 
     async def start(self) -> None:
         self.agent = Agent(
@@ -345,7 +345,7 @@ async def check_bounded(cluster: Cluster) -> None:
     await eventually(unique_blocks, lambda number: number == len(held))
     assert await verify.verify(cluster.redis, KEYS, 1 << 24) == ([], ANY)
     for worker in cluster.workers:
-        ownership = sizes(worker.agent._ownership)
+        ownership = sizes(worker.agent._publisher._ownership)
         assert max(ownership.values()) == DEVICE_BLOCKS + HOST_BLOCKS, ownership
     for keeper in (cluster.fleet, cluster.router, cluster.router._maintenance):
         assert all(size <= NUM_WORKERS for size in sizes(keeper).values()), sizes(keeper)
