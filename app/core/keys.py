@@ -9,29 +9,29 @@ scripts that write a key, without those that only remove.
     kvroute:1:{<namespace>}:...
     meta                hash    block_size, shards, incarnations (last number issued), workers_ms
                                 (when one was last registered or repaired); by register,
-                                lease_renew; for good
+                                renew; for good
     workers             hash    <inc> -> JSON of WorkerInfo, and lease_ttl_ms; by register,
-                                lease_renew; until retired
+                                renew; until retired
     current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by activate,
-                                lease_renew; until retired
-    leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew,
-                                lapse, suspend; until retired
+                                renew; until retired
+    leases              zset    <inc> scored by expiry, ms, Redis clock; by register, renew,
+                                retire_lapsed, suspend; until retired
     writers             hash    <inc> -> nonce of the process that acts as it; by register; until
                                 retired
     load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks
-                                requests decoding total", integers; by activate, lease_renew,
+                                requests decoding total", integers; by activate, renew,
                                 reserve, prefill_complete, release, expire; until retired. An
                                 incarnation without it is not routed to.
-    reservations        hash    request_id -> <inc>; by reserve, activate, lease_renew; until
+    reservations        hash    request_id -> <inc>; by reserve, activate, renew; until
                                 released or expired
     expiry              zset    request_id scored by expiry, ms, Redis clock; by reserve, activate,
-                                lease_renew, expire; until released or expired
+                                renew, expire; until released or expired
     requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state attempt",
                                 state one of p(refilling) d(ecoding), attempt a word that
                                 distinguishes reservations of the same request; by reserve,
                                 prefill_complete, activate; until released or expired
     prefills:<inc>      list    request_ids still prefilling, oldest first; by reserve, activate,
-                                lease_renew; until released or expired
+                                renew; until released or expired
     line                hash    tag, virtual time of the last turn of a request that waited;
                                 <replica> -> until when its tickets are valid, ms, Redis clock; by
                                 wait, turns, leave; until nobody waits, or no replica has called
@@ -55,10 +55,10 @@ scripts that write a key, without those that only remove.
                                 trimmed
 
     kvroute:1:{<namespace>#<shard>}:...
-    shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass, and
-                                stepped_ms, of the last step, by sweep
-    applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by open, apply; until
-                                swept. An incarnation that is not in it cannot publish.
+    shard               hash    bucket_bits, by open_shard, for good; swept_ms, end of the last
+                                pass, and stepped_ms, of the last step, by sweep
+    applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by open_shard, apply;
+                                until swept. An incarnation that is not in it cannot publish.
     dead                set     <inc> whose entries are not swept yet; by sweep
     sweep               hash    cursor (next bucket), within (where in it, if it is large), targets
                                 (<inc>, space-separated); by sweep; for one pass

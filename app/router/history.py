@@ -54,7 +54,7 @@ class Routed:
         if self.predictions is None:
             return []
         return [
-            predictions.foresee(self._shard_of(chain, shards), chain, self.predictions)
+            predictions.predicted(self._shard_of(chain, shards), chain, self.predictions)
             for chain in chains
         ]
 

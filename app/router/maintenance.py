@@ -110,7 +110,7 @@ class Maintenance:
             calls: list[Call[Any]] = [expire, self._loads, *releases]
             # Nobody could renew a lease while Redis was unreachable.
             if not self._fleet.recovers and time.monotonic() >= settled_s:
-                calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
+                calls.append(leases.retire_lapsed(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             pause = MAINTENANCE_INTERVAL_S
             try:
                 expired, snapshot, *others = await self._runner.run(calls)

@@ -94,7 +94,7 @@ def open_shard(
 
     bucket_bits: used only if the shard is new.
     """
-    return call("open", shard, incarnation, nonce, bucket_bits, parse=bool)
+    return call("open_shard", shard, incarnation, nonce, bucket_bits, parse=bool)
 
 
 def apply(

@@ -142,7 +142,7 @@ def renew(
     shards; register again.
     """
     return call(
-        "lease_renew",
+        "renew",
         keyspace,
         str(info.key),
         inc,
@@ -162,13 +162,13 @@ def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> 
     return call("retire", keyspace, str(key), inc, nonce, parse=bool)
 
 
-def lapse(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
+def retire_lapsed(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
     """Retire incarnations whose lease lapsed `grace_ms` before Redis was last heard from.
 
     heard_ms: when that was, by the Redis clock, as in a Snapshot. Returns how many were retired, a
     few at most.
     """
-    return call("lapse", keyspace, grace_ms, heard_ms, parse=int)
+    return call("retire_lapsed", keyspace, grace_ms, heard_ms, parse=int)
 
 
 def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:

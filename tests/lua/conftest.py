@@ -156,8 +156,8 @@ class Namespace:
     async def suspend(self, request_id: str) -> Incarnation | None:
         return await self.do(leases.suspend(self.keys, request_id))
 
-    async def lapse(self, grace_ms: int = 0) -> int:
-        return await self.do(leases.lapse(self.keys, grace_ms, await self.now_ms()))
+    async def retire_lapsed(self, grace_ms: int = 0) -> int:
+        return await self.do(leases.retire_lapsed(self.keys, grace_ms, await self.now_ms()))
 
     async def lost(self) -> list[Incarnation]:
         """Incarnations that the shard still lets publish, although they have ended."""
@@ -267,10 +267,10 @@ class Namespace:
     ) -> int:
         return await self.do(predictions.predict(self.shard, inc, chain, settings))
 
-    async def foresee(
+    async def predicted(
         self, chain: Sequence[SequenceHash], settings: PredictionSettings
     ) -> dict[Incarnation, int]:
-        return await self.do(predictions.foresee(self.shard, chain, settings))
+        return await self.do(predictions.predicted(self.shard, chain, settings))
 
     async def prune(self, settings: PredictionSettings, max_buckets: int = 4) -> int:
         return (await self.do(predictions.prune(self.shard, settings, max_buckets))).removed

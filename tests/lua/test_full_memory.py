@@ -51,7 +51,7 @@ async def test_a_batch_that_adds_no_entries_is_applied(full: Namespace) -> None:
 async def test_workers_and_requests_still_come_and_go(full: Namespace) -> None:
     inc = Incarnation(1)
     await full.redis.zrem(full.key("leases"), str(inc))
-    assert await full.lapse(grace_ms=LONG_MS) == 0
+    assert await full.retire_lapsed(grace_ms=LONG_MS) == 0
     assert await full.renew(inc)
     assert await full.reserve(inc, "r2") is None
     assert await full.prefill_complete("r1")

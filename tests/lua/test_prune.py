@@ -21,7 +21,7 @@ async def test_only_expired_predictions_are_removed(space: Namespace) -> None:
     await space.predict(b, CHAIN, HOURS)
     assert await space.prune(HOURS) == 16
     assert await space.prune(HOURS) == 0
-    assert await space.foresee(CHAIN, HOURS) == {b: 16}
+    assert await space.predicted(CHAIN, HOURS) == {b: 16}
     assert await space.predictions() == 16
 
 
@@ -90,9 +90,9 @@ async def test_a_cutoff_in_the_future_is_dropped(space: Namespace) -> None:
     await space.predict(inc, CHAIN, HOURS)
     slices = await space.now_ms() // HOURS.slice_ms
     await space.redis.hset(space.key("predictions"), "cutoff", str(slices + 2))
-    assert await space.foresee(CHAIN, HOURS) == {}
+    assert await space.predicted(CHAIN, HOURS) == {}
     assert await space.prune(HOURS) == 0
-    assert await space.foresee(CHAIN, HOURS) == {inc: 16}
+    assert await space.predicted(CHAIN, HOURS) == {inc: 16}
 
 
 @pytest.mark.parametrize("field", ["bucket_bits", "cutoff", "cursor", "letter"])
@@ -108,7 +108,7 @@ async def test_predictions_recover_from_an_invalid_field(
     for _ in range(2):
         await space.prune(HOURS)
         await space.predict(inc, CHAIN, HOURS)
-    assert await space.foresee(CHAIN, HOURS) == {inc: 16}
+    assert await space.predicted(CHAIN, HOURS) == {inc: 16}
     assert await space.redis.hget(space.key("predictions"), name) != value.encode()
 
 

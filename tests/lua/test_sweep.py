@@ -210,7 +210,7 @@ async def test_nothing_is_left_of_dead_incarnations_in_the_end(space: Namespace)
     assert before.count("ghost") > 5
     assert before.count("777777") > 5
 
-    assert await space.lapse() == 2
+    assert await space.retire_lapsed() == 2
     while (await space.sweep(100)).buckets_left:
         pass
 

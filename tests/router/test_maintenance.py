@@ -22,7 +22,7 @@ from app.router.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.router.metrics import Telemetry
 from app.state.client import Client
 from app.state.connect import connect
-from app.state.predictions import PredictionSettings, foresee, predict
+from app.state.predictions import PredictionSettings, predict, predicted
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, SHARD, FakeWorkers
@@ -102,7 +102,7 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
     chains = [[SequenceHash(n << 56)] for n in range(256)]
 
     async def num_foreseen() -> int:
-        found = await runner.run([foresee(SHARD, chain, settings) for chain in chains])
+        found = await runner.run([predicted(SHARD, chain, settings) for chain in chains])
         return sum(map(len, found))
 
     async with running(maintenance_of(redis, predicted=settings)):
@@ -134,7 +134,7 @@ async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
                 fleet.note(RedisUnavailable("unreachable"))
             await redis.zadd(KEYS["leases"], {str(inc): 1})
             await runner.runs_of("expire", 5)
-            assert "lapse" not in runner.ran
+            assert "retire_lapsed" not in runner.ran
             clock.ahead_s += RETIRE_GRACE_MS / 1000
             await eventually(num_workers, lambda number: number == 0)
 
@@ -151,13 +151,13 @@ async def test_nobody_is_retired_soon_after_an_outage_that_only_maintenance_noti
     async with running(maintenance_of(redis, runner)):
         await runner.runs_of("expire", 2)
         clock.now_s += RETIRE_GRACE_MS / 1000
-        await runner.runs_of("lapse", 1)
+        await runner.runs_of("retire_lapsed", 1)
         runner.down = True
         await runner.runs_of("expire", 2)
         await redis.zadd(KEYS["leases"], {str(inc): 1})
         runner.down = False
         await runner.runs_of("expire", 5)
-        assert "lapse" not in runner.ran
+        assert "retire_lapsed" not in runner.ran
     assert await redis.hlen(KEYS["workers"]) == 1
 
 
@@ -180,7 +180,7 @@ async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(
         seconds, _ = await redis.time()
         await redis.zadd(KEYS["leases"], {str(inc): 1000 * (seconds - 60)})
         clock.ahead_s += 3_600
-        await runner.runs_of("lapse", 3)
+        await runner.runs_of("retire_lapsed", 3)
         assert await workers.reserved() == {"r1": "w1:0"}
         await redis.zadd(KEYS["leases"], {str(inc): 1000 * (seconds - 2 * 3600)})
         await eventually(num_workers, lambda number: number == 0)

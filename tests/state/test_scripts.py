@@ -46,10 +46,10 @@ async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[Client]:
 
 
 def test_includes_are_pasted_into_a_script() -> None:
-    text = load_script("lease_renew").text
+    text = load_script("renew").text
     assert "@include" not in text
     assert text.count("local function now_ms()") == 1
-    assert text.startswith("-- lease_renew: ")
+    assert text.startswith("-- renew: ")
 
 
 def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order() -> None:

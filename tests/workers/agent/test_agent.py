@@ -308,7 +308,7 @@ class DeafRunner(ScriptRunner):
         self._patience_s = timeout_s
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if calls[0].script.name == "lease_renew":
+        if calls[0].script.name == "renew":
             self.renewed_at.append(asyncio.get_running_loop().time())
             if len(self.renewed_at) == 1:
                 await asyncio.sleep(self._patience_s)
@@ -373,7 +373,7 @@ class RenewalRunner(ScriptRunner):
         self.thorough: list[int] = []
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.thorough += [c.args[-1] for c in calls if c.script.name == "lease_renew"]
+        self.thorough += [c.args[-1] for c in calls if c.script.name == "renew"]
         return await super().run_each(calls)
 
 
@@ -406,7 +406,7 @@ async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again
         held = TierOverlap(device=6, host=1)
         await eventually(observer.overlaps, lambda o: o == {1: held})
         await observer.lapse(Incarnation(1))
-        await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
+        await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
         await eventually(observer.overlaps, lambda o: o == {2: held})
 
         async def current() -> dict[bytes, bytes]:
@@ -426,7 +426,10 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         await observer.reserve(Incarnation(1), "req-1")
         await observer.lapse(Incarnation(1))
         # As routers do all the time.
-        assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000, heard_ms=LATER)) == 0
+        assert (
+            await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=5000, heard_ms=LATER))
+            == 0
+        )
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
         loads = (await observer.runner.one(reservations.loads(KEYS))).loads
         assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {1: (1, 7)}
@@ -550,7 +553,7 @@ async def test_a_resync_abandons_a_batch_that_is_still_under_way(
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
         await runner.reached.wait()
         await observer.lapse(Incarnation(1))
-        await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
+        await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
         await eventually(observer.live, lambda live: live == {2: "w0:0"})
         runner.gate.set()
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})

@@ -344,7 +344,7 @@ async def maintain(runner: ScriptRunner) -> None:
     """Retire lapsed workers and sweep, as routers do but without pauses, until cancelled."""
     lost: list[Incarnation] = []
     while True:
-        await runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=1 << 53))
+        await runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=1 << 53))
         steps = await runner.run(
             [
                 index.sweep(KEYS.of_shard(shard), lost, max_buckets=8, scrub_ms=60_000)

@@ -27,7 +27,7 @@ async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space: Namespa
     await space.until_lease_lapses(b)
     nonces = (space.keys, info("a"), a, "nonce-a")
     assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == 2
-    await space.lapse()
+    await space.retire_lapsed()
     assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == 1
 
 
@@ -37,7 +37,7 @@ async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace)
     await space.renew(inc, ttl_ms=1)
     await space.until_lease_lapses(inc)
     assert (await space.loads()).loads == {}
-    assert await space.lapse(grace_ms=60_000) == 0
+    assert await space.retire_lapsed(grace_ms=60_000) == 0
     assert await space.renew(inc)
     assert (await space.load(inc)).requests == 1
 
@@ -45,7 +45,7 @@ async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace)
 async def test_a_retired_incarnation_cannot_renew_its_lease(space: Namespace) -> None:
     inc = await space.worker("a", ttl_ms=1)
     await space.until_lease_lapses(inc)
-    assert await space.lapse() == 1
+    assert await space.retire_lapsed() == 1
     assert not await space.renew(inc)
     assert (await space.loads()).loads == {}
 

@@ -1,4 +1,4 @@
--- lease_renew: extend an incarnation's lease. A lapsed incarnation is revived, unless it has been
+-- renew: extend an incarnation's lease. A lapsed incarnation is revived, unless it has been
 -- retired since: its worker is alive, and has only missed a renewal.
 --
 -- The heartbeat also repairs what Redis keeps of the worker, as anybody may write to Redis. Damage

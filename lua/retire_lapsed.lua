@@ -1,4 +1,4 @@
--- lapse: retire incarnations whose lease lapsed some time ago.
+-- retire_lapsed: retire incarnations whose lease lapsed some time ago.
 --
 -- A lease that ends later than its worker ever asks for is lowered to that. An incarnation without
 -- a lease gets one that lapses now. Either comes from tampering with Redis, and each step checks 4
