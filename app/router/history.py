@@ -41,11 +41,17 @@ class Routed:
         self._unwritten: deque[Call[int]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unwritten = asyncio.Event()
 
-    def recall(self, asked: list[str]) -> list[Call[list[Incarnation | None]]]:
+    def recall(self, asked: list[str]) -> list[Call[list[sessions.Visit | None]]]:
         """At most one call, which returns where each session last went; "" stands for none."""
         if not self._session_affinity or not any(asked):
             return []
-        return [sessions.recall(self._keyspace, asked, self._session_ttl_ms)]
+        return [sessions.recall(self._keyspace, asked)]
+
+    def session_at(self, visit: sessions.Visit | None, now_ms: int) -> Incarnation | None:
+        """Where a session still is, if its last visit was not too long ago."""
+        if visit is None or visit.at_ms <= now_ms - self._session_ttl_ms:
+            return None
+        return visit.incarnation
 
     def foresee(
         self, chains: list[list[SequenceHash]], shards: int

@@ -74,10 +74,10 @@ class LookUp:
         for pending, found, ahead in zip_longest(batch, overlaps, foreseen):
             known = ahead if isinstance(ahead, dict) else {}
             pending.overlaps = with_predicted(found or {}, known)
-        for found_at in recalled:
-            if isinstance(found_at, list):
-                for pending, incarnation in zip(batch, found_at, strict=True):
-                    pending.session_at = incarnation
+        for visits in recalled:
+            if isinstance(visits, list):
+                for pending, visit in zip(batch, visits, strict=True):
+                    pending.session_at = self._routed.session_at(visit, snapshot.now_ms)
         return view
 
 

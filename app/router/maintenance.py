@@ -185,11 +185,8 @@ class Maintenance:
                         for shard in range(self._fleet.shards or 0)
                     ]
                 )
-                writers = list({inc for step in steps for inc in step.writers})
-                asked = [
-                    leases.absent(self._keyspace, writers[at : at + leases.MAX_ASKED])
-                    for at in range(0, len(writers), leases.MAX_ASKED)
-                ]
+                writers = {inc for step in steps for inc in step.writers}
+                asked = [leases.absent(self._keyspace, writers)] if writers else []
                 lost = [inc for found in await self._runner.run(asked) for inc in found]
                 if any(step.buckets_left for step in steps):
                     pause = SWEEP_PAUSE_S

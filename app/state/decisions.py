@@ -29,7 +29,7 @@ from app.state.client import Client
 from app.state.connect import deadline
 from app.state.index import hex_text
 from app.state.predictions import positions
-from app.state.scripts import ScriptRunner, call
+from app.state.scripts import Call, ScriptRunner, command
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ PAGE_TIMEOUT_S = 5.0
 WRITE_PAUSE_S = 0.05
 MAX_UNWRITTEN = 1024
 MAX_WRITTEN = 64
-"""How many go in one call, which takes Redis a millisecond."""
+"""How many go in one round trip, which takes Redis a millisecond."""
 FIELDS = tuple(field.name for field in fields(Candidates))
 ENTRY = (
     *("request_id", "at_ms", "worker", "policy", "locality", "isl_tokens", "full_blocks"),
@@ -184,6 +184,13 @@ def _seen(text: str) -> Seen:
     return Seen(found["workers"], block_size, Candidates(*matrix), found["eligible"], affinity)
 
 
+def record(keyspace: Keyspace, kept: int, values: Sequence[Any]) -> Call[bytes]:
+    """Append one decision, as from `encode`, to the stream, which keeps about `kept`; its id."""
+    entry = chain.from_iterable(zip(ENTRY, values, strict=True))
+    limit = ("MAXLEN", "~", kept, "*")
+    return command("record", "XADD", keyspace["decisions"], *limit, *entry, parse=bytes)
+
+
 class Recorder:
     """Writes decisions to their stream, while `run` runs."""
 
@@ -210,19 +217,9 @@ class Recorder:
             entries = [encode(make(self._details)) for make in self._unwritten]
             self._unwritten.clear()
             for start in range(0, len(entries), MAX_WRITTEN):
-                values = chain.from_iterable(entries[start : start + MAX_WRITTEN])
+                some = entries[start : start + MAX_WRITTEN]
                 try:
-                    await self._runner.one(
-                        call(
-                            "record",
-                            self._keyspace,
-                            self._kept,
-                            len(ENTRY),
-                            *ENTRY,
-                            *values,
-                            parse=int,
-                        )
-                    )
+                    await self._runner.run([record(self._keyspace, self._kept, e) for e in some])
                 except RedisUnavailable as error:
                     log.debug("decisions not recorded: %s", error)
             await asyncio.sleep(WRITE_PAUSE_S)

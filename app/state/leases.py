@@ -11,12 +11,10 @@ import orjson
 from app.core.errors import NamespaceMismatch, WorkerReplaced
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, WorkerInfo, WorkerKey, parse_incarnation
-from app.state.scripts import Call, call
+from app.state.scripts import Call, call, command
 
 LARGEST = 10**12
 """No number in a WorkerInfo is larger."""
-MAX_ASKED = 4000
-"""Lua unpacks fewer than 8,000 values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +184,11 @@ def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:
 
 
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
-    """Those of `incarnations`, at most MAX_ASKED, that have ended."""
-    return call(
-        "absent", keyspace, *incarnations, parse=lambda reply: [Incarnation(int(i)) for i in reply]
-    )
+    """Those of `incarnations`, at least one, that no process may act as: they have ended, or were
+    lost when Redis lost data."""
+    asked = list(incarnations)
+
+    def parse(nonces: list[bytes | None]) -> list[Incarnation]:
+        return [inc for inc, nonce in zip(asked, nonces, strict=True) if nonce is None]
+
+    return command("absent", "HMGET", keyspace["writers"], *asked, parse=parse)

@@ -53,7 +53,6 @@ SCRIPTS = {
         "retire",
     },
     "router": {
-        "absent",
         "drop_buckets",
         "drop_requests",
         "expire",
@@ -65,8 +64,6 @@ SCRIPTS = {
         "predict",
         "prefill_complete",
         "prune",
-        "recall",
-        "record",
         "release",
         "remember",
         "reserve",
@@ -80,7 +77,7 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
     "worker": {"hgetall", "xadd"},
-    "router": {"hlen", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
+    "router": {"hlen", "hmget", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
         "exec",
         "hgetall",

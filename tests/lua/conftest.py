@@ -162,7 +162,8 @@ class Namespace:
     async def lost(self) -> list[Incarnation]:
         """Incarnations that the shard still lets publish, although they have ended."""
         writers = await self.redis.hkeys(self.shard["applied"])
-        return await self.do(leases.absent(self.keys, [Incarnation(int(w)) for w in writers]))
+        asked = [Incarnation(int(writer)) for writer in writers]
+        return await self.do(leases.absent(self.keys, asked)) if asked else []
 
     async def sweep(
         self,
@@ -217,8 +218,9 @@ class Namespace:
     ) -> int:
         return await self.do(sessions.remember(self.keys, session, inc, ttl_ms, limit))
 
-    async def recall(self, *asked: str, ttl_ms: int = LONG_MS) -> list[Incarnation | None]:
-        return await self.do(sessions.recall(self.keys, asked, ttl_ms))
+    async def recall(self, *asked: str) -> list[Incarnation | None]:
+        visits = await self.do(sessions.recall(self.keys, asked))
+        return [visit and visit.incarnation for visit in visits]
 
     async def wait(
         self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS, kept_ms: int = LONG_MS

@@ -54,7 +54,7 @@ class CountingRunner(ScriptRunner):
         self.down = False
 
     async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.ran.update(c.script.name for c in calls)
+        self.ran.update(c.name for c in calls)
         if self.down:
             raise RedisUnavailable("unreachable")
         return await super().run(calls)
@@ -245,7 +245,7 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
 
         async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
             replies = await super().run(calls)
-            if later and any(c.script.name == "release" for c in calls):
+            if later and any(c.name == "release" for c in calls):
                 maintenance.release_soon(later.pop())
             return replies
 
@@ -292,7 +292,7 @@ async def test_an_incarnation_whose_number_was_lost_with_the_data_is_not_swept(
         """Redis is unreachable, and comes back empty, once an incarnation has been found lost."""
 
         async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-            names = {c.script.name for c in calls}
+            names = {c.name for c in calls}
             if "sweep" in names and lost and not emptied.is_set():
                 await redis.flushall()
                 await workers.register("w1")

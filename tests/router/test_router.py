@@ -60,14 +60,14 @@ class ScriptedRunner(ScriptRunner):
         self.answer_is_lost = False
 
     async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
-        names = [c.script.name for c in calls]
+        names = [c.name for c in calls]
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls)
         self.round_trips.append(names)
-        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.script.name == "reserve")
+        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
-        turns = [int(c.args[1]) for c in calls if c.script.name == "turns"]
+        turns = [int(c.args[1]) for c in calls if c.name == "turns"]
         self.most_turns = max(self.most_turns, *turns, 0)
         if "reserve" in names and self.before_reserve:
             await self.before_reserve()

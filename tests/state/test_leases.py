@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import orjson
 import pytest
+from redis.asyncio import Redis
 
-from app.core.types import WorkerInfo, WorkerKey
-from app.state.leases import decode_info, encode_info
+from app.core.types import Incarnation, WorkerInfo, WorkerKey
+from app.state.leases import absent, decode_info, encode_info
+from app.state.scripts import ScriptRunner
+from tests.fake_workers import KEYS, FakeWorkers
 
 INFO = WorkerInfo(
     key=WorkerKey("gpu-7", 3),
@@ -80,3 +83,16 @@ def test_a_worker_info_with_a_number_out_of_bounds_is_refused(field: str, value:
     fields = orjson.loads(encode_info(INFO, 3000)) | {field: value}
     with pytest.raises(ValueError, match=f"{field} is {value!r}"):
         decode_info(orjson.dumps(fields))
+
+
+async def test_an_incarnation_that_is_no_writer_is_absent(redis: Redis) -> None:
+    workers, runner = FakeWorkers(redis), ScriptRunner(redis, timeout_s=5)
+    a, b = await workers.register("a"), await workers.register("b")
+    assert await runner.one(absent(KEYS, [a, Incarnation(77), b])) == [77]
+    await redis.hdel(KEYS["writers"], str(a))
+    assert await runner.one(absent(KEYS, {a, b})) == [a]
+
+
+async def test_every_incarnation_is_absent_from_an_emptied_redis(redis: Redis) -> None:
+    asked = [Incarnation(n) for n in range(1, 10_001)]
+    assert await ScriptRunner(redis, timeout_s=5).one(absent(KEYS, asked)) == asked

@@ -258,7 +258,7 @@ class BatchRunner(ScriptRunner):
         self._on_trip = on_trip
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if calls[0].script.name == "apply":
+        if calls[0].name == "apply":
             self.batches.append(len(calls))
             self._on_trip(len(self.batches))
         return await super().run_each(calls)
@@ -308,7 +308,7 @@ class DeafRunner(ScriptRunner):
         self._patience_s = timeout_s
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if calls[0].script.name == "renew":
+        if calls[0].name == "renew":
             self.renewed_at.append(asyncio.get_running_loop().time())
             if len(self.renewed_at) == 1:
                 await asyncio.sleep(self._patience_s)
@@ -373,7 +373,7 @@ class RenewalRunner(ScriptRunner):
         self.thorough: list[int] = []
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.thorough += [c.args[-1] for c in calls if c.script.name == "renew"]
+        self.thorough += [c.args[-1] for c in calls if c.name == "renew"]
         return await super().run_each(calls)
 
 
@@ -484,7 +484,7 @@ class FaultyRunner(ScriptRunner):
         self.answers: list[bool | RedisFull] = []
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if self.answers and any(c.script.name == "apply" for c in calls):
+        if self.answers and any(c.name == "apply" for c in calls):
             await asyncio.sleep(0)
             return [self.answers.pop(0)] * len(calls)
         return await super().run_each(calls)
@@ -533,7 +533,7 @@ class GatedRunner(ScriptRunner):
         self._answer = answer
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        gated = any(c.script.name == self._script for c in calls)
+        gated = any(c.name == self._script for c in calls)
         replies = await super().run_each(calls) if not gated or self._answer else None
         if gated:
             self.reached.set()
@@ -866,7 +866,7 @@ class CountingRunner(ScriptRunner):
     searches = 0
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.searches += any(c.script.name == "claims" for c in calls)
+        self.searches += any(c.name == "claims" for c in calls)
         return await super().run_each(calls)
 
 
