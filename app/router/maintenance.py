@@ -14,7 +14,6 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from app.core.config import RouterSettings
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import Incarnation
@@ -24,7 +23,6 @@ from app.router.metrics import Telemetry
 from app.state import index, leases, predictions, reservations
 from app.state.predictions import PredictionSettings
 from app.state.scripts import Call, ScriptRunner
-from app.state.strays import Strays
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +47,7 @@ MAX_RELEASES = 4096
 
 
 class Maintenance:
-    """Expires reservations, retires lapsed leases, sweeps up after the dead and drops what belongs
-    to nobody, while `run` runs.
+    """Expires reservations, retires lapsed leases and sweeps up after the dead, while `run` runs.
 
     predicted: how predictions are kept; None: none are.
     """
@@ -59,7 +56,6 @@ class Maintenance:
         self,
         runner: ScriptRunner,
         keyspace: Keyspace,
-        settings: RouterSettings,
         fleet: Fleet,
         telemetry: Telemetry,
         predicted: PredictionSettings | None,
@@ -70,8 +66,6 @@ class Maintenance:
         self._telemetry = telemetry
         self._predictions = predicted
         self._loads = reservations.loads(keyspace)
-        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
-        self._timeout_s = settings.redis_timeout_ms / 1000
         # Beyond the limit, the oldest are left to expire.
         self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
 
@@ -81,7 +75,6 @@ class Maintenance:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._maintain_workers())
                 tasks.create_task(self._maintain_index())
-                tasks.create_task(self._maintain_keys())
                 tasks.create_task(self._watch_fill())
                 if self._predictions is not None:
                     tasks.create_task(self._prune(self._predictions))
@@ -99,9 +92,7 @@ class Maintenance:
         )
 
     async def _maintain_workers(self) -> None:
-        expire = reservations.expire(
-            self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
-        )
+        expire = reservations.expire(self._keyspace, EXPIRE_LIMIT)
         heard_ms = 0
         # Redis may have been unreachable until now.
         settled_s = time.monotonic() + RETIRE_GRACE_MS / 1000
@@ -195,15 +186,3 @@ class Maintenance:
                 lost = []
                 log.debug("sweep: %s", error)
             await asyncio.sleep(pause)
-
-    async def _maintain_keys(self) -> None:
-        """Go through all keys of the namespace, a few at a time and endlessly, to drop members of
-        families that belong to nothing: no script would ever look for them."""
-        strays = Strays(self._runner, self._keyspace, self._timeout_s)
-        while True:
-            try:
-                if self._fleet.shards is not None:
-                    await strays.drop_some(self._fleet.shards)
-            except RedisUnavailable as error:
-                log.debug("strays: %s", error)
-            await asyncio.sleep(MAINTENANCE_INTERVAL_S)

@@ -84,7 +84,7 @@ class Router:
         self._attempts = count(1)
         self._recorder = Recorder(runner, keyspace, settings)
         self._maintenance = Maintenance(
-            runner, keyspace, settings, fleet, telemetry, self._routed.predictions
+            runner, keyspace, fleet, telemetry, self._routed.predictions
         )
 
     async def run(self) -> None:

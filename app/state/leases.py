@@ -133,7 +133,7 @@ def renew(
     staged: bool = False,
     thorough: bool = True,
 ) -> Call[int]:
-    """Extend a lease, or revive a lapsed one, and repair what Redis keeps about the worker.
+    """Extend a lease, or revive a lapsed one, and restore what Redis has lost of the worker.
 
     shards: how many `inc` publishes in. thorough: recount its load as well. Returns how many
     incarnations have a lease. 0: `inc` is retired or replaced, or the index has another number of
@@ -176,11 +176,6 @@ def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
     lease had lapsed, or too many have.
     """
     return call("suspend", keyspace, request_id, parse=lambda inc: parse_incarnation(inc or b""))
-
-
-def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:
-    """Remove the requests of those of `incarnations`, named as found, that do not exist."""
-    return call("drop_requests", keyspace, *incarnations, parse=int)
 
 
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:

@@ -248,10 +248,8 @@ class Namespace:
             async for key in self.redis.scan_iter(match=prefix.replace("{", r"\{") + "*")
         }
 
-    async def expire(self, limit: int = 100, ttl_ms: int = LONG_MS, grace_ms: int = LONG_MS) -> int:
-        return await self.do(
-            reservations.expire(self.keys, limit, ttl_ms=ttl_ms, grace_ms=grace_ms)
-        )
+    async def expire(self, limit: int = 100) -> int:
+        return await self.do(reservations.expire(self.keys, limit))
 
     async def loads(self) -> Snapshot:
         return await self.do(reservations.loads(self.keys))

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis
@@ -25,7 +24,7 @@ from app.state.connect import connect
 from app.state.predictions import PredictionSettings, predict, predicted
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, NAMESPACE, SHARD, FakeWorkers
+from tests.fake_workers import KEYS, SHARD, FakeWorkers
 
 
 def maintenance_of(
@@ -38,7 +37,6 @@ def maintenance_of(
     return Maintenance(
         runner or ScriptRunner(redis, 5.0),
         KEYS,
-        RouterSettings(namespace=NAMESPACE),
         fleet or Fleet(redis, KEYS, 5.0),
         telemetry or Telemetry(),
         predicted,
@@ -202,7 +200,7 @@ async def test_everything_goes_on_after_an_outage(
 
     async def fewest_failures() -> int:
         told = Counter(record.getMessage().split(":")[0] for record in caplog.records)
-        return min(told[task] for task in ("maintenance", "prune", "sweep", "strays"))
+        return min(told[task] for task in ("maintenance", "prune", "sweep"))
 
     async with connect(own_redis_server.url) as redis:
         workers = FakeWorkers(redis)

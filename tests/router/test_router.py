@@ -35,7 +35,7 @@ from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 # Two full blocks of four tokens, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 TIMEOUT_S = 5.0
-HOUSEKEEPING = {"expire", "sweep", "absent", "drop_buckets", "drop_requests", "record"}
+HOUSEKEEPING = {"expire", "sweep", "absent", "record"}
 
 Hook = Callable[[], Awaitable[object]]
 

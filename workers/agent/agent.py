@@ -21,7 +21,6 @@ import stamina.instrumentation
 from app.core import worker_report
 from app.core.errors import (
     IncarnationLost,
-    NamespaceMismatch,
     RedisFull,
     RedisUnavailable,
     WorkerReplaced,
@@ -210,11 +209,11 @@ class Agent:
         while True:
             try:
                 registration = await self._insist(call)
-            except (NamespaceMismatch, WorkerReplaced):
+            except WorkerReplaced:
                 if waited or held is None:
                     raise
                 # A Redis that lost data may show the process before this one, which has ended: then
-                # nobody renews its lease. And a wrong block size is corrected by others' renewals.
+                # nobody renews its lease.
                 waited = True
                 await asyncio.sleep(self._ttl_ms / 1000)
                 continue
@@ -502,24 +501,20 @@ class Agent:
         """Check that a shard shows what was published. Raises IncarnationLost if it does not."""
         keyspace = self._keyspace.of_shard(shard)
         first = self._search_from[shard]
-        missing, found = await self._insist_all(
-            [
-                index.audit(keyspace, incarnation, self._nonce, self._seqs[shard], entries),
-                index.claims(keyspace, incarnation, first, AUDIT_BUCKETS),
-            ],
-            shard=shard,
-        )
-        if missing < 0:
+        seq = self._seqs[shard]
+        audit = index.audit(keyspace, incarnation, self._nonce, seq, entries, first, AUDIT_BUCKETS)
+        (found,) = await self._insist_all([audit], shard=shard)
+        if found is None:
             raise IncarnationLost(f"incarnation {incarnation}: lost to shard {shard}")
-        if missing:
+        if found.missing:
             raise IncarnationLost(
-                f"incarnation {incarnation}: blocks missing in shard {shard}: {missing}"
+                f"incarnation {incarnation}: blocks missing in shard {shard}: {found.missing}"
             )
-        if found is None or not self._ownership.shows(shard, found):
+        if not self._ownership.shows(shard, found.claims):
             raise IncarnationLost(
                 f"incarnation {incarnation}: shard {shard} does not match what was published"
             )
-        self._search_from[shard] = found.following
+        self._search_from[shard] = found.claims.following
 
     async def _publish_metrics(self) -> None:
         """Publish only the latest value: a tick that Redis does not take is not retried."""

@@ -716,22 +716,6 @@ async def test_a_replaced_agent_stops_running(redis: Redis) -> None:
     assert ended.group_contains(WorkerReplaced, match="w0:0")
 
 
-async def test_an_agent_that_resyncs_waits_for_others_to_correct_the_block_size(
-    redis: Redis, observer: Observer
-) -> None:
-    async with (
-        running(new_agent(redis, ttl_s=2.0)) as agent,
-        running(new_agent(redis, worker_id="w1", ttl_s=2.0)),
-    ):
-        agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
-        await redis.hset(KEYS["meta"], "block_size", "4")
-        await observer.lose_batches(1)
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
-        assert await redis.hget(KEYS["meta"], "block_size") == b"16"
-
-
 async def test_an_agent_stops_running_if_the_namespace_keeps_another_block_size(
     redis: Redis,
 ) -> None:
@@ -866,7 +850,7 @@ class CountingRunner(ScriptRunner):
     searches = 0
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.searches += any(c.name == "claims" for c in calls)
+        self.searches += any(c.name == "audit" for c in calls)
         return await super().run_each(calls)
 
 

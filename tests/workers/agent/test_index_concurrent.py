@@ -209,15 +209,15 @@ def hide(lives: Iterable[Life], now: int) -> None:
 
 
 def allows(
-    states: Iterable[State], position: int, overlap: TierOverlap, look: tuple[int, int]
+    states: Iterable[State], position: int, found: TierOverlap, look: tuple[int, int]
 ) -> bool:
-    """Whether a lookup of a chain at the moments of `look` may find `overlap`."""
+    """Whether a lookup of a chain at the moments of `look` may give `found`."""
     first, last = (
         [s.overlaps[position] for s in states if s.since <= moment < s.until] for moment in look
     )
     if len(CHAINS[position]) <= overlap.WHOLE_CHAIN:
-        return overlap in first
-    return any(lies_between(one, overlap, other) for one in first for other in last)
+        return found in first
+    return any(lies_between(one, found, other) for one in first for other in last)
 
 
 def lies_between(one: TierOverlap, middle: TierOverlap, other: TierOverlap) -> bool:
