@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import orjson
 
 from app.core.errors import ConfigError, shown
-from app.core.keys import Keyspace
+from app.core.keys import KEYSPACE, Keyspace
 from app.core.rate_limit import Pace
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.state import index, leases
@@ -164,10 +164,19 @@ async def _all_hold(runner: ScriptRunner, calls: Sequence[Call[Any]]) -> None:
 
 
 async def reset(redis: Client, keyspace: Keyspace) -> int:
-    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable."""
-    deleted = 0
+    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable.
+
+    Workers and routers may be running: what says which workers there are goes at once, so that they
+    register again, and nothing is left that belongs to none of them.
+    """
+    control = [
+        keyspace[key.name] for key in KEYSPACE if not key.in_shard and key.prefix == key.name
+    ]
+    async with deadline(STEP_TIMEOUT_S):
+        deleted = int(await redis.unlink(*control))
+    kept = {key.encode() for key in control}
     async for node, keys in scan(redis, keyspace.pattern + "*"):
-        own = [key for key in keys if keyspace.parse(key)]
+        own = [key for key in keys if keyspace.parse(key) and key not in kept]
         # One command per key: in a Cluster they are in many slots.
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
             for key in own:
