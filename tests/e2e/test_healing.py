@@ -559,8 +559,8 @@ def append(entry_id: str) -> Damage:
 def one_after_another(damages: Iterable[Damage]) -> Damage:
     async def do(world: World) -> None:
         for damage in damages:
-            # The one before may have left nothing to damage.
-            with suppress(RedisError):
+            # The one before may have left nothing to damage, or nothing that looks valid.
+            with suppress(RedisError, ValueError):
                 await damage(world)
 
     return do
@@ -652,8 +652,11 @@ async def test_any_loss_of_several_keys_heals(redis_server: EmbeddedRedis, seed:
 
 
 @pytest.mark.parametrize("family", ALL_KEYS)
-async def test_a_reset_mends_any_damage(one_redis_server: EmbeddedRedis, family: str) -> None:
+async def test_a_reset_mends_any_damage(
+    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Also damage done to several keys at once, of a namespace that is in use."""
+    monkeypatch.setattr("tests.e2e.test_healing.LEASE_S", 1.0)  # no lease lapses on a busy machine
     async with world(one_redis_server.url) as cluster:
         cluster.resume()
         await one_after_another(damages(family).values())(cluster)
