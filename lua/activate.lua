@@ -23,7 +23,6 @@ local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, inc, nonce, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
--- @include kinds
 -- @include writer
 -- @include serving
 -- @include load
@@ -32,8 +31,6 @@ local worker, inc, nonce, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include recount
 
 local function take_over(old)
-  keep_kind(requests_prefix .. old, 'hash')
-  keep_kind(prefills_prefix .. old, 'list')
   for _, request_id in ipairs(redis.call('HKEYS', requests_prefix .. old)) do
     if redis.call('HGET', reservations, request_id) == old then
       redis.call('HSET', reservations, request_id, inc)
@@ -62,7 +59,7 @@ if old and held ~= '' then
 end
 recount(inc, now)
 if old then
-  retire(old)
+  retire(old, worker)
 end
 redis.call('HSET', current, worker, inc)
 return 1

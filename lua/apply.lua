@@ -33,8 +33,7 @@ if ARGV[4] == '1' then
   despite_full(applied)
 end
 local bucket_of = bucket_finder(bits, blocks_prefix)
--- Also matches leading zeros, which only somebody else writes: readers treat both alike.
-local own_entry = '^%f[%d]0*' .. inc .. '%a'
+local own_entry = '^%f[%d]' .. inc .. '%a'
 local number = tonumber(inc)
 
 -- A thousand workers may hold a block. A pattern is tried at every position of such a text, so
@@ -42,11 +41,7 @@ local number = tonumber(inc)
 local function own_entry_in(owners)
   local at = string.find(owners, inc, 1, true)
   while at do
-    local from = at
-    while string.sub(owners, from - 1, from - 1) == '0' do
-      from = from - 1
-    end
-    local first, last = string.find(owners, own_entry, from)
+    local first, last = string.find(owners, own_entry, at)
     if first then
       return first, last
     end
@@ -75,9 +70,6 @@ end
 
 -- Owners stay in ascending order, so that equal sets are equal values.
 local function insert(owners, entry)
-  if not string.find(owners, '^%d%a', -2) then
-    return entry
-  end
   local at = place_in(owners)
   return string.sub(owners, 1, at - 1) .. entry .. string.sub(owners, at)
 end
@@ -91,18 +83,7 @@ local function change(owners, tier)
   if not from then
     return entry == '' and owners or insert(owners, entry)
   end
-  local behind = change(string.sub(owners, to + 1), '-')
-  return string.sub(owners, 1, from - 1) .. entry .. behind
-end
-
--- The owners of blocks in one bucket, which somebody may have turned into another type of key.
-local function owners_of(key, hashes)
-  local owners = redis.pcall('HMGET', key, unpack(hashes))
-  if owners.err then
-    redis.call('DEL', key)
-    return {}
-  end
-  return owners
+  return string.sub(owners, 1, from - 1) .. entry .. string.sub(owners, to + 1)
 end
 
 for i = 5, #ARGV do
@@ -113,7 +94,7 @@ for i = 5, #ARGV do
     tiers[#tiers + 1] = string.sub(group, at, at)
     hashes[#hashes + 1] = string.sub(group, at + 1, at + 16)
   end
-  local all_owners = owners_of(key, hashes)
+  local all_owners = redis.call('HMGET', key, unpack(hashes))
   local held, gone = {}, {}
   for n, hash in ipairs(hashes) do
     local owners = all_owners[n]

@@ -12,15 +12,9 @@
 local line, flows, easy_flows, waiting_prefix, picky_prefix =
   KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 -- @include number
--- @include kinds
 -- @include line
 
-keep_kind(line, 'hash')
-keep_kind(flows, 'zset')
-keep_kind(easy_flows, 'zset')
 for i = 1, #ARGV, 3 do
-  keep_kind(waiting_prefix .. ARGV[i], 'zset')
-  keep_kind(picky_prefix .. ARGV[i], 'zset')
   take_out(ARGV[i], ARGV[i + 1], ARGV[i + 2] == '1')
 end
 drop_if_empty()

@@ -11,25 +11,23 @@
 local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
 local slice_ms, max_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
--- @include kinds
 -- @include number
 -- @include bucket
 -- @include slices
 -- @include despite_full
 
 despite_full(predictions)
--- Anybody may write to Redis: what makes no sense is dropped, and created again.
 local now = now_ms()
 local present = math.floor(now / slice_ms)
-keep_kind(predictions, 'hash')
-local fields = redis.call('HGETALL', predictions)
-for i = 1, #fields, 2 do
-  local field = fields[i]
+for _, field in ipairs(redis.call('HKEYS', predictions)) do
   -- After 20 slices nothing is left of one (lua/lib/slices.lua), whatever its counter says.
-  local has_ended = #field == 1 and (present - (string.byte(field) - 97)) % 26 > 20
-  if has_ended or not whole(fields[i + 1], field == 'cutoff' and present or 1e12) then
+  if #field == 1 and (present - (string.byte(field) - 97)) % 26 > 20 then
     redis.call('HDEL', predictions, field)
   end
+end
+-- The clock may have stepped back, as in a failover.
+if (tonumber(redis.call('HGET', predictions, 'cutoff') or '') or 0) > present then
+  redis.call('HDEL', predictions, 'cutoff')
 end
 local bits = bits_of(predictions)
 if not bits then
@@ -58,10 +56,7 @@ local first = whole(redis.call('HGET', predictions, 'cursor'), count - 1) or 0
 local stop = math.min(first + max_buckets, count)
 for bucket = first, stop - 1 do
   local key = predicted_prefix .. bucket_at(bits, bucket)
-  local entries = redis.pcall('HGETALL', key)
-  if entries.err then
-    redis.call('DEL', key)
-  end
+  local entries = redis.call('HGETALL', key)
   for i = 1, #entries, 2 do
     local owners = living(entries[i + 1])
     if owners == '' then

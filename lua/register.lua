@@ -1,5 +1,5 @@
 -- register: begin an incarnation of a worker. It is staged: not routed to until `activate`, as its
--- number may turn out not to be free in the index (see open), and nothing is published under it.
+-- number may turn out not to be free in the index (see open_shard), and nothing is published under it.
 --
 -- KEYS[1] meta          hash   created here if there is no readable one
 -- KEYS[2] workers       hash   inc -> info
@@ -26,7 +26,6 @@ local load, reservations, expiry = KEYS[6], KEYS[7], KEYS[8]
 local worker, nonce, ttl_ms, info = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local block_size, shards, held = ARGV[5], ARGV[6], ARGV[7]
 -- @include clock
--- @include kinds
 -- @include number
 -- @include meta
 -- @include writer
@@ -34,11 +33,6 @@ local block_size, shards, held = ARGV[5], ARGV[6], ARGV[7]
 -- @include despite_full
 
 despite_full(meta)
-for _, key in ipairs({meta, workers, current, writers, load, reservations}) do
-  keep_kind(key, 'hash')
-end
-keep_kind(leases, 'zset')
-keep_kind(expiry, 'zset')
 
 local now = now_ms()
 local known, known_shards = read_meta(meta)
@@ -51,10 +45,6 @@ end
 local lives = held ~= '' and is_alive(predecessor(worker, held), now)
 if not known then
   redis.call('HSET', meta, 'block_size', block_size, 'shards', shards)
-end
--- A larger number can only come from somebody writing to Redis by hand.
-if not whole(redis.call('HGET', meta, 'incarnations'), 1e9) then
-  redis.call('HDEL', meta, 'incarnations')
 end
 
 -- A Redis that lost data may count from a number that is in use.

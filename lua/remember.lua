@@ -10,9 +10,7 @@
 local sessions, session, inc = KEYS[1], ARGV[1], ARGV[2]
 local ttl_ms, limit = tonumber(ARGV[3]), tonumber(ARGV[4])
 -- @include clock
--- @include kinds
 
-keep_kind(sessions, 'hash')
 local now = now_ms()
 local forgotten = 0
 local function forget(other)

@@ -18,15 +18,11 @@
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
--- @include kinds
 -- @include writer
 -- @include retire
 
 if writer_of(inc) ~= nonce then
   return 0
 end
-retire(inc)
-if redis.call('HGET', current, worker) == inc then
-  redis.call('HDEL', current, worker)
-end
+retire(inc, worker)
 return 1

@@ -4,7 +4,7 @@
 --
 -- An entry may stay only while `applied` names its incarnation, as no other may publish here. So a
 -- pass also removes what Redis kept by mistake; one runs every scrub_ms, even if no incarnation has
--- died. Anything else in these keys that does not belong there is removed at once.
+-- died.
 --
 -- KEYS[1] shard         hash   bucket_bits, swept_ms, stepped_ms
 -- KEYS[2] applied       hash   inc -> "<seq> <nonce>"
@@ -25,20 +25,11 @@ local shard, applied, dead, sweep, blocks_prefix = KEYS[1], KEYS[2], KEYS[3], KE
 local max_buckets, scrub_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 local pause_ms, idle_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 -- @include clock
--- @include kinds
 -- @include number
 -- @include bucket
 -- @include despite_full
 
 despite_full(applied)
-local function is_number(inc)
-  return string.find(inc, '^[1-9]') ~= nil and whole(inc, 1e15) ~= nil
-end
-
-keep_kind(shard, 'hash')
-keep_kind(applied, 'hash')
-keep_kind(dead, 'set')
-keep_kind(sweep, 'hash')
 for i = 5, #ARGV do
   if redis.call('HDEL', applied, ARGV[i]) == 1 then
     redis.call('SADD', dead, ARGV[i])
@@ -53,19 +44,9 @@ if bits then
   end
   redis.call('HSET', shard, 'stepped_ms', string.format('%d', now))
 end
-for _, inc in ipairs(redis.call('SMEMBERS', dead)) do
-  if not is_number(inc) then
-    redis.call('SREM', dead, inc)
-  end
-end
-local writers, is_writer = {}, {}
-for _, inc in ipairs(redis.call('HKEYS', applied)) do
-  if is_number(inc) then
-    writers[#writers + 1] = inc
-    is_writer[inc] = true
-  else
-    redis.call('HDEL', applied, inc)
-  end
+local writers, is_writer = redis.call('HKEYS', applied), {}
+for _, inc in ipairs(writers) do
+  is_writer[inc] = true
 end
 if not bits then
   return {0, 0, writers}
@@ -102,7 +83,6 @@ local removed = 0
 -- Sweeps a bucket, or only part of a large one, from the HSCAN cursor `from` on. Returns where to
 -- continue; 0 at the end.
 local function sweep_bucket(key, from)
-  keep_kind(key, 'hash')
   local found = redis.call('HSCAN', key, from, 'COUNT', 1000)
   local behind, entries = tonumber(found[1]), found[2]
   local kept, longest = {}, 0
@@ -146,7 +126,7 @@ if left > 0 then
     'within', string.format('%d', within), 'targets', targets)
 else
   redis.call('DEL', sweep)
-  for inc in string.gmatch(targets, '%d+') do
+  for inc in string.gmatch(targets, '%S+') do
     redis.call('SREM', dead, inc)
   end
   redis.call('HSET', shard, 'swept_ms', string.format('%d', now))

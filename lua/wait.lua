@@ -22,21 +22,15 @@ local line, flows, easy_flows, waiting_prefix, picky_prefix =
 local replica, ttl_ms, kept_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
 -- @include number
--- @include kinds
 -- @include line
 -- @include despite_full
 
-keep_kind(line, 'hash')
-keep_kind(flows, 'zset')
-keep_kind(easy_flows, 'zset')
 despite_full(line)
 redis.call('HSET', line, replica, string.format('%d', now_ms() + ttl_ms))
 local added, at = 0, 4
 while at < #ARGV do
   local flow, last = ARGV[at], at + 1 + 2 * ARGV[at + 1]
   local easy_tickets, picky_tickets = waiting_prefix .. flow, picky_prefix .. flow
-  keep_kind(easy_tickets, 'zset')
-  keep_kind(picky_tickets, 'zset')
   local first, easy = heads(flow)
   local tag = redis.call('ZSCORE', flows, flow)
   local tickets = string.sub(ARGV[last], -1) == 'x' and picky_tickets or easy_tickets

@@ -27,7 +27,7 @@ from app.state.scripts import ScriptRunner
 log = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 2.0
-READS_OF_THE_INDEX = ("match", "foresee")
+READS_OF_THE_INDEX = ("match", "predicted")
 
 
 async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> None:

@@ -1,77 +1,9 @@
-"""Every Redis key: its name, type, members, writer and lifetime. Nothing else spells a key.
+"""Every Redis key: its name, type, members, writers and lifetime. Nothing else spells a key.
 
 A namespace is one model, block size and hash settings. Its keys share a hash tag, except those of
 the index, which are in shards, each with its own tag. A script touches the keys of only one tag, so
 a namespace may be spread over a Redis Cluster. The names are a public contract; the `1` in them is
-its version. Fields and values are text. `<inc>` is the number of an incarnation. "By" names the
-scripts that write a key, without those that only remove.
-
-    kvroute:1:{<namespace>}:...
-    meta                hash    block_size, shards, incarnations (last number issued), workers_ms
-                                (when one was last registered or repaired); by register,
-                                lease_renew; for good
-    workers             hash    <inc> -> JSON of WorkerInfo, and lease_ttl_ms; by register,
-                                lease_renew; until retired
-    current             hash    <worker_id>:<dp_rank> -> <inc> that is routed to; by activate,
-                                lease_renew; until retired
-    leases              zset    <inc> scored by expiry, ms, Redis clock; by register, lease_renew,
-                                lapse, suspend; until retired
-    writers             hash    <inc> -> nonce of the process that acts as it; by register; until
-                                retired
-    load                hash    <inc> -> "prefill_tokens prefill_us head_us head_since_ms blocks
-                                requests decoding total", integers; by activate, lease_renew,
-                                reserve, prefill_complete, release, expire; until retired. An
-                                incarnation without it is not routed to.
-    reservations        hash    request_id -> <inc>; by reserve, activate, lease_renew; until
-                                released or expired
-    expiry              zset    request_id scored by expiry, ms, Redis clock; by reserve, activate,
-                                lease_renew, expire; until released or expired
-    requests:<inc>      hash    request_id -> "prefill_tokens prefill_us blocks state attempt",
-                                state one of p(refilling) d(ecoding), attempt a word that
-                                distinguishes reservations of the same request; by reserve,
-                                prefill_complete, activate; until released or expired
-    prefills:<inc>      list    request_ids still prefilling, oldest first; by reserve, activate,
-                                lease_renew; until released or expired
-    line                hash    tag, virtual time of the last turn of a request that waited;
-                                <replica> -> until when its tickets are valid, ms, Redis clock; by
-                                wait, turns, leave; until nobody waits, or no replica has called
-                                for a second
-    flows               zset    <flow> scored by the tag of its first ticket; a flow is the
-                                "<priority>:<tenant>" of waiting requests; as line
-    easy_flows          zset    <flow> scored by the tag of its first ticket that every worker
-                                could take; as line
-    waiting:<flow>      zset    "<replica>-<number> <charge> -" scored by when the request began to
-                                wait, ms, Redis clock; by wait; until they leave, or none is named
-                                for ten seconds
-    picky:<flow>        zset    "<replica>-<number> <charge> x", of requests that not every worker
-                                could take, as they exclude some or some are too small; as waiting
-    sessions            hash    <session> -> "<inc> <when it last went there, ms, Redis clock>"; by
-                                remember; until --session-ttl-s later, or there are too many
-    metrics             stream  worker, incarnation, and the fields of ForwardPassMetrics, Speed
-                                and, prefixed "gpu_", of GpuReadings as far as read; by
-                                agents, each after metrics_interval_s; trimmed to about
-                                METRICS_MAXLEN entries
-    decisions           stream  one routed request each: see app/policy/record.py; by record;
-                                trimmed
-
-    kvroute:1:{<namespace>#<shard>}:...
-    shard               hash    bucket_bits, by open, for good; swept_ms, end of the last pass, and
-                                stepped_ms, of the last step, by sweep
-    applied             hash    <inc> -> "<seq> <nonce>" of its last batch; by open, apply; until
-                                swept. An incarnation that is not in it cannot publish.
-    dead                set     <inc> whose entries are not swept yet; by sweep
-    sweep               hash    cursor (next bucket), within (where in it, if it is large), targets
-                                (<inc>, space-separated); by sweep; for one pass
-    blocks:<bucket>     hash    sequence hash, 16 hex digits -> owners, "<inc><tier>..." by
-                                ascending inc, tier one of d(evice) h(ost) k (disk); 16
-                                successive blocks of a chain form a group and share one bucket,
-                                named by the top bucket_bits of the first one's hash, in the hex
-                                digits that hold them, the rest of the last digit 0; by apply,
-                                sweep; until removed
-    predictions         hash    slice letter -> entries of it; cutoff, the oldest slice that counts;
-                                bucket_bits; cursor of prune; by predict, prune; for good
-    predicted:<bucket>  hash    sequence hash -> "<inc><slice letter>...", of some routed blocks;
-                                by predict, prune; until pruned
+its version. Fields and values are text.
 """
 
 from __future__ import annotations
@@ -95,6 +27,238 @@ takes it 40 µs, and Redis 4 µs."""
 def metrics_interval_s(workers: int) -> float:
     """How often each of so many workers publishes what it measures."""
     return METRICS_INTERVAL_S * max(1.0, workers / METRICS_WORKERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key, or a family of keys whose names end in a member's.
+
+    writers: operations, mostly scripts, without those that only remove. in_shard: each shard of the
+    index has one.
+    """
+
+    name: str
+    type: str
+    holds: str
+    writers: tuple[str, ...]
+    until: str
+    in_shard: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """The name or, of a family, what the names of all members begin with."""
+        return self.name.partition("<")[0]
+
+
+KEYSPACE = (
+    Key(
+        "meta",
+        "hash",
+        "`block_size`, `shards`, `incarnations` (last number given), `workers_ms` (when"
+        " a worker was last registered or its entry restored)",
+        ("register", "renew"),
+        "for good",
+    ),
+    Key(
+        "workers",
+        "hash",
+        "`<inc>` → JSON: worker, address, block size, capacity, lease",
+        ("register", "renew"),
+        "retired",
+    ),
+    Key(
+        "current",
+        "hash",
+        "`<worker_id>:<dp_rank>` → the `<inc>` that is routed to",
+        ("activate", "renew"),
+        "retired",
+    ),
+    Key(
+        "leases",
+        "zset",
+        "`<inc>` by expiry, ms, Redis clock",
+        ("register", "renew", "suspend"),
+        "retired",
+    ),
+    Key(
+        "writers",
+        "hash",
+        "`<inc>` → nonce of the process that acts as that incarnation",
+        ("register",),
+        "retired",
+    ),
+    Key(
+        "load",
+        "hash",
+        "`<inc>` → `prefill_tokens prefill_us head_us head_since_ms blocks requests "
+        "decoding total`",
+        ("activate", "renew", "reserve", "prefill_complete", "release", "expire"),
+        "retired",
+    ),
+    Key(
+        "reservations",
+        "hash",
+        "request id → `<inc>`",
+        ("reserve", "activate"),
+        "released or expired",
+    ),
+    Key(
+        "expiry",
+        "zset",
+        "request id by expiry, ms, Redis clock",
+        ("reserve",),
+        "released or expired",
+    ),
+    Key(
+        "requests:<inc>",
+        "hash",
+        "request id → `prefill_tokens prefill_us blocks state attempt`; state `p` "
+        "prefilling, `d` decoding; attempt distinguishes reservations of the same "
+        "request",
+        ("reserve", "prefill_complete", "activate"),
+        "released or expired",
+    ),
+    Key(
+        "prefills:<inc>",
+        "list",
+        "request ids still prefilling, oldest first",
+        ("reserve", "activate", "renew"),
+        "released or expired",
+    ),
+    Key(
+        "line",
+        "hash",
+        "`tag`, the virtual time of the last turn of a request that waited; `<replica>`"
+        " → until when its tickets hold",
+        ("wait", "turns", "leave"),
+        "no request waits, or no replica calls for a second",
+    ),
+    Key(
+        "flows",
+        "zset",
+        "`<priority>:<tenant>` of requests that wait, by the tag of the first request",
+        ("wait", "turns", "leave"),
+        "as `line`",
+    ),
+    Key(
+        "easy_flows",
+        "zset",
+        "the same, by the tag of the first request that every worker could take",
+        ("wait", "turns", "leave"),
+        "as `line`",
+    ),
+    Key(
+        "waiting:<flow>",
+        "zset",
+        "`<replica>-<number> <charge> -` by the time since which the request waits, ms,"
+        " Redis clock",
+        ("wait",),
+        "they leave, or none is named for ten seconds",
+    ),
+    Key(
+        "picky:<flow>",
+        "zset",
+        "`<replica>-<number> <charge> x`, likewise, for requests that exclude workers, "
+        "or for which some workers are too small",
+        ("wait",),
+        "as `waiting:`",
+    ),
+    Key(
+        "sessions",
+        "hash",
+        "session → `<inc> <when, ms>`: where it last went, and when",
+        ("remember",),
+        "`--session-ttl-s` later, or there are too many",
+    ),
+    Key(
+        "metrics",
+        "stream",
+        "worker, incarnation, measurements and, as `gpu_...`, its GPU's readings; every"
+        " 100 ms, less often with more than 256 workers",
+        ("agents",),
+        "trimmed",
+    ),
+    Key(
+        "decisions",
+        "stream",
+        "one entry per routed request: the worker it went to, its overlap there, which "
+        "worker had the longest overlap and why that one was not chosen "
+        "(`app/policy/record.py`)",
+        ("record",),
+        "trimmed",
+    ),
+    Key(
+        "shard",
+        "hash",
+        "`bucket_bits`; `swept_ms`, when the last pass ended; `stepped_ms`, when the "
+        "last step of the sweep was made",
+        ("open_shard", "sweep"),
+        "for good",
+        in_shard=True,
+    ),
+    Key(
+        "applied",
+        "hash",
+        "`<inc>` → `<seq> <nonce>` of its last batch; an incarnation that is not in it "
+        "cannot publish",
+        ("open_shard", "apply"),
+        "swept",
+        in_shard=True,
+    ),
+    Key(
+        "dead",
+        "set",
+        "every `<inc>` whose entries are not swept yet",
+        ("sweep",),
+        "swept",
+        in_shard=True,
+    ),
+    Key(
+        "sweep",
+        "hash",
+        "`cursor` (next bucket), `within` (position in that bucket, if it is large), "
+        "`targets` (`<inc>`, space-separated)",
+        ("sweep",),
+        "the end of the pass",
+        in_shard=True,
+    ),
+    Key(
+        "blocks:<bucket>",
+        "hash",
+        "sequence hash, 16 hex digits → owners",
+        ("apply", "sweep"),
+        "no owner is left",
+        in_shard=True,
+    ),
+    Key(
+        "predictions",
+        "hash",
+        "slice letter → number of its entries; `cutoff`, the oldest slice that counts; "
+        "`bucket_bits`; `cursor` of prune",
+        ("predict", "prune"),
+        "for good",
+        in_shard=True,
+    ),
+    Key(
+        "predicted:<bucket>",
+        "hash",
+        "sequence hash → `<inc><slice letter>...`, for some of the blocks that were routed",
+        ("predict", "prune"),
+        "pruned",
+        in_shard=True,
+    ),
+)
+"""`<inc>` is the number of an incarnation."""
+
+
+def keyspace_table() -> str:
+    """KEYSPACE in Markdown, as in lua/README.md."""
+    lines = ["| key | type | fields and values | written by | until |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{key.name}` | {key.type} | {key.holds} | {', '.join(key.writers)} | {key.until} |"
+        for key in KEYSPACE
+    ]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

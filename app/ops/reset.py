@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from app.core.keys import Keyspace
+from app.core.keys import KEYSPACE, Keyspace
 from app.ops.terminal import COMMON, counted, on_redis
 from app.options import Command
 from app.state.client import Client
@@ -26,10 +26,19 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
 
 
 async def delete_namespace(redis: Client, keyspace: Keyspace) -> int:
-    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable."""
-    deleted = 0
+    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable.
+
+    Workers and routers may be running: what says which workers there are goes at once, so that they
+    register again, and nothing is left that belongs to none of them.
+    """
+    control = [
+        keyspace[key.name] for key in KEYSPACE if not key.in_shard and key.prefix == key.name
+    ]
+    async with deadline(STEP_TIMEOUT_S):
+        deleted = int(await redis.unlink(*control))
+    kept = {key.encode() for key in control}
     async for node, keys in scan(redis, keyspace.pattern + "*"):
-        own = [key for key in keys if keyspace.parse(key)]
+        own = [key for key in keys if keyspace.parse(key) and key not in kept]
         # One command per key: in a Cluster they are in many slots.
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
             for key in own:

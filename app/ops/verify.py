@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+import orjson
 from redis.asyncio import Redis
 
 from app.core.chains import parse_owners
-from app.core.keys import Keyspace
+from app.core.config import LONGEST_S
+from app.core.keys import KEYSPACE, Keyspace
 from app.core.types import Incarnation, parse_incarnation
+from app.core.worker_report import decode_info
 from app.ops.terminal import counted
 from app.state.client import Client
 from app.state.connect import deadline
 from app.state.reading import (
+    BUCKET_BITS,
     STEP_TIMEOUT_S,
     Control,
     Promised,
+    bucket_bits_of,
     buckets,
     contents,
     read_control,
     read_promised,
     readable,
+    scan,
 )
 from app.state.reservations import parse_load
 
 OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pd]) \S+")
+NUMBER = re.compile(rb"[1-9]\d{0,9}")
+MAX_SHARDS = 1024
 LOOKS = 4
 LOOK_INTERVAL_S = 0.5
 EXAMPLES = 5
@@ -90,9 +98,96 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
         finding.examples.append(where)
 
 
-async def _look(redis: Client, keyspace: Keyspace) -> Iterator[tuple[str, str]]:
+async def _look(redis: Client, keyspace: Keyspace) -> list[tuple[str, str]]:
+    """(what, where) for everything that looks wrong now, except in the buckets of the index."""
+    found, incarnations, shards = await _look_at_names(redis, keyspace)
+    if found:
+        # Commands would fail on a key of another type, and one is enough to know.
+        return found
     control = await read_control(redis, keyspace)
-    return _contradictions(control, await read_promised(redis, keyspace, control.writers))
+    promised = await read_promised(redis, keyspace, control.writers)
+    num_shards = number_in(control.meta, b"shards") or MAX_SHARDS
+    for inc in incarnations - control.writers.keys():
+        found.append(("requests of an incarnation that has ended", readable(inc)))
+    for shard in shards:
+        if shard >= num_shards:
+            found.append(("a shard past the last one", str(shard)))
+        else:
+            found += await _look_at_shard(redis, keyspace.of_shard(shard))
+    return [*found, *_unreadable(control, promised), *_contradictions(control, promised)]
+
+
+async def _look_at_names(
+    redis: Client, keyspace: Keyspace
+) -> tuple[list[tuple[str, str]], set[bytes], set[int]]:
+    """Keys that are none of the keyspace's; which incarnations have keys, and which shards."""
+    types = {(key.prefix, key.in_shard): key.type for key in KEYSPACE}
+    found: list[tuple[str, str]] = []
+    incarnations, shards = set[bytes](), set[int]()
+    async for node, keys in scan(redis, keyspace.pattern):
+        parsed = {key: keyspace.parse(key) for key in keys}
+        shards |= {at[0] for at in parsed.values() if at and at[0] is not None}
+        names = {
+            key: (shard, name)
+            for key, (shard, name) in ((key, at) for key, at in parsed.items() if at)
+            if shard is None or not name.startswith("blocks:")
+        }
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+            for key in names:
+                pipe.type(key)
+            kinds = await pipe.execute()
+        for (key, (shard, name)), kind in zip(names.items(), kinds, strict=True):
+            family, colon, member = name.partition(":")
+            expected = types.get((family + colon, shard is not None))
+            if expected is None:
+                found.append(("a key that is none of kvroute's", readable(key)))
+            elif kind not in (b"none", expected.encode()):
+                found.append((f"a key that is not a {expected}", readable(key)))
+            elif family in ("requests", "prefills"):
+                incarnations.add(member.encode())
+    return found, incarnations, shards
+
+
+async def _look_at_shard(redis: Client, shard: Keyspace) -> list[tuple[str, str]]:
+    """What is wrong with the keys of a shard other than its buckets."""
+    node = redis.node_of(shard["shard"]).client
+    async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
+        pipe.hget(shard["shard"], "bucket_bits")
+        pipe.hkeys(shard["applied"])
+        pipe.smembers(shard["dead"])
+        pipe.hgetall(shard["predictions"])
+        bits, applied, dead, predictions = await pipe.execute()
+    found = []
+    if applied and not BUCKET_BITS.fullmatch(bits or b""):
+        found.append(("bucket bits that cannot be read", shard["shard"]))
+    for inc in {*applied, *dead}:
+        if parse_incarnation(inc) is None:
+            found.append(("a writer that is no incarnation", f"{shard.tag} {readable(inc)}"))
+    for name, number in predictions.items():
+        if not re.fullmatch(rb"-?\d{1,15}", number):
+            found.append(("a number of predictions that cannot be read", readable(name)))
+    return found
+
+
+def _unreadable(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
+    """(what, where) for every value that no part of kvroute would write."""
+    block_size = number_in(c.meta, b"block_size")
+    for name in (b"block_size", b"shards", b"incarnations"):
+        if c.meta and number_in(c.meta, name) is None:
+            yield "a number of the namespace that cannot be read", readable(name)
+    for inc, text in c.workers.items():
+        try:
+            info, ttl_ms = decode_info(text), int(orjson.loads(text)["lease_ttl_ms"])
+        except (ValueError, KeyError, TypeError):
+            yield "a worker's entry that cannot be read", readable(inc)
+            continue
+        if info.block_size != block_size:
+            yield "a worker with another block size than the namespace", readable(inc)
+        if c.leases.get(inc, 0) > c.now_ms + ttl_ms:
+            yield "a lease that ends later than its worker asks for", readable(inc)
+    for request, expires_ms in promised.expiry.items():
+        if expires_ms > c.now_ms + 1000 * LONGEST_S:
+            yield "a reservation that lasts longer than any router asks for", readable(request)
 
 
 def _contradictions(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
@@ -115,11 +210,27 @@ def _contradictions(c: Control, promised: Promised) -> Iterator[tuple[str, str]]
         for request in requests:
             if promised.reservations.get(request) != inc:
                 yield "a request without its reservation", readable(request)
-    for request in promised.reservations.keys() ^ promised.expiry:
+    for request in promised.reservations.keys() ^ promised.expiry.keys():
         yield "a reservation without expiry, or the reverse", readable(request)
     for request, inc in promised.reservations.items():
         if inc not in promised.on or request not in promised.on[inc].requests:
             yield "a reservation without its request", readable(request)
+
+
+def number_in(fields: Mapping[bytes, bytes], name: bytes) -> int | None:
+    """A positive number; None: there is none that can be read."""
+    text = fields.get(name, b"")
+    return int(text) if NUMBER.fullmatch(text) else None
+
+
+def is_bucket(name: str, bits: int | None) -> bool:
+    """Whether a bucket of this name is one of 2^`bits`; with None, which ones there are is open."""
+    if bits is None:
+        return True
+    digits = -(-bits // 4)
+    return bool(re.fullmatch(f"[0-9a-f]{{{digits}}}", name)) and not int(name, 16) % (
+        1 << (4 * digits - bits)
+    )
 
 
 def _counted(records: Collection[bytes]) -> tuple[int, ...]:
@@ -174,14 +285,20 @@ async def _bad_entries(
     """
     held = await contents(node, list(keys))
     known: dict[int, set[Incarnation]] = {}
+    bits: dict[int, int | None] = {}
     async with deadline(STEP_TIMEOUT_S):
         for shard in set(keys.values()):
             names = keyspace.of_shard(shard)
+            bits[shard] = await bucket_bits_of(redis, names)
             writing = await redis.hkeys(names["applied"])
             dying = await redis.smembers(names["dead"])
             known[shard] = set(filter(None, map(parse_incarnation, (*writing, *dying))))
     found = []
     for (key, shard), entries in zip(keys.items(), held, strict=True):
+        _, name = keyspace.parse(key) or (None, "")
+        if not is_bucket(name.removeprefix("blocks:"), bits[shard]):
+            found.append((key, "a bucket that nobody looks for", ""))
+            continue
         if entries is None:
             found.append((key, "a bucket that is not a hash", ""))
             continue

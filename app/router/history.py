@@ -49,11 +49,17 @@ class History:
         self._unrecorded: deque[Plan] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unrecorded = asyncio.Event()
 
-    def recall(self, asked: list[str]) -> list[Call[list[Incarnation | None]]]:
+    def recall(self, asked: list[str]) -> list[Call[list[sessions.Visit | None]]]:
         """At most one call, which returns where each session last went; "" stands for none."""
         if not self._session_affinity or not any(asked):
             return []
-        return [sessions.recall(self._replica.keyspace, asked, self._session_ttl_ms)]
+        return [sessions.recall(self._replica.keyspace, asked)]
+
+    def session_at(self, visit: sessions.Visit | None, now_ms: int) -> Incarnation | None:
+        """Where a session still is, if its last visit was not too long ago."""
+        if visit is None or visit.at_ms <= now_ms - self._session_ttl_ms:
+            return None
+        return visit.incarnation
 
     def foresee(
         self, chains: list[list[SequenceHash]], shards: int
@@ -62,7 +68,7 @@ class History:
         if self.predictions is None:
             return []
         return [
-            predictions.foresee(self._shard_of(chain, shards), chain, self.predictions)
+            predictions.predicted(self._shard_of(chain, shards), chain, self.predictions)
             for chain in chains
         ]
 
@@ -113,11 +119,12 @@ class History:
             records = [plan.record(self._details, now_s) for plan in self._unrecorded]
             self._unrecorded.clear()
             for at in range(0, len(records), decisions.MAX_WRITTEN):
-                some = records[at : at + decisions.MAX_WRITTEN]
+                some = [
+                    decisions.record(self._replica.keyspace, one, self._decisions_kept)
+                    for one in records[at : at + decisions.MAX_WRITTEN]
+                ]
                 try:
-                    await self._replica.runner.one(
-                        decisions.record(self._replica.keyspace, some, self._decisions_kept)
-                    )
+                    await self._replica.runner.run(some)
                 except RedisUnavailable as error:
                     log.debug("decisions not recorded: %s", error)
             await asyncio.sleep(RECORD_PAUSE_S)

@@ -68,10 +68,10 @@ class LookUp:
         for query, found, ahead in zip_longest(queries, overlaps, foreseen):
             known = ahead if isinstance(ahead, dict) else {}
             query.overlaps = with_predicted(found or {}, known)
-        for found_at in recalled:
-            if isinstance(found_at, list):
-                for query, incarnation in zip(queries, found_at, strict=True):
-                    query.session_at = incarnation
+        for visits in recalled:
+            if isinstance(visits, list):
+                for query, visit in zip(queries, visits, strict=True):
+                    query.session_at = self._history.session_at(visit, snapshot.now_ms)
         return view
 
 

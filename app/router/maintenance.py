@@ -20,7 +20,6 @@ from app.router.replica import Replica
 from app.state import index, leases, predictions, reading, reservations
 from app.state.predictions import PredictionSettings
 from app.state.scripts import Call
-from app.state.strays import Strays
 
 log = logging.getLogger(__name__)
 
@@ -45,25 +44,18 @@ MAX_RELEASES = 4096
 
 
 class Maintenance:
-    """Expires reservations, retires lapsed leases, sweeps up after the dead and drops what belongs
-    to nobody, while `run` runs.
+    """Expires reservations, retires lapsed leases and sweeps up after the dead, while `run` runs.
 
     predicted: how predictions are kept; None: none are.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        predicted: PredictionSettings | None,
-    ) -> None:
+    def __init__(self, replica: Replica, predicted: PredictionSettings | None) -> None:
         self._runner = replica.runner
         self._keyspace = replica.keyspace
         self._fleet = replica.fleet
         self._telemetry = replica.telemetry
         self._predictions = predicted
         self._loads = reservations.loads(replica.keyspace)
-        self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
-        self._timeout_s = replica.settings.redis_timeout_ms / 1000
         # Beyond the limit, the oldest are left to expire.
         self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
 
@@ -73,7 +65,6 @@ class Maintenance:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._maintain_workers())
                 tasks.create_task(self._maintain_index())
-                tasks.create_task(self._maintain_keys())
                 tasks.create_task(self._watch_fill())
                 if self._predictions is not None:
                     tasks.create_task(self._prune(self._predictions))
@@ -91,9 +82,7 @@ class Maintenance:
         )
 
     async def _maintain_workers(self) -> None:
-        expire = reservations.expire(
-            self._keyspace, EXPIRE_LIMIT, ttl_ms=self._ttl_ms, grace_ms=RETIRE_GRACE_MS
-        )
+        expire = reservations.expire(self._keyspace, EXPIRE_LIMIT)
         heard_ms = 0
         # Redis may have been unreachable until now.
         settled_s = time.monotonic() + RETIRE_GRACE_MS / 1000
@@ -102,7 +91,7 @@ class Maintenance:
             calls: list[Call[Any]] = [expire, self._loads, *releases]
             # Nobody could renew a lease while Redis was unreachable.
             if not self._fleet.recovers and time.monotonic() >= settled_s:
-                calls.append(leases.lapse(self._keyspace, RETIRE_GRACE_MS, heard_ms))
+                calls.append(leases.retire_lapsed(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             pause = MAINTENANCE_INTERVAL_S
             try:
                 expired, snapshot, *others = await self._runner.run(calls)
@@ -177,11 +166,8 @@ class Maintenance:
                         for shard in range(self._fleet.shards or 0)
                     ]
                 )
-                writers = list({inc for step in steps for inc in step.writers})
-                asked = [
-                    leases.absent(self._keyspace, writers[at : at + leases.MAX_ASKED])
-                    for at in range(0, len(writers), leases.MAX_ASKED)
-                ]
+                writers = {inc for step in steps for inc in step.writers}
+                asked = [leases.absent(self._keyspace, writers)] if writers else []
                 lost = [inc for found in await self._runner.run(asked) for inc in found]
                 if any(step.buckets_left for step in steps):
                     pause = SWEEP_PAUSE_S
@@ -190,15 +176,3 @@ class Maintenance:
                 lost = []
                 log.debug("sweep: %s", error)
             await asyncio.sleep(pause)
-
-    async def _maintain_keys(self) -> None:
-        """Go through all keys of the namespace, a few at a time and endlessly, to drop members of
-        families that belong to nothing: no script would ever look for them."""
-        strays = Strays(self._runner, self._keyspace, self._timeout_s)
-        while True:
-            try:
-                if self._fleet.shards is not None:
-                    await strays.drop_some(self._fleet.shards)
-            except RedisUnavailable as error:
-                log.debug("strays: %s", error)
-            await asyncio.sleep(MAINTENANCE_INTERVAL_S)

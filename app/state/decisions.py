@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from itertools import chain
 from typing import Any
 
@@ -10,19 +10,20 @@ from app.core.keys import Keyspace
 from app.policy.record import ENTRY, Record, decode, encode
 from app.state.client import Client
 from app.state.connect import deadline
-from app.state.scripts import Call, call
+from app.state.scripts import Call, command
 
 PAGE = 64
 """A few of them may hold all candidates: with a thousand workers, 160 KB each."""
 PAGE_TIMEOUT_S = 5.0
 MAX_WRITTEN = 64
-"""How many go in one call, which takes Redis a millisecond."""
+"""How many go in one round trip, which takes Redis a millisecond."""
 
 
-def record(keyspace: Keyspace, records: Iterable[Record], kept: int) -> Call[int]:
-    """Add at most MAX_WRITTEN records, of which about the newest `kept` stay."""
-    values = chain.from_iterable(map(encode, records))
-    return call("record", keyspace, kept, len(ENTRY), *ENTRY, *values, parse=int)
+def record(keyspace: Keyspace, decision: Record, kept: int) -> Call[bytes]:
+    """Add a decision to the stream, which keeps about the newest `kept`; returns its entry's id."""
+    entry = chain.from_iterable(zip(ENTRY, encode(decision), strict=True))
+    limit = ("MAXLEN", "~", kept, "*")
+    return command("record", "XADD", keyspace["decisions"], *limit, *entry, parse=bytes)
 
 
 async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:

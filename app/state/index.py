@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from app.core.chains import GROUP_BLOCKS, TIER_LETTER, TIER_OF_LETTER
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier
+from app.core.types import Incarnation, SequenceHash, Tier, parse_incarnation
 from app.state.scripts import Call, call
 
 _LETTER_OR_DASH = {tier: TIER_LETTER[tier] if tier is not None else "-" for tier in (None, *Tier)}
@@ -51,7 +51,7 @@ def open_shard(
 
     bucket_bits: used only if the shard is new.
     """
-    return call("open", shard, incarnation, nonce, bucket_bits, parse=bool)
+    return call("open_shard", shard, incarnation, nonce, bucket_bits, parse=bool)
 
 
 def apply(
@@ -83,7 +83,7 @@ class Claims:
     """What the index shows of an incarnation in some buckets.
 
     following: where to continue. entries: for each, the number of its bucket, its tier, and its
-    field, which is a sequence hash unless somebody corrupted it.
+    block; None for either that cannot be read.
     """
 
     bucket_bits: int
@@ -91,41 +91,52 @@ class Claims:
     entries: list[tuple[int, Tier | None, SequenceHash | None]]
 
 
-def claims(
-    shard: Keyspace, incarnation: Incarnation, first: Place, max_buckets: int
-) -> Call[Claims | None]:
-    """Every entry of an incarnation in the buckets from `first` on; None: the shard is empty."""
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """missing: how many of the blocks asked about the index does not show as published."""
 
-    def parse(reply: list[Any] | None) -> Claims | None:
+    missing: int
+    claims: Claims
+
+
+def audit(
+    shard: Keyspace,
+    incarnation: Incarnation,
+    nonce: str,
+    seq: int,
+    entries: Iterable[Change],
+    first: Place,
+    max_buckets: int,
+) -> Call[Audit | None]:
+    """Compare the index with what an incarnation has published up to batch `seq`: does it show
+    `entries`, and what does it show in the buckets from `first` on? None: the incarnation is lost.
+    """
+
+    def parse(reply: list[Any] | None) -> Audit | None:
         if reply is None:
             return None
-        bits, bucket, within, found = reply
-        return Claims(
-            bits,
-            (bucket, within),
-            [
-                (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
-                for bucket, entry in zip(found[::2], found[1::2], strict=True)
-            ],
-        )
+        missing, bits, bucket, within, shown = reply
+        found = [
+            (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
+            for bucket, entry in zip(shown[::2], shown[1::2], strict=True)
+        ]
+        return Audit(missing, Claims(bits, (bucket, within), found))
 
-    return call("claims", shard, incarnation, *first, max_buckets, parse=parse)
+    return call(
+        "audit",
+        shard,
+        incarnation,
+        nonce,
+        seq,
+        *first,
+        max_buckets,
+        *_groups(entries),
+        parse=parse,
+    )
 
 
 def _hash_of(field: bytes) -> SequenceHash | None:
     return SequenceHash(int(field, 16)) if _HASH.fullmatch(field) else None
-
-
-def drop_buckets(shard: Keyspace, names: Iterable[str]) -> Call[int]:
-    """Remove those buckets, named `<family>:<bucket>` as found, that no reader will look for."""
-    return call("drop_buckets", shard, *names, parse=int)
-
-
-def audit(
-    shard: Keyspace, incarnation: Incarnation, nonce: str, seq: int, entries: Iterable[Change]
-) -> Call[int]:
-    """How many of `entries` the index does not show after batch `seq`; -1: the worker is lost."""
-    return call("audit", shard, incarnation, nonce, seq, *_groups(entries), parse=int)
 
 
 def _groups(changes: Iterable[Change]) -> list[str]:
@@ -155,6 +166,6 @@ def sweep(
 
     def parse(reply: list[Any]) -> SweepStep:
         removed, buckets_left, writers = reply
-        return SweepStep(removed, buckets_left, [Incarnation(int(inc)) for inc in writers])
+        return SweepStep(removed, buckets_left, [*filter(None, map(parse_incarnation, writers))])
 
     return call("sweep", shard, max_buckets, scrub_ms, pause_ms, idle_ms, *lost, parse=parse)

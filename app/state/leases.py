@@ -10,10 +10,7 @@ from app.core.errors import NamespaceMismatch, WorkerReplaced
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, WorkerKey, parse_incarnation
 from app.core.worker_report import WorkerInfo, encode_info
-from app.state.scripts import Call, call
-
-MAX_ASKED = 4000
-"""Lua unpacks fewer than 8,000 values."""
+from app.state.scripts import Call, call, command
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +94,14 @@ def renew(
     staged: bool = False,
     thorough: bool = True,
 ) -> Call[int]:
-    """Extend a lease, or revive a lapsed one, and repair what Redis keeps about the worker.
+    """Extend a lease, or revive a lapsed one, and restore what Redis has lost of the worker.
 
     shards: how many `inc` publishes in. thorough: recount its load as well. Returns how many
     incarnations have a lease. 0: `inc` is retired or replaced, or the index has another number of
     shards; register again.
     """
     return call(
-        "lease_renew",
+        "renew",
         keyspace,
         str(info.key),
         inc,
@@ -124,13 +121,13 @@ def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> 
     return call("retire", keyspace, str(key), inc, nonce, parse=bool)
 
 
-def lapse(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
+def retire_lapsed(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
     """Retire incarnations whose lease lapsed `grace_ms` before Redis was last heard from.
 
     heard_ms: when that was, by the Redis clock, as in a Snapshot. Returns how many were retired, a
     few at most.
     """
-    return call("lapse", keyspace, grace_ms, heard_ms, parse=int)
+    return call("retire_lapsed", keyspace, grace_ms, heard_ms, parse=int)
 
 
 def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
@@ -142,13 +139,12 @@ def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
     return call("suspend", keyspace, request_id, parse=lambda inc: parse_incarnation(inc or b""))
 
 
-def drop_requests(keyspace: Keyspace, incarnations: Iterable[str]) -> Call[int]:
-    """Remove the requests of those of `incarnations`, named as found, that do not exist."""
-    return call("drop_requests", keyspace, *incarnations, parse=int)
-
-
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
-    """Those of `incarnations`, at most MAX_ASKED, that have ended."""
-    return call(
-        "absent", keyspace, *incarnations, parse=lambda reply: [Incarnation(int(i)) for i in reply]
-    )
+    """Those of `incarnations`, at least one, that no process may act as: they have ended, or were
+    lost when Redis lost data."""
+    asked = list(incarnations)
+
+    def parse(nonces: list[bytes | None]) -> list[Incarnation]:
+        return [inc for inc, nonce in zip(asked, nonces, strict=True) if nonce is None]
+
+    return command("absent", "HMGET", keyspace["writers"], *asked, parse=parse)

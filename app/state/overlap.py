@@ -32,7 +32,7 @@ from app.core.chains import (
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
-from app.state.scripts import Call, ScriptRunner, call, load_script
+from app.state.scripts import Call, ScriptRunner, call, command
 
 WHOLE_CHAIN = 512
 """Chains up to this length are sent whole: the hashes cost Redis less than another round trip."""
@@ -214,12 +214,12 @@ def _read(
 ) -> Call[list[bytes | None]]:
     """The owners of each block of a gap, without dead ones: the script leaves them out as well."""
     bucket = bucket_of(chain[gap.start - gap.start % GROUP_BLOCKS], bucket_bits)
-    return Call(
-        load_script("match"),
-        (shard[f"blocks:{bucket}"],),
-        hex_texts(chain[gap.start : gap.end]),
-        partial(_living, dead) if dead else list,
+    return command(
+        "match",
         "HMGET",
+        shard[f"blocks:{bucket}"],
+        *hex_texts(chain[gap.start : gap.end]),
+        parse=partial(_living, dead) if dead else list,
     )
 
 

@@ -75,7 +75,7 @@ def predict(
     )
 
 
-def foresee(
+def predicted(
     shard: Keyspace, chain: Sequence[SequenceHash], settings: PredictionSettings
 ) -> Call[dict[Incarnation, int]]:
     """Leading blocks of `chain` that each incarnation is predicted to hold."""
@@ -87,7 +87,7 @@ def foresee(
             for inc, n in zip(reply[::2], reply[1::2], strict=True)
         }
 
-    return call("foresee", shard, _text(chain), settings.slice_ms, parse=parse)
+    return call("predicted", shard, _text(chain), settings.slice_ms, parse=parse)
 
 
 def prune(shard: Keyspace, settings: PredictionSettings, max_buckets: int) -> Call[PruneStep]:

@@ -57,7 +57,7 @@ class Promised:
     goes meanwhile may be in one only. on: what each incarnation has, from one moment."""
 
     reservations: dict[bytes, bytes]
-    expiry: set[bytes]
+    expiry: dict[bytes, float]
     on: dict[bytes, OnWorker]
 
 
@@ -77,9 +77,9 @@ async def read_promised(
     reservations: dict[bytes, bytes] = {}
     async for fields in _parts(node.hscan, keyspace["reservations"]):
         reservations |= fields
-    expiry: set[bytes] = set()
+    expiry: dict[bytes, float] = {}
     async for members in _parts(node.zscan, keyspace["expiry"]):
-        expiry |= {member for member, _ in members}
+        expiry |= dict(members)
     on: dict[bytes, OnWorker] = {}
     for inc in incarnations:
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:

@@ -78,13 +78,9 @@ def release(
     return call("release", keyspace, request_id, attempt, by_ms, parse=bool)
 
 
-def expire(keyspace: Keyspace, limit: int, *, ttl_ms: int, grace_ms: int) -> Call[int]:
-    """Forget at most `limit` reservations whose time is up; returns how many.
-
-    ttl_ms: no reservation is kept for longer. grace_ms: the same for what is left of one that
-    somebody removed by hand; workers repair theirs sooner.
-    """
-    return call("expire", keyspace, limit, ttl_ms, grace_ms, parse=int)
+def expire(keyspace: Keyspace, limit: int) -> Call[int]:
+    """Forget at most `limit` reservations whose time is up; returns how many."""
+    return call("expire", keyspace, limit, parse=int)
 
 
 def _snapshot(

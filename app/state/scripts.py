@@ -1,4 +1,4 @@
-"""Loads lua/ and runs its scripts: one Call per script run, any number of Calls per round trip.
+"""Runs Calls, any number per round trip: each is a script of lua/, or a single Redis command.
 
 A script's header is its contract; Keyspace spells out the names after `KEYS[n]` in it.
 """
@@ -53,12 +53,13 @@ def load_script(name: str) -> Script:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One run of a script: what goes in, and how to read what comes out.
+    """One run of an operation: what goes in, and how to read what comes out.
 
-    command: sent in place of the script, for that part of its work which needs none.
+    name: the operation's, which is that of its script. command: the Redis command that it is, if it
+    needs no script.
     """
 
-    script: Script
+    name: str
     keys: tuple[str, ...]
     args: tuple[Any, ...]
     parse: Callable[[Any], T]
@@ -67,12 +68,18 @@ class Call(Generic[T]):
     def words(self) -> tuple[Any, ...]:
         if self.command:
             return (self.command, *self.keys, *self.args)
-        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+        sha = load_script(self.name).sha
+        return ("EVALSHA", sha, len(self.keys), *self.keys, *self.args)
 
 
 def call(name: str, keyspace: Keyspace, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
     """A Call of lua/<name>.lua in `keyspace`."""
-    return Call(load_script(name), _keys(name, keyspace), args, parse)
+    return Call(name, _keys(name, keyspace), args, parse)
+
+
+def command(name: str, command: str, key: str, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
+    """A Call of one Redis command on `key`, which is all that the operation `name` needs."""
+    return Call(name, (key,), args, parse, command)
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +155,7 @@ class ScriptRunner:
         return replies
 
     def _node_of(self, one: Call[Any]) -> Node:
-        return self.redis.node_of(one.keys[0], replica=one.script.name in self._on_replicas)
+        return self.redis.node_of(one.keys[0], replica=one.name in self._on_replicas)
 
     async def _bounded(self, node: Node, calls: Sequence[Call[Any]], started: float) -> list[Any]:
         try:
@@ -186,9 +193,9 @@ class ScriptRunner:
         replies = await self._send(node, calls)
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if missing:
-            # Scripts run one by one and in order, so what Redis did run stands; only the runs that
+            # Calls run one by one and in order, so what Redis did run stands; only the runs that
             # it had no script for are sent again.
-            await self._load(node, {calls[i].script for i in missing})
+            await self._load(node, {calls[i].name for i in missing})
             again = await self._send(node, [calls[i] for i in missing])
             for i, reply in zip(missing, again, strict=True):
                 replies[i] = reply
@@ -197,8 +204,9 @@ class ScriptRunner:
     async def _send(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
         return await exchange(node, [c.words() for c in calls])
 
-    async def _load(self, node: Node, scripts: Iterable[Script]) -> None:
-        for reply in await exchange(node, [("SCRIPT LOAD", script.text) for script in scripts]):
+    async def _load(self, node: Node, names: Iterable[str]) -> None:
+        texts = [load_script(name).text for name in names]
+        for reply in await exchange(node, [("SCRIPT LOAD", text) for text in texts]):
             if isinstance(reply, Exception):
                 raise reply
 
@@ -218,5 +226,5 @@ def _parsed(c: Call[Any], reply: Any) -> Any:
     if not isinstance(reply, RedisUnavailable):
         # Before Redis 7, a script's error names the refusal only in its text.
         is_full = isinstance(reply, OutOfMemoryError) or "-OOM command" in str(reply)
-        return (RedisFull if is_full else RedisUnavailable)(f"{c.script.name}: {reply}")
+        return (RedisFull if is_full else RedisUnavailable)(f"{c.name}: {reply}")
     return reply

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 from app.core.keys import Keyspace
 from app.core.types import Incarnation
-from app.state.scripts import Call, call
+from app.state.scripts import Call, call, command
 
 SESSIONS_KEPT = 65_536
 """About 7 MB in Redis."""
+_VISIT = re.compile(rb"([1-9]\d{0,14}) (\d{1,15})")
 
 
-def recall(
-    keyspace: Keyspace, sessions: Sequence[str], ttl_ms: int
-) -> Call[list[Incarnation | None]]:
-    """Where each of `sessions`, at least one, went in the last `ttl_ms`; None: nowhere.
+class Visit(NamedTuple):
+    """Where a session last went, and when, by the Redis clock.
 
     The incarnation may have ended; the worker's next one holds nothing of the session.
     """
 
-    def parse(reply: list[Any]) -> list[Incarnation | None]:
-        return [Incarnation(int(inc)) if inc else None for inc in reply]
+    incarnation: Incarnation
+    at_ms: int
 
-    return call("recall", keyspace, ttl_ms, *sessions, parse=parse)
+
+def recall(keyspace: Keyspace, sessions: Sequence[str]) -> Call[list[Visit | None]]:
+    """The last visit of each of `sessions`, at least one; None: none is known.
+
+    One longer ago than the lifetime of a session may still be in Redis: its reader passes it over.
+    """
+
+    def parse(reply: list[bytes | None]) -> list[Visit | None]:
+        return [_visit(text or b"") for text in reply]
+
+    return command("recall", "HMGET", keyspace["sessions"], *sessions, parse=parse)
+
+
+def _visit(text: bytes) -> Visit | None:
+    found = _VISIT.fullmatch(text)
+    return Visit(Incarnation(int(found[1])), int(found[2])) if found else None
 
 
 def remember(

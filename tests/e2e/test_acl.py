@@ -29,7 +29,7 @@ from tests.e2e.test_healing import (
     KEYS,
     PROMPTS,
     agent_of,
-    damages,
+    losses,
     short_intervals,
     world,
 )
@@ -47,27 +47,21 @@ SCRIPTS = {
         "activate",
         "apply",
         "audit",
-        "claims",
-        "lease_renew",
-        "open",
+        "renew",
+        "open_shard",
         "register",
         "retire",
     },
     "router": {
-        "absent",
-        "drop_buckets",
-        "drop_requests",
         "expire",
-        "foresee",
-        "lapse",
+        "predicted",
+        "retire_lapsed",
         "leave",
         "loads",
         "match",
         "predict",
         "prefill_complete",
         "prune",
-        "recall",
-        "record",
         "release",
         "remember",
         "reserve",
@@ -81,7 +75,7 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
     "worker": {"hgetall", "xadd"},
-    "router": {"hlen", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
+    "router": {"hlen", "hmget", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
         "exec",
         "hgetall",
@@ -94,6 +88,7 @@ OUTSIDE_SCRIPTS = {
         "readonly",
         "scan",
         "time",
+        "type",
         "unlink",
         "xrevrange",
         "zrange",
@@ -209,16 +204,16 @@ def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_pat
                 nobody.execute_command("AUTH", f"kvroute-{role}", "")
 
 
-@pytest.mark.parametrize("families", [("load", "requests", "leases"), ("shard", "blocks", "meta")])
-async def test_workers_and_routers_are_refused_nothing_even_while_they_repair_damage(
+@pytest.mark.parametrize("families", [("load", "prefills", "leases"), ("shard", "blocks", "meta")])
+async def test_workers_and_routers_are_refused_nothing_even_while_they_replace_what_was_lost(
     guarded: Guarded, families: tuple[str, ...]
 ) -> None:
     async with world(
         guarded.server.url, agents_url=guarded.url("worker"), router_url=guarded.url("router")
     ) as cluster:
         for family in families:
-            for name, damage in damages(family).items():
-                await cluster.suffers(f"{family}, {name}", damage)
+            for name, loss in losses(family).items():
+                await cluster.suffers(f"{family}, {name}", loss)
         agent = cluster.agents["w0"]
         await check_server(agent._runner.redis, 1.0)
         await check_server(cluster.router.fleet._redis, 1.0)

@@ -158,13 +158,14 @@ class Namespace:
     async def suspend(self, request_id: str) -> Incarnation | None:
         return await self.do(leases.suspend(self.keys, request_id))
 
-    async def lapse(self, grace_ms: int = 0) -> int:
-        return await self.do(leases.lapse(self.keys, grace_ms, await self.now_ms()))
+    async def retire_lapsed(self, grace_ms: int = 0) -> int:
+        return await self.do(leases.retire_lapsed(self.keys, grace_ms, await self.now_ms()))
 
     async def lost(self) -> list[Incarnation]:
         """Incarnations that the shard still lets publish, although they have ended."""
         writers = await self.redis.hkeys(self.shard["applied"])
-        return await self.do(leases.absent(self.keys, [Incarnation(int(w)) for w in writers]))
+        asked = [Incarnation(int(writer)) for writer in writers]
+        return await self.do(leases.absent(self.keys, asked)) if asked else []
 
     async def sweep(
         self,
@@ -219,8 +220,9 @@ class Namespace:
     ) -> int:
         return await self.do(sessions.remember(self.keys, session, inc, ttl_ms, limit))
 
-    async def recall(self, *asked: str, ttl_ms: int = LONG_MS) -> list[Incarnation | None]:
-        return await self.do(sessions.recall(self.keys, asked, ttl_ms))
+    async def recall(self, *asked: str) -> list[Incarnation | None]:
+        visits = await self.do(sessions.recall(self.keys, asked))
+        return [visit and visit.incarnation for visit in visits]
 
     async def wait(
         self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS, kept_ms: int = LONG_MS
@@ -248,10 +250,8 @@ class Namespace:
             async for key in self.redis.scan_iter(match=prefix.replace("{", r"\{") + "*")
         }
 
-    async def expire(self, limit: int = 100, ttl_ms: int = LONG_MS, grace_ms: int = LONG_MS) -> int:
-        return await self.do(
-            reservations.expire(self.keys, limit, ttl_ms=ttl_ms, grace_ms=grace_ms)
-        )
+    async def expire(self, limit: int = 100) -> int:
+        return await self.do(reservations.expire(self.keys, limit))
 
     async def loads(self) -> Snapshot:
         return await self.do(reservations.loads(self.keys))
@@ -269,10 +269,10 @@ class Namespace:
     ) -> int:
         return await self.do(predictions.predict(self.shard, inc, chain, settings))
 
-    async def foresee(
+    async def predicted(
         self, chain: Sequence[SequenceHash], settings: PredictionSettings
     ) -> dict[Incarnation, int]:
-        return await self.do(predictions.foresee(self.shard, chain, settings))
+        return await self.do(predictions.predicted(self.shard, chain, settings))
 
     async def prune(self, settings: PredictionSettings, max_buckets: int = 4) -> int:
         return (await self.do(predictions.prune(self.shard, settings, max_buckets))).removed

@@ -137,7 +137,7 @@ async def test_unreadable_requests_are_not_moved(space: Namespace) -> None:
     for request_id in ("r1", "r2", "r3"):
         await space.reserve(old, request_id, tokens=100, us=5000, blocks=7)
     await space.redis.hset(space.keys[f"requests:{old}"], "r2", "spoilt")
-    await space.redis.set(space.keys[f"prefills:{old}"], "spoilt")
+    await space.redis.delete(space.keys[f"prefills:{old}"])
     await space.redis.hset(space.key("load"), str(old), "spoilt")
     new = await space.worker("a", resync=True)
     assert await space.activate("a", new)
@@ -149,22 +149,12 @@ async def test_unreadable_requests_are_not_moved(space: Namespace) -> None:
     }
 
 
-async def test_requests_in_a_key_of_another_type_are_lost(space: Namespace) -> None:
-    old = await space.worker("a")
-    await space.reserve(old, "r1")
-    await space.redis.set(space.keys[f"requests:{old}"], "spoilt")
-    new = await space.worker("a", resync=True)
-    assert await space.activate("a", new)
-    load = await space.load(new)
-    assert (load.requests, load.blocks) == (0, 0)
-
-
 async def test_requests_left_under_a_reused_number_are_discarded(space: Namespace) -> None:
     """Redis lost everything else of an earlier incarnation and gave out its number again."""
     await space.worker("a")
     await space.redis.hset(space.keys["requests:2"], "r1", "100 5000 7 p -")
     await space.redis.hset(space.key("reservations"), "r1", "2")
-    await space.redis.set(space.keys["prefills:2"], "spoilt")
+    await space.redis.rpush(space.keys["prefills:2"], "r1")
     assert await space.worker("b") == 2
     assert (await space.load(Incarnation(2))) == NO_LOAD
 

@@ -4,7 +4,7 @@ import pytest
 
 from app.core.errors import RedisUnavailable
 from app.core.loads import Load
-from tests.lua.conftest import LONG_MS, Namespace
+from tests.lua.conftest import Namespace
 
 
 async def test_an_expired_reservation_gives_everything_back(space: Namespace) -> None:
@@ -70,68 +70,6 @@ async def test_a_redis_that_takes_no_writes_is_noticed_though_nothing_expires(
         await space.redis.replicaof("NO", "ONE")
 
 
-async def test_an_expiry_later_than_routers_ask_for_is_lowered(space: Namespace) -> None:
-    inc = await space.worker("a")
-    for i, far in enumerate((9e15, float("inf"))):
-        await space.reserve(inc, f"r{i}")
-        await space.redis.zadd(space.key("expiry"), {f"r{i}": far})
-    await space.reserve(inc, "near", ttl_ms=1_000)
-    near = await space.expires_ms("expiry", "near")
-    assert await space.expire(ttl_ms=5_000) == 0
-    for request_id in ("r0", "r1"):
-        assert await space.expires_ms("expiry", request_id) <= await space.now_ms() + 5_000
-    assert await space.expires_ms("expiry", "near") == near
-
-
-async def test_an_expiry_without_a_reservation_is_removed_after_a_grace_period(
-    space: Namespace,
-) -> None:
-    inc = await space.worker("a")
-    await space.reserve(inc, "r1")
-    kept = await space.expires_ms("expiry", "r1")
-    await space.redis.zadd(space.key("expiry"), {"junk": await space.now_ms() + LONG_MS})
-    assert await space.expire(grace_ms=2_000) == 0
-    assert await space.expires_ms("expiry", "junk") <= await space.now_ms() + 2_000
-    assert await space.expires_ms("expiry", "r1") == kept
-    soon = await space.expires_ms("expiry", "junk")
-    assert await space.expire(grace_ms=10_000) == 0
-    assert await space.expires_ms("expiry", "junk") == soon, "it is not postponed"
-    assert await space.expire(grace_ms=-1) == 1
-    assert await space.redis.zrange(space.key("expiry"), 0, -1) == [b"r1"]
-
-
-async def test_a_reservation_without_a_record_is_dropped(space: Namespace) -> None:
-    inc = await space.worker("a")
-    await space.reserve(inc, "r1")
-    await space.redis.hset(
-        space.key("reservations"), mapping={"x": str(inc), "y": "77", "z": "", "": "spoilt"}
-    )
-    assert await space.expire() == 0
-    assert await space.redis.hgetall(space.key("reservations")) == {b"r1": b"%d" % inc}
-
-
-async def test_records_of_another_type_do_not_block_expiry(space: Namespace) -> None:
-    inc, other = await space.worker("a"), await space.worker("b")
-    for request_id in ("r1", "r2"):
-        await space.reserve(inc, request_id)
-    await space.reserve(other, "r3")
-    await space.backdate_expiry("r1", "r3")
-    for name in (f"requests:{inc}", f"prefills:{inc}", f"prefills:{other}"):
-        await space.redis.set(space.keys[name], "spoilt")
-    assert await space.expire(grace_ms=-1) == 2
-    assert await space.expire(grace_ms=-1) == 1
-    assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
-
-
-async def test_what_is_left_of_a_request_without_a_record_is_removed(space: Namespace) -> None:
-    inc = await space.worker("a")
-    await space.reserve(inc, "r1")
-    await space.redis.delete(space.keys[f"requests:{inc}"])
-    await space.expire(grace_ms=-1)
-    assert await space.expire(grace_ms=-1) == 1
-    assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
-
-
 async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(
     space: Namespace,
 ) -> None:
@@ -141,6 +79,19 @@ async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(
     await space.redis.hset(space.key("load"), str(inc), "spoilt")
     await space.redis.hset(space.keys[f"requests:{inc}"], "r2", "spoilt")
     await space.backdate_expiry("r1", "r2")
+    assert await space.expire() == 2
+    assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
+    assert await space.renew(inc)
+    assert (await space.load(inc)).requests == 0
+
+
+async def test_what_is_left_of_a_request_ends_when_its_time_is_up(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for request_id in ("no record", "no reservation"):
+        await space.reserve(inc, request_id)
+    await space.redis.hdel(space.keys[f"requests:{inc}"], "no record")
+    await space.redis.hdel(space.key("reservations"), "no reservation")
+    await space.backdate_expiry("no record", "no reservation")
     assert await space.expire() == 2
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
     assert await space.renew(inc)

@@ -8,11 +8,11 @@ import pytest
 
 from app.core.errors import RedisFull
 from app.core.types import Incarnation
-from app.state import index
+from app.state import decisions, index
 from app.state.index import Change
 from app.state.predictions import PredictionSettings
-from app.state.scripts import call
 from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, Namespace, ticket
+from tests.state.test_decisions import record
 
 MINUTE = PredictionSettings(lifetime_s=60, max_entries=100)
 
@@ -51,14 +51,14 @@ async def test_a_batch_that_adds_no_entries_is_applied(full: Namespace) -> None:
 async def test_workers_and_requests_still_come_and_go(full: Namespace) -> None:
     inc = Incarnation(1)
     await full.redis.zrem(full.key("leases"), str(inc))
-    assert await full.lapse(grace_ms=LONG_MS) == 0
+    assert await full.retire_lapsed(grace_ms=LONG_MS) == 0
     assert await full.renew(inc)
     assert await full.reserve(inc, "r2") is None
     assert await full.prefill_complete("r1")
     assert await full.release("r1")
     assert await full.worker("b") == 2
     assert await full.suspend("r2") == inc
-    assert await full.expire(ttl_ms=LONG_MS // 2) == 0
+    assert await full.expire() == 0
     assert await full.prune(MINUTE) == 0
     assert await full.retire("a", inc)
     while (await full.sweep(max_buckets=64)).buckets_left:
@@ -67,9 +67,9 @@ async def test_workers_and_requests_still_come_and_go(full: Namespace) -> None:
 
 
 async def test_no_decision_is_recorded_but_earlier_ones_stay(full: Namespace) -> None:
-    one = call("record", full.keys, 100, 1, "a", "1", parse=int)
+    one = decisions.record(full.keys, record("r1", [A]), kept=100)
     await full.redis.config_set("maxmemory", 0)
-    assert await full.do(one) == 1
+    assert await full.do(one)
     await full.redis.config_set("maxmemory", 1)
     with pytest.raises(RedisFull, match="record"):
         await full.do(one)

@@ -44,16 +44,6 @@ async def test_a_deleted_flow_continues_from_the_last_turn(space: Namespace) -> 
     assert await space.redis.zscore(space.key("flows"), "normal:a") == 3 * 1600
 
 
-async def test_all_tickets_can_leave_even_if_a_key_has_another_type(space: Namespace) -> None:
-    both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
-    for key in ("line", "flows", "easy_flows", "waiting:normal:a", "picky:normal:a"):
-        await space.wait("x", *both)
-        await space.redis.delete(space.key(key))
-        await space.redis.set(space.key(key), "spoilt")
-        await space.leave(*both, had_turn=True)
-        assert await space.contents() == "", key
-
-
 async def test_a_ticket_is_removed_from_whichever_key_it_is_in(space: Namespace) -> None:
     one = ticket("normal:a", "x", 1)
     await space.wait("x", one)

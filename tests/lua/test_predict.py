@@ -14,9 +14,9 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 async def test_blocks_routed_to_a_worker_are_foreseen_there(space: Namespace) -> None:
     inc = await space.worker("a")
     assert await space.predict(inc, CHAIN, HOURS) == 32
-    assert await space.foresee(CHAIN, HOURS) == {inc: 64}
-    assert await space.foresee(CHAIN[:20], HOURS) == {inc: 20}
-    assert await space.foresee(OTHER, HOURS) == {inc: 10}
+    assert await space.predicted(CHAIN, HOURS) == {inc: 64}
+    assert await space.predicted(CHAIN[:20], HOURS) == {inc: 20}
+    assert await space.predicted(OTHER, HOURS) == {inc: 10}
 
 
 async def test_workers_with_similar_numbers_are_distinguished(space: Namespace) -> None:
@@ -24,11 +24,11 @@ async def test_workers_with_similar_numbers_are_distinguished(space: Namespace) 
     await space.predict(a, CHAIN, HOURS)
     await space.predict(b, CHAIN[:12], HOURS)
     await space.predict(b, OTHER, HOURS)
-    assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
-    assert await space.foresee(OTHER, HOURS) == {a: 10, b: 30}
+    assert await space.predicted(CHAIN, HOURS) == {a: 64, b: 12}
+    assert await space.predicted(OTHER, HOURS) == {a: 10, b: 30}
     await space.age_predictions(1)
     await space.predict(a, CHAIN, HOURS)
-    assert await space.foresee(CHAIN, HOURS) == {a: 64, b: 12}
+    assert await space.predicted(CHAIN, HOURS) == {a: 64, b: 12}
 
 
 async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(
@@ -45,8 +45,8 @@ async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(
 async def test_an_empty_chain_predicts_nothing(space: Namespace) -> None:
     inc = await space.worker("a")
     assert await space.predict(inc, [], HOURS) == 0
-    assert await space.foresee([], HOURS) == {}
-    assert await space.foresee(CHAIN, HOURS) == {}
+    assert await space.predicted([], HOURS) == {}
+    assert await space.predicted(CHAIN, HOURS) == {}
 
 
 async def test_a_retired_incarnation_gets_no_predictions(space: Namespace) -> None:
@@ -54,7 +54,7 @@ async def test_a_retired_incarnation_gets_no_predictions(space: Namespace) -> No
     await space.predict(inc, CHAIN, HOURS)
     await space.retire("a", inc)
     await space.sweep(max_buckets=0)
-    assert await space.foresee(CHAIN, HOURS) == {}
+    assert await space.predicted(CHAIN, HOURS) == {}
     assert await space.predict(inc, OTHER, HOURS) == 0
 
 
@@ -63,13 +63,13 @@ async def test_a_prediction_stays_while_it_is_used_and_then_expires(space: Names
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.age_predictions(4)
-    assert await space.foresee(CHAIN, HOURS) == {inc: 64}
+    assert await space.predicted(CHAIN, HOURS) == {inc: 64}
     assert await space.predict(inc, CHAIN[:20], HOURS) == 18
     assert await space.predictions() == 32
     await space.age_predictions(1)
-    assert await space.foresee(CHAIN, HOURS) == {inc: 20}
+    assert await space.predicted(CHAIN, HOURS) == {inc: 20}
     await space.age_predictions(4)
-    assert await space.foresee(CHAIN, HOURS) == {}
+    assert await space.predicted(CHAIN, HOURS) == {}
 
 
 async def test_the_oldest_predictions_are_given_up_at_the_limit(space: Namespace) -> None:
@@ -79,9 +79,9 @@ async def test_the_oldest_predictions_are_given_up_at_the_limit(space: Namespace
     for chain, slices in zip(chains, (1, 1, 2), strict=False):
         await space.predict(inc, chain, few)
         await space.age_predictions(slices)
-    assert [await space.foresee(chain, few) for chain in chains[:3]] == [{inc: 64}] * 3
+    assert [await space.predicted(chain, few) for chain in chains[:3]] == [{inc: 64}] * 3
     await space.predict(inc, chains[3], few)  # 128 entries are too many; 80 are to be left
-    foreseen = [await space.foresee(chain, few) for chain in chains]
+    foreseen = [await space.predicted(chain, few) for chain in chains]
     assert foreseen == [{}, {}, {inc: 64}, {inc: 64}]
 
 
@@ -93,7 +93,7 @@ async def test_expired_predictions_do_not_count_towards_the_limit(space: Namespa
         await space.predict(inc, chain, few)
         await space.age_predictions(slices)
     assert await space.predictions() == 128
-    assert await space.foresee(chains[2], few) == {inc: 64}
+    assert await space.predicted(chains[2], few) == {inc: 64}
 
 
 async def test_only_slices_count_towards_the_limit(space: Namespace) -> None:
@@ -116,11 +116,11 @@ async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) ->
     made = [await space.predict(inc, chain, few) for chain in chains]
     assert made == [32, 32, 32, 32, 0, 0, 0, 0]
     assert await space.predictions() == 160
-    assert await space.foresee(earlier, few) == {}
-    assert await space.foresee(chains[3], few) == {inc: 64}
+    assert await space.predicted(earlier, few) == {}
+    assert await space.predicted(chains[3], few) == {inc: 64}
     await space.age_predictions(1)
     assert await space.predict(inc, chains[7], few) == 32
-    assert await space.foresee(chains[7], few) == {inc: 64}
+    assert await space.predicted(chains[7], few) == {inc: 64}
 
 
 async def test_the_first_prediction_sets_the_bucket_layout(space: Namespace) -> None:
@@ -129,5 +129,5 @@ async def test_the_first_prediction_sets_the_bucket_layout(space: Namespace) -> 
     bucket_bits = await space.get("predictions", "bucket_bits")
     await space.predict(inc, OTHER, PredictionSettings(lifetime_s=4 * 3600, max_entries=1_000_000))
     assert await space.get("predictions", "bucket_bits") == bucket_bits
-    assert await space.foresee(CHAIN, HOURS) == {inc: 64}
-    assert await space.foresee(OTHER, HOURS) == {inc: 30}
+    assert await space.predicted(CHAIN, HOURS) == {inc: 64}
+    assert await space.predicted(OTHER, HOURS) == {inc: 30}

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from itertools import count
 
-import pytest
-
 from app.core.types import SequenceHash
 from app.state.predictions import PredictionSettings, PruneStep, prune
 from tests.lua.conftest import Namespace
@@ -21,7 +19,7 @@ async def test_only_expired_predictions_are_removed(space: Namespace) -> None:
     await space.predict(b, CHAIN, HOURS)
     assert await space.prune(HOURS) == 16
     assert await space.prune(HOURS) == 0
-    assert await space.foresee(CHAIN, HOURS) == {b: 16}
+    assert await space.predicted(CHAIN, HOURS) == {b: 16}
     assert await space.predictions() == 16
 
 
@@ -90,35 +88,6 @@ async def test_a_cutoff_in_the_future_is_dropped(space: Namespace) -> None:
     await space.predict(inc, CHAIN, HOURS)
     slices = await space.now_ms() // HOURS.slice_ms
     await space.redis.hset(space.key("predictions"), "cutoff", str(slices + 2))
-    assert await space.foresee(CHAIN, HOURS) == {}
+    assert await space.predicted(CHAIN, HOURS) == {}
     assert await space.prune(HOURS) == 0
-    assert await space.foresee(CHAIN, HOURS) == {inc: 16}
-
-
-@pytest.mark.parametrize("field", ["bucket_bits", "cutoff", "cursor", "letter"])
-@pytest.mark.parametrize("value", ["spoilt", "", "-5", "9" * 15])
-async def test_predictions_recover_from_an_invalid_field(
-    space: Namespace, field: str, value: str
-) -> None:
-    inc = await space.worker("a")
-    await space.predict(inc, CHAIN, HOURS)
-    letters = [f for f in await space.redis.hkeys(space.key("predictions")) if len(f) == 1]
-    name = letters[0] if field == "letter" else field
-    await space.redis.hset(space.key("predictions"), name, value)
-    for _ in range(2):
-        await space.prune(HOURS)
-        await space.predict(inc, CHAIN, HOURS)
-    assert await space.foresee(CHAIN, HOURS) == {inc: 16}
-    assert await space.redis.hget(space.key("predictions"), name) != value.encode()
-
-
-async def test_keys_of_another_type_are_dropped(space: Namespace) -> None:
-    inc = await space.worker("a")
-    await space.predict(inc, CHAIN, HOURS)
-    [bucket, *_] = await space.redis.keys(space.key("predicted:") + "*")
-    await space.redis.set(bucket, "spoilt")
-    await space.prune(HOURS)
-    assert not await space.redis.exists(bucket)
-    await space.redis.set(space.key("predictions"), "spoilt")
-    assert await space.prune(HOURS) == 0
-    assert not await space.redis.exists(space.key("predictions"))
+    assert await space.predicted(CHAIN, HOURS) == {inc: 16}

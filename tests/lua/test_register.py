@@ -177,13 +177,6 @@ async def test_a_number_is_not_given_out_again_while_any_trace_of_it_is_left(
     assert await registered(space, "b") == 2
 
 
-@pytest.mark.parametrize("count", ["spoilt", "", "-5", "1.5", "9" * 10, "9" * 30])
-async def test_an_invalid_count_of_incarnations_starts_over(space: Namespace, count: str) -> None:
-    assert await space.worker("a") == 1
-    await space.redis.hset(space.key("meta"), "incarnations", count)
-    assert await registered(space, "b") == 2
-
-
 @pytest.mark.parametrize("field", ["block_size", "shards"])
 @pytest.mark.parametrize("value", ["spoilt", "", "0", "-1", "1e3"])
 async def test_a_namespace_with_invalid_settings_is_created_again(
@@ -194,15 +187,6 @@ async def test_a_namespace_with_invalid_settings_is_created_again(
     assert (await space.register("b", shards=2)).shards == 2
     assert await space.get("meta", "block_size") == "4"
     assert len((await space.loads()).loads) == 2
-
-
-async def test_keys_of_another_type_are_dropped(space: Namespace) -> None:
-    names = ("meta", "workers", "current", "leases", "writers", "load", "reservations", "expiry")
-    for name in names:
-        await space.redis.set(space.key(name), "spoilt")
-    inc = await space.worker("a")
-    assert (await space.loads()).loads == {inc: NO_LOAD}
-    assert await space.reserve(inc, "r1") is None
 
 
 async def test_a_process_whose_nonce_was_overwritten_may_resync(space: Namespace) -> None:

@@ -53,9 +53,3 @@ async def test_nothing_is_left_once_no_session_comes(space: Namespace) -> None:
     assert await eventually(space.contents, lambda found: not found) == ""
     await space.remember("a", ONE)
     assert 0 < await space.redis.pttl(space.key("sessions")) <= LONG_MS
-
-
-async def test_a_key_of_another_type_is_replaced(space: Namespace) -> None:
-    await space.redis.set(space.key("sessions"), "spoilt")
-    await space.remember("a", ONE)
-    assert await space.recall("a") == [ONE]

@@ -38,7 +38,7 @@ async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(
 async def test_a_suspended_worker_that_does_not_renew_is_retired(space: Namespace) -> None:
     failing, other = await fleet(space, 2)
     await space.suspend("r0")
-    assert await space.lapse() == 1
+    assert await space.retire_lapsed() == 1
     assert await space.lost() == [failing]
     assert await live(space) == [other]
 

@@ -43,17 +43,6 @@ async def test_every_key_of_the_line_expires(space: Namespace) -> None:
 LINE_KEYS = ("line", "flows", "easy_flows", "waiting:normal:a", "picky:normal:a")
 
 
-async def test_keys_of_another_type_are_replaced(space: Namespace) -> None:
-    both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
-    for key in LINE_KEYS:
-        await space.wait("x", *both)
-        await space.redis.delete(space.key(key))
-        await space.redis.set(space.key(key), "spoilt")
-        await space.wait("x", *both)
-        assert await space.turns("x") == [one.name for one in both], key
-    assert await space.redis.zrange(space.key("easy_flows"), 0, -1) == [b"normal:a"]
-
-
 async def test_a_deleted_key_is_restored_by_the_next_call(space: Namespace) -> None:
     both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
     for key in LINE_KEYS:

@@ -62,6 +62,29 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(SHARD["blocks:0"], "00", "2d1d"), "owners that cannot be read"),
         (lambda r: r.hset(SHARD["blocks:0"], "00", "9" * 5000 + "d"), "owners that cannot be read"),
         (lambda r: r.hset(SHARD["blocks:0"], "00", "77d"), "an unknown owner"),
+        (lambda r: r.hset(SHARD["blocks:zz"], "00", "1d"), "a bucket that nobody looks for"),
+        (lambda r: r.hset(SHARD["shard"], "bucket_bits", "x"), "bucket bits that cannot be read"),
+        (lambda r: r.hset(SHARD["applied"], "junk", "0 x"), "a writer that is no incarnation"),
+        (lambda r: r.sadd(SHARD["dead"], "junk"), "a writer that is no incarnation"),
+        (lambda r: r.hset(SHARD["predictions"], "a", "x"), "a number of predictions"),
+        (lambda r: r.set(SHARD["predicted:0"], "spoilt"), "a key that is not a hash"),
+        (lambda r: r.set(KEYS["reservations"], "spoilt"), "a key that is not a hash"),
+        (lambda r: r.set(KEYS["leases"], "spoilt"), "a key that is not a zset"),
+        (lambda r: r.set(KEYS["metrics"], "spoilt"), "a key that is not a stream"),
+        (lambda r: r.set(KEYS["waiting:normal:a"], "spoilt"), "a key that is not a zset"),
+        (lambda r: r.rename(KEYS["load"], KEYS["load.bak"]), "a key that is none of kvroute's"),
+        (lambda r: r.hset(KEYS["blocks:0"], "00", "1d"), "a key that is none of kvroute's"),
+        (lambda r: r.rpush(KEYS["prefills:77"], "r1"), "requests of an incarnation that has ended"),
+        (lambda r: r.hset(KEYS["requests:x"], "r1", "y"), "requests of an incarnation that has"),
+        (
+            lambda r: r.set(KEYS.of_shard(3)["blocks:0"], "spoilt"),
+            "a shard past the last one",
+        ),
+        (lambda r: r.hset(KEYS["meta"], "incarnations", "x"), "a number of the namespace"),
+        (lambda r: r.hset(KEYS["meta"], "block_size", "8"), "another block size"),
+        (lambda r: r.hset(KEYS["workers"], "1", "spoilt"), "a worker's entry that cannot be read"),
+        (lambda r: r.zadd(KEYS["leases"], {"1": 9e15}), "a lease that ends later"),
+        (lambda r: r.zadd(KEYS["expiry"], {"req-7": 9e15}), "a reservation that lasts longer"),
     ],
 )
 def test_verify_finds_contradictions(
@@ -81,7 +104,7 @@ def test_verify_reads_many_reservations_in_parts(
     monkeypatch.setattr("app.ops.verify.LOOKS", 1)
     requests = [f"r{i}" for i in range(1000)]
     raw.hset(KEYS["reservations"], mapping=dict.fromkeys(requests, "1"))
-    raw.zadd(KEYS["expiry"], dict.fromkeys(requests, 1 << 50))
+    raw.zadd(KEYS["expiry"], dict.fromkeys(requests, 1 << 40))
     raw.config_resetstat()
     found = json.loads(kvroute(url, "inspect", "verify", "--json").output)["findings"]
     assert [(f["what"], f["count"]) for f in found] == [("a reservation without its request", 1000)]

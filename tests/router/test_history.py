@@ -99,9 +99,8 @@ async def test_no_call_writes_more_than_redis_can_in_a_millisecond(redis: Redis)
 
     class Runner(ScriptRunner):
         async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-            replies = await super().run(calls)
-            written.extend(replies)
-            return replies
+            written.append(len(calls))
+            return await super().run(calls)
 
     history = history_of(redis, Runner(redis, timeout_s=5))
     for n in range(2 * MAX_WRITTEN + 1):

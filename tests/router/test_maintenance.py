@@ -23,7 +23,7 @@ from app.router.metrics import Telemetry
 from app.router.replica import Replica
 from app.state.client import Client
 from app.state.connect import connect
-from app.state.predictions import PredictionSettings, foresee, predict
+from app.state.predictions import PredictionSettings, predict, predicted
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_workers import KEYS, NAMESPACE, SHARD, FakeWorkers
@@ -55,7 +55,7 @@ class CountingRunner(ScriptRunner):
         self.down = False
 
     async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.ran.update(c.script.name for c in calls)
+        self.ran.update(c.name for c in calls)
         if self.down:
             raise RedisUnavailable("unreachable")
         return await super().run(calls)
@@ -103,7 +103,7 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
     chains = [[SequenceHash(n << 56)] for n in range(256)]
 
     async def num_foreseen() -> int:
-        found = await runner.run([foresee(SHARD, chain, settings) for chain in chains])
+        found = await runner.run([predicted(SHARD, chain, settings) for chain in chains])
         return sum(map(len, found))
 
     async with running(maintenance_of(redis, predicted=settings)):
@@ -135,7 +135,7 @@ async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
                 fleet.note(RedisUnavailable("unreachable"))
             await redis.zadd(KEYS["leases"], {str(inc): 1})
             await runner.runs_of("expire", 5)
-            assert "lapse" not in runner.ran
+            assert "retire_lapsed" not in runner.ran
             clock.ahead_s += RETIRE_GRACE_MS / 1000
             await eventually(num_workers, lambda number: number == 0)
 
@@ -152,13 +152,13 @@ async def test_nobody_is_retired_soon_after_an_outage_that_only_maintenance_noti
     async with running(maintenance_of(redis, runner)):
         await runner.runs_of("expire", 2)
         clock.now_s += RETIRE_GRACE_MS / 1000
-        await runner.runs_of("lapse", 1)
+        await runner.runs_of("retire_lapsed", 1)
         runner.down = True
         await runner.runs_of("expire", 2)
         await redis.zadd(KEYS["leases"], {str(inc): 1})
         runner.down = False
         await runner.runs_of("expire", 5)
-        assert "lapse" not in runner.ran
+        assert "retire_lapsed" not in runner.ran
     assert await redis.hlen(KEYS["workers"]) == 1
 
 
@@ -181,7 +181,7 @@ async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(
         seconds, _ = await redis.time()
         await redis.zadd(KEYS["leases"], {str(inc): 1000 * (seconds - 60)})
         clock.ahead_s += 3_600
-        await runner.runs_of("lapse", 3)
+        await runner.runs_of("retire_lapsed", 3)
         assert await workers.reserved() == {"r1": "w1:0"}
         await redis.zadd(KEYS["leases"], {str(inc): 1000 * (seconds - 2 * 3600)})
         await eventually(num_workers, lambda number: number == 0)
@@ -203,7 +203,7 @@ async def test_everything_goes_on_after_an_outage(
 
     async def fewest_failures() -> int:
         told = Counter(record.getMessage().split(":")[0] for record in caplog.records)
-        return min(told[task] for task in ("maintenance", "prune", "sweep", "strays"))
+        return min(told[task] for task in ("maintenance", "prune", "sweep"))
 
     async with connect(own_redis_server.url) as redis:
         workers = FakeWorkers(redis)
@@ -246,7 +246,7 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
 
         async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
             replies = await super().run(calls)
-            if later and any(c.script.name == "release" for c in calls):
+            if later and any(c.name == "release" for c in calls):
                 maintenance.release_soon(later.pop())
             return replies
 
@@ -293,7 +293,7 @@ async def test_an_incarnation_whose_number_was_lost_with_the_data_is_not_swept(
         """Redis is unreachable, and comes back empty, once an incarnation has been found lost."""
 
         async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-            names = {c.script.name for c in calls}
+            names = {c.name for c in calls}
             if "sweep" in names and lost and not emptied.is_set():
                 await redis.flushall()
                 await workers.register("w1")

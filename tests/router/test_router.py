@@ -37,7 +37,7 @@ from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 # Two full blocks of four tokens, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 TIMEOUT_S = 5.0
-HOUSEKEEPING = {"expire", "sweep", "absent", "drop_buckets", "drop_requests", "record"}
+HOUSEKEEPING = {"expire", "sweep", "absent", "record"}
 
 Hook = Callable[[], Awaitable[object]]
 
@@ -62,14 +62,14 @@ class ScriptedRunner(ScriptRunner):
         self.answer_is_lost = False
 
     async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
-        names = [c.script.name for c in calls]
+        names = [c.name for c in calls]
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls)
         self.round_trips.append(names)
-        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.script.name == "reserve")
+        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
-        turns = [int(c.args[1]) for c in calls if c.script.name == "turns"]
+        turns = [int(c.args[1]) for c in calls if c.name == "turns"]
         self.most_turns = max(self.most_turns, *turns, 0)
         if "reserve" in names and self.before_reserve:
             await self.before_reserve()

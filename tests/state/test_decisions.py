@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from redis.asyncio import Redis
 
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
@@ -18,6 +19,7 @@ from app.policy.record import ENTRY, ROWS, Record, Seen, decode, encode, sampled
 from app.state import decisions
 from app.state.client import Client
 from app.state.connect import connect
+from app.state.scripts import ScriptRunner
 from tests.redis_servers import stopped
 
 KEYS = Keyspace("test")
@@ -128,6 +130,14 @@ async def test_records_are_read_page_by_page_the_latest_first_without_corrupted_
         await redis.xadd(KEYS["decisions"], {**entry})
     found = [record.request_id async for record in decisions.read(redis, KEYS)]
     assert found == ["r5", "r4", "r0"]
+
+
+async def test_the_oldest_decisions_are_trimmed_when_there_are_too_many(redis: Redis) -> None:
+    runner = ScriptRunner(redis, timeout_s=5)
+    kept = decisions.record(KEYS, record("r1", CHAIN), 100)
+    for _ in range(8):
+        await runner.run([kept] * 100)
+    assert 100 <= await redis.xlen(KEYS["decisions"]) < 250
 
 
 async def test_reading_from_a_redis_that_hangs_ends_with_an_error(

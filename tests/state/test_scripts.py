@@ -18,7 +18,7 @@ from app.state.client import Client
 from app.state.connect import connect
 from app.state.exchange import Node
 from app.state.index import Change
-from app.state.scripts import Call, ScriptRunner, call, load_script
+from app.state.scripts import Call, ScriptRunner, call, command, load_script
 from tests.redis_servers import kinds_here, require_redis, stopped
 
 KEYS = Keyspace("test")
@@ -48,10 +48,10 @@ async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[Client]:
 
 
 def test_includes_are_pasted_into_a_script() -> None:
-    text = load_script("lease_renew").text
+    text = load_script("renew").text
     assert "@include" not in text
     assert text.count("local function now_ms()") == 1
-    assert text.startswith("-- lease_renew: ")
+    assert text.startswith("-- renew: ")
 
 
 def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order() -> None:
@@ -96,6 +96,32 @@ async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: Clie
     assert (reserved, released, again) == ([None], True, [None])
     load = (await runner.one(LOADS)).loads[Incarnation(1)]
     assert (load.requests, load.total) == (1, 2)
+
+
+async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(redis: Client) -> None:
+    sent: list[list[str]] = []
+
+    class Recording(ScriptRunner):
+        async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+            sent.append([c.name for c in calls])
+            return await super()._send(node, calls)
+
+    runner = Recording(redis, timeout_s=5)
+    await runner.one(REGISTER)
+    await runner.one(ACTIVATE)
+    await redis.script_flush()
+    sent.clear()
+    absent = leases.absent(KEYS, [Incarnation(1), Incarnation(2)])
+    seen, found, seen_too = await runner.run([LOADS, absent, LOADS])
+    assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
+    assert found == [2]
+    assert sent == [["loads", "absent", "loads"], ["loads", "loads"]]
+
+
+async def test_a_plain_command_s_error_names_its_operation(redis: Client) -> None:
+    await redis.set(KEYS["writers"], "no hash")
+    with pytest.raises(RedisUnavailable, match=r"^absent: .*WRONGTYPE"):
+        await ScriptRunner(redis, timeout_s=5).one(leases.absent(KEYS, [Incarnation(1)]))
 
 
 async def test_an_error_reply_means_that_redis_is_unavailable(redis: Client) -> None:
@@ -156,7 +182,8 @@ async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: 
             assert isinstance(refused, RedisUnavailable)
             assert "read only replica" in str(refused)
             runner.promote = True
-            assert await runner.run([LOADS, RESERVE]) == [ANY, [None]]
+            remember = command("remember", "HSET", KEYS["sessions"], "a", "1 7", parse=int)
+            assert await runner.run([LOADS, remember, RESERVE]) == [ANY, 1, [None]]
             assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 1
 
 

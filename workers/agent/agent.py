@@ -17,7 +17,6 @@ from typing import Any
 from app.core import worker_report
 from app.core.errors import (
     IncarnationLost,
-    NamespaceMismatch,
     RedisUnavailable,
     WorkerReplaced,
 )
@@ -151,11 +150,11 @@ class Agent:
         while True:
             try:
                 registration = await self._publisher.insist(call)
-            except (NamespaceMismatch, WorkerReplaced):
+            except WorkerReplaced:
                 if waited or held is None:
                     raise
                 # A Redis that lost data may show the process before this one, which has ended: then
-                # nobody renews its lease. And a wrong block size is corrected by others' renewals.
+                # nobody renews its lease.
                 waited = True
                 await asyncio.sleep(self._ttl_ms / 1000)
                 continue

@@ -353,24 +353,28 @@ class Publisher:
     ) -> None:
         """Check that a shard shows what was published. Raises IncarnationLost if it does not."""
         entries = self._ownership.as_published(shard.number, blocks)
-        missing, found = await self._insist_all(
-            [
-                index.audit(shard.keyspace, incarnation, self._nonce, shard.seq, entries),
-                index.claims(shard.keyspace, incarnation, shard.search_from, AUDIT_BUCKETS),
-            ],
-            [shard],
+        audit = index.audit(
+            shard.keyspace,
+            incarnation,
+            self._nonce,
+            shard.seq,
+            entries,
+            shard.search_from,
+            AUDIT_BUCKETS,
         )
-        if missing < 0:
+        (found,) = await self._insist_all([audit], [shard])
+        if found is None:
             raise IncarnationLost(f"incarnation {incarnation}: lost to shard {shard.number}")
-        if missing:
+        if found.missing:
             raise IncarnationLost(
-                f"incarnation {incarnation}: blocks missing in shard {shard.number}: {missing}"
+                f"incarnation {incarnation}: blocks missing in shard {shard.number}: "
+                f"{found.missing}"
             )
-        if found is None or not self._ownership.shows(shard.number, found):
+        if not self._ownership.shows(shard.number, found.claims):
             raise IncarnationLost(
                 f"incarnation {incarnation}: shard {shard.number} does not match what was published"
             )
-        shard.search_from = found.following
+        shard.search_from = found.claims.following
 
 
 # Stamina's own log line does not show what failed.

@@ -134,7 +134,7 @@ class FaultyRunner(ScriptRunner):
         self.answers: list[bool | RedisFull] = []
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if self.answers and any(c.script.name == "apply" for c in calls):
+        if self.answers and any(c.name == "apply" for c in calls):
             await asyncio.sleep(0)
             return [self.answers.pop(0)] * len(calls)
         return await super().run_each(calls)
@@ -152,7 +152,7 @@ class GatedRunner(ScriptRunner):
         self._answer = answer
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        gated = any(c.script.name == self._script for c in calls)
+        gated = any(c.name == self._script for c in calls)
         replies = await super().run_each(calls) if not gated or self._answer else None
         if gated:
             self.reached.set()

@@ -114,7 +114,7 @@ class DeafRunner(ScriptRunner):
         self._patience_s = timeout_s
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if calls[0].script.name == "lease_renew":
+        if calls[0].name == "renew":
             self.renewed_at.append(asyncio.get_running_loop().time())
             if len(self.renewed_at) == 1:
                 await asyncio.sleep(self._patience_s)
@@ -179,7 +179,7 @@ class RenewalRunner(ScriptRunner):
         self.thorough: list[int] = []
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.thorough += [c.args[-1] for c in calls if c.script.name == "lease_renew"]
+        self.thorough += [c.args[-1] for c in calls if c.name == "renew"]
         return await super().run_each(calls)
 
 
@@ -212,7 +212,7 @@ async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again
         held = TierOverlap(device=6, host=1)
         await eventually(observer.overlaps, lambda o: o == {1: held})
         await observer.lapse(Incarnation(1))
-        await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
+        await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
         await eventually(observer.overlaps, lambda o: o == {2: held})
 
         async def current() -> dict[bytes, bytes]:
@@ -232,7 +232,10 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         await observer.reserve(Incarnation(1), "req-1")
         await observer.lapse(Incarnation(1))
         # As routers do all the time.
-        assert await observer.runner.one(leases.lapse(KEYS, grace_ms=5000, heard_ms=LATER)) == 0
+        assert (
+            await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=5000, heard_ms=LATER))
+            == 0
+        )
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
         loads = (await observer.runner.one(reservations.loads(KEYS))).loads
         assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {1: (1, 7)}
@@ -304,7 +307,7 @@ async def test_a_resync_abandons_a_batch_that_is_still_under_way(
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
         await runner.reached.wait()
         await observer.lapse(Incarnation(1))
-        await observer.runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=LATER))
+        await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
         await eventually(observer.live, lambda live: live == {2: "w0:0"})
         runner.gate.set()
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
@@ -429,22 +432,6 @@ async def test_a_replaced_agent_stops_running(redis: Redis) -> None:
     with pytest.raises(ExceptionGroup) as ended:
         await asyncio.wait_for(running_old, 10)
     assert ended.group_contains(WorkerReplaced, match="w0:0")
-
-
-async def test_an_agent_that_resyncs_waits_for_others_to_correct_the_block_size(
-    redis: Redis, observer: Observer
-) -> None:
-    async with (
-        running(new_agent(redis, ttl_s=2.0)) as agent,
-        running(new_agent(redis, worker_id="w1", ttl_s=2.0)),
-    ):
-        agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
-        await redis.hset(KEYS["meta"], "block_size", "4")
-        await observer.lose_batches(1)
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
-        assert await redis.hget(KEYS["meta"], "block_size") == b"16"
 
 
 async def test_an_agent_stops_running_if_the_namespace_keeps_another_block_size(

@@ -154,11 +154,11 @@ class History:
     def enter(self, call: Call[Any], now: int) -> Settle:
         """Enter a call that was sent; returns what to call with its reply."""
         lives = self._lives.setdefault(call.keys[0], {})
-        if call.script.name == "apply":
+        if call.name == "apply":
             life = lives.setdefault(call.args[0], Life())
             state = life.enter(changes_in(call.args[4:]), now)
             return lambda applied, at: life.settle(state, applied, at)
-        if call.script.name == "sweep":
+        if call.name == "sweep":
             lost = [lives[inc] for inc in call.args[2:] if inc in lives]
             for life in lost:
                 life.hidden_since = min(life.hidden_since, now)
@@ -345,14 +345,15 @@ async def maintain(runner: ScriptRunner) -> None:
     """Retire lapsed workers and sweep, as routers do but without pauses, until cancelled."""
     lost: list[Incarnation] = []
     while True:
-        await runner.one(leases.lapse(KEYS, grace_ms=0, heard_ms=1 << 53))
+        await runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=1 << 53))
         steps = await runner.run(
             [
                 index.sweep(KEYS.of_shard(shard), lost, max_buckets=8, scrub_ms=60_000)
                 for shard in range(NUM_SHARDS)
             ]
         )
-        lost = await runner.one(leases.absent(KEYS, {inc for s in steps for inc in s.writers}))
+        writers = {inc for step in steps for inc in step.writers}
+        lost = await runner.one(leases.absent(KEYS, writers)) if writers else []
 
 
 async def run_history(redis: Client, num_workers: int, num_events: int, seed: int) -> History:

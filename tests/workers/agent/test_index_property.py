@@ -117,7 +117,7 @@ class World:
         """One step of a sweep, which drops incarnations that have been retired."""
         call = index.sweep(SHARD, (), max_buckets=0, scrub_ms=60_000)
         writers = (await self.runner.one(call)).writers
-        lost = await self.runner.one(leases.absent(KEYSPACE, writers))
+        lost = await self.runner.one(leases.absent(KEYSPACE, writers)) if writers else []
         await self.runner.one(index.sweep(SHARD, lost, max_buckets=max_buckets, scrub_ms=60_000))
 
     async def deliver(self, worker: Worker, size: int) -> None:

@@ -82,7 +82,7 @@ class BatchRunner(ScriptRunner):
         self._on_trip = on_trip
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if calls[0].script.name == "apply":
+        if calls[0].name == "apply":
             self.batches.append(len(calls))
             self._on_trip(len(self.batches))
         return await super().run_each(calls)
@@ -244,7 +244,7 @@ class CountingRunner(ScriptRunner):
     searches = 0
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.searches += any(c.script.name == "claims" for c in calls)
+        self.searches += any(c.name == "audit" for c in calls)
         return await super().run_each(calls)
 
 

@@ -32,7 +32,7 @@ async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space: Name
             reached = [n for n in positions(len(asked)) if asked[n - 1] in blocks]
             if reached:
                 expected[inc] = reached[-1]
-        assert await space.foresee(asked, HOURS) == expected
+        assert await space.predicted(asked, HOURS) == expected
 
 
 async def test_nothing_is_foreseen_from_corrupt_predictions(space: Namespace) -> None:
@@ -42,8 +42,8 @@ async def test_nothing_is_foreseen_from_corrupt_predictions(space: Namespace) ->
     [bucket] = await space.redis.keys(space.key("predicted:") + "*")
     [(block, entry)] = (await space.redis.hgetall(bucket)).items()
     await space.redis.hset(bucket, block, b"9" * 5000 + entry[-1:])
-    assert await space.foresee(chain, HOURS) == {}
+    assert await space.predicted(chain, HOURS) == {}
     await space.redis.set(bucket, "spoilt")
-    assert await space.foresee(chain, HOURS) == {}
+    assert await space.predicted(chain, HOURS) == {}
     await space.redis.hset(space.key("predictions"), "bucket_bits", "spoilt")
-    assert await space.foresee(chain, HOURS) == {}
+    assert await space.predicted(chain, HOURS) == {}

@@ -1,4 +1,4 @@
--- open: let an incarnation publish in a shard of the index.
+-- open_shard: let an incarnation publish in a shard of the index.
 --
 -- KEYS[1] shard        hash   bucket_bits, swept_ms; created here if there is no readable one
 -- KEYS[2] applied      hash   inc -> "<seq> <nonce>" of its last batch
@@ -13,15 +13,11 @@
 local shard, applied, dead = KEYS[1], KEYS[2], KEYS[3]
 local inc, nonce, bucket_bits = ARGV[1], ARGV[2], ARGV[3]
 -- @include clock
--- @include kinds
 -- @include number
 -- @include bucket
 -- @include despite_full
 
 despite_full(shard)
-keep_kind(shard, 'hash')
-keep_kind(applied, 'hash')
-keep_kind(dead, 'set')
 local mark = redis.call('HGET', applied, inc)
 if mark then
   -- The same process may have had the number before, but then it has published under it.

@@ -61,14 +61,6 @@ async def test_a_number_whose_entries_are_not_swept_yet_is_refused(space: Namesp
     assert await opened(space, inc)
 
 
-async def test_keys_of_another_type_are_replaced(space: Namespace) -> None:
-    for key in ("shard", "applied", "dead"):
-        await space.redis.set(space.key(key), "spoilt")
-    assert await opened(space, 1)
-    assert await space.get("shard", "bucket_bits") == "8"
-    assert await space.get("applied", 1) == "0 nonce-x"
-
-
 async def test_an_invalid_layout_is_replaced(space: Namespace) -> None:
     for bits in ("spoilt", "", "0", "25", "-3", "4.5", "0x8"):
         await space.redis.hset(space.key("shard"), "bucket_bits", bits)

@@ -1,8 +1,4 @@
--- lapse: retire incarnations whose lease lapsed some time ago.
---
--- A lease that ends later than its worker ever asks for is lowered to that. An incarnation without
--- a lease gets one that lapses now. Either comes from tampering with Redis, and each step checks 4
--- for it.
+-- retire_lapsed: retire incarnations whose lease lapsed some time ago.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc
@@ -23,7 +19,6 @@ local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local grace_ms, heard_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
--- @include kinds
 -- @include writer
 -- @include serving
 -- @include retire
@@ -36,26 +31,7 @@ local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0,
 local retired, dropped = 0, 0
 for _, inc in ipairs(lapsed) do
   if dropped < 512 then
-    retired, dropped = retired + 1, dropped + retire(inc)
-  end
-end
-
-for _, inc in ipairs(redis.call('ZRANDMEMBER', leases, 4)) do
-  local ttl_ms = tonumber(info_of(inc).lease_ttl_ms) or 0
-  if tonumber(redis.call('ZSCORE', leases, inc)) > now + ttl_ms then
-    redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
-  end
-end
-for _, key in ipairs({workers, writers, load}) do
-  for _, inc in ipairs(redis.call('HRANDFIELD', key, 4)) do
-    if not redis.call('ZSCORE', leases, inc) then
-      redis.call('ZADD', leases, string.format('%d', now), inc)
-    end
-  end
-end
-for _, worker in ipairs(redis.call('HRANDFIELD', current, 4)) do
-  if not serving(worker) then
-    redis.call('HDEL', current, worker)
+    retired, dropped = retired + 1, dropped + retire(inc, info_of(inc).worker)
   end
 end
 return retired
