@@ -13,7 +13,7 @@
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
--- ARGV[4] held          str    inc that the same process acted as, whose in-flight requests are
+-- ARGV[4] previous      str    inc that the same process acted as, whose in-flight requests are
 --                              taken over; '': a new process, which knows of none
 -- Returns  1
 --          0            the incarnation is lost, or another process has taken over the worker:
@@ -21,7 +21,7 @@
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local worker, inc, nonce, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
 -- @include writer
 -- @include serving
@@ -45,16 +45,16 @@ local function take_over(old)
 end
 
 local now = now_ms()
-if writer_of(inc) ~= nonce or (held ~= '' and is_replaced(worker, held, nonce, now)) then
+if writer_of(inc) ~= nonce or (previous ~= '' and is_replaced(worker, previous, nonce, now)) then
   return 0
 end
 if redis.call('HGET', current, worker) == inc then
   return 1
 end
--- If Redis lost everything, the number may be the same as the one held before.
-local old = predecessor(worker, held ~= inc and held or '')
+-- If Redis lost everything, the number may be the same as the one it had before.
+local old = predecessor(worker, previous ~= inc and previous or '')
 redis.call('DEL', requests_prefix .. inc, prefills_prefix .. inc)
-if old and held ~= '' then
+if old and previous ~= '' then
   take_over(old)
 end
 recount(inc, now)

@@ -95,19 +95,19 @@ for i = 5, #ARGV do
     hashes[#hashes + 1] = string.sub(group, at + 1, at + 16)
   end
   local all_owners = redis.call('HMGET', key, unpack(hashes))
-  local held, gone = {}, {}
+  local kept, gone = {}, {}
   for n, hash in ipairs(hashes) do
     local owners = all_owners[n]
     local changed = change(owners, tiers[n])
     if changed ~= '' then
-      held[#held + 1] = hash
-      held[#held + 1] = changed
+      kept[#kept + 1] = hash
+      kept[#kept + 1] = changed
     else
       gone[#gone + 1] = hash
     end
   end
-  if #held > 0 then
-    redis.call('HSET', key, unpack(held))
+  if #kept > 0 then
+    redis.call('HSET', key, unpack(kept))
   end
   if #gone > 0 then
     redis.call('HDEL', key, unpack(gone))

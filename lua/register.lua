@@ -15,7 +15,7 @@
 -- ARGV[4] info          JSON   WorkerInfo and lease_ttl_ms
 -- ARGV[5] block_size    int    tokens
 -- ARGV[6] shards        int    1-1,024, of the index; counts only if the namespace is new
--- ARGV[7] held          str    inc that the same process acted as; '': the process is new
+-- ARGV[7] previous      str    inc that the same process acted as; '': the process is new
 -- Returns  {1, inc, lives, shards}    lives: 1 if the incarnation to be replaced is of the same
 --                              process and is routed to meanwhile; shards: of the namespace
 --          {0, block_size}     of the namespace, which differs
@@ -24,7 +24,7 @@
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry = KEYS[6], KEYS[7], KEYS[8]
 local worker, nonce, ttl_ms, info = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local block_size, shards, held = ARGV[5], ARGV[6], ARGV[7]
+local block_size, shards, previous = ARGV[5], ARGV[6], ARGV[7]
 -- @include clock
 -- @include number
 -- @include meta
@@ -39,10 +39,10 @@ local known, known_shards = read_meta(meta)
 if known and known ~= tonumber(block_size) then
   return {0, known}
 end
-if held ~= '' and is_replaced(worker, held, nonce, now) then
+if previous ~= '' and is_replaced(worker, previous, nonce, now) then
   return {-1}
 end
-local lives = held ~= '' and is_alive(predecessor(worker, held), now)
+local lives = previous ~= '' and is_alive(predecessor(worker, previous), now)
 if not known then
   redis.call('HSET', meta, 'block_size', block_size, 'shards', shards)
 end

@@ -29,7 +29,7 @@ from app.options import Command, naming_file
 from app.state.client import Client
 from app.state.connect import deadline
 from app.state.index import Change
-from app.state.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, readable, scan, settled
+from app.state.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, number_of, readable, scan
 
 T = TypeVar("T")
 VERSION = 1
@@ -65,13 +65,13 @@ async def dump_lines(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
         workers: Any = await redis.hgetall(keyspace["workers"])
         if not meta:
             raise ConfigError(f"namespace {keyspace.namespace!r} does not exist")
-        shards = settled(keyspace, meta, "shards")
+        shards = number_of(keyspace, meta, "shards")
         bits = [await _layout(redis, keyspace.of_shard(n)) for n in range(shards)]
     yield orjson.dumps(
         {
             "kvroute": VERSION,
             "namespace": keyspace.namespace,
-            "block_size": settled(keyspace, meta, "block_size"),
+            "block_size": number_of(keyspace, meta, "block_size"),
             "shards": shards,
             "bucket_bits": bits,
         }

@@ -15,9 +15,9 @@ from app.state.reading import (
     STEP_TIMEOUT_S,
     buckets,
     contents,
+    number_of,
     read_control,
     readable,
-    settled,
 )
 from app.state.scripts import ScriptRunner
 
@@ -51,7 +51,7 @@ async def prefix(
     Raises RedisUnavailable, even if only the index cannot be read.
     """
     control = await read_control(redis, keyspace)
-    shards = settled(keyspace, control.meta, "shards")
+    shards = number_of(keyspace, control.meta, "shards")
     (overlaps,), _ = await overlap.match(
         ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
     )

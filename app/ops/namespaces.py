@@ -15,10 +15,10 @@ from app.state.connect import deadline
 from app.state.reading import (
     STEP_TIMEOUT_S,
     bucket_bits_of,
+    number_of,
     read_control,
     readable,
     scan,
-    settled,
 )
 
 FULL_FACTOR = 4
@@ -57,7 +57,7 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
     control = await read_control(redis, keyspace)
     if b"block_size" not in control.meta or b"shards" not in control.meta:
         return None
-    shards = settled(keyspace, control.meta, "shards")
+    shards = number_of(keyspace, control.meta, "shards")
     held, unique = await held_blocks(redis, keyspace)
     laid_out = memory = 0
     async with deadline(STEP_TIMEOUT_S):
@@ -68,7 +68,7 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
             memory += int((await master.info("memory"))["used_memory"])
     return Summary(
         namespace=keyspace.namespace,
-        block_size=settled(keyspace, control.meta, "block_size"),
+        block_size=number_of(keyspace, control.meta, "block_size"),
         shards=shards,
         workers=await with_blocks(redis, keyspace, control, held),
         unique_blocks=unique,
@@ -83,4 +83,4 @@ async def block_size(redis: Client, keyspace: Keyspace) -> int:
         meta: Any = await redis.hgetall(keyspace["meta"])
     if b"block_size" not in meta:
         raise ConfigError(f"namespace {keyspace.namespace!r} does not exist")
-    return settled(keyspace, meta, "block_size")
+    return number_of(keyspace, meta, "block_size")

@@ -33,14 +33,14 @@ def register(
     *,
     ttl_ms: int,
     shards: int = 1,
-    held: Incarnation | None = None,
+    previous: Incarnation | None = None,
 ) -> Call[Registration]:
     """Begin an incarnation, which replaces the worker's last one when it is activated.
 
     nonce: distinguishes this process from any other. shards: used only if the namespace is new.
-    held: the incarnation that the process has acted as until now; None: the process is new.
+    previous: the incarnation that the process has acted as until now; None: the process is new.
     The reply's parser raises NamespaceMismatch if the namespace has another block size and, with
-    `held`, WorkerReplaced if another process has taken over `info.key` and is live.
+    `previous`, WorkerReplaced if another process has taken over `info.key` and is live.
     """
 
     def parse(reply: list[Any]) -> Registration:
@@ -62,7 +62,7 @@ def register(
         encode_info(info, ttl_ms),
         info.block_size,
         shards,
-        held or "",
+        previous or "",
         parse=parse,
     )
 
@@ -73,14 +73,14 @@ def activate(
     inc: Incarnation,
     nonce: str,
     *,
-    held: Incarnation | None = None,
+    previous: Incarnation | None = None,
 ) -> Call[bool]:
     """Route to `inc` from now on, and no longer to the worker's last incarnation.
 
-    held: as for `register`; if given, requests in flight move along. False: `inc` is lost, or
+    previous: as for `register`; if given, requests in flight move along. False: `inc` is lost, or
     another process has taken over `key`; register again.
     """
-    return call("activate", keyspace, str(key), inc, nonce, held or "", parse=bool)
+    return call("activate", keyspace, str(key), inc, nonce, previous or "", parse=bool)
 
 
 def renew(

@@ -19,7 +19,7 @@ from app.state.connect import deadline
 STEP_KEYS = 200
 STEP_FIELDS = 1000
 STEP_TIMEOUT_S = 5.0
-SETTLED = re.compile(rb"[1-9]\d{0,5}")
+META_NUMBER = re.compile(rb"[1-9]\d{0,5}")
 BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
 """What lua/lib/bucket.lua reads as bucket bits: anybody may have written there."""
 
@@ -104,10 +104,10 @@ def readable(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
-def settled(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
+def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
     """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there."""
     text = meta.get(field.encode(), b"")
-    if not SETTLED.fullmatch(text):
+    if not META_NUMBER.fullmatch(text):
         raise ConfigError(f"{keyspace['meta']}: {field} is {readable(text)!r}")
     return int(text)
 

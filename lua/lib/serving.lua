@@ -1,9 +1,9 @@
 -- info_of(inc): what its worker reported about itself; empty if that cannot be read.
 -- serving(worker): the incarnation that is routed to as `worker`; nil if there is none, or if the
 -- one recorded there is retired or another worker's.
--- predecessor(worker, held): the incarnation that is serving, else `held` if it is of this worker.
--- is_replaced(worker, held, nonce, now): whether a live process other than that of `nonce`, which
--- acted as `held`, has taken over the worker.
+-- predecessor(worker, previous): the incarnation that is serving, else `previous` if it is of this worker.
+-- is_replaced(worker, previous, nonce, now): whether a live process other than that of `nonce`, which
+-- acted as `previous`, has taken over the worker.
 -- Wants locals: workers, current, leases; and lib writer.
 local function info_of(inc)
   local _, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
@@ -17,8 +17,8 @@ local function serving(worker)
   end
 end
 
-local function predecessor(worker, held)
-  return serving(worker) or (info_of(held).worker == worker and held or nil)
+local function predecessor(worker, previous)
+  return serving(worker) or (info_of(previous).worker == worker and previous or nil)
 end
 
 local function is_alive(inc, now)
@@ -28,8 +28,8 @@ end
 
 -- An incarnation whose worker is unknown may be another worker's, put there by hand. If it is this
 -- worker's after all, its process restores that with its next heartbeat, and is refused itself.
-local function is_replaced(worker, held, nonce, now)
+local function is_replaced(worker, previous, nonce, now)
   local other = serving(worker)
-  return other and other ~= held and info_of(other).worker == worker
+  return other and other ~= previous and info_of(other).worker == worker
     and writer_of(other) ~= nonce and is_alive(other, now)
 end

@@ -29,7 +29,7 @@ from app.core.keys import Keyspace
 from app.core.types import Tier, TierOverlap, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
-from app.ops.dump import reset
+from app.ops.reset import delete_namespace
 from app.policy.decision import Decision, RouteRequest
 from app.router import maintenance
 from app.router.fleet import Fleet
@@ -661,7 +661,7 @@ async def test_a_reset_mends_any_damage(
         cluster.resume()
         await one_after_another(damages(family).values())(cluster)
         await asyncio.sleep(0.2)
-        await reset(cluster.redis, KEYS)
+        await delete_namespace(cluster.redis, KEYS)
         await cluster.pause()
         await cluster.heals(f"{family}, reset")
         cluster.resume()
@@ -686,7 +686,7 @@ async def test_a_bad_value_costs_its_own_worker_or_request_at_most(
                 assert decision.reserved, f"{family}, {number}"
                 assert not decision.degraded, f"{family}, {number}"
                 await cluster.router.release(decision.request_id)
-            await reset(cluster.redis, KEYS)
+            await delete_namespace(cluster.redis, KEYS)
             await cluster.heals(f"{family}, {number}, reset")
             for _ in range(3):
                 cluster.in_flight.append((await cluster.route(0)).request_id)

@@ -78,7 +78,7 @@ class Namespace:
                 nonce,
                 ttl_ms=ttl_ms,
                 shards=shards,
-                held=held,
+                previous=held,
             )
         )
         inc = registration.incarnation
@@ -89,7 +89,7 @@ class Namespace:
             self._staged.add(inc)
         else:
             assert await self.do(
-                leases.activate(self.keys, WorkerKey(worker), inc, nonce, held=held)
+                leases.activate(self.keys, WorkerKey(worker), inc, nonce, previous=held)
             )
             self._held[worker, nonce] = inc
         return registration
@@ -102,7 +102,7 @@ class Namespace:
         nonce = nonce or self._nonces[inc]
         self._staged.discard(inc)
         held = self._held.get((worker, nonce))
-        call = leases.activate(self.keys, WorkerKey(worker), inc, nonce, held=held)
+        call = leases.activate(self.keys, WorkerKey(worker), inc, nonce, previous=held)
         switched = await self.do(call)
         if switched:
             self._held[worker, nonce] = inc

@@ -155,7 +155,9 @@ async def test_a_process_that_does_not_know_of_its_own_switch_may_resync(space: 
 
 async def registered(space: Namespace, worker: str, held: Incarnation | None = None) -> int:
     """The number given to a process that has not opened the index yet."""
-    call = leases.register(space.keys, info(worker), f"nonce-{worker}", ttl_ms=LONG_MS, held=held)
+    call = leases.register(
+        space.keys, info(worker), f"nonce-{worker}", ttl_ms=LONG_MS, previous=held
+    )
     return (await space.do(call)).incarnation
 
 

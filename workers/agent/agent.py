@@ -92,9 +92,9 @@ class Agent:
         """See Publisher."""
         self._publisher.notify(events)
 
-    async def settled(self) -> bool:
+    async def published(self) -> bool:
         """See Publisher."""
-        return await self._publisher.settled()
+        return await self._publisher.published()
 
     async def start(self) -> None:
         """Register: from here on the worker is routed to, and its previous life's blocks are void.
@@ -122,20 +122,20 @@ class Agent:
 
     async def stop(self) -> None:
         """Retire, so that nobody is routed here for the rest of the lease."""
-        held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
-        if not held:
+        leased = [inc for inc in (self.incarnation, self._staged) if inc is not None]
+        if not leased:
             return
         try:
-            await self._runner.run([self._retire(inc) for inc in held])
+            await self._runner.run([self._retire(inc) for inc in leased])
             self.incarnation = self._staged = None
         except RedisUnavailable as error:
             log.warning("%s could not retire (its lease will lapse): %s", self.info.key, error)
         self._publisher.stop(is_retired=self.incarnation is None)
 
-    async def _register(self, held: Incarnation | None = None) -> leases.Registration:
+    async def _register(self, previous: Incarnation | None = None) -> leases.Registration:
         """A new incarnation, which may publish in every shard and has published nothing.
 
-        held: this process's previous incarnation. Raises WorkerReplaced if another process has the
+        previous: this process's last incarnation. Raises WorkerReplaced if another process has the
         key, and still renews its lease; NamespaceMismatch.
         """
         call = leases.register(
@@ -144,14 +144,14 @@ class Agent:
             self._nonce,
             ttl_ms=self._ttl_ms,
             shards=self._shards,
-            held=held,
+            previous=previous,
         )
         waited = False
         while True:
             try:
                 registration = await self._publisher.insist(call)
             except WorkerReplaced:
-                if waited or held is None:
+                if waited or previous is None:
                     raise
                 # A Redis that lost data may show the process before this one, which has ended: then
                 # nobody renews its lease.
@@ -180,19 +180,19 @@ class Agent:
         while True:
             due = max(due + interval_s, loop.time())
             await asyncio.sleep(due - loop.time())
-            held = [inc for inc in (self.incarnation, self._staged) if inc is not None]
+            leased = [inc for inc in (self.incarnation, self._staged) if inc is not None]
             beats += 1
             thorough = beats >= RECOUNT_BEATS * max(1.0, self.num_leases / RECOUNT_WORKERS)
             if thorough:
                 beats = 0
             try:
-                renewed = await self._runner.run([self._renew(inc, thorough) for inc in held])
+                renewed = await self._runner.run([self._renew(inc, thorough) for inc in leased])
             except RedisUnavailable as error:
                 log.warning("%s: lease not renewed: %s", self.info.key, error)
                 continue
             self.num_leases = max(*renewed, 1)
-            if self.incarnation == held[0] and not renewed[0]:
-                self._publisher.interrupt(IncarnationLost(f"incarnation {held[0]} lapsed"))
+            if self.incarnation == leased[0] and not renewed[0]:
+                self._publisher.interrupt(IncarnationLost(f"incarnation {leased[0]} lapsed"))
 
     def _renew(self, inc: Incarnation, thorough: bool) -> Call[int]:
         return leases.renew(
@@ -209,8 +209,8 @@ class Agent:
     def _retire(self, inc: Incarnation) -> Call[bool]:
         return leases.retire(self._keyspace, self.info.key, inc, self._nonce)
 
-    def _activate(self, inc: Incarnation, held: Incarnation | None = None) -> Call[bool]:
-        return leases.activate(self._keyspace, self.info.key, inc, self._nonce, held=held)
+    def _activate(self, inc: Incarnation, previous: Incarnation | None = None) -> Call[bool]:
+        return leases.activate(self._keyspace, self.info.key, inc, self._nonce, previous=previous)
 
     async def _audit(self) -> None:
         while True:

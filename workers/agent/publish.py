@@ -113,7 +113,7 @@ class Publisher:
         if self._ownership.any_pending:
             self._wake.set()
 
-    async def settled(self) -> bool:
+    async def published(self) -> bool:
         """Wait until Redis shows no block that `notify` was told is gone.
 
         False: a shard that cannot be reached may show such a block until it is back.
@@ -182,7 +182,7 @@ class Publisher:
         self._wake.set()
 
     def stop(self, *, is_retired: bool) -> None:
-        """Let go whoever waits in `settled`, as nothing is published any more.
+        """Let go whoever waits in `published`, as nothing is published any more.
 
         is_retired: Redis shows no block. If not, it may show removed ones until the lease lapses.
         """
@@ -195,7 +195,7 @@ class Publisher:
     async def insist(self, call: Call[T]) -> T:
         """The answer to a call that may safely run twice, however long Redis takes.
 
-        Meanwhile nobody waits in `settled`.
+        Meanwhile nobody waits in `published`.
         """
         answer: T = (await self._insist_all([call], self._shards))[0]
         return answer

@@ -40,7 +40,7 @@ class Publisher(Protocol):
 
     def notify(self, events: Iterable[CacheEvent]) -> None: ...
 
-    async def settled(self) -> bool:
+    async def published(self) -> bool:
         """Wait until Redis shows no block that `notify` was told is gone; False if it may yet."""
 
 
@@ -206,7 +206,7 @@ class BlockCache:
         confirmed = False
         with suppress(TimeoutError):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
-                confirmed = await self._publisher.settled()
+                confirmed = await self._publisher.published()
         freed = self.manager.reclaim(eviction)
         if not confirmed:
             self.unconfirmed += freed

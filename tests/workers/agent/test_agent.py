@@ -67,14 +67,14 @@ async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(
     agent = new_agent(redis, ttl_s=60.0)
     await agent.start()
     agent.notify([Stored(tuple(CHAIN), None)])
-    settled = asyncio.ensure_future(agent.settled())
+    published = asyncio.ensure_future(agent.published())
     await asyncio.sleep(0)
     await agent.stop()
     assert await observer.live() == {}
     # Nothing is published any more, so what goes now is not waited for.
-    assert await settled
+    assert await published
     agent.notify([Removed(tuple(CHAIN))])
-    assert await agent.settled()
+    assert await agent.published()
     assert await redis.exists(KEYS["current"], KEYS["leases"], KEYS["load"]) == 0
 
 
@@ -289,7 +289,7 @@ async def test_an_incarnation_with_a_refused_batch_is_not_activated(
     runner = FaultyRunner(redis)
     async with running(new_agent(redis, ttl_s=60.0, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await agent.settled()
+        await agent.published()
         runner.answers = [False, False]
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
         await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
@@ -301,7 +301,7 @@ async def test_a_resync_abandons_a_batch_that_is_still_under_way(
     runner = GatedRunner(redis, "apply")
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await agent.settled()
+        await agent.published()
         runner.gate.clear()
         runner.reached.clear()
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
@@ -406,10 +406,10 @@ async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRe
         agent = new_agent(redis)
         await agent.start()
         agent.notify([Stored(tuple(CHAIN), None)])
-        settled = asyncio.ensure_future(agent.settled())
+        published = asyncio.ensure_future(agent.published())
         own_redis_server.kill()
         await agent.stop()
-        assert not await settled
+        assert not await published
 
 
 async def test_a_second_process_with_the_same_key_takes_over_at_once(

@@ -80,7 +80,7 @@ class World:
     ) -> leases.Registration:
         info = WorkerInfo(worker.key, "http://127.0.0.1:1", 16, 100, 8)
         registration = await self.runner.one(
-            leases.register(KEYSPACE, info, str(worker.key), ttl_ms=60_000, held=held)
+            leases.register(KEYSPACE, info, str(worker.key), ttl_ms=60_000, previous=held)
         )
         nonce = str(worker.key)
         assert await self.runner.one(
@@ -110,7 +110,7 @@ class World:
             await self.deliver(worker, 2)
         assert old != worker.incarnation
         assert await self.runner.one(
-            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key), held=old)
+            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key), previous=old)
         )
 
     async def sweep(self, max_buckets: int) -> None:

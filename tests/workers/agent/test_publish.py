@@ -118,7 +118,7 @@ async def test_the_busier_redis_is_the_less_an_agent_sends_together_and_the_less
     blocks = tuple(SequenceHash(n) for n in range(1, 129))
     agent.notify([Stored(blocks, None)])
     async with running(agent):
-        assert await agent.settled()
+        assert await agent.published()
     assert runner.batches == expected
     assert delays.count(0.00123) == num_pauses
 
@@ -177,7 +177,7 @@ async def test_events_during_an_outage_are_coalesced_and_published_after_it(
         async with running(new_agent(redis, ttl_s=60.0)) as agent:
             agent.notify([Stored(tuple(CHAIN[:4]), None)])
             await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
-            await agent.settled()  # else the outage may interrupt the first batch
+            await agent.published()  # else the outage may interrupt the first batch
             with stopped(own_redis_server.pid):
                 agent.notify([Removed((CHAIN[3],))])
                 # Time for the agent to send this batch, so that further events have to wait.
@@ -231,7 +231,7 @@ async def test_a_shard_that_lost_the_incarnation_is_distinguished_from_one_that_
 ) -> None:
     async with running(new_agent(redis, ttl_s=60.0)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
+        await agent.published()
         await redis.delete(SHARD["applied"])
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
     assert "incarnation 1: lost to shard 0; resyncing" in caplog.text
@@ -278,17 +278,17 @@ async def test_once_settled_redis_no_longer_shows_removed_blocks(
 ) -> None:
     monkeypatch.setattr("workers.agent.agent.AUDIT_INTERVAL_S", 3600.0)
     agent = new_agent(redis)
-    assert await agent.settled()  # not registered yet: Redis shows none of its blocks
+    assert await agent.published()  # not registered yet: Redis shows none of its blocks
     async with running(agent):
         agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
+        await agent.published()
         assert await observer.overlaps() == {1: TierOverlap(device=8)}
         agent.notify([Removed(tuple(CHAIN[5:]))])
         agent.notify([Removed((SequenceHash(LATER),))])  # never stored: nothing to send
-        await agent.settled()
+        await agent.published()
         assert await observer.overlaps() == {1: TierOverlap(device=5)}
         agent.notify([Removed((SequenceHash(LATER),))])
-        await agent.settled()
+        await agent.published()
 
 
 async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(
@@ -297,18 +297,18 @@ async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(
     runner = GatedRunner(redis, "apply")
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
+        await agent.published()
         runner.gate.clear()
         runner.reached.clear()
         agent.notify([Removed(tuple(CHAIN[5:]))])
         await runner.reached.wait()
         agent.notify([Removed(tuple(CHAIN[2:5]))])
-        settled = asyncio.ensure_future(agent.settled())
+        published = asyncio.ensure_future(agent.published())
         runner.reached.clear()
         runner.gate.set()
         await runner.reached.wait()
-        assert not settled.done()
-        await settled
+        assert not published.done()
+        await published
         assert await observer.overlaps() == {1: TierOverlap(device=2)}
 
 
@@ -319,13 +319,13 @@ async def test_settling_does_not_wait_for_an_unreachable_redis(
         observer = Observer(redis)
         async with running(new_agent(redis, ttl_s=60.0)) as agent:
             agent.notify([Stored(tuple(CHAIN), None)])
-            assert await agent.settled()
+            assert await agent.published()
             own_redis_server.kill()
             for block in reversed(CHAIN[4:]):
                 agent.notify([Removed((block,))])
-                assert not await agent.settled()
+                assert not await agent.published()
             own_redis_server.start()
-            await eventually(agent.settled, lambda confirmed: confirmed)
+            await eventually(agent.published, lambda confirmed: confirmed)
             assert await observer.overlaps() == {1: TierOverlap(device=4)}
 
 
@@ -347,18 +347,18 @@ async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable
     first, second = SequenceHash(10), SequenceHash(11)  # one block in each shard
     async with running(new_agent(redis, ttl_s=60.0, shards=2, runner=runner)) as agent:
         agent.notify([Stored((first,), None), Stored((second,), None)])
-        assert await agent.settled()
+        assert await agent.published()
         runner.is_partitioned = True
         agent.notify([Removed((first,))])
-        assert not await agent.settled()
+        assert not await agent.published()
         runner.gate.clear()
         runner.reached.clear()
         agent.notify([Removed((second,))])
-        settled = asyncio.ensure_future(agent.settled())
+        published = asyncio.ensure_future(agent.published())
         await runner.reached.wait()
-        assert not settled.done()
+        assert not published.done()
         runner.gate.set()
-        assert not await settled
+        assert not await published
 
 
 async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(
@@ -367,17 +367,17 @@ async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(
     runner = GatedRunner(redis, "activate")
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
+        await agent.published()
         runner.gate.clear()
         runner.reached.clear()
         await observer.lose_batches(1)
         agent.notify([Removed(tuple(CHAIN[5:]))])
-        settled = asyncio.ensure_future(agent.settled())
+        published = asyncio.ensure_future(agent.published())
         await runner.reached.wait()
-        assert not settled.done()
+        assert not published.done()
         assert await observer.overlaps() == {1: TierOverlap(device=8)}
         runner.gate.set()
-        await settled
+        await published
         assert await observer.overlaps() == {2: TierOverlap(device=5)}
 
 
@@ -390,7 +390,7 @@ async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(
         runner.gate.set()
         async with running(new_agent(redis, ttl_s=60.0, runner=runner)) as agent:
             agent.notify([Stored(tuple(CHAIN), None)])
-            assert await agent.settled()
+            assert await agent.published()
             runner.gate.clear()
             runner.reached.clear()
             await redis.flushall()
@@ -399,7 +399,7 @@ async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(
             own_redis_server.kill()
             runner.gate.set()
             async with asyncio.timeout(10):
-                assert not await agent.settled()
+                assert not await agent.published()
             own_redis_server.start()
-            await eventually(agent.settled, lambda confirmed: confirmed)
+            await eventually(agent.published, lambda confirmed: confirmed)
             assert await observer.overlaps() == {1: TierOverlap(device=7)}

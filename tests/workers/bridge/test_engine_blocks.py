@@ -446,7 +446,7 @@ async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(
             async with running(agent):
                 for event in events:
                     agent.notify(blocks.take(event))
-                assert await agent.settled()
+                assert await agent.published()
             return agent
 
         lora = replace(stored([5]), lora_name="sql")

@@ -53,7 +53,7 @@ class FakePublisher:
         for event in events:
             self.shown.take(event)
 
-    async def settled(self) -> bool:
+    async def published(self) -> bool:
         await self.confirms.wait()
         return True
 

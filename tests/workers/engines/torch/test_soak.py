@@ -130,7 +130,7 @@ async def soak(folder: Path, redis: Redis, seed: int) -> int:
                             run_client(served, prompts, random.Random(rng.random()))
                         )
                 await served.settle()
-                await agent.settled()
+                await agent.published()
                 await check_idle(served, agent, scripts, prompts)
         running_agent.cancel()
     with suppress(asyncio.CancelledError):
