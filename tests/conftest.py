@@ -12,7 +12,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
-from tests.redis_servers import kinds_here, newest_kind, require_redis
+from tests.redis_servers import OLDEST_KIND, each_kind, newest_kind, require_redis
 
 StartedServer = Callable[[str], EmbeddedRedis]
 
@@ -35,9 +35,19 @@ def emptied(server: EmbeddedRedis) -> EmbeddedRedis:
     return server
 
 
-@pytest.fixture(params=kinds_here())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "redis_server" in metafunc.fixturenames:
+        oldest_too = metafunc.definition.get_closest_marker("oldest_too")
+        kinds = each_kind(*([OLDEST_KIND] if oldest_too else []))
+        metafunc.parametrize("redis_server", kinds, indirect=True)
+
+
+@pytest.fixture
 def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) -> EmbeddedRedis:
-    """A server of each kind in turn; do not stop it."""
+    """A server of each kind in turn; do not stop it.
+
+    `make test` runs only the newest, and the oldest in tests marked `oldest_too`.
+    """
     return emptied(started_server(request.param))
 
 

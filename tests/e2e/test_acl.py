@@ -34,7 +34,7 @@ from tests.e2e.test_healing import (
     world,
 )
 from tests.eventually import eventually
-from tests.redis_servers import ClusterServers, kinds_here, newest_kind, require_redis
+from tests.redis_servers import ClusterServers, each_kind, newest_kind, require_redis
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "users.acl"
@@ -173,7 +173,7 @@ def denials(admin: Any) -> list[str]:
     ]
 
 
-@pytest.fixture(params=kinds_here(), scope="module")
+@pytest.fixture(params=each_kind(), scope="module")
 def guarded_server(request: pytest.FixtureRequest) -> Iterator[Guarded]:
     with EmbeddedRedis(require_redis(request.param)) as server:
         found = Guarded(server)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from app.core.types import Incarnation
 from app.state import leases
 from tests.lua.conftest import Namespace
@@ -10,6 +12,7 @@ async def absent(space: Namespace, *incarnations: int) -> list[int]:
     return list(found)
 
 
+@pytest.mark.oldest_too
 async def test_an_incarnation_that_is_no_writer_is_absent(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     assert await absent(space, a, b, 77) == [77]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from app.core.types import Incarnation, SequenceHash
 from app.state import index
 from app.state.index import FIRST_PLACE, Claims
@@ -12,6 +14,7 @@ async def claims(
     return await space.do(index.claims(space.shard, inc, (first, 0), buckets))
 
 
+@pytest.mark.oldest_too
 async def test_every_entry_of_an_incarnation_is_found(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     space.set_chain([A])

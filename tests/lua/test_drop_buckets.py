@@ -16,6 +16,7 @@ async def dropped(space: Namespace, *names: str) -> set[str]:
     return gone
 
 
+@pytest.mark.oldest_too
 @pytest.mark.parametrize(
     ("bits", "fit", "stray"),
     [

@@ -13,6 +13,7 @@ async def test_requests_of_an_existing_incarnation_stay(space: Namespace) -> Non
     assert await space.release("r1")
 
 
+@pytest.mark.oldest_too
 async def test_requests_and_queues_of_no_incarnation_are_removed(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1")

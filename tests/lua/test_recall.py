@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import pytest
+
 from app.core.types import Incarnation
 from tests.lua.conftest import LONG_MS, Namespace
 
 ONE, TWO = Incarnation(1), Incarnation(2)
 
 
+@pytest.mark.oldest_too
 async def test_a_session_is_where_it_last_went(space: Namespace) -> None:
     await space.remember("a", ONE)
     await space.remember("b", ONE)

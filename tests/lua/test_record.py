@@ -16,6 +16,7 @@ async def entries(redis: Redis, key: str) -> list[dict[bytes, bytes]]:
     return [entry for _, entry in await redis.xrange(key)]
 
 
+@pytest.mark.oldest_too
 async def test_each_request_becomes_an_entry_in_order(space: Namespace) -> None:
     assert await record(space, "1", "2", "3", "") == 2
     assert await entries(space.redis, space.key("decisions")) == [
