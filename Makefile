@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 test: lint ## Lint, type-check and test
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
 test-slow: setup ## Run the long tests
 	$(BIN)/pytest -m slow

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import cycle
+from typing import Any
 
 import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from app.local import redis_server as servers_here
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from tests.redis_servers import OLDEST_KIND, each_kind, newest_kind, require_redis
@@ -33,6 +38,18 @@ def emptied(server: EmbeddedRedis) -> EmbeddedRedis:
     with Redis.from_url(server.url) as client:
         client.flushall()
     return server
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep test processes that run side by side out of each other's way."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is not None:
+        # Else one process would take a port on which a server of another one is yet to listen.
+        number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+        own = servers_here.PORTS[number::count]
+        servers_here._next_port = cycle(random.sample(own, len(own)))
+        # Read once torch is loaded. More threads than cores cost half as much CPU again.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
