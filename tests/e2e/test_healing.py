@@ -604,6 +604,7 @@ def damages(family: str) -> dict[str, Damage]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "families",
     [

@@ -7,6 +7,8 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
+
 from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
@@ -34,6 +36,7 @@ TIMEOUT_S = 0.5
 FAILOVER_S = 30.0
 
 
+@pytest.mark.slow
 async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_while() -> None:
     with ClusterServers(newest_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)

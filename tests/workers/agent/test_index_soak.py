@@ -377,6 +377,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", GRACE_MS)
 
 
+@pytest.mark.slow
 async def test_memory_does_not_grow_at_constant_occupancy(
     one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

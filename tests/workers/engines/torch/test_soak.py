@@ -155,6 +155,7 @@ async def check_idle(
     assert served.engine.metrics().kv_active_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 async def test_logits_stay_exact_and_no_slot_leaks(tmp_path: Path, redis: Redis, seed: int) -> None:
     assert await soak(tmp_path, redis, seed) > 50
