@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from app.api.main import create_app
 from app.core.config import RouterSettings
 from app.local.redis_server import EmbeddedRedis
-from tests.fake_workers import NAMESPACE, FakeWorkers
+from tests.fake_worker import NAMESPACE, FakeWorkers
 
 
 class StartReplica(Protocol):

@@ -24,7 +24,7 @@ from app.state.decisions import Record
 from app.state.predictions import positions
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 from tests.router.test_router import request, running
 
 PROMPT = list(range(1, 42))

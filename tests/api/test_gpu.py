@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.local.redis_server import EmbeddedRedis
 from app.router.metrics import WORKER_GPU
 from tests.eventually import eventually
-from tests.fake_workers import NAMESPACE
+from tests.fake_worker import NAMESPACE
 
 pytest.importorskip("pynvml")
 

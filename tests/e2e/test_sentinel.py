@@ -20,7 +20,7 @@ from app.state.connect import check_server, connect
 from app.state.scripts import ScriptRunner
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually
-from tests.fake_workers import register, registered
+from tests.fake_worker import register, registered
 from tests.redis_servers import (
     KINDS,
     SentinelServers,

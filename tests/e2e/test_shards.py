@@ -13,8 +13,7 @@ from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, TierOverlap
 from app.policy.decision import Decision, RouteRequest
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
@@ -23,8 +22,9 @@ from app.state.connect import connect
 from app.state.index import shard_of
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import fake_agent, running
 from tests.redis_servers import ClusterServers, newest_kind
-from workers.agent.agent import Agent, AgentSettings
+from workers.agent.agent import Agent
 
 SHARDS = 12
 BLOCK_SIZE = 4
@@ -106,17 +106,9 @@ def master_of(servers: ClusterServers, keyspace: Keyspace, chain: list[SequenceH
 
 async def started_agent(stack: AsyncExitStack, url: str, keyspace: Keyspace, n: int) -> Agent:
     redis = await stack.enter_async_context(connect(url))
-    info = WorkerInfo(WorkerKey(f"w{n}"), f"http://w{n}:80", BLOCK_SIZE, 1000, 256)
-    agent = Agent(
-        ScriptRunner(redis, TIMEOUT_S),
-        keyspace,
-        info,
-        AgentSettings(lease_ttl_s=5.0, index_blocks=4000, shards=SHARDS),
-        lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
-    )
-    await agent.start()
-    await keep_running(stack, agent.run())
-    return agent
+    runner = ScriptRunner(redis, TIMEOUT_S)
+    agent = fake_agent(runner, keyspace, f"w{n}", index_blocks=4000, shards=SHARDS)
+    return await stack.enter_async_context(running(agent))
 
 
 async def started_router(stack: AsyncExitStack, url: str, keyspace: Keyspace) -> Router:

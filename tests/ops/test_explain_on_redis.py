@@ -15,7 +15,7 @@ from app.core.types import SequenceHash, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
 from app.state.decisions import ENTRY, FIELDS, Record, Seen, encode
-from tests.fake_workers import KEYS, NAMESPACE
+from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 
 

@@ -28,7 +28,7 @@ from app.state.connect import connect
 from app.state.index import GROUP_BLOCKS
 from app.state.reservations import Reservation, Wish
 from app.state.scripts import ScriptRunner
-from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
 
 PROMPT = list(range(1, 4 * 40 + 1))
 """Forty full blocks of four."""
