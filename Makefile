@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-gpu lint format demo demo-torch clean
+.PHONY: help setup test test-slow test-gpu lint format docs demo demo-torch clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,10 @@ lint: setup ## Run ruff and mypy, changing nothing
 format: setup ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+docs: setup ## Write the documents that are made from code and from measurements
+	$(BIN)/python -m app.ops.reference
+	$(BIN)/python -m loadtest.measurements
 
 demo: setup ## Run a whole cluster on this machine, without a GPU
 	$(BIN)/kvroute demo

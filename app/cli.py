@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
-from app.core import config
-from app.core.config import Command, RouterSettings, WorkerSettings
+from app.core.config import LOG_LEVELS, RouterSettings, WorkerSettings, base_url
 from app.core.errors import ConfigError
+from app.options import PORT, Command, cluster_size, options, pick
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 POLL_S = 0.5
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 @main.command(cls=Command)
-@config.options(RouterSettings)
+@options(RouterSettings)
 def router(**values: Any) -> None:
     """Run one router replica. Any number of replicas can share a Redis behind a load balancer."""
     _end_on_sigterm()
@@ -93,12 +93,12 @@ def router(**values: Any) -> None:
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
     sockets = [listen(settings.host, settings.port), *shared]
     host, port = sockets[0].getsockname()[:2]
-    logging.getLogger("kvroute").info("router listening on %s", config.base_url(host, port))
+    logging.getLogger("kvroute").info("router listening on %s", base_url(host, port))
     run(serve_router(settings, *sockets))
 
 
 @main.command(cls=Command)
-@config.options(WorkerSettings)
+@options(WorkerSettings)
 def worker(**values: Any) -> None:
     """Run one worker: an engine and the agent that publishes its cache and load."""
     _end_on_sigterm()
@@ -115,7 +115,7 @@ def worker(**values: Any) -> None:
 
 
 @main.command(cls=Command)
-@config.cluster_size
+@cluster_size
 @click.option(
     "--redis",
     "--redis-url",
@@ -135,7 +135,7 @@ def worker(**values: Any) -> None:
 @click.option(
     "--port",
     default=8080,
-    type=config.PORT,
+    type=PORT,
     envvar="KVROUTE_BALANCER_PORT",
     show_envvar=True,
     show_default=True,
@@ -146,14 +146,14 @@ def worker(**values: Any) -> None:
     default=None,
     help="Balance with HAProxy. Default: if it is installed.",
 )
-@config.options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
-@config.options(
+@options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
+@options(
     WorkerSettings,
     without=("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
 )
 @click.option(
     "--log-level",
-    type=click.Choice(config.LOG_LEVELS),
+    type=click.Choice(LOG_LEVELS),
     default="warning",
     envvar="KVROUTE_LOG_LEVEL",
     show_envvar=True,
@@ -178,8 +178,8 @@ def up(**values: Any) -> None:
             host=values["balancer_host"],
             port=values["port"],
             haproxy=values["haproxy"],
-            router=config.pick(RouterSettings, values, without=("redis_url", "port")),
-            worker=config.pick(WorkerSettings, values, without=("redis_url", "port")),
+            router=pick(RouterSettings, values, without=("redis_url", "port")),
+            worker=pick(WorkerSettings, values, without=("redis_url", "port")),
         ) as cluster,
     ):
         try:

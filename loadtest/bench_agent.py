@@ -24,16 +24,15 @@ import numpy as np
 from redis import Redis
 from rich.console import Console
 
-from app.core.config import POSITIVE
+from app.core.chains import GROUP_BLOCKS, bucket_name
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerInfo, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
 from app.http.server import collect_seldom, run
 from app.ops.dump import reset
-from app.state import index
+from app.options import POSITIVE
 from app.state.connect import connect
-from app.state.index import GROUP_BLOCKS
 from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, redis_to_measure
@@ -65,7 +64,7 @@ def watch(url: str, count: int, to: Connection) -> None:
         for chain in chains:
             last = len(chain) - 1
             leader = chain[last - last % GROUP_BLOCKS]
-            bucket = index.bucket_name(leader >> (64 - bits), bits)
+            bucket = bucket_name(leader >> (64 - bits), bits)
             key = shard[f"blocks:{bucket}"]
             while not redis.hexists(key, f"{chain[last]:016x}"):
                 time.sleep(POLL_S)

@@ -28,11 +28,12 @@ import click
 import numpy as np
 import orjson
 
-from app.core.config import POLICY_NAMES, POSITIVE, RouterSettings, WorkerSettings
+from app.core.config import RouterSettings, WorkerSettings
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
+from app.options import POLICY, POSITIVE
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.command import Command, json_option, save
@@ -142,7 +143,7 @@ async def measure(
 
 @click.command(cls=Command)
 @click.option("--rounds", default=20, show_default=True, type=POSITIVE)
-@click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
+@click.option("--policy", default="latency", show_default=True, type=POLICY)
 @json_option
 def main(rounds: int, policy: str, json_file: Path | None) -> None:
     """Place bursts with 1, 2, 4, 8 and 16 replicas."""

@@ -25,12 +25,13 @@ from typing import Any
 import click
 import numpy as np
 
-from app.core.config import POSITIVE, RouterSettings
+from app.core.config import RouterSettings
 from app.core.events import Stored
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerInfo, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
 from app.local.redis_server import EmbeddedRedis, redis_binary
+from app.options import POSITIVE
 from app.policy.decision import RouteRequest
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry

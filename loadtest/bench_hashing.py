@@ -16,8 +16,8 @@ import click
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from app.core.config import POSITIVE
 from app.core.hashing import BASE_SEED, Tokens, compute_hashes
+from app.options import POSITIVE
 from loadtest.command import Command
 
 NUM_BLOCKS = 512

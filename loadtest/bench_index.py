@@ -28,14 +28,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import MOST, POSITIVE
+from app.core.chains import GROUP_BLOCKS
+from app.core.config import MOST
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom, run
 from app.ops.dump import reset
+from app.options import POSITIVE
 from app.state.client import Client
 from app.state.connect import connect
-from app.state.index import GROUP_BLOCKS
 from app.state.overlap import Boundaries, match
 from app.state.scripts import Call, ScriptRunner
 from loadtest.command import Command, json_option, save

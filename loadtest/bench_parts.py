@@ -25,8 +25,8 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import POSITIVE
 from app.http.server import run
+from app.options import POSITIVE
 from loadtest.bench_decision import (
     NUM_TOKENS,
     NUM_WORKERS,
@@ -51,17 +51,20 @@ PARTS = {
     ),
     "lookup: commands, replies, view of the workers": ("app.router.lookup:LookUp.batch",),
     "prices and choice": ("app.policy.plan:Planner.plan",),
-    "reservation: command and reply": ("app.router.router:Router._reserve",),
-    "stream of decisions": ("app.state.decisions:Recorder.run",),
+    "reservation: command and reply": ("app.router.decider:Decider._reserve",),
+    "stream of decisions": ("app.router.history:History._record_forever",),
     "endpoint: request, answer, queue, counters": (
         *("app.api.routes:Application.__call__", "app.router.router:Router.route"),
-        *("app.router.router:Router._settle", "app.router.router:Router._decide_forever"),
+        *(
+            "app.router.decider:Decider._answer_reserved",
+            "app.router.decider:Decider._decide_forever",
+        ),
     ),
     "housekeeping": (
         *(
             "app.router.maintenance:Maintenance.run",
             "app.router.fleet:Fleet.follow",
-            "app.router.history:Routed.run",
+            "app.router.history:History._write_forever",
         ),
     ),
 }

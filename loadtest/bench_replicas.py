@@ -26,16 +26,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import (
-    FACTOR,
-    POLICY_NAMES,
-    POSITIVE,
-    PROCESSES,
-    RouterSettings,
-    WorkerSettings,
-)
+from app.core.config import RouterSettings, WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
+from app.options import FACTOR, POLICY, POSITIVE, PROCESSES
 from loadtest.command import Command, distinct, json_option, save
 from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
@@ -236,7 +230,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 @click.option("--rounds", default=3, show_default=True, type=POSITIVE)
 @click.option("--requests", default=NUM_REQUESTS, show_default=True, type=POSITIVE)
 @click.option("--workers", "num_workers", default=8, show_default=True, type=PROCESSES)
-@click.option("--policy", default="latency", show_default=True, type=click.Choice(POLICY_NAMES))
+@click.option("--policy", default="latency", show_default=True, type=POLICY)
 @click.option(
     "--load",
     default=1.1,

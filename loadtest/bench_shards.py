@@ -22,10 +22,10 @@ from redis import Redis
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import POSITIVE
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis, redis_binary
+from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner

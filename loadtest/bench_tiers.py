@@ -32,9 +32,9 @@ from rich.table import Table
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from app.core.config import POSITIVE
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
+from app.options import POSITIVE
 from loadtest.command import Command, distinct, json_option, save
 from workers.kv.disk import PART_BYTES, DiskBlock, SlotFile
 from workers.kv.memory import KVShape, MemoryPool, host_pool

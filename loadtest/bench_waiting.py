@@ -26,11 +26,12 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import LONGEST_S, PROCESSES, Number, RouterSettings, WorkerSettings
+from app.core.config import LONGEST_S, RouterSettings, WorkerSettings
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
+from app.options import PROCESSES, Number
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.command import Command, distinct, json_option, save

@@ -9,11 +9,11 @@ from typing import Any
 import click
 import orjson
 
-from app.core import config
+from app import options
 from app.local.redis_server import heed_interrupts
 
 
-class Command(config.Command):
+class Command(options.Command):
     """Ends on SIGTERM and SIGHUP as on Ctrl-C, with no process or file left behind."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -59,6 +59,6 @@ json_option = click.option("--json", "json_file", type=FILE, help="File to write
 def save(figures: Any, file: Path | None) -> None:
     """Writes the figures as JSON; keys may be numbers. None: no file was asked for."""
     if file is not None:
-        options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-        with config.naming_file(file):
-            file.write_bytes(orjson.dumps(figures, option=options))
+        layout = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+        with options.naming_file(file):
+            file.write_bytes(orjson.dumps(figures, option=layout))

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from app.core.config import FACTOR, POLICY_NAMES, RouterSettings, WorkerSettings, cluster_size
+from app.core.config import RouterSettings, WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
+from app.options import FACTOR, POLICY, cluster_size
 from loadtest import report
 from loadtest.command import Command, distinct, make_folder, save
 from loadtest.replay import progress_display, replay_policy
@@ -29,7 +30,7 @@ NUM_REQUESTS = 1800
     default=("round_robin", "latency"),
     show_default=True,
     callback=distinct,
-    type=click.Choice(POLICY_NAMES),
+    type=POLICY,
     help="Policy to play, on a fresh cluster. Give it several times to compare; the ratio is "
     "between the first and the last.",
 )

@@ -22,9 +22,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import POSITIVE, POSITIVE_SECONDS, RouterSettings, WorkerSettings
+from app.core.config import RouterSettings, WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
+from app.options import POSITIVE, POSITIVE_SECONDS
 from loadtest import report
 from loadtest.client import ClusterClient
 from loadtest.command import Command, make_folder, save

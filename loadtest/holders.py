@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import click
 import numpy as np
 
+from app.core.chains import Overlaps, bucket_bits_for, shard_of
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.state import index, leases
-from app.state.overlap import Overlaps
 from app.state.scripts import Call, ScriptRunner
 
 BLOCK_SIZE = 16
@@ -39,7 +39,7 @@ class Holders:
         self.incarnations: list[Incarnation] = []
         self._runner = runner
         self._keyspace = keyspace
-        self._bucket_bits = index.bucket_bits_for(index_blocks // shards)
+        self._bucket_bits = bucket_bits_for(index_blocks // shards)
         self._shards = shards
         self._seqs: Counter[tuple[Incarnation, int]] = Counter()
 
@@ -69,7 +69,7 @@ class Holders:
     ) -> None:
         """Put the blocks of `chain`, from position `start` on, in `tier` of `w<worker>`; None
         removes them."""
-        inc, shard = self.incarnations[worker], index.shard_of(chain[0], self._shards)
+        inc, shard = self.incarnations[worker], shard_of(chain[0], self._shards)
         changes = index.chain_changes(chain, tier, start)
         calls: list[Call[bool]] = []
         for at in range(0, len(changes), BATCH):

@@ -20,17 +20,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from app.core.config import (
-    FACTOR,
-    POSITIVE,
-    POSITIVE_SECONDS,
-    SECONDS,
-    SEED,
-    BaseUrl,
-    Command,
-    Number,
-)
 from app.http.server import run
+from app.options import BASE_URL, FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Command, Number
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, clock
 from loadtest.command import FILE, distinct, json_option, save
@@ -225,7 +216,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     "--url",
     default="http://127.0.0.1:8080",
     show_default=True,
-    type=BaseUrl(),
+    type=BASE_URL,
     help="URL of the cluster: its load balancer, or a single router.",
 )
 @click.option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.core.config import naming_file
+from app.options import naming_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,7 +28,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import COUNT, FACTOR, LONGEST_S, POLICY_NAMES, POSITIVE, PROCESSES, Number
+from app.core.config import LONGEST_S
+from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
+from app.policy.cost import POLICIES
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
@@ -297,13 +299,13 @@ class _PolicyName(click.ParamType[str]):
         try:
             policy = Policy(value)
             weight = policy.weight
-            if policy.key not in POLICY_NAMES or (weight is not None and policy.key != "blocks"):
+            if policy.key not in POLICIES or (weight is not None and policy.key != "blocks"):
                 raise ValueError
             if weight is not None:
                 WEIGHT.convert(weight, param, ctx)
         except ValueError:
             self.fail(
-                f"{value!r} is none of {', '.join(POLICY_NAMES)}, blocks:WEIGHT, ideal", param, ctx
+                f"{value!r} is none of {', '.join(POLICIES)}, blocks:WEIGHT, ideal", param, ctx
             )
         return str(value)
 
@@ -321,7 +323,7 @@ class _PolicyName(click.ParamType[str]):
     "--policy",
     "policies",
     multiple=True,
-    default=POLICY_NAMES[::-1],
+    default=tuple(POLICIES)[::-1],
     callback=distinct,
     type=_PolicyName(),
     help="Policy to play; may be given several times. Default: all, latency last. blocks:W is "

@@ -22,6 +22,7 @@ import numpy as np
 
 from app.core.errors import AllWorkersBusy
 from app.core.events import CacheEvent, Cleared, Stored
+from app.core.loads import Load, Reservation
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.policy.choose import choose
@@ -32,8 +33,7 @@ from app.policy.cost import (
     blocks,
     predicted_prefill_s,
 )
-from app.router.fleet import load_fields, measured_fields
-from app.state.reservations import Load, Reservation
+from app.policy.view import load_rows, measured_rows
 from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
 from workers.engines.sim.engine import SimEngine
@@ -281,8 +281,8 @@ class Worker:
         return (
             *self.holdings.overlap(chain, now_s),
             0.0,
-            *load_fields(load, round(now_s * 1000), metrics.request_total_slots),
-            *measured_fields(metrics, self.speed, metrics.kv_total_blocks),
+            *load_rows(load, round(now_s * 1000), metrics.request_total_slots),
+            *measured_rows(metrics, self.speed),
         )
 
 
@@ -301,14 +301,14 @@ class _Flight:
 
 
 class _Replica:
-    """A router: the requests that wait for it, its round_robin turn, and the books that it decides
-    from."""
+    """A router: the requests that wait for it, how many it has decided, and the books that it
+    decides from."""
 
     def __init__(self, books: list[Books]) -> None:
         self.books = books
         self.waiting: list[_Flight] = []
         self.is_deciding = False
-        self.turn = 0
+        self.decisions = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,10 +406,10 @@ class Simulation:
             size,
             eligible=np.ones(len(columns), dtype=bool),
             rng=self._rng,
-            turn=flight.replica.turn,
+            nth=flight.replica.decisions,
             cost=self._policy.cost,
         )
-        flight.replica.turn += 1
+        flight.replica.decisions += 1
         at = choice.index
         cached = size.block_size * int(candidates.overlap_device[at] + candidates.overlap_host[at])
         reservation = Reservation(

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from app.core import worker_report
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
+from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -28,7 +29,6 @@ from app.core.worker_report import (
 from app.state import index, leases, reservations
 from app.state.index import Change
 from app.state.leases import Registration
-from app.state.reservations import Load, Reservation, Wish
 from app.state.scripts import Call, ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 

@@ -19,10 +19,11 @@ from click.testing import CliRunner
 from redis import Redis
 
 from app.cli import _listening, _until_stopped, main
-from app.core.config import Command, RouterSettings, WorkerSettings
+from app.core.config import RouterSettings, WorkerSettings
 from app.core.keys import Keyspace
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
+from app.options import Command
 from tests.e2e.conftest import listens
 from tests.redis_servers import newest_kind, require_binary, require_redis
 

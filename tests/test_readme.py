@@ -1,4 +1,4 @@
-"""The README says what the code does."""
+"""The README and the other documents say what the code does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from app.policy.cost import POLICIES
 from app.router.metrics import Telemetry
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+POLICIES_PAGE = (ROOT / "docs/policies.md").read_text()
+DOCUMENTS = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/**/*.md")))]
 
 
 @pytest.mark.parametrize("settings", [RouterSettings, WorkerSettings], ids=lambda s: s.__name__)
 def test_the_configuration_table_has_every_setting_with_its_default_and_help(settings):
-    rows = [line for line in README.splitlines() if line.startswith("| `--")]
+    rows = [line for line in CONFIGURATION.splitlines() if line.startswith("| `--")]
     for f in fields(settings):
         flag = f"`--{f.name.replace('_', '-')}`"
         default = "" if f.default in (None, "") else f"`{f.default}`"
@@ -26,7 +28,7 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
         assert any(row.startswith(start) and row.endswith(end) for row in rows), flag
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/operating.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_metric_that_a_document_names_exists(document: str) -> None:
     families = list(Telemetry().registry.collect())
     existing = {family.name for family in families}
@@ -42,5 +44,5 @@ def test_every_metric_that_a_document_names_exists(document: str) -> None:
 
 
 def test_every_policy_is_explained():
-    explained = README.split("## Policies")[1].split("##")[0]
-    assert {name for name in POLICIES if f"`{name}`" in explained} == set(POLICIES)
+    explained = POLICIES_PAGE.split("## Policies")[1].split("##")[0]
+    assert {name for name in POLICIES if f"| `{name}` |" in explained} == set(POLICIES)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _RETRY = {"Retry-After": "1"}
 
-_ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
+ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     InvalidRequest: (422, "invalid_request", {}),
     BodyTooLarge: (413, "body_too_large", {}),
     BodyTimeout: (408, "body_timeout", CLOSE),
@@ -75,7 +75,7 @@ async def answer(request: Request, error: Exception) -> Response:
 
 
 async def _kvroute_error(_: Request, error: Exception) -> Response:
-    known = (_ANSWERS[kind] for kind in type(error).__mro__ if kind in _ANSWERS)
+    known = (ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
     status, code, headers = next(known, (500, "internal", {}))
     field = error.field if isinstance(error, InvalidRequest) else None
     if isinstance(error, AllWorkersBusy):

@@ -28,7 +28,7 @@ from app.core.types import checked_request_id
 from app.core.worker_report import NO_READINGS
 from app.http.body import header, hung_up, json_response, read_body
 from app.policy.decision import Candidate, Decision, RouteRequest
-from app.router.fleet import View
+from app.policy.view import View, load_statistics
 from app.router.router import Router
 
 RAW_TOKENS = "application/octet-stream"
@@ -136,8 +136,8 @@ async def route(request: Request) -> Response:
             ),
             tenant=_or_header(request, options, "tenant") if settings.wait_queue else "",
             priority=options.priority,
-            hung_up=partial(hung_up, request) if settings.wait_queue else None,
-        )
+        ),
+        partial(hung_up, request) if settings.wait_queue else None,
     )
     if decision.reserved and _has_hung_up(request):
         # Nobody would ever end what was reserved for a caller that hung up.
@@ -172,7 +172,7 @@ async def workers(request: Request) -> schemas.Workers:
         view = await router.refresh()
     except NamespaceMissing:
         return schemas.Workers(workers=[], load_avg=0.0, load_std=0.0)
-    load_avg, load_std = router.fleet.load_statistics(view.now_ms)
+    load_avg, load_std = load_statistics(view)
     return schemas.Workers(workers=_worker_models(view), load_avg=load_avg, load_std=load_std)
 
 
@@ -220,7 +220,7 @@ async def metrics(request: Request) -> Response:
     else:
         telemetry.workers.view = view
         telemetry.keep_workers({str(info.key) for info in view.infos})
-        load_avg, load_std = fleet.load_statistics(view.now_ms)
+        load_avg, load_std = load_statistics(view)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)
     telemetry.metrics_age.set(fleet.metrics_age_s)
@@ -324,7 +324,7 @@ def _routed(decision: Decision) -> dict[str, Any]:
     if decision.candidates:
         answer["tied"] = decision.tied
         answer["locality"] = decision.locality
-        answer["best_overlap"] = {"worker": decision.best, "blocks": decision.best_overlap}
+        answer["best_overlap"] = decision.best._asdict()
         answer["tries"] = decision.tries
         answer["candidates"] = [_candidate(c) for c in decision.candidates]
     return answer

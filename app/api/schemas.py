@@ -6,10 +6,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from app.core.config import POLICY_NAMES, PRIORITIES
+from app.core.config import PRIORITIES
 from app.core.hashing import U64
 from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.worker_report import GpuReadings
+from app.policy.cost import POLICIES
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ HashValue = Annotated[
 RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")]
 TenantId = Annotated[str, Field(pattern=f"^{TENANT_ID.pattern}$")]
 Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
-PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICY_NAMES)})$")]
+PolicyName = Annotated[str, Field(pattern=f"^({'|'.join(POLICIES)})$")]
 
 
 class _Body(BaseModel):
@@ -69,7 +70,7 @@ class RouteOptions(_Body):
     )
     lora_name: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     cache_namespace: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
-    policy: PolicyName | None = None
+    policy: PolicyName | None = Field(default=None, description="default: the router's --policy")
     exclude: Array[str] = Field(
         default_factory=list, description="worker ids, or <worker_id>:<dp_rank>"
     )
@@ -83,17 +84,23 @@ class RouteOptions(_Body):
         description="where requests wait, turns are shared between tenants; default: the header "
         "x-tenant-id",
     )
-    priority: Priority = "normal"
-    reserve: bool = True
-    explain: bool = False
+    priority: Priority = Field(default="normal", description="where requests wait")
+    reserve: bool = Field(default=True, description="false: only say what would be chosen")
+    explain: bool = Field(default=False, description="answer with all candidates and their costs")
 
 
 class RouteBody(RouteOptions):
     """`token_ids`, or `local_hashes` and `num_tokens`."""
 
-    token_ids: Array[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
-    local_hashes: Array[HashValue] | None = None
-    num_tokens: int | None = Field(default=None, ge=1)
+    token_ids: Array[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(
+        default=None, description="the prompt"
+    )
+    local_hashes: Array[HashValue] | None = Field(
+        default=None, description="instead of token_ids: one per full block, in prompt order"
+    )
+    num_tokens: int | None = Field(
+        default=None, ge=1, description="with local_hashes: length of the prompt"
+    )
     mm_hashes: Array[Array[HashValue]] | None = Field(
         default=None,
         description="with token_ids: for each full block, the hashes of the images or other items "
@@ -123,33 +130,33 @@ class TierOverlapModel(BaseModel):
 class BestWorker(BaseModel):
     worker_id: str
     dp_rank: int
-    address: str
-    overlap_blocks: int
-    isl_blocks: int
+    address: str = Field(description="base URL of the worker")
+    overlap_blocks: int = Field(description="leading blocks of the prompt that the worker holds")
+    isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
-    degraded: bool
+    degraded: bool = Field(description="decided without Redis, by the last loads seen")
 
 
 class CandidateModel(BaseModel):
-    """A worker as the decision saw it. cost is null if the policy rules the worker out."""
+    """A worker as the decision saw it."""
 
     worker_id: str
     dp_rank: int
-    eligible: bool
+    eligible: bool = Field(description="whether the request could go there")
     overlap_blocks: TierOverlapModel
-    active_requests: int
-    active_blocks: int
-    decoding_requests: int
-    prefill_tokens: int
-    queue_s: float
-    cost: float | None
-    terms: dict[str, float | None]
+    active_requests: int = Field(description="requests reserved on the worker")
+    active_blocks: int = Field(description="KV blocks reserved on it")
+    decoding_requests: int = Field(description="those of the requests past their first token")
+    prefill_tokens: int = Field(description="prompt tokens reserved and still to be computed")
+    queue_s: float = Field(description="predicted length of its queue of prefills")
+    cost: float | None = Field(description="null if the policy rules the worker out")
+    terms: dict[str, float | None] = Field(description="what the cost is the sum of")
 
 
 class BestOverlap(BaseModel):
-    """The longest overlap of any worker. worker: `<worker_id>:<dp_rank>`; "" if none had any."""
+    """The longest overlap of any worker."""
 
-    worker: str
+    worker: str = Field(description='`<worker_id>:<dp_rank>`; "" if none had any')
     blocks: int
 
 
@@ -157,13 +164,13 @@ class Routed(BaseModel):
     request_id: str
     worker_id: str
     dp_rank: int
-    address: str
+    address: str = Field(description="base URL of the worker")
     overlap_blocks: TierOverlapModel
-    isl_tokens: int
-    isl_blocks: int
+    isl_tokens: int = Field(description="length of the prompt")
+    isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
     degraded: bool = Field(description="decided without Redis, by the last loads seen")
-    reserved: bool
+    reserved: bool = Field(description="whether the decision must be released")
     waited_ms: int | None = Field(
         default=None, description="how long the request waited for a worker, if it had to"
     )
@@ -182,35 +189,33 @@ class Routed(BaseModel):
         "if no worker had any; otherwise, why that worker was not chosen: tie, load, session, "
         "full, excluded, lease, degraded",
     )
-    best_overlap: BestOverlap | None = None
-    candidates: list[CandidateModel] | None = None
+    best_overlap: BestOverlap | None = Field(default=None, description="with explain")
+    candidates: list[CandidateModel] | None = Field(default=None, description="with explain")
 
 
 class RequestState(BaseModel):
-    """found is false for a request that holds no reservation (any longer)."""
-
     request_id: str
-    found: bool
+    found: bool = Field(description="false if the request holds no reservation, or none any more")
 
 
 class WorkerModel(BaseModel):
     worker_id: str
     dp_rank: int
-    address: str
-    incarnation: int
+    address: str = Field(description="base URL of the worker")
+    incarnation: int = Field(description="number of this life of the worker")
     accelerator: str
-    block_size: int
-    max_requests: int
-    active_requests: int
-    decoding_requests: int
-    active_blocks: int
-    prefill_tokens: int
-    queue_s: float
-    kv_active_blocks: int
-    kv_total_blocks: int
-    num_requests_waiting: int
-    gpu_cache_usage: float
-    gpu_prefix_cache_hit_rate: float
+    block_size: int = Field(description="tokens per block")
+    max_requests: int = Field(description="with so many active requests the worker is full")
+    active_requests: int = Field(description="requests reserved on the worker")
+    decoding_requests: int = Field(description="those of them past their first token")
+    active_blocks: int = Field(description="KV blocks reserved")
+    prefill_tokens: int = Field(description="prompt tokens reserved and still to be computed")
+    queue_s: float = Field(description="predicted length of the queue of prefills")
+    kv_active_blocks: int = Field(description="KV blocks in use, as the worker reports")
+    kv_total_blocks: int = Field(description="KV blocks on its device")
+    num_requests_waiting: int = Field(description="requests waiting in the worker, as it reports")
+    gpu_cache_usage: float = Field(description="used share of its KV blocks, 0-1")
+    gpu_prefix_cache_hit_rate: float = Field(description="share of prompt tokens from cache, 0-1")
     kv_idle_before_evict_s: float = Field(
         description="how long recently evicted blocks had gone unused; 0: none was evicted"
     )
@@ -221,18 +226,18 @@ class WorkerModel(BaseModel):
 
 
 class Workers(BaseModel):
-    """load_avg, load_std: used fraction of KV blocks, over the workers that are not stale."""
-
     workers: list[WorkerModel]
-    load_avg: float
-    load_std: float
+    load_avg: float = Field(
+        description="mean used fraction of KV blocks, over the workers that are not stale"
+    )
+    load_std: float = Field(description="its sample standard deviation")
 
 
 class Readiness(BaseModel):
-    """missing: each entry is `<what>: <why>`. Without Redis, a router may still be ready."""
+    """Without Redis, a router may still be ready."""
 
     ready: bool
-    missing: list[str]
+    missing: list[str] = Field(description="each entry is `<what>: <why>`")
 
 
 class ErrorDetail(BaseModel):

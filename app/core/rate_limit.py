@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 
 
-class Pace:
-    """Lets through up to `per_s` events a second, evenly spaced; large ones count as several."""
+class RateLimit:
+    """Allows up to `per_s` events a second, evenly spaced; large ones count as several.
+
+    per_s: 0 allows none. Times are those of any one clock, in seconds.
+    """
 
     def __init__(self, per_s: float) -> None:
         self._pause_s = 1 / per_s if per_s else math.inf
-        self._due = 0.0 if per_s else math.inf
+        self._due_s = -math.inf if per_s else math.inf
 
-    def lets_through(self, size: float = 1.0) -> bool:
-        now = time.monotonic()
-        if now < self._due:
+    def allows(self, now_s: float, size: float = 1.0) -> bool:
+        """Whether an event may happen now; if so, it is counted."""
+        if now_s < self._due_s:
             return False
-        self._due = now + size * self._pause_s
+        self._due_s = now_s + size * self._pause_s
         return True

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 
-from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base_url, flags
+from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base_url
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.http.server import listen
@@ -28,6 +28,7 @@ from app.local.redis_server import (
     interrupts_held,
     system_binary,
 )
+from app.options import flags
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -18,15 +19,15 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
+from app.core.chains import parse_owners
 from app.core.errors import ConfigError, shown
 from app.core.keys import Keyspace
-from app.core.rate_limit import Pace
+from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.state import index, leases
 from app.state.client import Client
 from app.state.connect import deadline
 from app.state.index import Change
-from app.state.overlap import parse_owners
 from app.state.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, readable, scan, settled
 from app.state.scripts import Call, ScriptRunner
 
@@ -132,12 +133,12 @@ async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_m
         for inc, info in dumped.workers.items()
     ]
     # Leases run on meanwhile: each is renewed three times in its length.
-    renewals_due = Pace(3000 / lease_ttl_ms)
+    renewals_due = RateLimit(3000 / lease_ttl_ms)
     seqs: dict[tuple[Incarnation, int], int] = defaultdict(int)
     restored = 0
     file.seek(start)
     for stored in _Dump(file).stored():
-        if renewals_due.lets_through():
+        if renewals_due.allows(time.monotonic()):
             await _all_hold(runner, renewals)
         inc, shard = writers[stored.incarnation], stored.shard
         for at in range(0, len(stored.changes), BATCH):

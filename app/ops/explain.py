@@ -9,29 +9,22 @@ from typing import Any
 import click
 import numpy as np
 
-from app.core import config
-from app.core.config import POLICY_NAMES, Command
 from app.core.errors import RoutingError
 from app.core.keys import Keyspace
 from app.ops import questions
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
+from app.options import POLICY, POSITIVE, Command, Number
 from app.policy.choose import choose
-from app.policy.cost import POLICIES, CostFunction, blocks, predicted_prefill_s
+from app.policy.cost import (
+    POLICIES,
+    CostFunction,
+    blocks,
+    predicted_prefill_s,
+    two_at_random,
+)
+from app.policy.record import Record
 from app.state import decisions
 from app.state.client import Client
-from app.state.decisions import Record
-
-LOCALITY_TEXT = {
-    "kept": "the worker with the longest overlap was chosen",
-    "none": "no worker held the start of the prompt",
-    "tie": "another worker was drawn, though it was no cheaper",
-    "load": "another worker was cheaper, counting overlap and load",
-    "session": "another worker was cheaper, because the session had gone there before",
-    "full": "the worker with the longest overlap was full or too small",
-    "excluded": "the request excluded the worker with the longest overlap",
-    "lease": "the lease of the worker with the longest overlap had lapsed",
-    "degraded": "Redis was unreachable, so overlap was not known",
-}
 
 
 @click.command(cls=Command)
@@ -50,6 +43,7 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
     rows, terms = _scored(record)
     if as_json:
         plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
+        plain["best"], plain["best_overlap"] = record.best
         head = ("worker", "eligible", "requests", "overlap_blocks", "cost", *terms)
         plain["candidates"] = [dict(zip(head, row, strict=True)) for row in rows]
         click.echo(json_text(plain))
@@ -61,8 +55,12 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
         f"{counted(record.full_blocks, 'full block')} ({o.device:,} on its device, "
         f"{o.host:,} in host memory, {o.disk:,} on disk)"
     )
-    longest = f"; {record.best} held the most, {record.best_overlap:,}" if record.best else ""
-    click.echo(f"{LOCALITY_TEXT[record.locality]}{longest}; decided on try {record.tries}")
+    longest = (
+        f"; {record.best.worker} held the most, {record.best.blocks:,}"
+        if record.best.worker
+        else ""
+    )
+    click.echo(f"{record.locality.text}{longest}; decided on try {record.tries}")
     if record.waited_ms:
         click.echo(
             f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it"
@@ -79,7 +77,7 @@ def _scored(record: Record) -> tuple[list[list[Any]], list[str]]:
     if record.seen is None:
         return [], []
     seen, candidates = record.seen, record.seen.candidates
-    costs = seen.priced(POLICIES[record.policy])(candidates, record.size)
+    costs = seen.priced(POLICIES[record.policy].cost)(candidates, record.size)
     overlap = candidates.overlap
     rows = [
         [
@@ -100,17 +98,13 @@ def _short(cell: Any) -> str:
 
 
 @click.command(cls=Command)
-@click.option(
-    "--policy", required=True, type=click.Choice(POLICY_NAMES), help="Policy to score with."
-)
+@click.option("--policy", required=True, type=POLICY, help="Policy to score with.")
 @click.option(
     "--prefill-weight",
-    type=config.Number(0, 1000),
+    type=Number(0, 1000),
     help="Prefill weight for `blocks`, instead of 1.",
 )
-@click.option(
-    "--last", default=1000, show_default=True, type=config.POSITIVE, help="Decisions to score."
-)
+@click.option("--last", default=1000, show_default=True, type=POSITIVE, help="Decisions to score.")
 @COMMON
 @json_option
 @on_redis
@@ -183,16 +177,16 @@ class Comparison:
                 record.size,
                 eligible=eligible,
                 rng=rng,
-                turn=self.decisions,
-                cost=seen.priced(cost or POLICIES[policy]),
+                nth=self.decisions,
+                cost=seen.priced(cost or POLICIES[policy].cost),
             )
             was = seen.workers.index(record.worker)
-            recorded = seen.priced(POLICIES[record.policy])(seen.candidates, record.size)
+            recorded = seen.priced(POLICIES[record.policy].cost)(seen.candidates, record.size)
         except (RoutingError, ValueError, KeyError):
             return
         would_be = choice.index
         alike = all(costs.cost[was] == costs.cost[would_be] for costs in (recorded, choice.costs))
-        if alike or policy == record.policy == "power_of_two":
+        if alike or (policy == record.policy and POLICIES[policy].narrow is two_at_random):
             # Neither policy tells the two apart, or which pair was compared is not recorded: it is
             # chance that another was drawn this time.
             would_be = was

@@ -12,8 +12,6 @@ from typing import Any, BinaryIO
 import click
 import orjson
 
-from app.core import config
-from app.core.config import Command, naming_file
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier
@@ -21,9 +19,11 @@ from app.ops import dump as dumping
 from app.ops import questions
 from app.ops import verify as verification
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
+from app.ops.usage import usages
+from app.options import POSITIVE, POSITIVE_SECONDS, Command, naming_file
+from app.policy.record import Record
 from app.state import decisions
 from app.state.client import Client
-from app.state.decisions import Record
 
 MAX_SHOWN = 20
 
@@ -256,7 +256,7 @@ def _tokens(file: BinaryIO) -> list[int]:
     "--max-buckets",
     default=100_000,
     show_default=True,
-    type=config.POSITIVE,
+    type=POSITIVE,
     help="Maximum number of index buckets to check.",
 )
 @COMMON
@@ -309,7 +309,7 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     "--window-s",
     default=600.0,
     show_default=True,
-    type=config.POSITIVE_SECONDS,
+    type=POSITIVE_SECONDS,
     help="How far back to count, from the latest decision kept.",
 )
 @COMMON
@@ -323,7 +323,7 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
         if records and record.at_ms < records[0].at_ms - window_s * 1000:
             break
         records.append(record)
-    found = list(decisions.usages(records))
+    found = list(usages(records))
     if as_json:
         prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
         click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
@@ -356,7 +356,7 @@ async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
     "--lease-ttl-s",
     default=60.0,
     show_default=True,
-    type=config.POSITIVE_SECONDS,
+    type=POSITIVE_SECONDS,
     help="How long the restored workers count as live, unless their agents register first.",
 )
 @COMMON

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core import worker_report
+from app.core.chains import BLOCKS_PER_BUCKET, bucket_name, parse_owners, shard_of
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import METRICS_MAXLEN, NAMESPACE, Keyspace
+from app.core.loads import Load
 from app.core.types import (
     Incarnation,
     SequenceHash,
@@ -19,11 +21,9 @@ from app.core.types import (
     parse_incarnation,
 )
 from app.core.worker_report import NO_READINGS, GpuReadings
-from app.state import index, leases, overlap
+from app.state import leases, overlap
 from app.state.client import Client
 from app.state.connect import deadline
-from app.state.index import BLOCKS_PER_BUCKET
-from app.state.overlap import parse_owners
 from app.state.reading import (
     STEP_TIMEOUT_S,
     Control,
@@ -35,7 +35,7 @@ from app.state.reading import (
     scan,
     settled,
 )
-from app.state.reservations import Load, parse_load
+from app.state.reservations import parse_load
 from app.state.scripts import ScriptRunner
 
 STEP_ENTRIES = 512
@@ -164,7 +164,7 @@ async def fill(
             async with redis.node_of(shard["shard"]).client.pipeline(transaction=False) as pipe:
                 for _ in range(each):
                     number = rng.randrange(1 << bits)
-                    pipe.hlen(shard[f"blocks:{index.bucket_name(number, bits)}"])
+                    pipe.hlen(shard[f"blocks:{bucket_name(number, bits)}"])
                 lengths = await pipe.execute(raise_on_error=False)
         blocks += sum(n for n in lengths if isinstance(n, int))
         laid_out += each * BLOCKS_PER_BUCKET
@@ -240,7 +240,7 @@ async def prefix(
         ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
     )
     if overlaps is None:
-        shard = keyspace.of_shard(index.shard_of(chain[0], shards))
+        shard = keyspace.of_shard(shard_of(chain[0], shards))
         raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}")
     found = {}
     for name, inc in control.current.items():

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import click
 import orjson
 
-from app.core import config
 from app.core.config import CommonSettings
 from app.core.keys import Keyspace
+from app.options import options
 from app.state.connect import connect, deadline, naming
 
 T = TypeVar("T")
 TIMEOUT_S = 5.0
-COMMON = config.options(CommonSettings, without=("host", "log_level"))
+COMMON = options(CommonSettings, without=("host", "log_level"))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

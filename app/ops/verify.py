@@ -10,12 +10,12 @@ from itertools import islice
 
 from redis.asyncio import Redis
 
+from app.core.chains import parse_owners
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, parse_incarnation
 from app.ops.terminal import counted
 from app.state.client import Client
 from app.state.connect import deadline
-from app.state.overlap import parse_owners
 from app.state.reading import (
     STEP_TIMEOUT_S,
     Control,

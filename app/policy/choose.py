@@ -32,7 +32,7 @@ def choose(
     *,
     eligible: NDArray[np.bool_],
     rng: Generator,
-    turn: int = 0,
+    nth: int = 0,
     temperature: float = 0.0,
     cost: CostFunction | None = None,
     max_queue_s: float = math.inf,
@@ -41,7 +41,7 @@ def choose(
 
     eligible: (workers,); which of them the caller allows. Full ones, and those with fewer blocks
     than the prompt, are dropped here.
-    turn: for round_robin, which spreads evenly if this grows by one with each decision.
+    nth: which decision this is, for policies that go round the workers.
     temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
     of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
     cost: used instead of the policy's own.
@@ -60,7 +60,8 @@ def choose(
     if candidates.kv_total_blocks.min() < size.isl_blocks:
         eligible = _large_enough(candidates.kv_total_blocks, size, eligible)
         num_eligible = np.count_nonzero(eligible)
-    costs = (cost or POLICIES[policy])(candidates, size)
+    rules = POLICIES[policy]
+    costs = (cost or rules.cost)(candidates, size)
     has_room = (candidates.active_requests < candidates.max_requests) & np.isfinite(costs.cost)
     (workers,) = (eligible & has_room).nonzero()
     if workers.size == 0 or (
@@ -73,10 +74,8 @@ def choose(
             f"all eligible workers ({num_eligible}) are full{past}",
             retry_after_s=float(candidates.prefill_s[eligible].min()),
         )
-    if policy == "round_robin":
-        workers = workers[[turn % workers.size]]
-    elif policy == "power_of_two":
-        workers = _two_of(workers, rng)
+    if rules.narrow is not None:
+        workers = rules.narrow(workers, nth, rng)
     compared = costs.cost[workers]
     (lowest,) = (compared == compared[compared.argmin()]).nonzero()
     if temperature > 0.0:
@@ -99,15 +98,6 @@ def _large_enough(
             f"worker has more than {int(pool[eligible].max()):,}"
         )
     return found
-
-
-def _two_of(workers: NDArray[np.intp], rng: Generator) -> NDArray[np.intp]:
-    """Two different workers, every pair equally likely; fewer if there are fewer."""
-    if workers.size <= 2:
-        return workers
-    first = rng.integers(workers.size)
-    step = rng.integers(1, workers.size)
-    return workers[[first, (first + step) % workers.size]]
 
 
 def _sample(cost: Floats, temperature: float, rng: Generator) -> int:

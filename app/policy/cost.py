@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 HOST_CREDIT = 0.75
 DISK_CREDIT = 0.25
@@ -120,7 +122,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
                     300 / (300 + idle), where idle is how many seconds the worker's blocks go unused
                     before eviction
 
-    These weights did best over conversation and agentic traces in simulation: docs/decisions.md.
+    These weights did best over conversation and agentic traces in simulation: docs/experiments.md.
     """
     prefill = predicted_prefill_s(candidates, size)
     decode = candidates.mean_output_tokens * (
@@ -288,14 +290,39 @@ def no_preference(candidates: Candidates, _: RequestSize) -> Costs:
     return Costs(np.zeros_like(candidates.active_requests), {})
 
 
-POLICIES: Mapping[str, CostFunction] = {
-    "latency": latency,
-    "balance": balance,
-    "logit": logit,
-    "blocks": blocks,
-    "least_loaded": least_loaded,
-    "random": no_preference,
-    # `choose` first narrows the workers down: to the one whose turn it is, or to a random two.
-    "round_robin": no_preference,
-    "power_of_two": fewest_requests,
+def one_after_another(workers: Indices, nth: int, _: Generator) -> Indices:
+    """Each in its order."""
+    return workers[[nth % workers.size]]
+
+
+def two_at_random(workers: Indices, _: int, rng: Generator) -> Indices:
+    """Two different workers, every pair equally likely; fewer if there are fewer."""
+    if workers.size <= 2:
+        return workers
+    first = rng.integers(workers.size)
+    step = rng.integers(1, workers.size)
+    return workers[[first, (first + step) % workers.size]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How workers are compared. narrow: which of those with room are compared; None: all.
+
+    narrow takes their indices, which decision of the router's this is, and its random generator.
+    """
+
+    cost: CostFunction
+    narrow: Callable[[Indices, int, Generator], Indices] | None = None
+
+
+POLICIES: Mapping[str, Policy] = {
+    "latency": Policy(latency),
+    "blocks": Policy(blocks),
+    "balance": Policy(balance),
+    "logit": Policy(logit),
+    "least_loaded": Policy(least_loaded),
+    "power_of_two": Policy(fewest_requests, two_at_random),
+    "round_robin": Policy(no_preference, one_after_another),
+    "random": Policy(no_preference),
 }
+"""By the names that requests and settings use."""

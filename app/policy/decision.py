@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from app.core.chains import Overlaps
+from app.core.loads import Load
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
-from app.router.waiting import Waiter
-from app.state.overlap import Overlaps
-from app.state.reservations import Load
+from app.policy.locality import Best, Locality
 
 
 @dataclass(slots=True)
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
-    session: "" for none. tenant, priority, hung_up: used if it has to wait; see Waiting.
+    session: "" for none. tenant, priority: used if it has to wait.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
     """
@@ -32,7 +29,22 @@ class RouteRequest:
     session: str = ""
     tenant: str = ""
     priority: str = "normal"
-    hung_up: Callable[[], Awaitable[object]] | None = None
+
+
+@dataclass(slots=True)
+class Query:
+    """One try to decide a request, and what is known for it."""
+
+    request: RouteRequest
+    attempt: str
+    """Distinguishes the reservation from others of the same request."""
+    overlaps: Overlaps = field(default_factory=dict)
+    session_at: Incarnation | None = None
+    """Where its session last went."""
+    tries: int = 0
+    """This one included."""
+    waited_ms: int = 0
+    """How long the request waited for a worker that could take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +79,9 @@ class Decision:
     degraded: bool
     reserved: bool
     attempt: str
-    """Distinguishes the reservation from others of the same request."""
-    locality: str
-    """One of LOCALITIES: whether the worker that holds most was chosen, and if not, why."""
-    best: str
-    """The worker that holds most of the prompt, and how many blocks; "" if none holds any."""
-    best_overlap: int
+    """See Query."""
+    locality: Locality
+    best: Best
     waited_ms: int
-    """How long the request waited for a worker that could take it."""
     candidates: list[Candidate]
     """Filled if the request asked for an explanation."""
-
-
-@dataclass(slots=True)
-class Pending:
-    """A request on its way to a decision."""
-
-    request: RouteRequest
-    attempt: str
-    answer: asyncio.Future[Decision]
-    overlaps: Overlaps = field(default_factory=dict)
-    session_at: Incarnation | None = None
-    """Where its session last went."""
-    tries: int = 0
-    waiter: Waiter | None = None
-    """Its place in line, if it had to wait."""
-
-    @property
-    def decided(self) -> bool:
-        """Whether the answer is a decision: it has neither failed nor lost its caller."""
-        answer = self.answer
-        return answer.done() and not answer.cancelled() and answer.exception() is None
-
-    @property
-    def waited_ms(self) -> int:
-        return round(1000 * (time.perf_counter() - self.waiter.since_s)) if self.waiter else 0

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.chains import Overlaps
 from app.core.types import Incarnation, TierOverlap
 from app.policy.affinity import Affinity
 from app.policy.choose import Choice
 from app.policy.cost import Candidates, RequestSize
-from app.router.fleet import View
-from app.state.overlap import Overlaps
+from app.policy.view import View
 
-LOCALITIES = (
-    "kept",
-    "none",
-    "tie",
-    "load",
-    "session",
-    "full",
-    "excluded",
-    "lease",
-    "degraded",
-)
-"""Whether the worker with the longest overlap was chosen (kept) or no worker held anything (none).
-Else why another was chosen: it was drawn though no cheaper (tie); the longest overlap was
-outweighed by its worker's load (load); the session had gone to the other worker (session); the
-worker with the longest overlap was full or too small for the prompt (full), excluded by the request
-(excluded) or past its lease (lease); or Redis was unreachable (degraded)."""
+
+class Locality(StrEnum):
+    """What became of the longest overlap. text: the same as a sentence."""
+
+    KEPT = "kept", "the worker with the longest overlap was chosen"
+    NONE = "none", "no worker held the start of the prompt"
+    TIE = "tie", "another worker was drawn, though it was no cheaper"
+    LOAD = "load", "another worker was cheaper, counting overlap and load"
+    SESSION = "session", "another worker was cheaper, because the session had gone there before"
+    FULL = "full", "the worker with the longest overlap was full or too small"
+    EXCLUDED = "excluded", "the request excluded the worker with the longest overlap"
+    LEASE = "lease", "the lease of the worker with the longest overlap had lapsed"
+    DEGRADED = "degraded", "Redis was unreachable, so overlap was not known"
+
+    text: str
+
+    def __new__(cls, value: str, text: str) -> Locality:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.text = text
+        return member
+
+
+class Best(NamedTuple):
+    """The longest overlap of any worker, in blocks. worker: "" if none has any."""
+
+    worker: str
+    blocks: int
 
 
 def locality_of(
@@ -37,40 +52,50 @@ def locality_of(
     overlaps: Overlaps,
     eligible: NDArray[np.bool_],
     choice: Choice,
-    overlap: int,
     affinity: Affinity | None,
-) -> tuple[str, str, int]:
-    """What became of the longest overlap, which worker had it, and how many blocks it is.
-
-    The first is one of LOCALITIES except `degraded`. overlap: that of the chosen worker.
-    """
+) -> tuple[Locality, Best]:
+    """What became of the longest overlap, unless DEGRADED, and whose it is."""
+    chosen = overlaps.get(view.incarnations[choice.index])
+    overlap = chosen.total if chosen is not None else 0
     holder: Incarnation | None = None
-    best_overlap = overlap
+    longest = overlap
     last: TierOverlap | None = None
     for inc, known in overlaps.items():
         # A thousand workers that hold the same system prompt share one object.
         if known is last:
             continue
         last = known
-        if known.total > best_overlap:
-            holder, best_overlap = inc, known.total
-    best = choice.index if holder is None else view.position(holder)
-    if best is None:
-        return "lease", f"#{holder}", best_overlap
-    name = str(view.infos[best].key) if best_overlap else ""
-    if best == choice.index:
-        return ("kept" if overlap else "none"), name, best_overlap
+        if known.total > longest:
+            holder, longest = inc, known.total
+    position = choice.index if holder is None else view.position(holder)
+    if position is None:
+        return Locality.LEASE, Best(f"#{holder}", longest)
+    best = Best(str(view.infos[position].key) if longest else "", longest)
+    if position == choice.index:
+        return (Locality.KEPT if overlap else Locality.NONE), best
+    return _reason(candidates, size, eligible, choice, affinity, position), best
+
+
+def _reason(
+    candidates: Candidates,
+    size: RequestSize,
+    eligible: NDArray[np.bool_],
+    choice: Choice,
+    affinity: Affinity | None,
+    best: int,
+) -> Locality:
+    """Why the worker at `best`, which is routed to, was not chosen."""
     if not eligible[best]:
-        return "excluded", name, best_overlap
+        return Locality.EXCLUDED
     is_full = candidates.active_requests[best] >= candidates.max_requests[best]
     if is_full or 0 < candidates.kv_total_blocks[best] < size.isl_blocks:
-        return "full", name, best_overlap
+        return Locality.FULL
     cost = choice.costs.cost
     # It may even be cheaper: with a temperature, or if a policy compares only two workers.
     if cost[best] <= cost[choice.index]:
-        return "tie", name, best_overlap
+        return Locality.TIE
     if affinity is not None:
         discount = choice.costs.terms["affinity"][choice.index]
         if cost[best] < cost[choice.index] - discount:
-            return "session", name, best_overlap
-    return "load", name, best_overlap
+            return Locality.SESSION
+    return Locality.LOAD

@@ -1,4 +1,4 @@
-"""One try at a decision: the worker, and what to reserve on it. Nothing here does I/O."""
+"""One try at a decision: the worker, and what to reserve on it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
-from app.core.rate_limit import Pace
+from app.core.loads import Reservation
+from app.core.rate_limit import RateLimit
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose
 from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
-from app.policy.decision import Candidate, Decision, Pending, RouteRequest
-from app.policy.locality import locality_of
-from app.router.fleet import View
-from app.state.decisions import Record, Seen, sampled
-from app.state.reservations import Reservation
+from app.policy.decision import Candidate, Decision, Query, RouteRequest
+from app.policy.locality import Locality, locality_of
+from app.policy.record import Record, Seen, sampled
+from app.policy.view import View
 
 MAX_PREFILL_S = 86_400.0
 """Anything longer is no measurement, and a sum of many would not fit into Redis's integers."""
@@ -32,7 +32,7 @@ each time, and 20 routers could record them 400 times a second."""
 class Plan:
     """What one try wants: the worker at `position` of the view, and the reservation on it."""
 
-    pending: Pending
+    request: RouteRequest
     position: int
     incarnation: Incarnation
     seen_total: int
@@ -43,15 +43,16 @@ class Plan:
     eligible: NDArray[np.bool_]
     affinity: Affinity | None
 
-    def record(self, details: Pace) -> Record:
-        """The record kept of the decision; some, at that pace, with all that it was made from.
+    def record(self, details: RateLimit, now_s: float) -> Record:
+        """The record kept of the decision; as many as `details` allows by `now_s` have all that it
+        was made from.
 
         More than DETAILED_WORKERS count as several decisions.
         """
-        decision, request = self.decision, self.pending.request
+        decision, request = self.decision, self.request
         seen: Seen | None = None
         size = max(1.0, len(self.view.infos) / DETAILED_WORKERS)
-        if request.explain or details.lets_through(size):
+        if request.explain or details.allows(now_s, size):
             workers = [str(info.key) for info in self.view.infos]
             eligible = self.eligible.tolist()
             block_size = decision.worker.block_size
@@ -66,7 +67,6 @@ class Plan:
             full_blocks=len(request.chain),
             overlap=decision.overlap,
             best=decision.best,
-            best_overlap=decision.best_overlap,
             tries=decision.tries,
             waited_ms=decision.waited_ms,
             blocks=sampled(request.chain),
@@ -75,30 +75,30 @@ class Plan:
 
 
 class Planner:
-    """Applies the policies. Keeps the random number generator and the turn of round_robin."""
+    """Applies the policies. Counts its decisions, and keeps the random number generator."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._temperature = settings.temperature
         self._session_affinity = settings.session_affinity
         self._max_queue_s = settings.max_queue_s
         self._rng = np.random.default_rng(settings.seed)
-        self._turn = 0
+        self._decisions = 0
 
-    def plan(self, pending: Pending, view: View, *, degraded: bool = False) -> Plan:
-        """Where `pending` goes. degraded: decided by load alone, however full the workers look.
+    def plan(self, query: Query, view: View, *, degraded: bool = False) -> Plan:
+        """Where a request goes. degraded: decided by load alone, however full the workers look.
 
         Raises NoWorkers, PromptTooLarge, AllWorkersBusy.
         """
-        request = pending.request
-        if not view.infos:
+        request, overlaps = query.request, query.overlaps
+        if view.block_size is None:
             raise NoWorkers("no worker is alive")
         policy = "least_loaded" if degraded else request.policy
-        size = RequestSize(request.isl_tokens, view.infos[0].block_size)
-        candidates = view.candidates(pending.overlaps)
+        size = RequestSize(request.isl_tokens, view.block_size)
+        candidates = view.candidates(overlaps)
         if degraded:
             # No one reports requests that end meanwhile: all workers would soon look full.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
-        affinity = self._affinity(pending, view)
+        affinity = self._affinity(query, view)
         eligible = _eligible(view, request)
         choice = choose(
             policy,
@@ -106,37 +106,33 @@ class Planner:
             size,
             eligible=eligible,
             rng=self._rng,
-            turn=self._turn,
+            nth=self._decisions,
             temperature=self._temperature,
-            cost=discounted(POLICIES[policy], affinity) if affinity is not None else None,
+            cost=discounted(POLICIES[policy].cost, affinity) if affinity is not None else None,
             max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
-        self._turn += request.reserve
+        self._decisions += request.reserve
         position = choice.index
-        overlap = pending.overlaps.get(view.incarnations[position], NO_OVERLAP)
-        locality, best, best_overlap = locality_of(
-            view, candidates, size, pending.overlaps, eligible, choice, overlap.total, affinity
-        )
+        locality, best = locality_of(view, candidates, size, overlaps, eligible, choice, affinity)
         decision = Decision(
             request_id=request.request_id,
             worker=view.infos[position],
-            overlap=overlap,
+            overlap=overlaps.get(view.incarnations[position], NO_OVERLAP),
             isl_tokens=request.isl_tokens,
             isl_blocks=size.isl_blocks,
             policy=policy,
             tied=choice.tied,
-            tries=pending.tries,
+            tries=query.tries,
             degraded=degraded,
             reserved=request.reserve and not degraded,
-            attempt=pending.attempt,
-            locality="degraded" if degraded else locality,
+            attempt=query.attempt,
+            locality=Locality.DEGRADED if degraded else locality,
             best=best,
-            best_overlap=best_overlap,
-            waited_ms=pending.waited_ms,
-            candidates=_explained(view, pending, eligible, choice) if request.explain else [],
+            waited_ms=query.waited_ms,
+            candidates=_explained(query, view, eligible, choice) if request.explain else [],
         )
         return Plan(
-            pending,
+            request,
             position,
             view.incarnations[position],
             view.loads[position].total,
@@ -148,11 +144,11 @@ class Planner:
             affinity,
         )
 
-    def _affinity(self, pending: Pending, view: View) -> Affinity | None:
+    def _affinity(self, query: Query, view: View) -> Affinity | None:
         """The affinity of its session, if that last went to a worker that is still live."""
-        if pending.session_at is None:
+        if query.session_at is None:
             return None
-        position = view.position(pending.session_at)
+        position = view.position(query.session_at)
         if position is None:
             return None
         return Affinity(position, self._session_affinity, self._max_queue_s)
@@ -184,13 +180,13 @@ def _reservation(
 
 
 def _explained(
-    view: View, pending: Pending, eligible: NDArray[np.bool_], choice: Choice
+    query: Query, view: View, eligible: NDArray[np.bool_], choice: Choice
 ) -> list[Candidate]:
     """The candidates of a decision, copied out of the arrays it was made from."""
     return [
         Candidate(
             info=info,
-            overlap=pending.overlaps.get(inc, NO_OVERLAP),
+            overlap=query.overlaps.get(inc, NO_OVERLAP),
             load=replace(load),
             queue_s=load.queue_s(view.now_ms),
             eligible=ok,

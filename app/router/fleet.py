@@ -1,4 +1,4 @@
-"""What a router knows about the workers, and the view of them that decisions are made from.
+"""What a router knows about the workers, from which it makes the views that decisions see.
 
 Nothing here outlives a Redis answer except what is fixed for an incarnation (its WorkerInfo), what
 follows the metrics stream, and the last view, which routing falls back on without Redis.
@@ -8,37 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from redis.asyncio import Redis
 
 from app.core import worker_report
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
-from app.core.keys import METRICS_INTERVAL_S, Keyspace, metrics_interval_s
+from app.core.keys import METRICS_INTERVAL_S, Keyspace
+from app.core.loads import Snapshot
 from app.core.types import Incarnation, WorkerInfo
-from app.core.worker_report import (
-    DEFAULT_SPEED,
-    NO_READINGS,
-    ForwardPassMetrics,
-    GpuReadings,
-    Speed,
-)
-from app.policy.cost import Candidates
+from app.policy.view import UNMEASURED, Measured, View, Workers
 from app.state import leases
 from app.state.connect import deadline
-from app.state.overlap import Overlaps
-from app.state.reservations import Load, Reservation, Snapshot
 
 log = logging.getLogger(__name__)
 
-STALE_AFTER_INTERVALS = 10
 PAGE = 512
 """Entries of the metrics stream read at a time, in some 20 ms: two of each of 256 workers."""
 MAX_AHEAD_S = 60.0
@@ -46,146 +32,6 @@ MAX_AHEAD_S = 60.0
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable. Agents renew a third of a lease after it
 is back, usually 1 s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a worker last published, and when, by the Redis clock."""
-
-    metrics: ForwardPassMetrics
-    speed: Speed
-    gpu: GpuReadings
-    at_ms: int
-
-    def is_stale(self, now_ms: int, workers: int) -> bool:
-        """workers: how many there are, which determines how often each publishes."""
-        return now_ms - self.at_ms > STALE_AFTER_INTERVALS * 1000 * metrics_interval_s(workers)
-
-
-class Known:
-    """What is known about some incarnations apart from their load; many views share it."""
-
-    def __init__(self, known: list[tuple[Incarnation, WorkerInfo, Measured]]) -> None:
-        self.incarnations = [inc for inc, _, _ in known]
-        self.infos = [info for _, info, _ in known]
-        self.measured = [measured for _, _, measured in known]
-        self.everybody = np.ones(len(known), dtype=np.bool_)
-        self.position = {inc: i for i, inc in enumerate(self.incarnations)}
-        columns = [
-            measured_fields(measured.metrics, measured.speed, _kv_total_blocks(info, measured))
-            for _, info, measured in known
-        ]
-        self.rows = tuple(_rows(columns, 14))
-
-
-class View:
-    """The live workers at one moment, in a fixed order; decisions add what they reserve."""
-
-    def __init__(self, snapshot: Snapshot, known: Known) -> None:
-        self.now_ms = snapshot.now_ms
-        self.somebody_waits = snapshot.somebody_waits
-        self.incarnations = known.incarnations
-        self.infos = known.infos
-        self.measured = known.measured
-        self.everybody = known.everybody
-        self.loads = [snapshot.loads[inc] for inc in self.incarnations]
-        columns = [
-            (0.0, 0.0, 0.0, *load_fields(load, self.now_ms, info.max_requests))
-            for info, load in zip(self.infos, self.loads, strict=True)
-        ]
-        # Overlaps and load differ between decisions; the rest does not.
-        self._changing, self._fixed = _rows(columns, 9), known.rows
-        self._position = known.position
-
-    @property
-    def shortest_queue_s(self) -> float:
-        """Predicted prefill still to do on the worker with the least; 0 without workers."""
-        return min((load.queue_s(self.now_ms) for load in self.loads), default=0.0)
-
-    def openings(self, max_queue_s: float) -> int:
-        """How many requests workers with a queue of at most `max_queue_s` take at once.
-
-        If that is finite, any request may be the last that its worker takes, so each worker counts
-        as one opening.
-        """
-        free = [
-            info.max_requests - load.requests
-            for info, load in zip(self.infos, self.loads, strict=True)
-            if load.requests < info.max_requests and load.queue_s(self.now_ms) <= max_queue_s
-        ]
-        return sum(free) if math.isinf(max_queue_s) else len(free)
-
-    def all_hold(self, num_blocks: int) -> bool:
-        """Whether no worker reports fewer KV blocks than this in total."""
-        totals = map(_kv_total_blocks, self.infos, self.measured)
-        return not any(0 < total < num_blocks for total in totals)
-
-    def candidates(self, overlaps: Overlaps) -> Candidates:
-        """The workers as a cost function sees them, for a prompt with these overlaps."""
-        device, host, disk, *load = self._changing.copy()
-        for inc, overlap in overlaps.items():
-            position = self._position.get(inc)
-            if position is not None:
-                device[position] = overlap.device
-                host[position] = overlap.host
-                disk[position] = overlap.disk
-        return Candidates(device, host, disk, *load, *self._fixed)
-
-    def position(self, inc: Incarnation) -> int | None:
-        """The index of an incarnation in this view; None: it is not routed to."""
-        return self._position.get(inc)
-
-    def add(self, position: int, reservation: Reservation) -> None:
-        """Count a reservation made, or about to be made, on the worker at `position`."""
-        load = self.loads[position]
-        load.add(reservation, self.now_ms)
-        fields = load_fields(load, self.now_ms, self.infos[position].max_requests)
-        self._changing[3:, position] = fields
-
-
-def _rows(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
-    """One row for each of `height` fields, however many columns there are."""
-    return np.array(columns, dtype=np.float64).reshape(len(columns), height).T.copy()
-
-
-def _kv_total_blocks(info: WorkerInfo, measured: Measured) -> int:
-    """As measured, or as registered until then."""
-    return measured.metrics.kv_total_blocks or info.kv_total_blocks
-
-
-def load_fields(load: Load, now_ms: int, max_requests: int) -> tuple[float, ...]:
-    """What Candidates says of the load on one worker, in its order."""
-    return (
-        load.prefill_tokens,
-        load.queue_s(now_ms),
-        load.blocks,
-        load.requests,
-        load.decoding,
-        max_requests,
-    )
-
-
-def measured_fields(m: ForwardPassMetrics, s: Speed, kv_total_blocks: int) -> tuple[float, ...]:
-    """What Candidates says of one worker besides overlaps and load, in its order."""
-    return (
-        m.kv_active_blocks,
-        kv_total_blocks,
-        m.num_requests_waiting,
-        m.gpu_cache_usage_perc,
-        m.request_active_slots,
-        m.request_total_slots,
-        m.kv_idle_before_evict_s,
-        s.prefill_s_per_token,
-        s.prefill_s_per_token2,
-        s.decode_s_per_kv_token,
-        s.decode_s_per_seq,
-        s.host_s_per_token,
-        s.disk_s_per_token,
-        s.mean_output_tokens,
-    )
-
-
-_UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
 
 
 class Fleet:
@@ -202,7 +48,7 @@ class Fleet:
         self._measured: dict[Incarnation, Measured] = {}
         self._newest_ms: int | None = None
         """The time of the last entry read from the metrics stream."""
-        self._known: Known | None = None
+        self._workers: Workers | None = None
         """That of the last view, until anything new is learnt."""
         self._workers_ms: int | None = None
         """`Snapshot.workers_ms` as of what is known about the incarnations."""
@@ -219,8 +65,7 @@ class Fleet:
     @property
     def block_size(self) -> int | None:
         """Tokens per block, which all workers of a namespace share; None before the first."""
-        view = self.last_view
-        return view.infos[0].block_size if view and view.infos else None
+        return self.last_view.block_size if self.last_view else None
 
     @property
     def recovers(self) -> bool:
@@ -268,9 +113,9 @@ class Fleet:
         self.shards = snapshot.shards or self.shards
         await self._learn([inc for inc in snapshot.loads if inc not in self._infos])
         live = [inc for inc in snapshot.loads if inc in self._infos]
-        if self._known is None or self._known.incarnations != live:
-            self._known = Known([(inc, self._infos[inc], self.measured(inc)) for inc in live])
-        self.last_view = View(snapshot, self._known)
+        if self._workers is None or self._workers.incarnations != live:
+            self._workers = Workers([(inc, self._infos[inc], self.measured(inc)) for inc in live])
+        self.last_view = View(snapshot, self._workers)
         return self.last_view
 
     async def _learn(self, incarnations: list[Incarnation]) -> None:
@@ -292,7 +137,7 @@ class Fleet:
                 # The number is another worker's now, because Redis lost data.
                 self._measured.pop(inc, None)
             self._infos[inc], self._texts[inc] = info, text
-            self._known = None
+            self._workers = None
 
     def name_of(self, incarnation: Incarnation) -> str:
         """The worker it is of, for a log."""
@@ -306,22 +151,8 @@ class Fleet:
         self._texts = {inc: text for inc, text in self._texts.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
 
-    def load_statistics(self, now_ms: int) -> tuple[float, float]:
-        """Mean and sample standard deviation of the used fraction of KV blocks.
-
-        Over the workers of the last view that are not stale; 0 if there are too few.
-        """
-        view = self.last_view
-        live = view.incarnations if view else []
-        loads = [
-            m.metrics.kv_active_blocks / m.metrics.kv_total_blocks
-            for m in map(self.measured, live)
-            if m.metrics.kv_total_blocks and not m.is_stale(now_ms, len(live))
-        ]
-        return (mean(loads) if loads else 0.0, stdev(loads) if len(loads) > 1 else 0.0)
-
     def measured(self, incarnation: Incarnation) -> Measured:
-        return self._measured.get(incarnation, _UNMEASURED)
+        return self._measured.get(incarnation, UNMEASURED)
 
     async def follow(self) -> None:
         """Keep the latest entry of each incarnation in the metrics stream, until cancelled."""
@@ -397,7 +228,7 @@ class Fleet:
             worker = fields.get(b"worker", b"").decode(errors="replace")
             log.warning("ignoring a metrics entry of %s: %s", worker, error)
             return False
-        self._known = None
+        self._workers = None
         return True
 
 

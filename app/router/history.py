@@ -1,51 +1,59 @@
-"""Where requests were routed, as all replicas know it: blocks to come, and sessions.
+"""What routers write down about where requests went: blocks to come, sessions, and decisions.
 
-Written after decisions, never before their answers. What Redis does not accept is lost, which costs
-a little overlap.
+Written after decisions, never before their answers. What Redis does not accept in time is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 
-from app.core.config import RouterSettings
+from app.core.chains import shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, SequenceHash
-from app.policy.decision import RouteRequest
-from app.state import index, predictions, sessions
-from app.state.scripts import Call, ScriptRunner
+from app.policy.plan import Plan
+from app.router.replica import Replica
+from app.state import decisions, predictions, sessions
+from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
 
 MAX_UNWRITTEN = 1024
-"""Beyond this many, the oldest are lost."""
+"""Beyond this many of each kind, the oldest are lost."""
+RECORD_PAUSE_S = 0.05
 
 
-class Routed:
-    """Reads and writes predictions and sessions; nothing if the settings use neither."""
+class History:
+    """Reads and writes predictions and sessions, and writes decisions, as far as the settings use
+    them."""
 
-    def __init__(self, runner: ScriptRunner, keyspace: Keyspace, settings: RouterSettings) -> None:
+    def __init__(self, replica: Replica) -> None:
+        settings = replica.settings
         self.predictions = (
             predictions.PredictionSettings(settings.prediction_ttl_s, settings.prediction_entries)
             if settings.count_in_flight or not settings.kv_events
             else None
         )
         """None: not kept."""
-        self._runner = runner
-        self._keyspace = keyspace
+        self._replica = replica
         self._session_affinity = settings.session_affinity
         self._session_ttl_ms = round(settings.session_ttl_s * 1000)
         self._unwritten: deque[Call[int]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unwritten = asyncio.Event()
+        self._decisions_kept = settings.decisions_kept
+        self._details = RateLimit(settings.details_per_s)
+        self._unrecorded: deque[Plan] = deque(maxlen=MAX_UNWRITTEN)
+        self._has_unrecorded = asyncio.Event()
 
     def recall(self, asked: list[str]) -> list[Call[list[Incarnation | None]]]:
         """At most one call, which returns where each session last went; "" stands for none."""
         if not self._session_affinity or not any(asked):
             return []
-        return [sessions.recall(self._keyspace, asked, self._session_ttl_ms)]
+        return [sessions.recall(self._replica.keyspace, asked, self._session_ttl_ms)]
 
     def foresee(
         self, chains: list[list[SequenceHash]], shards: int
@@ -58,33 +66,62 @@ class Routed:
             for chain in chains
         ]
 
-    def add(self, request: RouteRequest, incarnation: Incarnation, shards: int) -> None:
-        """Record that the request was routed to `incarnation`."""
+    def add(self, plan: Plan, shards: int) -> None:
+        """Write down that a request was routed as planned."""
+        request, incarnation = plan.request, plan.incarnation
         if self.predictions is not None and request.chain:
             shard = self._shard_of(request.chain, shards)
-            self._unwritten.append(
-                predictions.predict(shard, incarnation, request.chain, self.predictions)
-            )
-            self._has_unwritten.set()
+            self._write(predictions.predict(shard, incarnation, request.chain, self.predictions))
         if self._session_affinity and request.session:
-            self._unwritten.append(
-                sessions.remember(
-                    self._keyspace, request.session, incarnation, self._session_ttl_ms
-                )
+            keyspace = self._replica.keyspace
+            self._write(
+                sessions.remember(keyspace, request.session, incarnation, self._session_ttl_ms)
             )
-            self._has_unwritten.set()
+
+    def record(self, plan: Plan) -> None:
+        """Have a decision recorded."""
+        if self._decisions_kept:
+            self._unrecorded.append(plan)
+            self._has_unrecorded.set()
 
     async def run(self) -> None:
-        """Write what was added, until cancelled; all that is pending goes in one round trip."""
+        """Write what was added, until cancelled; all that is pending goes together."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write_forever())
+            tasks.create_task(self._record_forever())
+
+    def _write(self, call: Call[int]) -> None:
+        self._unwritten.append(call)
+        self._has_unwritten.set()
+
+    async def _write_forever(self) -> None:
         while True:
             await self._has_unwritten.wait()
             self._has_unwritten.clear()
             calls = list(self._unwritten)
             self._unwritten.clear()
             try:
-                await self._runner.run(calls)
+                await self._replica.runner.run(calls)
             except RedisUnavailable as error:
                 log.debug("%d predictions and sessions lost: %s", len(calls), error)
 
+    async def _record_forever(self) -> None:
+        while True:
+            await self._has_unrecorded.wait()
+            self._has_unrecorded.clear()
+            now_s = time.monotonic()
+            records = [plan.record(self._details, now_s) for plan in self._unrecorded]
+            self._unrecorded.clear()
+            for at in range(0, len(records), decisions.MAX_WRITTEN):
+                some = records[at : at + decisions.MAX_WRITTEN]
+                try:
+                    await self._replica.runner.one(
+                        decisions.record(self._replica.keyspace, some, self._decisions_kept)
+                    )
+                except RedisUnavailable as error:
+                    log.debug("decisions not recorded: %s", error)
+            await asyncio.sleep(RECORD_PAUSE_S)
+
     def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
-        return self._keyspace.of_shard(index.shard_of(chain[0], shards) if chain else 0)
+        shard = shard_of(chain[0], shards) if chain else 0
+        return self._replica.keyspace.of_shard(shard)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import zip_longest
 
-from app.core.config import RouterSettings
+from app.core.chains import Overlaps
 from app.core.errors import RedisUnavailable
-from app.core.keys import Keyspace
 from app.core.types import NO_OVERLAP, Incarnation
-from app.policy.decision import Pending
-from app.router.fleet import Fleet, View
-from app.router.history import Routed
-from app.router.metrics import Telemetry
+from app.policy.decision import Query
+from app.policy.view import View
+from app.router.history import History
+from app.router.replica import Replica
 from app.state import overlap, reservations
-from app.state.overlap import Overlaps
-from app.state.scripts import ScriptRunner
 
 
 class LookUp:
@@ -23,42 +20,39 @@ class LookUp:
 
     def __init__(
         self,
-        runner: ScriptRunner,
-        keyspace: Keyspace,
-        settings: RouterSettings,
-        fleet: Fleet,
-        telemetry: Telemetry,
-        routed: Routed,
+        replica: Replica,
+        history: History,
     ) -> None:
-        self._runner = runner
-        self._keyspace = keyspace
-        self._kv_events = settings.kv_events
-        self._fleet = fleet
-        self._telemetry = telemetry
-        self._routed = routed
-        self._loads = reservations.loads(keyspace)
+        self._replica = replica
+        self._history = history
+        self._loads = reservations.loads(replica.keyspace)
         self._boundaries = overlap.Boundaries()
 
     async def workers(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
-        return await self._fleet.view(await self._runner.one(self._loads))
+        return await self._replica.fleet.view(await self._replica.runner.one(self._loads))
 
-    async def batch(self, batch: list[Pending]) -> View:
-        """The workers as they are now; sets `overlaps` and `session_at` of each request.
+    async def batch(self, queries: list[Query]) -> View:
+        """The workers as they are now; sets `overlaps` and `session_at` of each query.
 
         Raises RedisUnavailable, NamespaceMissing.
         """
-        chains = [pending.request.chain for pending in batch]
-        sessions = [pending.request.session for pending in batch]
+        runner, fleet, telemetry = (
+            self._replica.runner,
+            self._replica.fleet,
+            self._replica.telemetry,
+        )
+        chains = [query.request.chain for query in queries]
+        sessions = [query.request.session for query in queries]
         while True:
-            shards = self._fleet.shards or (await self._runner.one(self._loads)).shards or 1
-            recall = self._routed.recall(sessions)
-            foresee = self._routed.foresee(chains, shards)
-            with self._telemetry.seconds_of("look_up").time():
+            shards = fleet.shards or (await runner.one(self._loads)).shards or 1
+            recall = self._history.recall(sessions)
+            foresee = self._history.foresee(chains, shards)
+            with telemetry.seconds_of("look_up").time():
                 overlaps, (snapshot, *others) = await overlap.match(
-                    self._runner,
-                    self._keyspace,
-                    chains if self._kv_events else [],
+                    runner,
+                    self._replica.keyspace,
+                    chains if self._replica.settings.kv_events else [],
                     shards,
                     along=[self._loads, *recall, *foresee],
                     boundaries=self._boundaries,
@@ -66,18 +60,18 @@ class LookUp:
             recalled, foreseen = others[: len(recall)], others[len(recall) :]
             if isinstance(snapshot, RedisUnavailable):
                 raise snapshot
-            view = await self._fleet.view(snapshot)
+            view = await fleet.view(snapshot)
             # Otherwise the namespace was recreated, and the blocks are elsewhere.
             if snapshot.shards == shards:
                 break
-        self._telemetry.blind.inc(overlaps.count(None))
-        for pending, found, ahead in zip_longest(batch, overlaps, foreseen):
+        telemetry.blind.inc(overlaps.count(None))
+        for query, found, ahead in zip_longest(queries, overlaps, foreseen):
             known = ahead if isinstance(ahead, dict) else {}
-            pending.overlaps = with_predicted(found or {}, known)
+            query.overlaps = with_predicted(found or {}, known)
         for found_at in recalled:
             if isinstance(found_at, list):
-                for pending, incarnation in zip(batch, found_at, strict=True):
-                    pending.session_at = incarnation
+                for query, incarnation in zip(queries, found_at, strict=True):
+                    query.session_at = incarnation
         return view
 
 

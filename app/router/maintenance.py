@@ -14,16 +14,13 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from app.core.config import RouterSettings
 from app.core.errors import NamespaceMissing, RedisUnavailable
-from app.core.keys import Keyspace
 from app.core.types import Incarnation
 from app.ops import questions
-from app.router.fleet import Fleet
-from app.router.metrics import Telemetry
+from app.router.replica import Replica
 from app.state import index, leases, predictions, reservations
 from app.state.predictions import PredictionSettings
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import Call
 from app.state.strays import Strays
 
 log = logging.getLogger(__name__)
@@ -57,21 +54,17 @@ class Maintenance:
 
     def __init__(
         self,
-        runner: ScriptRunner,
-        keyspace: Keyspace,
-        settings: RouterSettings,
-        fleet: Fleet,
-        telemetry: Telemetry,
+        replica: Replica,
         predicted: PredictionSettings | None,
     ) -> None:
-        self._runner = runner
-        self._keyspace = keyspace
-        self._fleet = fleet
-        self._telemetry = telemetry
+        self._runner = replica.runner
+        self._keyspace = replica.keyspace
+        self._fleet = replica.fleet
+        self._telemetry = replica.telemetry
         self._predictions = predicted
-        self._loads = reservations.loads(keyspace)
-        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
-        self._timeout_s = settings.redis_timeout_ms / 1000
+        self._loads = reservations.loads(replica.keyspace)
+        self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
+        self._timeout_s = replica.settings.redis_timeout_ms / 1000
         # Beyond the limit, the oldest are left to expire.
         self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
 

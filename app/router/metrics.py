@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from app.core.types import TierOverlap
-from app.router.fleet import View
+from app.policy.view import View
 
 # Otherwise each counter and histogram has a further series, with when it was created.
 disable_created_metrics()  # type: ignore[no-untyped-call]

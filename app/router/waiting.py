@@ -10,22 +10,21 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import count
 from operator import attrgetter
+from types import TracebackType
 from typing import Any
 
-from app.core.config import PRIORITIES, RouterSettings, parse_weights
+from app.core.config import PRIORITIES, parse_weights
 from app.core.errors import AllWorkersBusy, CallerGone, NamespaceMissing, RedisUnavailable
-from app.core.keys import Keyspace
-from app.router.fleet import Fleet
-from app.router.metrics import Telemetry
+from app.router.pending import Pending, Waiter
+from app.router.replica import Replica
+from app.router.waiting_room import Room
 from app.state import line, reservations
-from app.state.line import Ticket
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
 
@@ -50,75 +49,6 @@ OTHERS = "other"
 """Metrics' name for tenants with no weight set: callers choose names, and labels are kept."""
 
 
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """A waiting request.
-
-    weight: of its flow. tenant, priority: as labelled in metrics. decide: asks for the request's
-    decision once more; False: that is not possible now. since_s: by time.perf_counter.
-    """
-
-    ticket: Ticket
-    weight: float
-    tenant: str
-    priority: str
-    answer: asyncio.Future[Any]
-    decide: Callable[[], bool]
-    since_s: float
-    name_at_s: float = 0.0
-    """When to name its ticket in the line that all replicas share; 0: at once."""
-    deciding: bool = False
-    """Whether its turn has come and a worker is being looked for."""
-    outcome: str = ""
-    """What it counts as in the metrics; "" while it waits."""
-
-
-class Room:
-    """The waiters of one replica, never more than `capacity`.
-
-    When it is full, the flow with the most waiters for its weight loses its latest one, so a flow
-    that floods a replica takes no places from others.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        assert capacity > 0
-        self._capacity = capacity
-        self._flows: dict[str, dict[str, Waiter]] = {}
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Waiter]:
-        for waiters in list(self._flows.values()):
-            yield from list(waiters.values())
-
-    def get(self, flow: str, name: str) -> Waiter | None:
-        """The waiter with this ticket, if it is here."""
-        return self._flows.get(flow, {}).get(name)
-
-    def enter(self, waiter: Waiter) -> Waiter | None:
-        """Add a waiter. Returns the one that had to make room for it, which may be itself."""
-        own = self._flows.setdefault(waiter.ticket.flow, {})
-        own[waiter.ticket.name] = waiter
-        self._size += 1
-        if self._size <= self._capacity:
-            return None
-        most = max(self._flows.values(), key=lambda flow: (_crowding(flow), flow is own))
-        gone = most[next(reversed(most))]
-        self.remove(gone)
-        return gone
-
-    def remove(self, waiter: Waiter) -> None:
-        """Remove a waiter; harmless if it is not here."""
-        flow, name = waiter.ticket.flow, waiter.ticket.name
-        if self._flows.get(flow, {}).pop(name, None) is None:
-            return
-        self._size -= 1
-        if not self._flows[flow]:
-            del self._flows[flow]
-
-
 def turns_at_once(openings: int, workers: int) -> int:
     """How many requests may go together; others follow a round trip later.
 
@@ -127,32 +57,22 @@ def turns_at_once(openings: int, workers: int) -> int:
     return min(openings, max(MIN_TURNS, min(workers // WORKERS_PER_TURN, MAX_TURNS)))
 
 
-def _crowding(waiters: dict[str, Waiter]) -> float:
-    return len(waiters) / next(iter(waiters.values())).weight
-
-
 class Waiting:
-    """Lets requests wait, while `run` runs, and has them decided when their turn comes."""
+    """Lets requests wait while it is entered, and says whose turn has come: see `next_turns`."""
 
-    def __init__(
-        self,
-        runner: ScriptRunner,
-        keyspace: Keyspace,
-        settings: RouterSettings,
-        fleet: Fleet,
-        telemetry: Telemetry,
-    ) -> None:
-        self._runner = runner
-        self._keyspace = keyspace
-        self._fleet = fleet
-        self._telemetry = telemetry
+    def __init__(self, replica: Replica) -> None:
+        settings = replica.settings
+        self._runner = replica.runner
+        self._keyspace = replica.keyspace
+        self._fleet = replica.fleet
+        self._telemetry = replica.telemetry
         self._max_queue_s = settings.max_queue_s
         self._timeout_s = settings.wait_timeout_s
         self._weights = parse_weights(settings.tenant_weights)
         self._room = Room(settings.wait_queue)
-        self._replica = secrets.token_hex(4)
+        self._name = secrets.token_hex(4)
         self._numbers = count(1)
-        self._loads = reservations.loads(keyspace)
+        self._loads = reservations.loads(replica.keyspace)
         self._left: list[tuple[str, str, bool]] = []
         """Tickets still to be taken out of the line: see `line.leave`."""
         self._wake = asyncio.Event()
@@ -161,35 +81,27 @@ class Waiting:
         self._retry_after_s = 0.0
         self._pause_s = 0.0
         self._stopped = False
-        self._tasks: asyncio.TaskGroup | None = None
+        self._watches = asyncio.TaskGroup()
+        """Tasks that each wait for a caller to hang up."""
 
     @property
     def somebody(self) -> bool:
         """Whether any request waits at this replica."""
         return len(self._room) > 0
 
-    def enter(
-        self,
-        tenant: str,
-        priority: str,
-        *,
-        tokens: int,
-        picky: bool,
-        now_ms: int,
-        answer: asyncio.Future[Any],
-        decide: Callable[[], bool],
-        hung_up: Callable[[], Awaitable[object]] | None,
-    ) -> Waiter:
-        """Let a request wait until `answer` is done, whoever sets it.
+    def enter(self, pending: Pending, *, tokens: int, picky: bool, now_ms: int) -> None:
+        """Let a request wait until its answer is done, whoever sets it.
 
         tokens: what its turn is worth. picky: not every worker could take it. now_ms: by the Redis
-        clock. decide: see Waiter. hung_up: returns once the caller is gone.
+        clock.
         """
+        tenant, priority = pending.request.tenant, pending.request.priority
         weight = self._weights.get(tenant, 1.0) * SHARES[priority]
-        waiter = Waiter(
+        pending.waiter = waiter = Waiter(
+            pending,
             ticket=line.ticket(
                 f"{priority}:{tenant}",
-                self._replica,
+                self._name,
                 next(self._numbers),
                 tokens=tokens,
                 weight=weight,
@@ -199,25 +111,21 @@ class Waiting:
             weight=weight,
             tenant=tenant if tenant in self._weights else OTHERS,
             priority=priority,
-            answer=answer,
-            decide=decide,
             since_s=time.perf_counter(),
         )
         if not self.somebody:
             self._wake.set()
         crowded_out = self._room.enter(waiter)
-        answer.add_done_callback(lambda _: self._leave(waiter))
-        if hung_up is not None:
-            assert self._tasks is not None, "not running"
-            watch = self._tasks.create_task(self._watch(waiter, hung_up))
-            answer.add_done_callback(lambda _: watch.cancel())
+        pending.answer.add_done_callback(lambda _: self._leave(waiter))
+        if pending.hung_up is not None:
+            watch = self._watches.create_task(self._watch(waiter, pending.hung_up))
+            pending.answer.add_done_callback(lambda _: watch.cancel())
         if crowded_out is not None:
             busy = f"{len(self._room)} requests are already waiting for a worker"
             self._end(crowded_out, "crowded_out", AllWorkersBusy(busy, self._retry_after_s))
         if self._stopped:
             self._turn_away_as_stopped(waiter)
         self._telemetry.waiting.set(len(self._room))
-        return waiter
 
     def look_again(self) -> None:
         """Check at once whether a worker has room, as something ended; else it is seen later."""
@@ -233,24 +141,21 @@ class Waiting:
     def _turn_away_as_stopped(self, waiter: Waiter) -> None:
         self._end(waiter, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
-    async def run(self) -> None:
-        """Run until cancelled; tickets still to be taken out of the line are taken out then."""
+    async def __aenter__(self) -> Waiting:
+        await self._watches.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Take the tickets that are left out of the line: others would otherwise wait behind them
+        until they are void."""
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                while True:
-                    polls = self._room or self._left
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(POLL_S if polls else None):
-                            await self._wake.wait()
-                    self._wake.clear()
-                    try:
-                        await self._step()
-                    except (RedisUnavailable, NamespaceMissing) as error:
-                        log.debug("cannot tell whose turn it is: %s", error)
-                        self._without_redis()
-                    await asyncio.sleep(self._pause_s)
+            await self._watches.__aexit__(kind, error, traceback)
         finally:
-            # Others would otherwise wait behind them until they are void.
             left = [
                 line.leave(self._keyspace, self._left[at : at + MAX_NAMED])
                 for at in range(0, len(self._left), MAX_NAMED)
@@ -259,8 +164,28 @@ class Waiting:
                 with suppress(RedisUnavailable):
                     await self._runner.run(left)
 
-    async def _step(self) -> None:
-        """Bring the line up to date, and have those requests decided whose turn it is."""
+    async def next_turns(self) -> list[Pending]:
+        """The requests to decide now; waits until it is time to look.
+
+        Each counts as being decided until its waiter's `deciding` is set to False.
+        """
+        await asyncio.sleep(self._pause_s)
+        polls = self._room or self._left
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S if polls else None):
+                await self._wake.wait()
+        self._wake.clear()
+        try:
+            due = await self._step()
+        except (RedisUnavailable, NamespaceMissing) as error:
+            log.debug("cannot tell whose turn it is: %s", error)
+            due = self._without_redis()
+        for waiter in due:
+            waiter.deciding = True
+        return [waiter.pending for waiter in due]
+
+    async def _step(self) -> list[Waiter]:
+        """Bring the line up to date; returns those whose turn it is."""
         self._refuse_late()
         now_s = time.perf_counter()
         if now_s - self._renewed_s >= TICKET_TTL_MS / 2000:
@@ -277,7 +202,7 @@ class Waiting:
             calls.append(
                 line.wait(
                     self._keyspace,
-                    self._replica,
+                    self._name,
                     [waiter.ticket for waiter in named],
                     ttl_ms=TICKET_TTL_MS,
                     kept_ms=TICKET_KEPT_MS,
@@ -292,28 +217,30 @@ class Waiting:
         view = await self._fleet.view(snapshot)
         self._retry_after_s = view.shortest_queue_s
         self._pause_s = PAUSE_PER_WORKER_S * len(view.infos)
-        if openings := view.openings(self._max_queue_s):
-            await self._give_turns(turns_at_once(openings, len(view.infos)))
+        openings = view.openings(self._max_queue_s)
+        if not openings:
+            return []
+        return await self._first(turns_at_once(openings, len(view.infos)))
 
-    async def _give_turns(self, openings: int) -> None:
-        for flow, name in await self._runner.one(
-            line.turns(self._keyspace, self._replica, openings)
-        ):
+    async def _first(self, openings: int) -> list[Waiter]:
+        """Those of our waiters who are among the first `openings` in line."""
+        due = []
+        for flow, name in await self._runner.one(line.turns(self._keyspace, self._name, openings)):
             waiter = self._room.get(flow, name)
             if waiter is None:
                 # It left meanwhile, or somebody put it there: the line is told in the next step.
                 self._left.append((flow, name, False))
             elif not waiter.deciding:
-                waiter.deciding = waiter.decide()
+                due.append(waiter)
+        return due
 
-    def _without_redis(self) -> None:
-        """Have all waiters decided as others are then; those that must still wait stay in line."""
-        for waiter in self._room:
-            if not waiter.deciding:
-                waiter.deciding = waiter.decide()
+    def _without_redis(self) -> list[Waiter]:
+        """All waiters: they are decided as others are then; those that must still wait stay in
+        line."""
         if not self._room:
             # Nobody renews these tickets, so they become void by themselves.
             self._left.clear()
+        return [waiter for waiter in self._room if not waiter.deciding]
 
     def _refuse_late(self) -> None:
         oldest_s = time.perf_counter() - self._timeout_s
@@ -327,12 +254,12 @@ class Waiting:
         self._end(waiter, "gone", CallerGone("the caller hung up while its request waited"))
 
     def _end(self, waiter: Waiter, outcome: str, error: Exception) -> None:
-        if not waiter.answer.done():
+        if not waiter.pending.answer.done():
             waiter.outcome = outcome
-            waiter.answer.set_exception(error)
+            waiter.pending.fail(error)
 
     def _leave(self, waiter: Waiter) -> None:
-        answer = waiter.answer
+        answer = waiter.pending.answer
         had_turn = not answer.cancelled() and answer.exception() is None
         ended = "routed" if had_turn else "gone" if answer.cancelled() else "failed"
         outcome = waiter.outcome or ended

@@ -18,7 +18,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError
 
 from app.core.errors import ConfigError, RedisUnavailable
-from app.state.client import Address, Client, ClusterClient, Pool, SentinelClient, Sentinels
+from app.state.client import Address, Client
+from app.state.cluster import ClusterClient
+from app.state.exchange import Pool
+from app.state.sentinel import SentinelClient, Sentinels
 
 log = logging.getLogger(__name__)
 

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from struct import pack
 from typing import Any, NamedTuple
 
+from app.core.chains import GROUP_BLOCKS, TIER_LETTER, TIER_OF_LETTER
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier
 from app.state.scripts import Call, call
 
-BLOCKS_PER_BUCKET = 8
-"""On average: half a group. More would make a bucket slower to search, above all when there are
-many times the blocks that were planned for. Fewer would save nothing, as a group stays together."""
-GROUP_BLOCKS = 16
-"""This many successive blocks of a chain, from its root, form a group and share one bucket. They
-are stored and looked up together, and fetching a bucket that is not in the processor's caches costs
-more than what is done with it."""
-
-TIER_LETTER = {Tier.DEVICE: "d", Tier.HOST: "h", Tier.DISK: "k"}
 _LETTER_OR_DASH = {tier: TIER_LETTER[tier] if tier is not None else "-" for tier in (None, *Tier)}
 _HASH = re.compile(rb"[0-9a-f]{16}")
-TIER_OF_LETTER = {letter.encode(): tier for tier, letter in TIER_LETTER.items()}
 
 
 class Change(NamedTuple):
@@ -50,41 +39,9 @@ class SweepStep:
     writers: list[Incarnation]
 
 
-def bucket_bits_for(capacity_blocks: int, per_bucket: int = BLOCKS_PER_BUCKET) -> int:
-    """log2 of the number of buckets for an index of `capacity_blocks` unique blocks."""
-    bits = round(math.log2(max(1, capacity_blocks) / per_bucket))
-    return min(24, max(1, bits))
-
-
-def bucket_name(number: int, bits: int) -> str:
-    """The name of bucket `number` of 2^bits, as lua/lib/bucket.lua spells it."""
-    digits = -(-bits // 4)
-    return f"{number << (4 * digits - bits):0{digits}x}"
-
-
-def bucket_of(leader: SequenceHash, bits: int) -> str:
-    """The name of the bucket, of 2^bits, in which the group that begins with `leader` lies."""
-    return bucket_name(leader >> (64 - bits), bits)
-
-
 def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
     """Changes that put the blocks of a whole chain, from position `start` on, in `tier`."""
     return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]
-
-
-def hex_text(blocks: Sequence[SequenceHash]) -> bytes:
-    """16 hex digits for each block, as scripts expect them."""
-    return pack(f">{len(blocks)}Q", *blocks).hex().encode()
-
-
-def hex_texts(blocks: Sequence[SequenceHash]) -> tuple[str, ...]:
-    """The field of each block in its bucket."""
-    return tuple(pack(f">{len(blocks)}Q", *blocks).hex(" ", 8).split())
-
-
-def shard_of(root: SequenceHash, shards: int) -> int:
-    """The shard of all chains that begin with the block `root`."""
-    return root % shards
 
 
 def open_shard(

@@ -19,10 +19,19 @@ from itertools import groupby, zip_longest
 from math import isqrt
 from typing import Any, NamedTuple
 
+from app.core.chains import (
+    GROUP_BLOCKS,
+    OWNER,
+    Overlaps,
+    bucket_of,
+    hex_text,
+    hex_texts,
+    parse_owners,
+    shard_of,
+)
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
-from app.state.index import GROUP_BLOCKS, TIER_OF_LETTER, bucket_of, hex_text, hex_texts, shard_of
 from app.state.scripts import Call, ScriptRunner, call, load_script
 
 WHOLE_CHAIN = 512
@@ -34,10 +43,6 @@ MAX_BOUNDARIES = 16_384
 """About 3 MB."""
 
 NOBODY = b""
-_OWNER = re.compile(rb"(?<!\d)(\d{1,18})([dhk])")
-"""No incarnation's number has more digits, and int() refuses thousands of them."""
-
-Overlaps = dict[Incarnation, TierOverlap]
 
 
 class Run(NamedTuple):
@@ -222,7 +227,7 @@ def _living(dead: Sequence[bytes], owners: list[bytes | None]) -> list[bytes | N
     def unless_dead(entry: re.Match[bytes]) -> bytes:
         return NOBODY if entry[1] in dead else entry[0]
 
-    return [held and _OWNER.sub(unless_dead, held) for held in owners]
+    return [held and OWNER.sub(unless_dead, held) for held in owners]
 
 
 def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
@@ -308,11 +313,3 @@ def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
     tiers = dict(parse_owners(owners))
     found = {tier: frozenset(inc for inc, its in tiers.items() if its is tier) for tier in Tier}
     return {tier: incs for tier, incs in found.items() if incs}
-
-
-def parse_owners(owners: bytes) -> tuple[tuple[Incarnation, Tier], ...]:
-    """The entries of a field in a `blocks:` hash."""
-    return tuple(
-        (Incarnation(int(number)), TIER_OF_LETTER[letter])
-        for number, letter in _OWNER.findall(owners)
-    )

@@ -4,21 +4,19 @@ For engines that do not report what they cache, this is all that is known about 
 counts what requests in flight will have cached by the time the next one gets its turn. The record
 is kept in Redis alongside the index, so that all replicas score alike.
 
-Only the blocks of a chain at POSITIONS are recorded: each of the first eight, then eight for each
-doubling of the length. A chain of 8,192 blocks thus costs 88 entries instead of 8,192, and what is
-foreseen falls short of the truth by at most a ninth.
+Only the blocks of a chain at `chains.POSITIONS` are recorded. A chain of 8,192 blocks thus costs 88
+entries instead of 8,192, and what is foreseen falls short of the truth by at most a ninth.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from app.core.chains import bucket_bits_for, hex_text, positions
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash
-from app.state.index import bucket_bits_for, hex_text
 from app.state.scripts import Call, call
 
 SLICES_PER_LIFETIME = 4
@@ -30,18 +28,6 @@ TARGET_FRACTION = 0.8
 ROUND_SLICES = 10
 """A round of `prune` must take no more: steps may be late, and entries not looked at for 20 slices
 come back to life (lua/lib/slices.lua)."""
-
-DOUBLINGS = 24
-POSITIONS = [
-    *range(1, 9),
-    *(n << doubling for doubling in range(DOUBLINGS) for n in range(9, 17)),
-]
-"""Counted from 1: 1 to 16, then 18, 20, ... 32, 36, 40, ... 64, 72, ..."""
-
-
-def positions(length: int) -> Sequence[int]:
-    """Those of POSITIONS, counted from 1, that a chain of `length` blocks reaches."""
-    return POSITIONS[: bisect_right(POSITIONS, length)]
 
 
 @dataclass(frozen=True, slots=True)

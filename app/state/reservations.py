@@ -1,110 +1,25 @@
-"""What is promised to requests in flight: the loads a decision sees, and changes to them."""
+"""Scripts that reserve capacity for requests in flight, and read the loads that result."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, parse_incarnation
+from app.core.loads import Load, Refused, Snapshot, Wish
+from app.core.types import parse_incarnation
 from app.state.scripts import Call, call
 
 _LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 8))
-
-
-@dataclass(slots=True)
-class Load:
-    """Reservations on one incarnation. A router adds its own decisions to its copy.
-
-    head_*: of the request prefilling now, which is the oldest one without a first token.
-    """
-
-    prefill_tokens: int = 0
-    prefill_us: int = 0
-    head_us: int = 0
-    head_since_ms: int = 0
-    blocks: int = 0
-    requests: int = 0
-    decoding: int = 0
-    total: int = 0
-    """Reservations ever made."""
-
-    def queue_s(self, now_ms: int) -> float:
-        """Predicted seconds of prefill still to do; the head's share drains with time."""
-        drained_us = min((now_ms - self.head_since_ms) * 1000, self.head_us)
-        return (self.prefill_us - max(0, drained_us)) / 1e6
-
-    def add(self, reservation: Reservation, now_ms: int) -> None:
-        """Count one more reservation, as lua/reserve.lua does."""
-        if self.requests == self.decoding:
-            self.head_us, self.head_since_ms = reservation.prefill_us, now_ms
-        self.prefill_tokens += reservation.prefill_tokens
-        self.prefill_us += reservation.prefill_us
-        self.blocks += reservation.blocks
-        self.requests += 1
-        self.total += 1
 
 
 def parse_load(text: bytes) -> Load | None:
     """The load in a field of `load`; None: it cannot be read."""
     numbers = _numbers(text)
     return Load(*numbers) if numbers else None
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """What one request is to be promised."""
-
-    request_id: str
-    prefill_tokens: int
-    """To be computed: the prompt less what is cached."""
-    prefill_us: int
-    """Predicted time to compute them."""
-    blocks: int
-    """KV blocks in use while the request runs."""
-    attempt: str = "-"
-    """Distinguishes this reservation from others of the same request. Without spaces."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A reservation, and what the decision for its worker was made from."""
-
-    incarnation: Incarnation
-    reservation: Reservation
-    max_requests: int
-    """At this many the worker is full."""
-    seen_total: int | None
-    """`Load.total` when it was read; None: take the worker as it is now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Loads of the live, routable incarnations at one moment of the Redis clock."""
-
-    now_ms: int
-    loads: dict[Incarnation, Load]
-    workers_ms: int | None = None
-    """When an incarnation was last registered or repaired; None: not asked."""
-    shards: int | None = None
-    """How many the namespace's index has; None: not asked."""
-    somebody_waits: bool = False
-    """Whether any request waits for a turn, at any replica; also False if not asked."""
-    lapsed: frozenset[Incarnation] = frozenset()
-    """Incarnations that would be routable if their leases had not run out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """reason: `lapsed`, `full` or `changed`. fresh: loads to decide again from; they include
-    everything that the same call reserved."""
-
-    reason: str
-    fresh: Snapshot
 
 
 def loads(keyspace: Keyspace) -> Call[Snapshot]:

@@ -18,8 +18,9 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 
 from app.core.errors import RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
-from app.state.client import MAX_REDIRECTS, Client, Node, did_not_run, exchange
+from app.state.client import MAX_REDIRECTS, Client
 from app.state.connect import deadline
+from app.state.exchange import Node, did_not_run, exchange
 
 T = TypeVar("T")
 

@@ -15,13 +15,13 @@ from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
 from app.cli import main
+from app.core.chains import positions
 from app.local.redis_server import EmbeddedRedis
 from app.policy import plan
-from app.policy.locality import LOCALITIES
+from app.policy.locality import Locality
+from app.policy.record import Record
 from app.state import decisions
 from app.state.connect import connect
-from app.state.decisions import Record
-from app.state.predictions import positions
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
@@ -84,7 +84,7 @@ async def test_a_record_names_the_chosen_worker_and_the_one_with_the_longest_ove
     found = await recorded(one_redis_server.url, "r1")
     assert (found.worker, found.policy, found.locality) == ("w2:0", "latency", "excluded")
     assert (found.isl_tokens, found.full_blocks, found.overlap.total) == (41, 10, 2)
-    assert (found.best, found.best_overlap, found.tries) == ("w1:0", 10, 1)
+    assert (found.best, found.tries) == (("w1:0", 10), 1)
     assert len(found.blocks) == 10
     assert time.time() - 60 < found.at_ms / 1000 < time.time() + 60
     assert found.seen is not None
@@ -100,7 +100,7 @@ async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body:
         text = (await client.get("/metrics")).text
         return {
             reason: float(line.split()[1])
-            for reason in LOCALITIES
+            for reason in Locality
             for line in text.splitlines()
             if line.startswith(f'kvroute_locality_total{{reason="{reason}"}}')
         }
@@ -109,8 +109,8 @@ async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body:
     answer = await route(client, request_id, explain=True, **body)
     found = await recorded(url, request_id)
     assert answer["locality"] == found.locality
-    assert answer["best_overlap"] == {"worker": found.best, "blocks": found.best_overlap}
-    assert (found.best == "") is (found.best_overlap == 0)
+    assert answer["best_overlap"] == found.best._asdict()
+    assert (found.best.worker == "") is (found.best.blocks == 0)
     after = await counted()
     assert after == before | {found.locality: before.get(found.locality, 0) + 1}
     return found.locality
@@ -144,7 +144,7 @@ async def test_locality_is_reported_as_kept_or_with_the_reason_for_its_loss(
 
     await redis.zadd(KEYS["leases"], {"1": 1})
     assert await locality(client, url, "lease") == "lease"
-    assert (await recorded(url, "lease")).best == "#1"
+    assert (await recorded(url, "lease")).best.worker == "#1"
 
 
 async def test_a_degraded_decision_has_degraded_locality(
@@ -197,7 +197,7 @@ async def test_few_workers_have_no_more_decisions_kept_in_detail_than_the_settin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("app.core.rate_limit.time", clock)
+    monkeypatch.setattr("app.router.history.time", clock)
     async with replica(one_redis_server.url, details_per_s=4) as client:
         kept = []
         for n in range(5):

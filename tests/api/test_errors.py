@@ -9,10 +9,11 @@ import httpx
 import orjson
 import pytest
 
+from app.api import routes
+from app.core.loads import Snapshot
 from app.http import body
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet, View
-from app.state.reservations import Snapshot
 from tests.api.conftest import StartReplica
 from tests.fake_worker import FakeWorkers
 
@@ -361,7 +362,7 @@ async def test_an_internal_fault_gets_an_error_in_the_common_format(
 async def test_an_invalid_answer_is_an_internal_error_and_not_blamed_on_the_caller(
     client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Fleet, "load_statistics", lambda fleet, now_ms: (None, None))
+    monkeypatch.setattr(routes, "load_statistics", lambda view: (None, None))
     response = await client.get("/v1/workers")
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal"

@@ -1,30 +1,22 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import pytest
-
-from app.core.rate_limit import Pace
+from app.core.rate_limit import RateLimit
 
 
-def test_events_are_let_through_evenly_and_a_large_one_counts_as_several(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("app.core.rate_limit.time", clock)
-    pace = Pace(4)
+def test_events_are_allowed_evenly_and_a_large_one_counts_as_several() -> None:
+    limit = RateLimit(4)
 
-    def let_through(quarters: int, size: float) -> list[bool]:
-        found = []
-        for _ in range(quarters):
-            found.append(pace.lets_through(size))
-            clock.now += 0.25
-        return found
+    def allowed(since_s: float, quarters: int, size: float) -> list[bool]:
+        return [limit.allows(since_s + n / 4, size) for n in range(quarters)]
 
-    assert let_through(3, 1.0) == [True, True, True]
-    assert let_through(6, 3.0) == [True, False, False, True, False, False]
-    assert let_through(2, 1.0) == [True, True]
+    assert allowed(100.0, 3, 1.0) == [True, True, True]
+    assert allowed(100.75, 6, 3.0) == [True, False, False, True, False, False]
+    assert allowed(102.25, 2, 1.0) == [True, True]
 
 
-def test_a_pace_of_none_lets_nothing_through() -> None:
-    assert not Pace(0).lets_through()
+def test_the_first_event_is_allowed_at_any_time() -> None:
+    assert RateLimit(4).allows(-1000.0)
+
+
+def test_a_limit_of_none_allows_nothing() -> None:
+    assert not RateLimit(0).allows(100.0)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from app.core.chains import parse_owners
 from app.core.config import RouterSettings, WorkerSettings
 from app.local.cluster import Cluster
-from app.state.overlap import parse_owners
 from tests.eventually import eventually
 from tests.redis_servers import newest_kind, require_redis
 

@@ -37,6 +37,7 @@ from tests.eventually import eventually
 from tests.redis_servers import ClusterServers, each_kind, newest_kind, require_redis
 
 ROOT = Path(__file__).parents[2]
+QUESTIONS = ROOT / "docs" / "redis.md"
 FILE = ROOT / "deploy" / "users.acl"
 LUA = ROOT / "lua"
 ROLES = ("worker", "router", "operator")
@@ -140,8 +141,8 @@ def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
     assert granted("worker")[0] == {f"kvroute:1:{{*}}:{pattern}" for pattern in patterns}
 
 
-def test_an_operator_may_run_every_command_in_the_lua_readme() -> None:
-    asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", (LUA / "README.md").read_text())}
+def test_an_operator_may_run_every_command_of_the_questions_in_the_docs() -> None:
+    asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", QUESTIONS.read_text())}
     assert len(asked) > 8
     assert asked <= granted("operator")[1]
 

@@ -16,9 +16,10 @@ from app.core.hashing import compute_hashes
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import RouteRequest
+from app.router.decider import MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
-from app.router.router import MAX_TRIES, Router
+from app.router.router import Router
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.bench_burst import (

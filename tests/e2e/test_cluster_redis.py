@@ -23,8 +23,9 @@ from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from app.local import cluster as kvroute
 from app.local.redis_server import EmbeddedRedis
 from app.state import overlap
-from app.state.client import Client, Node
+from app.state.client import Client
 from app.state.connect import check_server, connect
+from app.state.exchange import Node
 from app.state.index import open_shard
 from app.state.leases import Registration, activate
 from app.state.scripts import Call, ScriptRunner

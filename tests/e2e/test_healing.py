@@ -19,6 +19,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from app.core.chains import parse_owners
 from app.core.config import RouterSettings
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.events import Removed, Stored
@@ -33,7 +34,6 @@ from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.client import Client
 from app.state.connect import connect
-from app.state.overlap import parse_owners
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
@@ -19,7 +20,6 @@ from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.connect import connect
-from app.state.index import shard_of
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent, running

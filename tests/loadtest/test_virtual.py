@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from app.core.loads import Load, Reservation
 from app.policy.cost import Candidates
-from app.state.reservations import Load, Reservation
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 from loadtest.virtual import Books, Setting, Sharing, Simulation
 

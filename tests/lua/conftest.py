@@ -9,15 +9,16 @@ from typing import Any, TypeVar
 import pytest
 from redis.asyncio import Redis
 
+from app.core.chains import GROUP_BLOCKS, Overlaps
 from app.core.keys import Keyspace
+from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.state import index, leases, line, overlap, predictions, reservations, sessions
-from app.state.index import GROUP_BLOCKS, Change, SweepStep
+from app.state.index import Change, SweepStep
 from app.state.leases import Registration
 from app.state.line import Ticket
-from app.state.overlap import Boundaries, Overlaps
+from app.state.overlap import Boundaries
 from app.state.predictions import PredictionSettings
-from app.state.reservations import Load, Refused, Reservation, Snapshot, Wish
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 

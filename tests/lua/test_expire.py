@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.core.errors import RedisUnavailable
-from app.state.reservations import Load
+from app.core.loads import Load
 from tests.lua.conftest import LONG_MS, Namespace
 
 

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from app.core.chains import positions
 from app.core.types import Incarnation, SequenceHash
-from app.state.predictions import PredictionSettings, positions
+from app.state.predictions import PredictionSettings
 from tests.lua.conftest import Namespace
 
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=100_000)

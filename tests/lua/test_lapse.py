@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from app.core.loads import Reservation, Wish
 from app.core.types import Incarnation
 from app.state import leases
-from app.state.reservations import Reservation, Wish
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, Namespace
 
 

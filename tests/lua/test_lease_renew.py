@@ -7,9 +7,9 @@ import pytest
 from redis.exceptions import ResponseError
 
 from app.core.errors import NamespaceMissing
+from app.core.loads import Load
 from app.core.types import Incarnation
 from app.state import leases
-from app.state.reservations import Load
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace, info
 

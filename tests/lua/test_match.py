@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from app.core.chains import GROUP_BLOCKS, Overlaps, bucket_of, hex_text, shard_of
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.state import index, overlap, reservations
-from app.state.index import GROUP_BLOCKS, Change
-from app.state.overlap import WHOLE_CHAIN, Boundaries, Overlaps
+from app.state.index import Change
+from app.state.overlap import WHOLE_CHAIN, Boundaries
 from app.state.scripts import Call, ScriptRunner, call
 from tests.lua.conftest import DEVICE, DISK, HOST, NO_LOAD, A, B, C, D, E, Namespace
 
@@ -21,7 +22,7 @@ def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
 
 async def runs(space: Namespace, *chains: list[SequenceHash], guesses: str = "") -> list[Any]:
     """The runs that lua/match.lua itself returns."""
-    args = [arg for chain in chains for arg in (index.hex_text(chain), "16", "", guesses)]
+    args = [arg for chain in chains for arg in (hex_text(chain), "16", "", guesses)]
     one: Call[list[Any]] = call("match", space.shard, *args, parse=list)
     _, _, *found = await space.do(one)
     return found
@@ -230,7 +231,7 @@ async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(
     inc = await space.worker("a")
     other = space.keys.of_shard(1)
     assert await space.do(index.open_shard(other, inc, "nonce-a", 8))
-    assert [index.shard_of(block, 2) for block in (A, B)] == [0, 1]
+    assert [shard_of(block, 2) for block in (A, B)] == [0, 1]
     await space.hold(inc, [A, C])
     await space.do(
         index.apply(other, inc, "nonce-a", 1, [Change(B, DEVICE, B), Change(C, HOST, B)])
@@ -292,7 +293,7 @@ async def test_where_the_second_round_trip_fails_the_first_still_counts(space: N
     await space.hold(b, blocks)
     bits = int(await space.redis.hget(space.shard["shard"], "bucket_bits") or 0)
     group = 1000 - 1000 % GROUP_BLOCKS
-    bucket = space.shard[f"blocks:{index.bucket_of(blocks[group], bits)}"]
+    bucket = space.shard[f"blocks:{bucket_of(blocks[group], bits)}"]
     runner = LosingABucket(space, bucket)
     found, _ = await overlap.match(runner, space.keys, [blocks])
     # Of that group only the first block was looked up before.

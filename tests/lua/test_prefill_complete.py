@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.state.reservations import Load
+from app.core.loads import Load
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace
 

@@ -1,4 +1,4 @@
-"""The redis-cli commands in lua/README.md answer the questions above them."""
+"""The redis-cli commands in docs/redis.md answer the questions above them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.core.types import SequenceHash
 from tests.lua.conftest import A, B, C, Namespace, ticket
 from tests.redis_servers import require_binary
 
-TEXT = (Path(__file__).parents[2] / "lua" / "README.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
 SECTION = TEXT.split("## Questions")[1]
 PRELUDE, *BLOCKS = re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL)
 QUESTIONS = re.findall(r"^(\w[^\n]*\?)\n\n```sh", SECTION, re.MULTILINE)

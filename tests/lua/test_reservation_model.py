@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from app.core.loads import Load
 from app.core.types import Incarnation
-from app.state.reservations import Load
 from tests.lua.conftest import Namespace
 
 REQUESTS = [f"r{i}" for i in range(12)]

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
+from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation
 from app.local.redis_server import EmbeddedRedis
 from app.state import reservations
 from app.state.connect import connect
-from app.state.reservations import Load, Reservation, Wish
 from app.state.scripts import ScriptRunner
 from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace
 

@@ -11,7 +11,8 @@ from app.core.types import TierOverlap
 from app.ops.explain import Comparison
 from app.policy.affinity import Affinity
 from app.policy.cost import POLICIES, Candidates, blocks
-from app.state.decisions import FIELDS, Record, Seen
+from app.policy.locality import Best, Locality
+from app.policy.record import ROWS, Record, Seen
 
 WORKERS = ["w0:0", "w1:0", "w2:0", "w3:0"]
 DECISIONS = 400
@@ -19,14 +20,15 @@ DECISIONS = 400
 
 def record(worker: str, policy: str, *, overlaps: list[int], requests: list[int]) -> Record:
     """A prompt of ten blocks of four tokens went to `worker`; in all else the workers are equal."""
-    columns = {name: np.zeros(len(WORKERS)) for name in FIELDS}
+    columns = {name: np.zeros(len(WORKERS)) for name in ROWS}
     columns["prefill_s_per_token"] += 0.001
     columns["max_requests"] += 100
     columns["overlap_device"] += overlaps
     columns["active_requests"] += requests
     columns["active_blocks"] += 10 * np.array(requests)
     seen = Seen(WORKERS, 4, Candidates(**columns), [True] * len(WORKERS))
-    return Record("r", 0, worker, policy, "kept", 41, 10, TierOverlap(), "", 0, 1, 0, [], seen)
+    kept, best = Locality.KEPT, Best("", 0)
+    return Record("r", 0, worker, policy, kept, 41, 10, TierOverlap(), best, 1, 0, [], seen)
 
 
 def changed(found: Record, policy: str, prefill_weight: float | None = None) -> int:

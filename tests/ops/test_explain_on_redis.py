@@ -14,7 +14,8 @@ from app.cli import main
 from app.core.types import SequenceHash, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
-from app.state.decisions import ENTRY, FIELDS, Record, Seen, encode
+from app.policy.locality import Best, Locality
+from app.policy.record import ENTRY, ROWS, Record, Seen, encode
 from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 
@@ -41,12 +42,11 @@ def decided(request_id: str, seen: Seen | None = None, **others: Any) -> Record:
         "at_ms": 0,
         "worker": "w1:0",
         "policy": "latency",
-        "locality": "load",
+        "locality": Locality.LOAD,
         "isl_tokens": 41,
         "full_blocks": 10,
         "overlap": TierOverlap(3, 2, 1),
-        "best": "w2:0",
-        "best_overlap": 9,
+        "best": Best("w2:0", 9),
         "tries": 2,
         "waited_ms": 1500,
         "blocks": [SequenceHash(7)],
@@ -58,7 +58,7 @@ def decided(request_id: str, seen: Seen | None = None, **others: Any) -> Record:
 async def test_explain_says_what_was_decided_and_why(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
-    await keep(redis, decided("r1"), decided("r2", best="", best_overlap=0, waited_ms=0))
+    await keep(redis, decided("r1"), decided("r2", best=Best("", 0), waited_ms=0))
     assert (await kvroute(one_redis_server, "explain", "r1")).output.splitlines() == [
         "r1: 41 tokens to w1:0 by latency; the worker held 6 of 10 full blocks (3 on its device, "
         "2 in host memory, 1 on disk)",
@@ -79,7 +79,7 @@ async def test_explain_says_what_was_decided_and_why(
 async def test_explain_lists_the_cheapest_candidate_first_with_the_blocks_of_all_its_tiers(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
-    columns = {name: np.zeros(3) for name in FIELDS}
+    columns = {name: np.zeros(3) for name in ROWS}
     columns["overlap_device"] += [1, 3, 2]
     columns["overlap_host"] += [2, 2, 0]
     columns["overlap_disk"] += [0, 1, 0]

@@ -17,16 +17,16 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from app.cli import main
+from app.core.chains import GROUP_BLOCKS
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
+from app.core.loads import Reservation, Wish
 from app.core.types import Tier, TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.local.redis_server import EmbeddedRedis
 from app.ops import questions
 from app.state import overlap, reservations
 from app.state.connect import connect
-from app.state.index import GROUP_BLOCKS
-from app.state.reservations import Reservation, Wish
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
 

@@ -20,10 +20,10 @@ CACHE_AWARE = ("latency", "balance", "logit", "blocks")
 
 def discount(policy: str, seen: Candidates, affinity: Affinity) -> float:
     """The affinity term of the session's worker. Checks that no other worker has one."""
-    costs = discounted(POLICIES[policy], affinity)(seen, SIZE)
+    costs = discounted(POLICIES[policy].cost, affinity)(seen, SIZE)
     assert_allclose(sum(costs.terms.values()), costs.cost)
     assert np.count_nonzero(np.delete(costs.terms["affinity"], affinity.position)) == 0
-    plain = POLICIES[policy](seen, SIZE)
+    plain = POLICIES[policy].cost(seen, SIZE)
     assert {name for name in costs.terms if name != "affinity"} == set(plain.terms)
     return float(costs.terms["affinity"][affinity.position])
 
@@ -32,7 +32,7 @@ def discount(policy: str, seen: Candidates, affinity: Affinity) -> float:
 def test_a_session_returns_to_its_last_worker_if_workers_are_equal(policy: str) -> None:
     rng = np.random.default_rng(0)
     for position in range(3):
-        cost = discounted(POLICIES[policy], Affinity(position, 0.1))
+        cost = discounted(POLICIES[policy].cost, Affinity(position, 0.1))
         choice = choose(
             policy, candidates(3), SIZE, eligible=np.ones(3, dtype=bool), rng=rng, cost=cost
         )
@@ -50,7 +50,7 @@ def test_a_discount_is_what_the_fraction_of_the_missing_blocks_would_save() -> N
     assert discount("blocks", seen, Affinity(1, 0.5)) == pytest.approx(-3.0)
     assert discount("logit", seen, Affinity(1, 0.5)) == pytest.approx(-2 * 3 / 10)
     credited = candidates(2, overlap_device=[0, 6], overlap_host=[0, 1])
-    plain, saved = (POLICIES["latency"](c, SIZE).cost[1] for c in (seen, credited))
+    plain, saved = (POLICIES["latency"].cost(c, SIZE).cost[1] for c in (seen, credited))
     assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(saved - plain)
 
 
@@ -62,7 +62,7 @@ def test_a_worker_that_holds_the_whole_prompt_gets_no_discount() -> None:
 
 def test_a_full_worker_is_not_chosen_for_its_session() -> None:
     seen = candidates(2, active_requests=[0, 8])
-    cost = discounted(POLICIES["latency"], Affinity(1, 1.0))
+    cost = discounted(POLICIES["latency"].cost, Affinity(1, 1.0))
     rng = np.random.default_rng(0)
     choice = choose("latency", seen, SIZE, eligible=np.ones(2, dtype=bool), rng=rng, cost=cost)
     assert choice.index == 0
@@ -86,7 +86,7 @@ def test_an_overloaded_worker_gets_no_discount(policy: str) -> None:
 def test_a_worker_that_the_policy_rules_out_stays_ruled_out() -> None:
     seen = candidates(2, kv_active_blocks=[0, 10], kv_total_blocks=[10, 10])
     assert discount("balance", seen, Affinity(1, 1.0)) == 0.0
-    assert math.isinf(discounted(POLICIES["balance"], Affinity(1, 1.0))(seen, SIZE).cost[1])
+    assert math.isinf(discounted(POLICIES["balance"].cost, Affinity(1, 1.0))(seen, SIZE).cost[1])
 
 
 def _values(low: float, high: float) -> st.SearchStrategy[list[float]]:
@@ -115,7 +115,7 @@ def test_latency_never_discounts_more_than_the_fraction_of_the_prefill_cost(
         "prefill_s_per_token2": [1e-7] * 3,
     }
     seen = candidates(3, **given)
-    costs = discounted(POLICIES["latency"], Affinity(0, fraction))(seen, size)
+    costs = discounted(POLICIES["latency"].cost, Affinity(0, fraction))(seen, size)
     terms = {name: float(values[0]) for name, values in costs.terms.items()}
     prefill = terms["prefill_s"] + terms["blocking_s"] + terms["interference_s"]
     assert -fraction * prefill - 1e-9 <= terms["affinity"] <= 0.0

@@ -32,7 +32,7 @@ def choose_one(
     *,
     eligible: list[bool] | None = None,
     seed: int = 0,
-    turn: int = 0,
+    nth: int = 0,
     temperature: float = 0.0,
     max_queue_s: float = math.inf,
 ) -> Choice:
@@ -43,7 +43,7 @@ def choose_one(
         SIZE,
         eligible=np.array(allowed, dtype=bool),
         rng=np.random.default_rng(seed),
-        turn=turn,
+        nth=nth,
         temperature=temperature,
         max_queue_s=max_queue_s,
     )
@@ -57,9 +57,9 @@ def count_choices(
     allowed = np.array([True] * seen.max_requests.size if eligible is None else eligible)
     return Counter(
         choose(
-            policy, seen, SIZE, eligible=allowed, rng=rng, turn=turn, temperature=temperature
+            policy, seen, SIZE, eligible=allowed, rng=rng, nth=nth, temperature=temperature
         ).index
-        for turn in range(DRAWS)
+        for nth in range(DRAWS)
     )
 
 
@@ -109,7 +109,7 @@ def test_the_only_worker_that_is_eligible_and_not_full_is_chosen(
 ) -> None:
     seen = candidates(4, active_requests=[8, 0, 7, 8], prefill_s=[0, 0, 9, 0])
     choice = choose_one(
-        policy, seen, eligible=[True, False, True, True], turn=5, temperature=temperature
+        policy, seen, eligible=[True, False, True, True], nth=5, temperature=temperature
     )
     assert choice.index == 2
     assert not choice.tied
@@ -132,7 +132,7 @@ def test_costs_are_given_for_every_worker_even_those_that_cannot_be_chosen() -> 
     seen = candidates(3, active_requests=[8, 2, 0], overlap_device=[9, 5, 0])
     choice = choose_one("latency", seen, eligible=[True, True, False])
     assert choice.index == 1
-    assert_allclose(choice.costs.cost, POLICIES["latency"](seen, SIZE).cost)
+    assert_allclose(choice.costs.cost, POLICIES["latency"].cost(seen, SIZE).cost)
 
 
 # Lowest cost and ties
@@ -227,8 +227,8 @@ def test_a_worker_with_fewer_blocks_than_the_prompt_is_never_chosen(policy: str)
 def test_round_robin_takes_the_eligible_workers_in_turn() -> None:
     seen = candidates(4, active_requests=[7, 0, 0, 3])
     chosen = [
-        choose_one("round_robin", seen, eligible=[True, False, True, True], turn=turn).index
-        for turn in range(7)
+        choose_one("round_robin", seen, eligible=[True, False, True, True], nth=nth).index
+        for nth in range(7)
     ]
     assert chosen == [0, 2, 3, 0, 2, 3, 0]
 

@@ -66,14 +66,14 @@ def test_a_partly_filled_last_block_counts_whole(isl_tokens: int, isl_blocks: in
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_terms_of_every_policy_add_up_to_its_cost(policy: str, seed: int) -> None:
-    costs = POLICIES[policy](random_candidates(20, seed), SIZE)
+    costs = POLICIES[policy].cost(random_candidates(20, seed), SIZE)
     assert costs.cost.shape == (20,)
     assert_allclose(sum(costs.terms.values(), np.zeros(20)), costs.cost, rtol=1e-12)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_idle_worker_that_reported_nothing_has_a_finite_cost(policy: str) -> None:
-    costs = POLICIES[policy](candidates(1), SIZE)
+    costs = POLICIES[policy].cost(candidates(1), SIZE)
     assert np.isfinite(costs.cost).all()
 
 
@@ -81,13 +81,13 @@ def test_one_idle_worker_that_reported_nothing_has_a_finite_cost(policy: str) ->
 def test_workers_in_the_same_state_cost_exactly_the_same_anywhere_in_the_array(policy: str) -> None:
     column = [getattr(random_candidates(1, seed=3), f.name)[0] for f in fields(Candidates)]
     same = Candidates(*np.repeat(np.array(column)[:, np.newaxis], 67, axis=1))
-    assert np.unique(POLICIES[policy](same, SIZE).cost).size == 1
+    assert np.unique(POLICIES[policy].cost(same, SIZE).cost).size == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_cost_function_does_not_change_the_candidates(policy: str) -> None:
     seen = random_candidates(8, seed=1)
-    POLICIES[policy](seen, SIZE)
+    POLICIES[policy].cost(seen, SIZE)
     for field in fields(Candidates):
         assert_allclose(
             getattr(seen, field.name), getattr(random_candidates(8, seed=1), field.name)

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +12,15 @@ from redis.asyncio import Redis
 
 from app.core import worker_report
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
+from app.core.loads import Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.local.redis_server import EmbeddedRedis
+from app.policy.view import Measured
 from app.router import fleet as fleets
-from app.router.fleet import Fleet, Known, Measured, View
+from app.router.fleet import Fleet
 from app.state import leases
 from app.state.connect import connect
-from app.state.reservations import Load, Reservation, Snapshot
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace, info
 from tests.redis_servers import stopped
@@ -305,24 +305,6 @@ async def test_openings_are_free_slots_or_one_per_worker_if_queues_are_limited(
     assert (empty.openings(math.inf), empty.shortest_queue_s) == (0, 0.0)
 
 
-def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -> None:
-    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
-    known = Known([(inc, info(str(inc)), measured) for inc in (ONE, TWO, THREE)])
-    loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
-    view = View(Snapshot(now_ms=0, loads=loads), known)
-    assert (view.openings(math.inf), view.openings(10.0)) == (6, 1)
-    loads[THREE].prefill_us = 10_000_000
-    assert (view.openings(10.0), view.openings(9.9)) == (1, 0)
-
-
-def test_a_prompt_may_fill_a_whole_worker_and_one_of_unknown_size_holds_any() -> None:
-    sized, unknown = info("a"), replace(info("b"), kv_total_blocks=0)
-    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
-    known = Known([(ONE, sized, measured), (TWO, unknown, measured)])
-    view = View(Snapshot(now_ms=0, loads={ONE: Load(), TWO: Load()}), known)
-    assert [view.all_hold(blocks) for blocks in (1000, 1001)] == [True, False]
-
-
 async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
     fleet = fleet_of(space)
     before = await space.now_ms()
@@ -460,40 +442,6 @@ def test_measurements_older_than_a_second_are_stale() -> None:
     # They publish every 0.4 s each.
     assert not measured.is_stale(14_000, workers=1024)
     assert measured.is_stale(14_001, workers=1024)
-
-
-async def test_the_spread_of_load_is_a_sample_standard_deviation(space: Namespace) -> None:
-    """Three workers use 0.1, 0.2 and 0.6 of their blocks: mean 0.3, and the squares of the
-    deviations, 0.04 + 0.01 + 0.09, halved are 0.07."""
-    fleet = fleet_of(space)
-    for i, used in enumerate((100, 200, 600)):
-        inc = await space.worker(f"w{i}")
-        await publish(
-            space,
-            inc,
-            ForwardPassMetrics(kv_active_blocks=used, kv_total_blocks=1000, num_requests_waiting=1),
-        )
-    await space.worker("unmeasured")
-    await publish(space, await space.worker("w4"), ForwardPassMetrics())
-    async with following(fleet):
-        last = await learned(fleet, THREE, waiting=1)
-    await fleet.view(await space.loads())
-    mean, std = fleet.load_statistics(last.at_ms)
-    assert mean == pytest.approx(0.3)
-    assert std == pytest.approx(0.07**0.5)
-    assert fleet.load_statistics(last.at_ms + 2_000) == (0.0, 0.0), "all stale by then"
-
-
-async def test_one_worker_has_a_mean_load_but_no_spread(space: Namespace) -> None:
-    fleet = fleet_of(space)
-    assert fleet.load_statistics(await space.now_ms()) == (0.0, 0.0)
-    inc = await space.worker("a")
-    full = ForwardPassMetrics(kv_active_blocks=250, kv_total_blocks=1000, num_requests_waiting=1)
-    await publish(space, inc, full)
-    async with following(fleet):
-        last = await learned(fleet, inc, waiting=1)
-    await fleet.view(await space.loads())
-    assert fleet.load_statistics(last.at_ms) == (0.25, 0.0)
 
 
 async def test_a_reused_incarnation_belongs_to_the_new_worker_at_once(space: Namespace) -> None:

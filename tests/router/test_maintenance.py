@@ -20,6 +20,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet
 from app.router.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.router.metrics import Telemetry
+from app.router.replica import Replica
 from app.state.client import Client
 from app.state.connect import connect
 from app.state.predictions import PredictionSettings, foresee, predict
@@ -35,14 +36,14 @@ def maintenance_of(
     predicted: PredictionSettings | None = None,
     fleet: Fleet | None = None,
 ) -> Maintenance:
-    return Maintenance(
+    replica = Replica(
         runner or ScriptRunner(redis, 5.0),
         KEYS,
         RouterSettings(namespace=NAMESPACE),
         fleet or Fleet(redis, KEYS, 5.0),
         telemetry or Telemetry(),
-        predicted,
     )
+    return Maintenance(replica, predicted)
 
 
 class CountingRunner(ScriptRunner):

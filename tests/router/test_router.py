@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from app.api.main import create_app
+from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
 from app.core.hashing import compute_hashes
@@ -22,12 +23,13 @@ from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, RouteRequest
 from app.policy.plan import MAX_PREFILL_S
+from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
-from app.router.router import MAX_BATCH, MAX_QUEUED, MAX_TRIES, Router
-from app.state.client import Client, Node
+from app.router.router import Router
+from app.state.client import Client
 from app.state.connect import connect
-from app.state.index import shard_of
+from app.state.exchange import Node
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
@@ -351,7 +353,7 @@ class TestOneReplica:
         await workers.register("w2")
         await workers.publish("w1", PROMPT[:8])
         decision = await router.route(request("r1", policy))
-        assert (decision.worker.key.worker_id, decision.best) == ("w2", "w1:0")
+        assert (decision.worker.key.worker_id, decision.best.worker) == ("w2", "w1:0")
         assert decision.locality == "full"
 
     async def test_any_of_several_workers_with_the_longest_overlap_keeps_the_locality(
@@ -364,7 +366,7 @@ class TestOneReplica:
             await workers.occupy(other, f"on-{other}")
             decision = await router.route(request(f"r-{worker}"))
             assert decision.worker.key.worker_id == worker
-            assert (decision.locality, decision.best) == ("kept", f"{worker}:0")
+            assert (decision.locality, decision.best.worker) == ("kept", f"{worker}:0")
 
     async def test_a_request_that_gets_no_worker_does_not_affect_the_rest_of_its_batch(
         self, router: Replica, workers: FakeWorkers
@@ -731,7 +733,7 @@ class TestWithoutRedis:
     async def test_an_outage_is_logged_with_its_reason_and_its_end(
         self, router: Replica, workers: FakeWorkers, caplog: pytest.LogCaptureFixture
     ) -> None:
-        caplog.set_level(logging.INFO, "app.router.router")
+        caplog.set_level(logging.INFO, "app.router.decider")
         await workers.register("w1")
         await router.route(request("r0"))
         router.runner.answer_is_lost = True
@@ -739,7 +741,7 @@ class TestWithoutRedis:
         router.runner.answer_is_lost = False
         for name in ("r2", "r3"):
             assert (await router.route(request(name))).reserved
-        told = [r.getMessage() for r in caplog.records if r.name == "app.router.router"]
+        told = [r.getMessage() for r in caplog.records if r.name == "app.router.decider"]
         assert told == ["deciding without Redis: TimeoutError: ", "deciding with Redis again"]
 
     async def test_a_reservation_whose_answer_was_lost_is_released(

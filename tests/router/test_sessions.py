@@ -151,7 +151,7 @@ async def test_a_decision_says_that_the_session_made_the_difference(
         await workers.publish(other, PROMPT[:4])
         again = await route(replica, "r1", "a")
         assert (again.worker, again.locality) == (first.worker, "session")
-        assert again.best == f"{other}:0"
+        assert again.best.worker == f"{other}:0"
         assert replica.counted("locality", reason="session") == 1
 
 
@@ -166,7 +166,7 @@ async def test_a_session_that_made_no_difference_is_not_given_as_the_reason(
         # Now any worker costs less than that one, session or not.
         await workers.occupy(other, "x", prefill_s=5.0)
         again = await route(replica, "r1", "a")
-        assert (again.worker, again.best) == (first.worker, f"{other}:0")
+        assert (again.worker, again.best.worker) == (first.worker, f"{other}:0")
         assert again.locality == "load"
 
 

@@ -16,9 +16,10 @@ from redis.asyncio import Redis
 
 from app.core.errors import AllWorkersBusy, CallerGone, NoWorkers
 from app.local.redis_server import EmbeddedRedis
-from app.policy.decision import Decision, RouteRequest
+from app.policy.decision import Decision, Query, RouteRequest
 from app.router import waiting
-from app.router.waiting import Room, Waiter
+from app.router.pending import Pending, Waiter
+from app.router.waiting_room import Room
 from app.state import line
 from app.state.connect import connect
 from tests.eventually import eventually
@@ -68,7 +69,8 @@ class Crowd:
 
     async def join(self, replica: Replica, request_id: str, **options: Any) -> None:
         """Returns once the request is in line."""
-        task = asyncio.ensure_future(replica.route(request(request_id, **options)))
+        hung_up = options.pop("hung_up", None)
+        task = asyncio.ensure_future(replica.route(request(request_id, **options), hung_up))
         task.add_done_callback(lambda _: self.order.append(request_id))
         self.tasks[request_id] = task
         await all_announced(self._redis, next(self._numbers))
@@ -537,10 +539,10 @@ class TestTrouble:
         steps = 0
         step = waiting.Waiting._step
 
-        async def counted(self: waiting.Waiting) -> None:
+        async def counted(self: waiting.Waiting) -> list[Waiter]:
             nonlocal steps
             steps += 1
-            await step(self)
+            return await step(self)
 
         monkeypatch.setattr(waiting.Waiting, "_step", counted)
         monkeypatch.setattr(waiting, "PAUSE_PER_WORKER_S", 0.5)
@@ -637,7 +639,8 @@ class TestTrouble:
 def waiter(flow: str, number: int, weight: float) -> Waiter:
     ticket = line.ticket(flow, "x", number, tokens=1, weight=weight, picky=False, since_ms=number)
     answer: Any = None
-    return Waiter(ticket, weight, flow, "normal", answer, lambda: True, float(number))
+    pending = Pending(Query(request(str(number)), "a"), answer)
+    return Waiter(pending, ticket, weight, flow, "normal", float(number))
 
 
 FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from app.core.errors import RedisUnavailable
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.state.overlap import (
     MAX_BOUNDARIES,
     WHOLE_CHAIN,
@@ -16,7 +16,6 @@ from app.state.overlap import (
     _placed,
     _sample,
     _within,
-    parse_owners,
 )
 
 ONE, TWO, ELEVEN = Incarnation(1), Incarnation(2), Incarnation(11)
@@ -191,18 +190,3 @@ def test_a_gap_ends_the_overlap() -> None:
 
 def test_an_incarnation_without_the_first_block_has_no_overlap() -> None:
     assert _overlaps([Run(2, 4, b"1d")]) == {}
-
-
-def test_owners_are_read_as_incarnation_and_tier() -> None:
-    assert parse_owners(b"1d2h11k") == (
-        (ONE, Tier.DEVICE),
-        (TWO, Tier.HOST),
-        (ELEVEN, Tier.DISK),
-    )
-
-
-def test_malformed_owners_are_ignored() -> None:
-    assert parse_owners(b"1d" + b"7" * 5_000 + b"d2h" + b"x3") == (
-        (ONE, Tier.DEVICE),
-        (TWO, Tier.HOST),
-    )

@@ -4,24 +4,7 @@ import pytest
 
 from app.core.types import Incarnation, TierOverlap
 from app.router.lookup import with_predicted
-from app.state.predictions import POSITIONS, PredictionSettings, positions
-
-
-def test_each_doubling_of_the_length_has_eight_positions() -> None:
-    assert list(positions(40)) == [*range(1, 17), *range(18, 33, 2), 36, 40]
-    assert list(positions(3)) == [1, 2, 3]
-    assert list(positions(0)) == []
-    assert len(positions(8192)) == 88
-
-
-def test_a_predicted_overlap_falls_short_of_the_truth_by_at_most_a_ninth() -> None:
-    for length in range(1, 10_000):
-        assert length - positions(length)[-1] <= length / 9
-
-
-def test_a_prompt_of_the_longest_length_accepted_reaches_few_positions() -> None:
-    assert sorted(set(POSITIONS)) == POSITIONS
-    assert len(positions(1_048_576)) == 144
+from app.state.predictions import PredictionSettings
 
 
 @pytest.mark.parametrize(

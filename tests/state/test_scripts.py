@@ -9,13 +9,14 @@ import pytest
 
 from app.core.errors import RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.loads import Reservation, Wish
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.state import index, leases, reservations
-from app.state.client import Client, Node
+from app.state.client import Client
 from app.state.connect import connect
+from app.state.exchange import Node
 from app.state.index import Change
-from app.state.reservations import Reservation, Wish
 from app.state.scripts import Call, ScriptRunner, call, load_script
 from tests.redis_servers import each_kind, require_redis, stopped
 

@@ -19,6 +19,7 @@ import stamina
 import stamina.instrumentation
 
 from app.core import worker_report
+from app.core.chains import bucket_bits_for
 from app.core.errors import (
     IncarnationLost,
     NamespaceMismatch,
@@ -219,7 +220,7 @@ class Agent:
                 await asyncio.sleep(self._ttl_ms / 1000)
                 continue
             shards = registration.shards
-            bits = index.bucket_bits_for(self._index_blocks // shards)
+            bits = bucket_bits_for(self._index_blocks // shards)
             opened = await self._insist_all(
                 [
                     index.open_shard(

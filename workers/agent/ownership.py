@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from app.core.chains import GROUP_BLOCKS, shard_of
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier
-from app.state.index import GROUP_BLOCKS, Change, Claims, shard_of
+from app.state.index import Change, Claims
 
 PIECE_BITS = 4
 """Of a leader: how finely blocks of one depth are cut into pieces."""

@@ -23,6 +23,7 @@ from app.core.errors import (
 )
 from app.core.events import Cleared, Removed, Stored
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
+from app.core.loads import Reservation, Wish
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed
 from app.local.redis_server import EmbeddedRedis
@@ -30,7 +31,6 @@ from app.state import leases, reservations
 from app.state.client import Client
 from app.state.connect import connect
 from app.state.overlap import match
-from app.state.reservations import Reservation, Wish
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.redis_servers import stopped

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from app.core.chains import TIER_OF_LETTER, Overlaps, shard_of
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
@@ -164,10 +165,10 @@ class History:
             return lambda _, at: hide(lost, at)
         return lambda _, at: None
 
-    def check(self, position: int, answer: overlap.Overlaps, start: int, end: int) -> None:
+    def check(self, position: int, answer: Overlaps, start: int, end: int) -> None:
         """Check an answer for a chain that was asked for at `start` and had arrived at `end`."""
         root = CHAINS[position][0]
-        lives = self._lives[KEYS.of_shard(index.shard_of(root, NUM_SHARDS))["shard"]]
+        lives = self._lives[KEYS.of_shard(shard_of(root, NUM_SHARDS))["shard"]]
         assert answer.keys() <= lives.keys()
         possible = {inc: life.between(start, end) for inc, life in lives.items()}
         self.num_queries += 1
@@ -199,7 +200,7 @@ def changes_in(groups: Iterable[str]) -> Iterator[tuple[SequenceHash, Tier | Non
     """The changes in the last arguments of lua/apply.lua."""
     for group in groups:
         for at in range(16, len(group), 17):
-            tier = index.TIER_OF_LETTER.get(group[at].encode())
+            tier = TIER_OF_LETTER.get(group[at].encode())
             yield SequenceHash(int(group[at + 1 : at + 17], 16)), tier
 
 
@@ -209,15 +210,15 @@ def hide(lives: Iterable[Life], now: int) -> None:
 
 
 def allows(
-    states: Iterable[State], position: int, overlap: TierOverlap, look: tuple[int, int]
+    states: Iterable[State], position: int, answer: TierOverlap, look: tuple[int, int]
 ) -> bool:
-    """Whether a lookup of a chain at the moments of `look` may find `overlap`."""
+    """Whether a lookup of a chain at the moments of `look` may find `answer`."""
     first, last = (
         [s.overlaps[position] for s in states if s.since <= moment < s.until] for moment in look
     )
     if len(CHAINS[position]) <= overlap.WHOLE_CHAIN:
-        return overlap in first
-    return any(lies_between(one, overlap, other) for one in first for other in last)
+        return answer in first
+    return any(lies_between(one, answer, other) for one in first for other in last)
 
 
 def lies_between(one: TierOverlap, middle: TierOverlap, other: TierOverlap) -> bool:

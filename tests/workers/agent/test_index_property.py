@@ -15,14 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from app.core.chains import Overlaps, parse_owners
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
-from app.state.client import Node, exchange
 from app.state.connect import connect
+from app.state.exchange import Node, exchange
 from app.state.index import Change
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import FakeWorker, worker_info
@@ -109,7 +110,7 @@ class World:
         worker.sent.append(batch)
         await worker.fake.publish(batch)
 
-    async def match_both_ways(self) -> list[overlap.Overlaps]:
+    async def match_both_ways(self) -> list[Overlaps]:
         """Query chains whole, and sampled as only long ones are, with learnt boundaries and
         without: all answers must be the same."""
         whole, _ = await overlap.match(self.runner, KEYSPACE, CHAINS)
@@ -157,7 +158,7 @@ class World:
         entries: dict[tuple[SequenceHash, Incarnation], Tier] = {}
         for fields in found:
             for block, text in zip(fields[::2], fields[1::2], strict=True):
-                for incarnation, tier in overlap.parse_owners(text):
+                for incarnation, tier in parse_owners(text):
                     entries[SequenceHash(int(block, 16)), incarnation] = tier
         return entries
 
@@ -252,7 +253,7 @@ async def owners_left(redis: Redis) -> set[Incarnation]:
     owners: set[Incarnation] = set()
     async for key in redis.scan_iter(match="*blocks:*"):
         for value in await redis.hvals(key):
-            owners |= {inc for inc, _ in overlap.parse_owners(value)}
+            owners |= {inc for inc, _ in parse_owners(value)}
     return owners
 
 

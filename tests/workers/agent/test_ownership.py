@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.core.chains import GROUP_BLOCKS
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier
-from app.state.index import FIRST_PLACE, GROUP_BLOCKS, Change, Claims
+from app.state.index import FIRST_PLACE, Change, Claims
 from workers.agent import ownership as module
 from workers.agent.ownership import Ownership
 

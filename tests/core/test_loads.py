@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.state.reservations import Load, Reservation
+from app.core.loads import Load, Reservation
 
 BUSY = Load(
     prefill_tokens=900,

@@ -1,0 +1,215 @@
+"""Writes the reference pages from the code: docs/api.md and docs/configuration.md.
+
+python -m app.ops.reference
+
+The first comes from the router's OpenAPI description and its table of errors, the second from the
+settings of each process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+WRITTEN_BY = "<!-- Written by `python -m app.ops.reference`: do not edit. -->"
+SUCCESS = "200"
+JSON = "application/json"
+
+FRAMEWORK_ERRORS = (
+    ("bad_request", 400, "The request is not valid HTTP."),
+    ("not_found", 404, "There is no such path."),
+    ("method_not_allowed", 405, "The path has no such method."),
+    ("internal", 500, "An unforeseen error; the router's log has it."),
+)
+"""Code, status and meaning of the errors that are no KvrouteError."""
+
+
+def main() -> None:
+    """Write both pages."""
+    (DOCS / "api.md").write_text(api())
+    (DOCS / "configuration.md").write_text(configuration())
+
+
+def configuration() -> str:
+    """Every setting: its flag, its variable, its default and its meaning, for each process."""
+    from app.core.config import CommonSettings, RouterSettings, WorkerSettings
+
+    shared = {f.name for f in fields(CommonSettings)}
+    sections = (
+        ("Routers and workers", fields(CommonSettings)),
+        ("Routers", [f for f in fields(RouterSettings) if f.name not in shared]),
+        ("Workers", [f for f in fields(WorkerSettings) if f.name not in shared]),
+    )
+    lines = [
+        "# Configuration",
+        "",
+        WRITTEN_BY,
+        "",
+        "Every setting is a flag of `kvroute router` or `kvroute worker`, or an environment "
+        "variable. A flag wins over its variable. What is `True` by default is switched off with "
+        "`--no-...`. A bad value stops start-up, and the message "
+        "names it. `kvroute up` takes the settings of both; `--help` of each command lists its "
+        "own.",
+        "",
+        "The variables of the balancer are in [operating.md](operating.md#kubernetes).",
+    ]
+    for title, settings in sections:
+        lines += ["", f"## {title}", ""]
+        lines += _table(("flag", "variable", "default", "meaning"), map(_setting, settings))
+    return _page(lines)
+
+
+def _setting(f: Field[Any]) -> tuple[str, ...]:
+    from app.core.config import variable
+
+    default = "" if f.default in (None, "") else f"`{f.default}`"
+    flag = f.name.replace("_", "-")
+    return f"`--{flag}`", f"`{variable(f)}`", default, f.metadata["help"]
+
+
+def api() -> str:
+    """Every endpoint of a router with its fields, the objects in answers, and all errors."""
+    from app.api.main import create_app
+    from app.core.config import RouterSettings
+
+    description = create_app(RouterSettings()).openapi()
+    models: Mapping[str, Any] = description["components"]["schemas"]
+    lines = [
+        "# A router's API",
+        "",
+        WRITTEN_BY,
+        "",
+        "The same in OpenAPI is at `GET /openapi.json`. [client.md](client.md) says in what order "
+        "a client calls what, and describes the API of workers.",
+    ]
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            lines += ["", f"## {method.upper()} {path}", "", *_operation(operation, models)]
+    lines += ["", "## Objects in answers"]
+    roots = {*_answers(description), "ErrorBody", "ErrorDetail"}
+    for name in sorted(models.keys() - roots):
+        lines += ["", f"### {name}", "", *_described(models[name])]
+    lines += [
+        "",
+        "## Errors",
+        "",
+        'Every error is `{"error": {"code", "message", "field"}}`. `field` is null unless one '
+        "field of the request is to blame. `Retry-After` is in seconds.",
+        "",
+        *_table(("code", "status", "meaning", "Retry-After"), _errors()),
+    ]
+    return _page(lines)
+
+
+def _operation(operation: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:
+    yield operation["description"]
+    content: Mapping[str, Any] = operation.get("requestBody", {}).get("content", {})
+    parameters = operation.get("parameters", [])
+    if JSON in content:
+        body = content[JSON]["schema"]
+        yield from ("", "Body, as JSON:", "", *_described(body))
+        if raw := content.keys() - {JSON}:
+            [kind] = raw
+            yield from ("", f"Body, as `{kind}`: {content[kind]['schema']['description']}.")
+    elif parameters:
+        rows = (
+            (f"`{p['name']}`", p["in"], _type(p["schema"]), _meaning(p["schema"]))
+            for p in parameters
+        )
+        yield from ("", *_table(("parameter", "in", "type", "meaning"), rows))
+    answer = operation["responses"][SUCCESS].get("content", {}).get(JSON, {}).get("schema", {})
+    if "$ref" in answer:
+        yield from ("", "Answer:", "", *_described(models[_name(answer)]))
+    statuses = [status for status in operation["responses"] if status != SUCCESS]
+    if statuses:
+        yield from ("", f"Other statuses: {', '.join(statuses)}.")
+
+
+def _answers(description: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the models that are whole answers."""
+    for operations in description["paths"].values():
+        for operation in operations.values():
+            content = operation["responses"][SUCCESS].get("content", {})
+            schema = content.get(JSON, {}).get("schema", {})
+            if "$ref" in schema:
+                yield _name(schema)
+
+
+def _described(model: Mapping[str, Any]) -> Iterator[str]:
+    if model.get("description"):
+        yield from (" ".join(model["description"].split()), "")
+    rows = (
+        (f"`{name}`", _type(schema), _meaning(schema))
+        for name, schema in model["properties"].items()
+    )
+    yield from _table(("field", "type", "meaning"), rows)
+
+
+def _meaning(schema: Mapping[str, Any]) -> str:
+    """What the field's description says, and its default."""
+    parts = [schema["description"]] if "description" in schema and "$ref" not in schema else []
+    if schema.get("default") is not None:
+        default = schema["default"]
+        shown = str(default).lower() if isinstance(default, bool) else default
+        parts.append(f"default: `{shown}`")
+    return "; ".join(parts)
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A type in words; null is left out, as any optional field may be null or missing."""
+    if "$ref" in schema:
+        return _name(schema)
+    options = [_type(option) for option in schema.get("anyOf", ()) if option != {"type": "null"}]
+    if options:
+        return " or ".join(options)
+    if schema["type"] == "array":
+        return f"list of {_type(schema['items'])}"
+    if schema["type"] == "object":
+        values = schema.get("additionalProperties")
+        return f"object of {_type(values)}" if isinstance(values, dict) else "object"
+    pattern: str = schema.get("pattern", "")
+    choices = pattern.removeprefix("^(").removesuffix(")$")
+    if choices != pattern:
+        return ", ".join(f"`{choice}`" for choice in choices.split("|"))
+    return f"{schema['type']} `{pattern}`" if pattern else str(schema["type"])
+
+
+def _name(schema: Mapping[str, Any]) -> str:
+    return str(schema["$ref"].rsplit("/", 1)[1])
+
+
+def _errors() -> Iterator[tuple[str, ...]]:
+    """In the order of their statuses; an error's meaning is its class's docstring."""
+    from app.api.errors import ANSWERS, MAX_RETRY_AFTER_S
+    from app.core.errors import AllWorkersBusy
+
+    found = {(status, code): (meaning, "") for code, status, meaning in FRAMEWORK_ERRORS}
+    for kind, (status, code, headers) in ANSWERS.items():
+        meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        retry = headers.get("Retry-After", "")
+        if kind is AllWorkersBusy:
+            retry = f"1 to {MAX_RETRY_AFTER_S}"
+        found.setdefault((status, code), (meaning, retry))
+    for (status, code), (meaning, retry) in sorted(found.items()):
+        yield f"`{code}`", str(status), meaning, retry
+
+
+def _table(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield _row(head)
+    yield "|" + "---|" * len(head)
+    yield from map(_row, rows)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _page(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""A decision as it is kept in a stream of Redis: to be explained, and priced again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, get_type_hints
+
+import numpy as np
+import orjson
+
+from app.core.chains import hex_text, positions
+from app.core.config import MOST
+from app.core.types import SequenceHash, TierOverlap
+from app.policy.affinity import Affinity, discounted
+from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
+from app.policy.locality import Best, Locality
+
+ROWS = tuple(f.name for f in fields(Candidates))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """All that one choice was made from. eligible: which the request allows, (workers,)."""
+
+    workers: list[str]
+    block_size: int
+    candidates: Candidates
+    eligible: Sequence[bool]
+    affinity: Affinity | None = None
+
+    def priced(self, cost: CostFunction) -> CostFunction:
+        """`cost`, plus what the request's session was worth."""
+        return cost if self.affinity is None else discounted(cost, self.affinity)
+
+
+Blocks = Sequence[SequenceHash]
+
+
+@dataclass(slots=True)
+class Record:
+    """One decision. Its fields are those of a stream entry, as text by their types: see CODECS.
+
+    at_ms: when loads were looked up, by the Redis clock. blocks: those of the prompt at
+    `positions` of `full_blocks`. seen: for a few decisions only.
+    """
+
+    request_id: str
+    at_ms: int
+    worker: str
+    policy: str
+    locality: Locality
+    isl_tokens: int
+    full_blocks: int
+    overlap: TierOverlap
+    best: Best
+    tries: int
+    waited_ms: int
+    blocks: Blocks
+    seen: Seen | None = None
+
+    @property
+    def size(self) -> RequestSize:
+        """Raises AssertionError for a record without `seen`."""
+        assert self.seen is not None
+        return RequestSize(self.isl_tokens, self.seen.block_size)
+
+
+def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
+    """The blocks of a chain that are recorded: the same for all chains that share them."""
+    return [chain[at - 1] for at in positions(len(chain))]
+
+
+def encode(record: Record) -> tuple[Any, ...]:
+    """Values of a stream entry, in the order of ENTRY."""
+    return tuple([to_text(getattr(record, name)) for name, to_text in _ENCODERS])
+
+
+def decode(entry: Mapping[bytes, bytes]) -> Record:
+    """The record in a stream entry. Raises LookupError, TypeError or ValueError for an invalid one:
+    what it returns can be explained, and priced again."""
+    text = {name.decode(): value.decode() for name, value in entry.items()}
+    record = Record(**{name: of_text(text[name]) for name, of_text in _DECODERS})
+    if record.policy not in POLICIES or not 1 <= record.isl_tokens <= MOST:
+        raise ValueError(f"{record.isl_tokens} tokens, {record.policy!r}")
+    return record
+
+
+def _best_of(text: str) -> Best:
+    worker, _, blocks = text.rpartition(" ")
+    return Best(worker, int(blocks))
+
+
+def _blocks_of(text: str) -> Blocks:
+    return [SequenceHash(int(text[i : i + 16], 16)) for i in range(0, len(text), 16)]
+
+
+def _seen_text(seen: Seen | None) -> bytes:
+    if seen is None:
+        return b""
+    columns = {name: getattr(seen.candidates, name).astype(np.float32) for name in ROWS}
+    return orjson.dumps(
+        {
+            "workers": seen.workers,
+            "block_size": seen.block_size,
+            "eligible": [bool(ok) for ok in seen.eligible],
+            "affinity": seen.affinity and astuple(seen.affinity),
+            **columns,
+        },
+        option=orjson.OPT_SERIALIZE_NUMPY,
+    )
+
+
+def _seen_of(text: str) -> Seen | None:
+    if not text:
+        return None
+    found = orjson.loads(text)
+    matrix = np.array([found[name] for name in ROWS], dtype=np.float64)
+    block_size, places = found["block_size"], range(len(found["workers"]))
+    if matrix.shape != (len(ROWS), len(places)) or len(found["eligible"]) != len(places):
+        raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")
+    if block_size < 1:
+        raise ValueError(f"seen: a block has {block_size} tokens")
+    limits = matrix[ROWS.index("max_requests")]
+    limits[np.isnan(limits)] = math.inf  # which JSON does not have
+    if np.isnan(matrix).any():
+        raise ValueError("seen: a candidate lacks a value")
+    affinity: Affinity | None = None
+    if found["affinity"] is not None:
+        position, fraction, max_queue_s = found["affinity"]
+        most_s = math.inf if max_queue_s is None else float(max_queue_s)
+        affinity = Affinity(places[position], float(fraction), most_s)
+    return Seen(found["workers"], block_size, Candidates(*matrix), found["eligible"], affinity)
+
+
+CODECS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
+    str: (str, str),
+    int: (int, int),
+    Locality: (str, {reason.value: reason for reason in Locality}.__getitem__),
+    TierOverlap: (
+        lambda o: f"{o.device} {o.host} {o.disk}",
+        lambda text: TierOverlap(*map(int, text.split())),
+    ),
+    Best: (lambda best: f"{best.worker} {best.blocks}", _best_of),
+    Blocks: (hex_text, _blocks_of),
+    Seen | None: (_seen_text, _seen_of),
+}
+"""How a field of each type is written into an entry, and read from its text."""
+_TYPES = get_type_hints(Record)
+ENTRY = tuple(f.name for f in fields(Record))
+"""Fields of a stream entry."""
+_ENCODERS = [(name, CODECS[_TYPES[name]][0]) for name in ENTRY]
+_DECODERS = [(name, CODECS[_TYPES[name]][1]) for name in ENTRY]

@@ -1,0 +1,200 @@
+"""The live workers as decisions see them: one column of Candidates for each, filled by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.core.chains import Overlaps
+from app.core.keys import metrics_interval_s
+from app.core.loads import Load, Reservation, Snapshot
+from app.core.types import Incarnation, WorkerInfo
+from app.core.worker_report import (
+    DEFAULT_SPEED,
+    NO_READINGS,
+    ForwardPassMetrics,
+    GpuReadings,
+    Speed,
+)
+from app.policy.cost import Candidates
+
+STALE_AFTER_INTERVALS = 10
+
+OVERLAP_ROWS = ("overlap_device", "overlap_host", "overlap_disk")
+LOAD_ROWS = (
+    "prefill_tokens",
+    "prefill_s",
+    "active_blocks",
+    "active_requests",
+    "decoding_requests",
+    "max_requests",
+)
+METRICS_ROWS = {
+    "kv_active_blocks": "kv_active_blocks",
+    "kv_total_blocks": "kv_total_blocks",
+    "num_requests_waiting": "num_requests_waiting",
+    "gpu_cache_usage": "gpu_cache_usage_perc",
+    "request_active_slots": "request_active_slots",
+    "request_total_slots": "request_total_slots",
+    "kv_idle_before_evict_s": "kv_idle_before_evict_s",
+}
+"""Rows of Candidates, and the fields of ForwardPassMetrics that they show."""
+SPEED_ROWS = tuple(f.name for f in fields(Speed))
+
+_of_metrics = attrgetter(*METRICS_ROWS.values())
+_of_speed = attrgetter(*SPEED_ROWS)
+
+ROWS = (*OVERLAP_ROWS, *LOAD_ROWS, *METRICS_ROWS, *SPEED_ROWS)
+if tuple(f.name for f in fields(Candidates)) != ROWS:
+    raise TypeError(f"the rows of a view are not the fields of Candidates: {ROWS}")
+
+
+def load_rows(load: Load, now_ms: int, max_requests: int) -> tuple[float, ...]:
+    """LOAD_ROWS of one worker."""
+    return (
+        load.prefill_tokens,
+        load.queue_s(now_ms),
+        load.blocks,
+        load.requests,
+        load.decoding,
+        max_requests,
+    )
+
+
+def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...]:
+    """METRICS_ROWS and SPEED_ROWS of one worker."""
+    return (*_of_metrics(metrics), *_of_speed(speed))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a worker last published, and when, by the Redis clock."""
+
+    metrics: ForwardPassMetrics
+    speed: Speed
+    gpu: GpuReadings
+    at_ms: int
+
+    def is_stale(self, now_ms: int, workers: int) -> bool:
+        """workers: how many there are, which determines how often each publishes."""
+        return now_ms - self.at_ms > STALE_AFTER_INTERVALS * 1000 * metrics_interval_s(workers)
+
+
+UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
+
+
+class Workers:
+    """What is known about the live workers apart from their load; many views share it."""
+
+    def __init__(self, known: Sequence[tuple[Incarnation, WorkerInfo, Measured]]) -> None:
+        self.incarnations = [inc for inc, _, _ in known]
+        self.infos = [info for _, info, _ in known]
+        self.measured = [measured for _, _, measured in known]
+        self.everybody = np.ones(len(known), dtype=np.bool_)
+        self.position = {inc: i for i, inc in enumerate(self.incarnations)}
+        self.rows = _matrix(
+            [measured_rows(m.metrics, m.speed) for m in self.measured],
+            len(METRICS_ROWS) + len(SPEED_ROWS),
+        )
+        # As registered, until the worker has reported it.
+        totals = self.rows[list(METRICS_ROWS).index("kv_total_blocks")]
+        registered = np.array([info.kv_total_blocks for info in self.infos], dtype=np.float64)
+        np.copyto(totals, registered, where=totals == 0)
+        self.kv_total_blocks = totals
+
+
+class View:
+    """The live workers at one moment, in a fixed order; decisions add what they reserve."""
+
+    def __init__(self, snapshot: Snapshot, workers: Workers) -> None:
+        self.now_ms = snapshot.now_ms
+        self.somebody_waits = snapshot.somebody_waits
+        self.incarnations = workers.incarnations
+        self.infos = workers.infos
+        self.measured = workers.measured
+        self.everybody = workers.everybody
+        self.loads = [snapshot.loads[inc] for inc in self.incarnations]
+        self._workers = workers
+        loads = zip(self.infos, self.loads, strict=True)
+        rows = [
+            (0.0, 0.0, 0.0, *load_rows(load, self.now_ms, info.max_requests))
+            for info, load in loads
+        ]
+        self._rows = _matrix(rows, len(OVERLAP_ROWS) + len(LOAD_ROWS))
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block, which all workers of a namespace share; None without workers."""
+        return self.infos[0].block_size if self.infos else None
+
+    @property
+    def shortest_queue_s(self) -> float:
+        """Predicted prefill still to do on the worker with the least; 0 without workers."""
+        return min((load.queue_s(self.now_ms) for load in self.loads), default=0.0)
+
+    def openings(self, max_queue_s: float) -> int:
+        """How many requests workers with a queue of at most `max_queue_s` take at once.
+
+        If that is finite, any request may be the last that its worker takes, so each worker counts
+        as one opening.
+        """
+        free = [
+            info.max_requests - load.requests
+            for info, load in zip(self.infos, self.loads, strict=True)
+            if load.requests < info.max_requests and load.queue_s(self.now_ms) <= max_queue_s
+        ]
+        return sum(free) if math.isinf(max_queue_s) else len(free)
+
+    def all_hold(self, num_blocks: int) -> bool:
+        """Whether no worker reports fewer KV blocks than this in total."""
+        totals = self._workers.kv_total_blocks
+        return not ((totals > 0) & (totals < num_blocks)).any()
+
+    def candidates(self, overlaps: Overlaps) -> Candidates:
+        """The workers as a cost function sees them, for a prompt with these overlaps."""
+        # A copy, as overlaps are this prompt's own and later decisions add to the loads.
+        device, host, disk, *loads = self._rows.copy()
+        for inc, overlap in overlaps.items():
+            position = self.position(inc)
+            if position is not None:
+                device[position] = overlap.device
+                host[position] = overlap.host
+                disk[position] = overlap.disk
+        return Candidates(device, host, disk, *loads, *self._workers.rows)
+
+    def position(self, inc: Incarnation) -> int | None:
+        """The index of an incarnation in this view; None: it is not routed to."""
+        return self._workers.position.get(inc)
+
+    def add(self, position: int, reservation: Reservation) -> None:
+        """Count a reservation made, or about to be made, on the worker at `position`."""
+        load = self.loads[position]
+        load.add(reservation, self.now_ms)
+        max_requests = self.infos[position].max_requests
+        self._rows[len(OVERLAP_ROWS) :, position] = load_rows(load, self.now_ms, max_requests)
+
+
+def load_statistics(view: View) -> tuple[float, float]:
+    """Mean and sample standard deviation of the used fraction of KV blocks.
+
+    Over the workers that are not stale; 0 if there are too few.
+    """
+    used = [
+        m.metrics.kv_active_blocks / m.metrics.kv_total_blocks
+        for m in view.measured
+        if m.metrics.kv_total_blocks and not m.is_stale(view.now_ms, len(view.infos))
+    ]
+    return (
+        float(np.mean(used)) if used else 0.0,
+        float(np.std(used, ddof=1)) if len(used) > 1 else 0.0,
+    )
+
+
+def _matrix(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
+    """One row for each of `height` values, however many columns there are."""
+    return np.array(columns, dtype=np.float64).reshape(len(columns), height).T.copy()

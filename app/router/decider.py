@@ -1,0 +1,323 @@
+"""Decides the requests that are pending together: look up, plan, reserve, and again if another
+replica was faster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from app.core.errors import (
+    AllWorkersBusy,
+    NamespaceMissing,
+    NoWorkers,
+    RedisUnavailable,
+    RoutingError,
+)
+from app.core.loads import Refused, Snapshot, Wish
+from app.core.rate_limit import RateLimit
+from app.policy.plan import Plan, Planner
+from app.policy.view import View
+from app.router.history import History
+from app.router.lookup import LookUp
+from app.router.maintenance import Maintenance
+from app.router.pending import Pending
+from app.router.replica import Replica
+from app.router.waiting import Waiting
+from app.state import reservations
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 64
+MAX_QUEUED = 1024
+MAX_TRIES = 32
+"""The last try takes the worker as it is. A try is lost only to another replica that reserves, so
+about this many can race before one reserves on loads known to be out of date. Of a burst of 32, the
+owner gets 16 through one replica. Through 16 replicas that look at the same moment, it gets 16 with
+32 tries; with 16 tries, 18 in one burst of four; with 4 tries, 6."""
+COMPLAINTS_PER_S = 1
+"""Log messages that Redis is unreachable. Metrics count every decision made without it."""
+
+
+Planned = tuple[Pending, Plan]
+
+
+class Decider:
+    """Decides pending requests one after another, while `run` runs.
+
+    They share their round trips to Redis, and each sees what those before it reserve. So if Redis
+    refuses a reservation as `changed`, it was always another replica that overtook it.
+    waiting: None: no request may wait.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        look_up: LookUp,
+        history: History,
+        maintenance: Maintenance,
+        waiting: Waiting | None,
+    ) -> None:
+        self._replica = replica
+        self._look_up = look_up
+        self._history = history
+        self._maintenance = maintenance
+        self._waiting = waiting
+        self._planner = Planner(replica.settings)
+        self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
+        self._queue: asyncio.Queue[Pending] = asyncio.Queue(MAX_QUEUED)
+        self._complaints = RateLimit(COMPLAINTS_PER_S)
+        self._complained = False
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._waiting is not None:
+                tasks.create_task(self._give_turns(self._waiting))
+            tasks.create_task(self._decide_forever())
+
+    def submit(self, pending: Pending) -> bool:
+        """Queue a request for its decision; False: the queue is full."""
+        try:
+            self._queue.put_nowait(pending)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    async def _give_turns(self, waiting: Waiting) -> None:
+        async with waiting:
+            while True:
+                for pending in await waiting.next_turns():
+                    if not self.submit(pending):
+                        _wait_on(pending)
+
+    async def _decide_forever(self) -> None:
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < MAX_BATCH and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            # A caller may have gone: nothing must be reserved for it then.
+            batch = [pending for pending in batch if not pending.answer.done()]
+            try:
+                await self._decide(batch)
+            except Exception as error:
+                log.exception("a batch of %d decisions failed", len(batch))
+                for pending in batch:
+                    if not pending.answer.done():
+                        pending.answer.set_exception(error)
+
+    async def _decide(self, batch: list[Pending]) -> None:
+        try:
+            view = await self._look_up.batch([pending.query for pending in batch])
+        except (RedisUnavailable, NamespaceMissing) as error:
+            self._replica.fleet.note(error)
+            # Requests that came meanwhile must not each wait for a deadline.
+            while not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            self._decide_degraded(batch, error)
+            return
+        undecided = await self._those_who_need_not_wait(batch, view)
+        for attempt in range(1, MAX_TRIES + 1):
+            if attempt > 1:
+                self._replica.telemetry.retries.inc(len(undecided))
+            plans, refused = self._plan_all(undecided, view)
+            await self._release_their_own(refused, view)
+            if not plans:
+                return
+            try:
+                with self._replica.telemetry.seconds_of("reserve").time():
+                    replies = await self._reserve(plans, final=attempt == MAX_TRIES)
+                if self._complained:
+                    self._complained = False
+                    log.info("deciding with Redis again")
+                undecided, fresh = self._answer_reserved(plans, replies)
+                if fresh is None:
+                    return
+                view = await self._replica.fleet.view(fresh)
+            except RedisUnavailable as error:
+                self._replica.fleet.note(error)
+                lost = [pending for pending, _ in plans if not pending.decided]
+                # Redis may still run what it was sent, also for callers who have gone since.
+                for pending in lost:
+                    self._maintenance.release_soon(
+                        pending.request.request_id, pending.query.attempt
+                    )
+                self._decide_degraded(lost, error)
+                return
+        for pending in undecided:
+            busy = f"no worker could be reserved in {MAX_TRIES} tries"
+            self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
+
+    def _plan_all(
+        self, undecided: list[Pending], view: View
+    ) -> tuple[list[Planned], list[tuple[Pending, AllWorkersBusy]]]:
+        """Decide one after another; answer those that get no worker or want no reservation.
+
+        Those for which all workers are busy, and which may hold a reservation themselves, are
+        returned instead.
+        """
+        plans, refused = [], []
+        for pending in undecided:
+            query = pending.query
+            query.tries += 1
+            query.waited_ms = pending.waited_ms(time.perf_counter())
+            try:
+                plan = self._planner.plan(query, view)
+            except AllWorkersBusy as error:
+                if pending.request.reserve and query.tries == 1:
+                    refused.append((pending, error))
+                else:
+                    self._turn_away(pending, view, error)
+                continue
+            except RoutingError as error:
+                self._turn_away(pending, view, error)
+                continue
+            if pending.request.reserve:
+                view.add(plan.position, plan.reservation)
+                plans.append((pending, plan))
+            else:
+                pending.resolve(plan.decision)
+        return plans, refused
+
+    async def _release_their_own(
+        self, refused: list[tuple[Pending, AllWorkersBusy]], view: View
+    ) -> None:
+        """Release what refused requests hold, and decide again those that held something.
+
+        A request id that is routed again gives up its reservation, which may be the very reason why
+        it was refused.
+        """
+        released = await self._release_all([pending for pending, _ in refused])
+        for (pending, error), had_one in zip(refused, released, strict=True):
+            if not (had_one and self.submit(pending)):
+                self._turn_away(pending, view, error)
+
+    async def _those_who_need_not_wait(self, batch: list[Pending], view: View) -> list[Pending]:
+        """The requests to decide now: those that came while others wait, at any replica, wait too.
+
+        If they are being routed again, they first give up what they hold: the others may be waiting
+        for just that.
+        """
+        if self._waiting is None or not (view.somebody_waits or self._waiting.somebody):
+            return batch
+        going, joining = list[Pending](), list[Pending]()
+        for pending in batch:
+            joins = pending.waiter is None and pending.request.reserve
+            (joining if joins else going).append(pending)
+        await self._release_all(joining)
+        for pending in joining:
+            self._let_wait(pending, view)
+        return going
+
+    async def _release_all(self, some: list[Pending]) -> list[bool]:
+        """Release what requests hold from being routed before; whether each held anything."""
+        if not some:
+            return []
+        try:
+            return await self._replica.runner.run(
+                [reservations.release(self._replica.keyspace, p.request.request_id) for p in some]
+            )
+        except RedisUnavailable:
+            return [False] * len(some)
+
+    def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
+        """No worker can take it now: let it wait, if that is of use, else fail it."""
+        if (
+            self._waiting is None
+            or not pending.request.reserve
+            or not isinstance(error, AllWorkersBusy)
+        ):
+            pending.fail(error)
+        elif pending.waiter is None:
+            self._let_wait(pending, view)
+        else:
+            _wait_on(pending)
+
+    def _let_wait(self, pending: Pending, view: View) -> None:
+        assert self._waiting is not None
+        request = pending.request
+        longest = max((o.total for o in pending.query.overlaps.values()), default=0)
+        block_size = view.block_size or 1
+        self._waiting.enter(
+            pending,
+            # What is cached somewhere costs the fleet little; at least one block must be computed.
+            tokens=max(request.isl_tokens - longest * block_size, block_size),
+            picky=bool(request.exclude) or not view.all_hold(-(-request.isl_tokens // block_size)),
+            now_ms=view.now_ms,
+        )
+
+    async def _reserve(self, plans: list[Planned], *, final: bool) -> list[Refused | None]:
+        wishes = [
+            Wish(
+                plan.incarnation,
+                plan.reservation,
+                plan.decision.worker.max_requests,
+                None if final else plan.seen_total,
+            )
+            for _, plan in plans
+        ]
+        return await self._replica.runner.one(
+            reservations.reserve(self._replica.keyspace, wishes, ttl_ms=self._ttl_ms)
+        )
+
+    def _answer_reserved(
+        self, plans: list[Planned], replies: list[Refused | None]
+    ) -> tuple[list[Pending], Snapshot | None]:
+        """Answer what was reserved; returns the rest, and fresh loads if any was refused."""
+        left: list[Pending] = []
+        fresh: Snapshot | None = None
+        for (pending, plan), refused in zip(plans, replies, strict=True):
+            if refused is None:
+                self._take(pending, plan)
+            else:
+                self._replica.telemetry.conflicts.labels(refused.reason).inc()
+                left.append(pending)
+                fresh = refused.fresh
+        return left, fresh
+
+    def _take(self, pending: Pending, plan: Plan) -> None:
+        """Answer with the worker that is reserved."""
+        decision, telemetry = plan.decision, self._replica.telemetry
+        telemetry.reservations_of("made").inc()
+        telemetry.count_blocks(str(decision.worker.key), decision.isl_blocks, decision.overlap)
+        self._history.add(plan, self._replica.fleet.shards or 1)
+        self._note_decision(plan)
+        if pending.answer.done():
+            # The caller has hung up meanwhile.
+            self._maintenance.release_soon(decision.request_id, decision.attempt)
+        pending.resolve(decision)
+
+    def _note_decision(self, plan: Plan) -> None:
+        self._replica.telemetry.locality_of(plan.decision.locality).inc()
+        self._history.record(plan)
+
+    def _decide_degraded(self, batch: list[Pending], reason: Exception) -> None:
+        """Spread requests by the loads last seen, plus what has been decided since."""
+        if self._complaints.allows(time.monotonic()):
+            self._complained = True
+            log.warning("deciding without Redis: %s", reason)
+        view = self._replica.fleet.last_view
+        for pending in batch:
+            if pending.answer.done():
+                continue
+            if view is None:
+                pending.fail(NoWorkers(f"no worker has been seen yet: {reason}"))
+                continue
+            pending.query.overlaps = {}
+            pending.query.waited_ms = pending.waited_ms(time.perf_counter())
+            try:
+                plan = self._planner.plan(pending.query, view, degraded=True)
+            except RoutingError as error:
+                pending.fail(error)
+                continue
+            self._replica.telemetry.degraded.inc()
+            if pending.request.reserve:
+                view.add(plan.position, plan.reservation)
+                self._note_decision(plan)
+            pending.resolve(plan.decision)
+
+
+def _wait_on(pending: Pending) -> None:
+    """Have a request whose turn came to nothing wait for the next one."""
+    if pending.waiter is not None:
+        pending.waiter.deciding = False

@@ -1,0 +1,143 @@
+"""The workers as decisions see them, from hand-made numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, fields, replace
+
+import pytest
+
+from app.core.loads import Load, Reservation, Snapshot
+from app.core.types import Incarnation, TierOverlap, WorkerInfo, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics
+from app.policy.cost import Candidates
+from app.policy.view import UNMEASURED, Measured, View, Workers, load_statistics
+
+ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
+
+
+def info(worker_id: str, max_requests: int = 256) -> WorkerInfo:
+    return WorkerInfo(
+        WorkerKey(worker_id),
+        f"http://{worker_id}:8081",
+        block_size=16,
+        kv_total_blocks=1000,
+        max_requests=max_requests,
+    )
+
+
+def measured(metrics: ForwardPassMetrics, at_ms: int = 0) -> Measured:
+    return Measured(metrics, DEFAULT_SPEED, NO_READINGS, at_ms)
+
+
+def column(candidates: Candidates, position: int) -> dict[str, float]:
+    return {f.name: float(getattr(candidates, f.name)[position]) for f in fields(candidates)}
+
+
+def test_every_column_shows_what_its_name_says() -> None:
+    reported = ForwardPassMetrics(
+        request_active_slots=3,
+        request_total_slots=8,
+        kv_active_blocks=70,
+        kv_total_blocks=900,
+        num_requests_waiting=2,
+        gpu_cache_usage_perc=0.5,
+        kv_idle_before_evict_s=12.0,
+    )
+    load = Load(
+        prefill_tokens=1000,
+        prefill_us=5_000_000,
+        head_us=2_000_000,
+        head_since_ms=10_000,
+        blocks=40,
+        requests=4,
+        decoding=1,
+        total=9,
+    )
+    workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b", 6), measured(reported))])
+    view = View(Snapshot(11_000, {ONE: Load(), TWO: load}), workers)
+    seen = view.candidates({TWO: TierOverlap(5, 3, 1), THREE: TierOverlap(9)})
+    assert column(seen, 1) == {
+        "overlap_device": 5,
+        "overlap_host": 3,
+        "overlap_disk": 1,
+        "prefill_tokens": 1000,
+        "prefill_s": 4.0,
+        "active_blocks": 40,
+        "active_requests": 4,
+        "decoding_requests": 1,
+        "max_requests": 6,
+        "kv_active_blocks": 70,
+        "kv_total_blocks": 900,
+        "num_requests_waiting": 2,
+        "gpu_cache_usage": 0.5,
+        "request_active_slots": 3,
+        "request_total_slots": 8,
+        "kv_idle_before_evict_s": 12.0,
+        **asdict(DEFAULT_SPEED),
+    }
+    assert seen.kv_total_blocks.tolist() == [1000, 900], "as registered, until it is reported"
+    assert seen.overlap_device.tolist() == [0, 5]
+
+
+def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones() -> None:
+    workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
+    view = View(Snapshot(1000, {ONE: Load(), TWO: Load()}), workers)
+    before = view.candidates({})
+    view.add(1, Reservation("r1", prefill_tokens=48, prefill_us=300_000, blocks=3))
+    assert before.active_requests.tolist() == [0, 0]
+    after = column(view.candidates({}), 1)
+    assert (after["active_requests"], after["active_blocks"]) == (1, 3)
+    assert (after["prefill_tokens"], after["prefill_s"]) == (48, 0.3)
+    assert view.loads[1].total == 1
+
+
+def test_a_view_without_workers_has_no_block_size_and_no_openings() -> None:
+    view = View(Snapshot(0, {}), Workers([]))
+    assert view.block_size is None
+    assert (view.openings(math.inf), view.shortest_queue_s) == (0, 0.0)
+    assert view.candidates({ONE: TierOverlap(1)}).max_requests.size == 0
+
+
+def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -> None:
+    known = Workers([(inc, info(str(inc)), UNMEASURED) for inc in (ONE, TWO, THREE)])
+    loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
+    view = View(Snapshot(now_ms=0, loads=loads), known)
+    assert (view.openings(math.inf), view.openings(10.0)) == (6, 1)
+    loads[THREE].prefill_us = 10_000_000
+    assert (view.openings(10.0), view.openings(9.9)) == (1, 0)
+
+
+def test_a_prompt_may_fill_a_whole_worker_and_one_of_unknown_size_holds_any() -> None:
+    sized, unknown = info("a"), replace(info("b"), kv_total_blocks=0)
+    known = Workers([(ONE, sized, UNMEASURED), (TWO, unknown, UNMEASURED)])
+    view = View(Snapshot(now_ms=0, loads={ONE: Load(), TWO: Load()}), known)
+    assert [view.all_hold(blocks) for blocks in (1000, 1001)] == [True, False]
+
+
+def test_the_spread_of_load_is_a_sample_standard_deviation() -> None:
+    """Three workers use 0.1, 0.2 and 0.6 of their blocks: mean 0.3, and the squares of the
+    deviations, 0.04 + 0.01 + 0.09, halved are 0.07. Workers that report no blocks, or reported
+    them too long ago, are left out."""
+    reports = [
+        ForwardPassMetrics(kv_active_blocks=n, kv_total_blocks=1000) for n in (100, 200, 600)
+    ]
+    known = [measured(report, at_ms=9_500) for report in (*reports, ForwardPassMetrics())]
+    known += [measured(reports[0], at_ms=8_000), UNMEASURED]
+    workers = [(Incarnation(n), info(f"w{n}"), one) for n, one in enumerate(known)]
+
+    def at(now_ms: int) -> tuple[float, float]:
+        loads = {inc: Load() for inc, _, _ in workers}
+        return load_statistics(View(Snapshot(now_ms, loads), Workers(workers)))
+
+    mean, std = at(10_000)
+    assert mean == pytest.approx(0.3)
+    assert std == pytest.approx(0.07**0.5)
+    assert at(12_000) == (0.0, 0.0), "all stale by then"
+
+
+def test_one_worker_has_a_mean_load_but_no_spread() -> None:
+    report = ForwardPassMetrics(kv_active_blocks=250, kv_total_blocks=1000)
+    view = View(Snapshot(0, {ONE: Load()}), Workers([(ONE, info("a"), measured(report))]))
+    assert load_statistics(view) == (0.25, 0.0)
+    assert load_statistics(View(Snapshot(0, {}), Workers([]))) == (0.0, 0.0)

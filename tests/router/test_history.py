@@ -1,0 +1,112 @@
+"""What a router writes down about decisions, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core.config import RouterSettings
+from app.local.redis_server import EmbeddedRedis
+from app.policy.record import Record
+from app.router.fleet import Fleet
+from app.router.history import MAX_UNWRITTEN, History
+from app.router.metrics import Telemetry
+from app.router.replica import Replica
+from app.state.connect import connect
+from app.state.decisions import MAX_WRITTEN
+from app.state.scripts import Call, ScriptRunner
+from tests.eventually import eventually
+from tests.state.test_decisions import CHAIN, KEYS, record
+
+
+def history_of(redis: Any, runner: ScriptRunner | None = None, **settings: Any) -> History:
+    return History(
+        Replica(
+            runner or ScriptRunner(redis, timeout_s=5),
+            KEYS,
+            RouterSettings(**settings),
+            Fleet(redis, KEYS, timeout_s=5),
+            Telemetry(),
+        )
+    )
+
+
+def planned(make: Callable[[], Record]) -> Any:
+    """As much of a Plan as is recorded of it."""
+    return SimpleNamespace(record=lambda details, now_s: make())
+
+
+async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redis: Redis) -> None:
+    history = history_of(redis)
+    for n in range(MAX_UNWRITTEN + 3):
+        history.record(planned(lambda n=n: record(f"r{n}", CHAIN)))
+    writing = asyncio.create_task(history.run())
+    written = partial(redis.xrange, KEYS["decisions"])
+    entries = await eventually(written, lambda found: len(found) >= MAX_UNWRITTEN)
+    writing.cancel()
+    ids = [entry[b"request_id"].decode() for _, entry in entries]
+    assert ids == [f"r{n}" for n in range(3, MAX_UNWRITTEN + 3)]
+
+
+async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
+    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "app.router.history")
+
+    async def log() -> str:
+        return caplog.text
+
+    async with connect(own_redis_server.url) as redis:
+        history = history_of(redis)
+        own_redis_server.kill()
+        history.record(planned(lambda: record("r0", CHAIN)))
+        writing = asyncio.create_task(history.run())
+        await eventually(log, lambda text: "decisions not recorded" in text)
+        own_redis_server.start()
+        history.record(planned(lambda: record("r1", CHAIN)))
+        [(_, entry)] = await eventually(partial(redis.xrange, KEYS["decisions"]))
+        writing.cancel()
+    assert entry[b"request_id"] == b"r1"
+
+
+async def test_none_are_recorded_if_none_are_to_be_kept(redis: Redis) -> None:
+    made: list[str] = []
+
+    def make(request_id: str) -> Record:
+        made.append(request_id)
+        return record(request_id, CHAIN)
+
+    off = history_of(redis, decisions_kept=0)
+    on = history_of(redis)
+    writing = [asyncio.create_task(history.run()) for history in (off, on)]
+    off.record(planned(lambda: make("off")))
+    on.record(planned(lambda: make("on")))
+    await eventually(partial(redis.xrange, KEYS["decisions"]))
+    for task in writing:
+        task.cancel()
+    assert made == ["on"]
+
+
+async def test_no_call_writes_more_than_redis_can_in_a_millisecond(redis: Redis) -> None:
+    written: list[int] = []
+
+    class Runner(ScriptRunner):
+        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+            replies = await super().run(calls)
+            written.extend(replies)
+            return replies
+
+    history = history_of(redis, Runner(redis, timeout_s=5))
+    for n in range(2 * MAX_WRITTEN + 1):
+        history.record(planned(lambda n=n: record(f"r{n}", CHAIN)))
+    writing = asyncio.create_task(history.run())
+    await eventually(partial(redis.xlen, KEYS["decisions"]), lambda n: n > 2 * MAX_WRITTEN)
+    writing.cancel()
+    assert written == [MAX_WRITTEN, MAX_WRITTEN, 1]
