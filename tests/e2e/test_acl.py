@@ -41,6 +41,8 @@ QUESTIONS = ROOT / "docs" / "redis.md"
 FILE = ROOT / "deploy" / "users.acl"
 LUA = ROOT / "lua"
 ROLES = ("worker", "router", "operator")
+WHOLE_TEST_S = 30.0
+"""A lease that no pause of a busy machine lets lapse."""
 
 SCRIPTS = {
     "worker": {
@@ -239,7 +241,7 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
         namespace=KEYS.namespace, kv_events=False, prediction_ttl_s=1.0, reservation_ttl_s=1.0
     )
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
-        agent = agent_of("w0", as_worker)
+        agent = agent_of("w0", as_worker, WHOLE_TEST_S)
         await agent.start()
         fleet = Fleet(redis, KEYS, 1.0)
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
@@ -263,7 +265,7 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
 async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -> None:
     settings = RouterSettings(namespace=KEYS.namespace, wait_queue=10, session_affinity=0.5)
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
-        agent = agent_of("w0", as_worker)
+        agent = agent_of("w0", as_worker, WHOLE_TEST_S)
         await agent.start()
         fleet = Fleet(redis, KEYS, 1.0)
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
@@ -375,7 +377,7 @@ async def test_the_same_users_suffice_on_a_redis_cluster() -> None:
             connect(urls["worker"]) as as_worker,
             connect(urls["router"]) as redis,
         ):
-            agent = agent_of("w0", as_worker)
+            agent = agent_of("w0", as_worker, WHOLE_TEST_S)
             await agent.start()
             running = asyncio.ensure_future(agent.run())
             fleet = Fleet(redis, KEYS, 1.0)

@@ -322,12 +322,12 @@ OF_SHARDS = ("shard", "applied", "dead", "sweep", "blocks")
 ALL_KEYS = CONTROL + OF_SHARDS
 
 
-def agent_of(name: str, redis: Client) -> Agent:
+def agent_of(name: str, redis: Client, lease_s: float = LEASE_S) -> Agent:
     return fake_agent(
         ScriptRunner(redis, timeout_s=0.5),
         KEYS,
         name,
-        lease_ttl_s=LEASE_S,
+        lease_ttl_s=lease_s,
         index_blocks=INDEX_BLOCKS,
         shards=SHARDS,
     )
