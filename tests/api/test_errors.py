@@ -15,7 +15,7 @@ from app.http import body
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet, View
 from tests.api.conftest import StartReplica
-from tests.fake_workers import FakeWorkers
+from tests.fake_worker import FakeWorkers
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 LOCAL = [14643705804678351452, 16777012769546811212]

@@ -6,7 +6,7 @@ import pytest
 from app.core.types import Tier
 from app.local.redis_server import EmbeddedRedis
 from tests.api.conftest import StartReplica
-from tests.fake_workers import FakeWorkers
+from tests.fake_worker import FakeWorkers
 
 # 128 tokens are 32 blocks of four; the caller has hashed the first two of them.
 BLOCKS = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -15,7 +15,7 @@ from app.router.metrics import Telemetry
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_workers import FakeWorkers
+from tests.fake_worker import FakeWorkers
 
 # Two full blocks of four tokens, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

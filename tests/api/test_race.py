@@ -15,7 +15,7 @@ from app.ops import verify
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.api.test_metrics import scrape
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 
 CLIENTS = 200
 REPLICAS = 4

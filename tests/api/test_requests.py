@@ -15,7 +15,7 @@ from app.core.errors import shown
 from app.local.redis_server import EmbeddedRedis
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, NAMESPACE, FakeWorkers
+from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 

@@ -16,7 +16,7 @@ from app.cli import main
 from app.local.redis_server import EmbeddedRedis
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 
 PROMPT = list(range(1, 11))
 WAITS: dict[str, Any] = {"wait_queue": 50, "wait_timeout_s": 60.0}

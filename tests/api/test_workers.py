@@ -17,7 +17,7 @@ from app.core.worker_report import (
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
-from tests.fake_workers import FakeWorkers
+from tests.fake_worker import FakeWorkers
 
 
 async def listed(client: httpx.AsyncClient) -> dict[str, Any]:

@@ -34,13 +34,15 @@ from tests.e2e.test_healing import (
     world,
 )
 from tests.eventually import eventually
-from tests.redis_servers import ClusterServers, kinds_here, newest_kind, require_redis
+from tests.redis_servers import ClusterServers, each_kind, newest_kind, require_redis
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "docs" / "redis.md"
 FILE = ROOT / "deploy" / "users.acl"
 LUA = ROOT / "lua"
 ROLES = ("worker", "router", "operator")
+WHOLE_TEST_S = 30.0
+"""A lease that no pause of a busy machine lets lapse."""
 
 SCRIPTS = {
     "worker": {
@@ -169,7 +171,7 @@ def denials(admin: Any) -> list[str]:
     ]
 
 
-@pytest.fixture(params=kinds_here(), scope="module")
+@pytest.fixture(params=each_kind(), scope="module")
 def guarded_server(request: pytest.FixtureRequest) -> Iterator[Guarded]:
     with EmbeddedRedis(require_redis(request.param)) as server:
         found = Guarded(server)
@@ -204,7 +206,15 @@ def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_pat
                 nobody.execute_command("AUTH", f"kvroute-{role}", "")
 
 
-@pytest.mark.parametrize("families", [("load", "prefills", "leases"), ("shard", "blocks", "meta")])
+@pytest.mark.parametrize(
+    "families",
+    [
+        ("meta",),  # whose loss makes everything be written again
+        pytest.param(("load", "prefills", "leases"), marks=pytest.mark.slow),
+        pytest.param(("shard", "blocks"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
 async def test_workers_and_routers_are_refused_nothing_even_while_they_replace_what_was_lost(
     guarded: Guarded, families: tuple[str, ...]
 ) -> None:
@@ -226,7 +236,7 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
         namespace=KEYS.namespace, kv_events=False, prediction_ttl_s=1.0, reservation_ttl_s=1.0
     )
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
-        agent = agent_of("w0", as_worker)
+        agent = agent_of("w0", as_worker, WHOLE_TEST_S)
         await agent.start()
         fleet = Fleet(redis, KEYS, 1.0)
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
@@ -250,7 +260,7 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
 async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -> None:
     settings = RouterSettings(namespace=KEYS.namespace, wait_queue=10, session_affinity=0.5)
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
-        agent = agent_of("w0", as_worker)
+        agent = agent_of("w0", as_worker, WHOLE_TEST_S)
         await agent.start()
         fleet = Fleet(redis, KEYS, 1.0)
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
@@ -362,7 +372,7 @@ async def test_the_same_users_suffice_on_a_redis_cluster() -> None:
             connect(urls["worker"]) as as_worker,
             connect(urls["router"]) as redis,
         ):
-            agent = agent_of("w0", as_worker)
+            agent = agent_of("w0", as_worker, WHOLE_TEST_S)
             await agent.start()
             running = asyncio.ensure_future(agent.run())
             fleet = Fleet(redis, KEYS, 1.0)

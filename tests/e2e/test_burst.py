@@ -36,10 +36,11 @@ from tests.redis_servers import newest_kind, require_redis
 ALLOWED_DIFFERENCE = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "allowed_less"),
     # The more replicas, the longer the burst takes, and the more has drained meanwhile.
-    [(8, ALLOWED_DIFFERENCE), pytest.param(16, 4, marks=pytest.mark.slow)],
+    [(8, ALLOWED_DIFFERENCE), (16, 4)],
 )
 async def test_many_replicas_put_as_much_of_a_burst_on_its_owner_as_one_does(
     count: int, allowed_less: int

@@ -398,6 +398,7 @@ async def survive(seed: int, *, disruptions: int, failovers: int) -> None:
         assert findings == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("shifted_clocks")
 async def test_reservations_stay_exact_whatever_fails() -> None:

@@ -32,7 +32,7 @@ from app.state.scripts import Call, ScriptRunner
 from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
-from tests.fake_workers import register, registered
+from tests.fake_worker import register, registered
 from tests.redis_servers import ClusterServers, newest_kind, stopped
 
 TIMEOUT_S = 5.0

@@ -74,7 +74,9 @@ async def loaded(url: str) -> AsyncIterator[Load]:
                 load.stop()
 
 
-@pytest.mark.parametrize("haproxy", [True, False], ids=["haproxy", "shared socket"])
+@pytest.mark.parametrize(
+    "haproxy", [pytest.param(True, marks=pytest.mark.slow), False], ids=["haproxy", "shared socket"]
+)
 async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
     haproxy: bool, open_probe: OpenProbe
 ) -> None:
@@ -104,6 +106,7 @@ async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
         assert await probe.reserved() == set()
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
     open_probe: OpenProbe,
 ) -> None:

@@ -26,8 +26,7 @@ from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.types import Tier, TierOverlap, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
+from app.core.types import Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.ops.reset import delete_namespace
 from app.policy.decision import Decision, RouteRequest
@@ -39,9 +38,10 @@ from app.state.client import Client
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import fake_agent
 from workers.agent import agent as agents
 from workers.agent import publish
-from workers.agent.agent import Agent, AgentSettings
+from workers.agent.agent import Agent
 
 KEYS = Keyspace("healing")
 SHARDS = 2
@@ -261,7 +261,7 @@ class World:
             found |= set(await self.redis.hkeys(KEYS[f"requests:{agent.incarnation}"]))
         return {i.decode() for i in found}
 
-    async def heals(self, what: str, within_s: float = 6.0) -> None:
+    async def heals(self, what: str, within_s: float = 20.0) -> None:
         """Returns once three checks in a row have found nothing wrong."""
         good = 0
 
@@ -327,13 +327,14 @@ OF_SHARDS = ("shard", "applied", "dead", "blocks")
 ALL_KEYS = CONTROL + OF_SHARDS
 
 
-def agent_of(name: str, redis: Client) -> Agent:
-    return Agent(
+def agent_of(name: str, redis: Client, lease_s: float = LEASE_S) -> Agent:
+    return fake_agent(
         ScriptRunner(redis, timeout_s=0.5),
         KEYS,
-        WorkerInfo(WorkerKey(name), f"http://{name}:80", BLOCK_SIZE, 1000, 256),
-        AgentSettings(LEASE_S, INDEX_BLOCKS, SHARDS),
-        lambda: (ForwardPassMetrics(kv_total_blocks=1000), Speed()),
+        name,
+        lease_ttl_s=lease_s,
+        index_blocks=INDEX_BLOCKS,
+        shards=SHARDS,
     )
 
 
@@ -615,6 +616,7 @@ def bad_values(family: str) -> list[Damage]:
     return [set_a_field(family, value) for value in (None, "", "9" * 30, "-5", "spoilt")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "families",
     [

@@ -20,7 +20,7 @@ from app.state.connect import check_server, connect
 from app.state.scripts import ScriptRunner
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually
-from tests.fake_workers import register, registered
+from tests.fake_worker import register, registered
 from tests.redis_servers import (
     KINDS,
     SentinelServers,
@@ -153,6 +153,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
             assert await overlap.match(runner, KEYS, [[SequenceHash(1)]]) == ([{}], [])
 
 
+@pytest.mark.slow
 async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(
     servers: SentinelServers,
 ) -> None:
@@ -163,6 +164,7 @@ async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(
             assert await port_of(redis) == others.replica.port
 
 
+@pytest.mark.slow
 async def test_a_replaced_master_is_abandoned_although_it_still_takes_writes() -> None:
     with SentinelServers(newest_kind()) as servers:
         async with connect(servers.url) as redis:

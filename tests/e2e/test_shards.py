@@ -7,13 +7,14 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
+
 from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, TierOverlap, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.core.types import SequenceHash, TierOverlap
 from app.policy.decision import Decision, RouteRequest
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
@@ -21,8 +22,9 @@ from app.router.router import Router
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import fake_agent, running
 from tests.redis_servers import ClusterServers, newest_kind
-from workers.agent.agent import Agent, AgentSettings
+from workers.agent.agent import Agent
 
 SHARDS = 12
 BLOCK_SIZE = 4
@@ -34,6 +36,7 @@ TIMEOUT_S = 0.5
 FAILOVER_S = 30.0
 
 
+@pytest.mark.slow
 async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_while() -> None:
     with ClusterServers(newest_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)
@@ -103,17 +106,9 @@ def master_of(servers: ClusterServers, keyspace: Keyspace, chain: list[SequenceH
 
 async def started_agent(stack: AsyncExitStack, url: str, keyspace: Keyspace, n: int) -> Agent:
     redis = await stack.enter_async_context(connect(url))
-    info = WorkerInfo(WorkerKey(f"w{n}"), f"http://w{n}:80", BLOCK_SIZE, 1000, 256)
-    agent = Agent(
-        ScriptRunner(redis, TIMEOUT_S),
-        keyspace,
-        info,
-        AgentSettings(lease_ttl_s=5.0, index_blocks=4000, shards=SHARDS),
-        lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
-    )
-    await agent.start()
-    await keep_running(stack, agent.run())
-    return agent
+    runner = ScriptRunner(redis, TIMEOUT_S)
+    agent = fake_agent(runner, keyspace, f"w{n}", index_blocks=4000, shards=SHARDS)
+    return await stack.enter_async_context(running(agent))
 
 
 async def started_router(stack: AsyncExitStack, url: str, keyspace: Keyspace) -> Router:

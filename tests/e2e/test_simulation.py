@@ -38,6 +38,7 @@ async def live(trace: Trace, policy: str) -> PolicySummary:
         return summarise(await replay_policy(trace, cluster.balancer_url, policy, speedup=SPEEDUP))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_replay_and_its_simulation_agree_on_hit_rate_and_the_order_of_policies() -> None:
     require_redis(newest_kind())

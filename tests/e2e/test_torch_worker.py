@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from app.core.config import RouterSettings, WorkerSettings
@@ -76,6 +77,7 @@ async def test_a_prompt_goes_back_to_the_worker_that_computed_it(
         assert await ask(probe, prompt(1)) == (first[0], first[1], {"device": REUSED})
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_comes_back_with_the_blocks_it_had_on_disk(
     tmp_path: Path, open_probe: OpenProbe
 ) -> None:

@@ -16,7 +16,7 @@ from app.ops import verify
 from app.state.connect import connect
 from tests.e2e.conftest import BLOCK_SIZE
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 from tests.redis_servers import ClusterServers, newest_kind, require_redis
 from tests.router.test_router import request, running
 

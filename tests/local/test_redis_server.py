@@ -10,7 +10,7 @@ from redis import Redis
 from app.core.errors import RedisUnavailable
 from app.local import redis_server
 from app.local.redis_server import EmbeddedRedis, free_port, redis_binary, system_binary
-from tests.redis_servers import kinds_here, require_redis
+from tests.redis_servers import each_kind, require_redis
 
 
 def exists(pid: int) -> bool:
@@ -22,7 +22,7 @@ def exists(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", kinds_here())
+@pytest.mark.parametrize("kind", each_kind())
 def test_a_started_server_answers_and_a_stopped_one_leaves_no_process(kind: str) -> None:
     server = EmbeddedRedis(require_redis(kind))
     server.start()

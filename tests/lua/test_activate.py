@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from app.core.types import Incarnation, TierOverlap
 from tests.lua.conftest import NO_LOAD, A, B, C, Namespace
 
 
+@pytest.mark.oldest_too
 async def test_a_switch_routes_to_the_new_incarnation_and_retires_the_old(
     space: Namespace,
 ) -> None:

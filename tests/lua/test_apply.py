@@ -8,6 +8,7 @@ from app.state.index import Change
 from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
 
 
+@pytest.mark.oldest_too
 async def test_a_batch_writes_owners_into_the_buckets_of_the_blocks_groups(
     space: Namespace,
 ) -> None:

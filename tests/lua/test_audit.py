@@ -52,6 +52,7 @@ async def inc(space: Namespace) -> Incarnation:
     return made
 
 
+@pytest.mark.oldest_too
 async def test_published_blocks_are_not_missing(space: Namespace, inc: Incarnation) -> None:
     assert await missing(space, inc, (A, DEVICE), (B, DEVICE), (C, HOST)) == 0
     assert await missing(space, inc) == 0

@@ -7,6 +7,7 @@ from app.core.loads import Load
 from tests.lua.conftest import Namespace
 
 
+@pytest.mark.oldest_too
 async def test_an_expired_reservation_gives_everything_back(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.lua.conftest import Namespace, ticket
 
 
+@pytest.mark.oldest_too
 async def test_nothing_is_left_once_nobody_waits(space: Namespace) -> None:
     a, b = ticket("normal:a", "x", 1), ticket("low:b", "x", 2)
     await space.wait("x", a, b)

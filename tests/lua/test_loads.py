@@ -9,6 +9,7 @@ from tests.eventually import eventually
 from tests.lua.conftest import NO_LOAD, Namespace, info
 
 
+@pytest.mark.oldest_too
 async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(
     space: Namespace,
 ) -> None:

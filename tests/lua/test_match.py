@@ -38,6 +38,7 @@ class CountingTrips(ScriptRunner):
         return await super().run_each(calls)
 
 
+@pytest.mark.oldest_too
 async def test_owners_are_returned_as_runs_with_their_last_positions(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B, C])

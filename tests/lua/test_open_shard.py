@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from app.core.types import Incarnation
 from app.state import index
 from tests.lua.conftest import A, Namespace
@@ -11,6 +13,7 @@ async def opened(space: Namespace, inc: int, nonce: str = "nonce-x", bits: int =
     return await space.do(index.open_shard(space.shard, Incarnation(inc), nonce, bits))
 
 
+@pytest.mark.oldest_too
 async def test_the_first_to_open_a_shard_sets_its_layout(space: Namespace) -> None:
     before = await space.now_ms()
     assert await opened(space, 1, bits=6)

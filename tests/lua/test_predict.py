@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
+
 from app.core.types import SequenceHash
 from app.state.predictions import PredictionSettings
 from tests.lua.conftest import Namespace
@@ -11,6 +13,7 @@ OTHER = [*CHAIN[:10], *(SequenceHash((i + 1) << 32) for i in range(20))]
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 
 
+@pytest.mark.oldest_too
 async def test_blocks_routed_to_a_worker_are_foreseen_there(space: Namespace) -> None:
     inc = await space.worker("a")
     assert await space.predict(inc, CHAIN, HOURS) == 32

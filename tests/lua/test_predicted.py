@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from app.core.chains import positions
 from app.core.types import Incarnation, SequenceHash
 from app.state.predictions import PredictionSettings
@@ -10,6 +12,7 @@ from tests.lua.conftest import Namespace
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=100_000)
 
 
+@pytest.mark.oldest_too
 async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space: Namespace) -> None:
     """Prompts that branch off each other at random, routed to three workers."""
     rng = random.Random(5)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
+
 from app.core.types import SequenceHash
 from app.state.predictions import PredictionSettings, PruneStep, prune
 from tests.lua.conftest import Namespace
@@ -12,6 +14,7 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
 """With this limit, predictions are laid out in four buckets."""
 
 
+@pytest.mark.oldest_too
 async def test_only_expired_predictions_are_removed(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.predict(a, CHAIN, HOURS)

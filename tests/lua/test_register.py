@@ -10,6 +10,7 @@ from app.state.leases import Registration
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, Namespace, info
 
 
+@pytest.mark.oldest_too
 async def test_the_first_registration_creates_the_namespace(space: Namespace) -> None:
     before = await space.now_ms()
     registration = await space.register("a", block_size=4, shards=3)

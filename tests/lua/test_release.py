@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
+
 from app.core.loads import Load
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace
 
 
+@pytest.mark.oldest_too
 async def test_a_release_before_the_first_token_gives_everything_back(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)

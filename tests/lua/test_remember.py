@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from app.core.types import Incarnation
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace
@@ -11,6 +13,7 @@ async def known(space: Namespace) -> set[str]:
     return {session.decode() for session in await space.redis.hkeys(space.key("sessions"))}
 
 
+@pytest.mark.oldest_too
 async def test_no_more_sessions_are_kept_than_the_limit(space: Namespace) -> None:
     for n in range(100):
         await space.remember(f"s{n}", ONE, limit=20)

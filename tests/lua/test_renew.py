@@ -14,6 +14,7 @@ from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace, info
 
 
+@pytest.mark.oldest_too
 async def test_renewing_extends_the_lease_from_now(space: Namespace) -> None:
     inc = await space.worker("a", ttl_ms=5_000)
     before = await space.now_ms()

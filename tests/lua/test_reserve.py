@@ -14,6 +14,7 @@ from app.state.scripts import ScriptRunner
 from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace
 
 
+@pytest.mark.oldest_too
 async def test_a_reservation_is_counted_on_its_worker(space: Namespace) -> None:
     inc = await space.worker("a")
     before = await space.now_ms()

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.lua.conftest import A, Namespace
 
 
+@pytest.mark.oldest_too
 async def test_a_retired_worker_is_gone_at_once(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A])

@@ -17,6 +17,7 @@ async def test_a_call_held_up_in_a_hung_redis_retires_nobody(space: Namespace) -
     assert await space.retire_lapsed() == 1
 
 
+@pytest.mark.oldest_too
 async def test_an_incarnation_whose_lease_lapsed_is_retired(space: Namespace) -> None:
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
     await space.hold(a, [A])

@@ -18,6 +18,7 @@ async def live(space: Namespace) -> list[Incarnation]:
     return sorted((await space.loads()).loads)
 
 
+@pytest.mark.oldest_too
 async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(
     space: Namespace,
 ) -> None:

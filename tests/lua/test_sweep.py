@@ -186,6 +186,7 @@ async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space: Namespace)
         assert await space.match(chain) == [{b: TierOverlap(device=150)}]
 
 
+@pytest.mark.oldest_too
 async def test_nothing_is_left_of_dead_incarnations_in_the_end(space: Namespace) -> None:
     keeper = await space.worker("keeper", nonce="nonce-k")
     await space.hold(keeper, [A])

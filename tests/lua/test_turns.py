@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.lua.conftest import Namespace, ticket
 
 
@@ -9,6 +11,7 @@ def short(name: str) -> str:
     return f"{replica}-{int(number)}"
 
 
+@pytest.mark.oldest_too
 async def test_the_longest_wait_is_first_within_a_flow(space: Namespace) -> None:
     late, early = ticket("normal:a", "x", 1, since_ms=20), ticket("normal:a", "y", 2, since_ms=10)
     await space.wait("x", late)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
+
 from app.state.line import MAX_CHARGE
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace, ticket
 
 
+@pytest.mark.oldest_too
 async def test_a_ticket_that_waits_again_keeps_its_place(space: Namespace) -> None:
     first, second = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2)
     assert await space.wait("x", second) == 1

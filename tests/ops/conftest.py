@@ -20,7 +20,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state import overlap, reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
 
 PROMPT = list(range(1, 4 * 40 + 1))
 """Forty full blocks of four."""

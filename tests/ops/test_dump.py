@@ -11,7 +11,7 @@ from redis import Redis
 
 from app.core.keys import Keyspace
 from app.core.types import TierOverlap
-from tests.fake_workers import KEYS, SHARD
+from tests.fake_worker import KEYS, SHARD
 from tests.ops.conftest import bucket_of, kvroute, overlaps
 
 

@@ -16,7 +16,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
 from app.policy.record import ENTRY, ROWS, Record, Seen, encode
-from tests.fake_workers import KEYS, NAMESPACE
+from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 
 

@@ -17,7 +17,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state import reading
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from tests.fake_workers import KEYS, NAMESPACE, SHARD, FakeWorkers
+from tests.fake_worker import KEYS, NAMESPACE, SHARD, FakeWorkers
 from tests.ops.conftest import CHAIN, PROMPT, as_json, bucket_of, in_redis, kvroute
 
 

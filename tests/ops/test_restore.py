@@ -12,7 +12,7 @@ from click.testing import Result
 from redis import Redis
 
 from app.core.keys import Keyspace
-from tests.fake_workers import KEYS
+from tests.fake_worker import KEYS
 from tests.ops.conftest import kvroute, overlaps
 
 HEAD = {"kvroute": 1, "block_size": 4, "shards": 2, "bucket_bits": [4, 5]}

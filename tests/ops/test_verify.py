@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from redis import Redis
 
-from tests.fake_workers import KEYS, SHARD
+from tests.fake_worker import KEYS, SHARD
 from tests.ops.conftest import CHAIN, as_json, kvroute
 
 

@@ -26,7 +26,7 @@ from app.state.connect import connect
 from app.state.predictions import PredictionSettings, predict, predicted
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, NAMESPACE, SHARD, FakeWorkers
+from tests.fake_worker import KEYS, NAMESPACE, SHARD, FakeWorkers
 
 
 def maintenance_of(

@@ -32,7 +32,7 @@ from app.state.connect import connect
 from app.state.exchange import Node
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
-from tests.fake_workers import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 
 # Two full blocks of four tokens, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

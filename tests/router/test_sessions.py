@@ -13,7 +13,7 @@ from app.core.keys import Keyspace
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import Decision
 from tests.eventually import eventually
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 from tests.router.test_router import PROMPT, Replica, request, running
 
 HALF: dict[str, Any] = {"session_affinity": 0.5}

@@ -23,7 +23,7 @@ from app.router.waiting_room import Room
 from app.state import line
 from app.state.connect import connect
 from tests.eventually import eventually
-from tests.fake_workers import BLOCK_SIZE, KEYS, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS, FakeWorkers
 from tests.router.test_router import Replica, request, running
 
 WAITS: dict[str, Any] = {"wait_queue": 100, "wait_timeout_s": 60.0}

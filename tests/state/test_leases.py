@@ -5,7 +5,7 @@ from redis.asyncio import Redis
 from app.core.types import Incarnation
 from app.state.leases import absent
 from app.state.scripts import ScriptRunner
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 
 
 async def test_an_incarnation_that_is_no_writer_is_absent(redis: Redis) -> None:

@@ -12,7 +12,7 @@ from app.core.errors import RedisUnavailable
 from app.local.redis_server import EmbeddedRedis
 from app.state import reading
 from app.state.connect import connect
-from tests.fake_workers import KEYS, FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 from tests.redis_servers import stopped
 
 

@@ -19,7 +19,7 @@ from app.state.connect import connect
 from app.state.exchange import Node
 from app.state.index import Change
 from app.state.scripts import Call, ScriptRunner, call, command, load_script
-from tests.redis_servers import kinds_here, require_redis, stopped
+from tests.redis_servers import each_kind, require_redis, stopped
 
 KEYS = Keyspace("test")
 REGISTER = leases.register(
@@ -161,7 +161,7 @@ async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(redis
     assert re.match("release: .*WRONGTYPE", str(lost))
 
 
-@pytest.mark.parametrize("kind", kinds_here())
+@pytest.mark.parametrize("kind", each_kind())
 async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: str) -> None:
     class Promoting(ScriptRunner):
         promote = False

@@ -29,17 +29,17 @@ import pytest
 from app.core.chains import TIER_OF_LETTER, Overlaps, shard_of
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
 from app.state.client import Client
 from app.state.connect import connect
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import fake_agent, running
 from tests.workers.kv.cache_model import CacheModel, leading
 from workers.agent import publish
-from workers.agent.agent import Agent, AgentSettings
+from workers.agent.agent import Agent
 
 KEYS = Keyspace("concurrent")
 NUM_SHARDS = 2
@@ -251,9 +251,9 @@ class Worker:
         self.agent: Agent
         self.cache = CacheModel()
         self._runner = runner
-        self._key = WorkerKey(name)
+        self._name = name
         self._rng = rng
-        self._running: asyncio.Task[None] | None = None
+        self._running = AsyncExitStack()
 
     @property
     def incarnation(self) -> Incarnation:
@@ -261,21 +261,18 @@ class Worker:
         return self.agent.incarnation
 
     async def start(self) -> None:
-        self.agent = Agent(
+        self.agent = fake_agent(
             self._runner,
             KEYS,
-            WorkerInfo(self._key, "http://127.0.0.1:1", 16, 10_000, 8),
-            AgentSettings(lease_ttl_s=LEASE_TTL_S, index_blocks=4000, shards=NUM_SHARDS),
-            lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+            self._name,
+            lease_ttl_s=LEASE_TTL_S,
+            index_blocks=4000,
+            shards=NUM_SHARDS,
         )
-        await self.agent.start()
-        self._running = asyncio.ensure_future(self.agent.run())
+        await self._running.enter_async_context(running(self.agent))
 
     async def die(self) -> None:
-        assert self._running is not None
-        self._running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await self._running
+        await self._running.aclose()
 
     async def live(self, num_events: int) -> None:
         """Do `num_events` random things that engines and their processes may do."""

@@ -18,8 +18,7 @@ from redis.asyncio import Redis
 from app.core.chains import Overlaps, parse_owners
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerKey
-from app.core.worker_report import WorkerInfo
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
@@ -27,6 +26,7 @@ from app.state.connect import connect
 from app.state.exchange import Node, exchange
 from app.state.index import Change
 from app.state.scripts import ScriptRunner
+from tests.fake_worker import FakeWorker, worker_info
 from tests.workers.kv.cache_model import CacheModel
 from workers.agent import ownership
 from workers.agent.ownership import Ownership
@@ -52,11 +52,9 @@ CHAINS = [[BLOCKS[n] for n in chain_to(leaf)] for leaf in LEAVES]
 class Worker:
     """The model of a worker's cache, the worker's bookkeeping, and what it has sent to Redis."""
 
-    key: WorkerKey
+    fake: FakeWorker
     cache: CacheModel = field(default_factory=CacheModel)
     ownership: Ownership = field(default_factory=Ownership)
-    incarnation: Incarnation | None = None
-    seq: int = 0
     undelivered: list[Change] = field(default_factory=list)
     sent: list[list[Change]] = field(default_factory=list)
     """Batches of this incarnation; the n-th has seq n + 1."""
@@ -73,45 +71,29 @@ class World:
     def __init__(self, redis: Redis, num_workers: int) -> None:
         self.runner = ScriptRunner(redis, timeout_s=60.0)
         self.boundaries = overlap.Boundaries()
-        self.workers = [Worker(WorkerKey(f"w{i}")) for i in range(num_workers)]
-
-    async def register(
-        self, worker: Worker, held: Incarnation | None = None
-    ) -> leases.Registration:
-        info = WorkerInfo(worker.key, "http://127.0.0.1:1", 16, 100, 8)
-        registration = await self.runner.one(
-            leases.register(KEYSPACE, info, str(worker.key), ttl_ms=60_000, previous=held)
-        )
-        nonce = str(worker.key)
-        assert await self.runner.one(
-            index.open_shard(SHARD, registration.incarnation, nonce, bucket_bits=2)
-        )
-        worker.seq = 0
-        worker.sent = []
-        return registration
+        self.workers = [
+            Worker(FakeWorker(self.runner, KEYSPACE, worker_info(f"w{i}"), bucket_bits=2))
+            for i in range(num_workers)
+        ]
 
     async def restart(self, worker: Worker) -> None:
         """Replace the process, and with it the cache, by a new one that is empty."""
         worker.cache = CacheModel()
         worker.ownership = Ownership()
-        worker.undelivered = []
-        worker.incarnation = (await self.register(worker)).incarnation
-        assert await self.runner.one(
-            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key))
-        )
+        worker.undelivered, worker.sent = [], []
+        await worker.fake.register()
+        await worker.fake.activate()
 
     async def resync(self, worker: Worker) -> None:
-        registration = await self.register(worker, worker.incarnation)
+        old = worker.fake.incarnation
+        registration = await worker.fake.register(resync=True)
         assert registration.predecessor_lives
+        assert registration.incarnation != old
         worker.ownership.forget()
-        worker.undelivered = worker.ownership.drain(0)
-        old, worker.incarnation = worker.incarnation, registration.incarnation
+        worker.undelivered, worker.sent = worker.ownership.drain(0), []
         while worker.undelivered:
             await self.deliver(worker, 2)
-        assert old != worker.incarnation
-        assert await self.runner.one(
-            leases.activate(KEYSPACE, worker.key, worker.incarnation, str(worker.key), previous=old)
-        )
+        await worker.fake.activate()
 
     async def sweep(self, max_buckets: int) -> None:
         """One step of a sweep, which drops incarnations that have been retired."""
@@ -125,15 +107,8 @@ class World:
         if not worker.undelivered:
             worker.undelivered = worker.ownership.drain(0, at_least=3)
         batch, worker.undelivered = worker.undelivered[:size], worker.undelivered[size:]
-        worker.seq += 1
         worker.sent.append(batch)
-        assert await self.apply(worker, worker.seq, batch)
-
-    async def apply(self, worker: Worker, seq: int, batch: list[Change]) -> bool:
-        assert worker.incarnation is not None
-        return await self.runner.one(
-            index.apply(SHARD, worker.incarnation, str(worker.key), seq, batch)
-        )
+        await worker.fake.publish(batch)
 
     async def match_both_ways(self) -> list[Overlaps]:
         """Query chains whole, and sampled as only long ones are, with learnt boundaries and
@@ -158,7 +133,7 @@ class World:
                 await self.deliver(worker, 100)
         answers = await self.match_both_ways()
         for chain, answer in zip(CHAINS, answers, strict=True):
-            expected = {w.incarnation: w.cache.scan(chain) for w in self.workers}
+            expected = {w.fake.incarnation: w.cache.scan(chain) for w in self.workers}
             live = {inc: answer.get(inc, TierOverlap()) for inc in expected}
             assert live == expected
 
@@ -168,19 +143,19 @@ class World:
         owners = await self.owners()
         for answer, chain in zip(answers, CHAINS, strict=True):
             for worker in self.workers:
-                held = [owners.get((block, worker.incarnation)) for block in chain]
+                held = [owners.get((block, worker.fake.incarnation)) for block in chain]
                 tiers = [tier for tier in held if tier is not None]
                 walked = TierOverlap(*(tiers.count(tier) for tier in Tier))
-                assert answer.get(worker.incarnation, TierOverlap()) == walked
+                assert answer.get(worker.fake.incarnation, TierOverlap()) == walked
                 # The invariant: published blocks form a prefix, and tiers get no faster along it.
                 assert held == sorted(tiers) + [None] * (len(chain) - len(tiers))
 
-    async def owners(self) -> dict[tuple[SequenceHash, Incarnation | None], Tier]:
+    async def owners(self) -> dict[tuple[SequenceHash, Incarnation], Tier]:
         """All entries of the index."""
         redis = self.runner.redis
         buckets = [key async for key in redis.scan_iter(match="*blocks:*", count=1000)]
         found = await exchange(Node(redis), [("HGETALL", bucket) for bucket in buckets])
-        entries: dict[tuple[SequenceHash, Incarnation | None], Tier] = {}
+        entries: dict[tuple[SequenceHash, Incarnation], Tier] = {}
         for fields in found:
             for block, text in zip(fields[::2], fields[1::2], strict=True):
                 for incarnation, tier in parse_owners(text):
@@ -235,12 +210,12 @@ async def step(world: World, name: str, *args: object) -> None:
             await world.check_between_batches()
         case ("repeat", back) if back <= len(worker.sent):
             # A late or repeated batch: it was applied before and must not be applied again.
-            assert await world.apply(worker, worker.seq + 1 - back, worker.sent[-back])
+            assert await worker.fake.apply(len(worker.sent) + 1 - back, worker.sent[-back])
             await world.check_between_batches()
         case ("skip",):
             # A batch whose predecessor is missing is refused as a whole.
             foreign = [Change(block, Tier.DEVICE, block) for block in BLOCKS]
-            assert not await world.apply(worker, worker.seq + 2, foreign)
+            assert not await worker.fake.apply(len(worker.sent) + 2, foreign)
         case ("restart",):
             await world.restart(worker)
         case ("resync",):
@@ -269,7 +244,7 @@ async def run_steps(url: str, num_workers: int, steps: list[Step]) -> None:
         for _ in range(20):
             await world.sweep(4)
         await world.check_exact()
-        live = {worker.incarnation for worker in world.workers}
+        live = {worker.fake.incarnation for worker in world.workers}
         assert await owners_left(redis) <= live
 
 

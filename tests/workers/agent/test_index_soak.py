@@ -28,8 +28,7 @@ from app.core.config import RouterSettings
 from app.core.errors import RoutingError
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import METRICS_MAXLEN, Keyspace
-from app.core.types import SequenceHash, Tier, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.core.types import SequenceHash, Tier
 from app.local.redis_server import EmbeddedRedis
 from app.ops import namespaces, verify
 from app.policy.decision import Decision, RouteRequest
@@ -41,8 +40,9 @@ from app.state.client import Client
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import fake_agent, running
 from workers.agent import agent as agents
-from workers.agent.agent import Agent, AgentSettings
+from workers.agent.agent import Agent
 
 KEYS = Keyspace("soak")
 SHARDS = [KEYS.of_shard(n) for n in range(2)]
@@ -137,30 +137,29 @@ class Worker:
         self.agent: Agent
         self.engine = engine
         self._redis = redis
-        self._info = WorkerInfo(WorkerKey(name), f"http://{name}:80", BLOCK_SIZE, 10_000, 256)
-        self._running: asyncio.Task[None] | None = None
+        self._name = name
+        self._running = AsyncExitStack()
 
     @property
     def num_pending(self) -> int:
         return self.agent._publisher._ownership.num_pending
 
     async def start(self) -> None:
-        self.agent = Agent(
+        self.agent = fake_agent(
             ScriptRunner(self._redis, TIMEOUT_S),
             KEYS,
-            self._info,
-            AgentSettings(LEASE_TTL_S, INDEX_BLOCKS, len(SHARDS)),
-            lambda: (ForwardPassMetrics(kv_total_blocks=10_000), DEFAULT_SPEED),
+            self._name,
+            block_size=BLOCK_SIZE,
+            kv_total_blocks=10_000,
+            lease_ttl_s=LEASE_TTL_S,
+            index_blocks=INDEX_BLOCKS,
+            shards=len(SHARDS),
         )
         self.agent.notify(self.engine.held())
-        await self.agent.start()
-        self._running = asyncio.ensure_future(self.agent.run())
+        await self._running.enter_async_context(running(self.agent))
 
     async def crash(self) -> None:
-        assert self._running is not None
-        self._running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await self._running
+        await self._running.aclose()
 
     async def work(self) -> None:
         while True:
@@ -377,6 +376,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", GRACE_MS)
 
 
+@pytest.mark.slow
 async def test_memory_does_not_grow_at_constant_occupancy(
     one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,11 @@ from app.core.errors import InvalidRequest
 from app.core.events import Cleared, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, Tier, TierOverlap, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
+from tests.fake_worker import fake_agent
 from tests.workers.agent.harness import running
 from tests.workers.bridge.holder import (
     CHAIN,
@@ -28,7 +28,7 @@ from tests.workers.bridge.holder import (
     chain_of,
     stored,
 )
-from workers.agent.agent import Agent, AgentSettings
+from workers.agent.agent import Agent
 from workers.agent.ownership import Ownership
 from workers.bridge import engine_blocks, pending_events
 from workers.bridge.engine_blocks import EngineBlocks
@@ -434,14 +434,7 @@ async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(
         runner = ScriptRunner(redis, 5.0)
 
         async def publish(key: WorkerKey, *events: EngineEvent) -> Agent:
-            info = WorkerInfo(key, "http://127.0.0.1:1", SIZE, 1000, 8)
-            agent = Agent(
-                runner,
-                keys,
-                info,
-                AgentSettings(lease_ttl_s=60.0, index_blocks=1000),
-                lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
-            )
+            agent = fake_agent(runner, keys, str(key), block_size=SIZE)
             blocks = EngineBlocks(SIZE)
             async with running(agent):
                 for event in events:

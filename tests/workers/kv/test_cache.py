@@ -18,13 +18,12 @@ from redis.asyncio import Redis
 
 from app.core.errors import NotEnoughBlocks
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, Tier, TierOverlap, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.core.types import SequenceHash, Tier, TierOverlap
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import fake_agent
 from tests.workers.kv.cache_model import FakePublisher
-from workers.agent.agent import Agent, AgentSettings
 from workers.kv.cache import LOAD_THREADS, BlockCache, Publisher
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
@@ -546,9 +545,7 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
     stem = chain_of(0, 4)
     chains = [chain_of(n, 4 + n, stem if n % 2 else ()) for n in range(1, 10)]
     scripts = ScriptRunner(redis, timeout_s=5.0)
-    info = WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", SHAPE.block_size, 24, 8)
-    settings = AgentSettings(lease_ttl_s=20.0, index_blocks=512)
-    agent = Agent(scripts, KEYS, info, settings, lambda: (ForwardPassMetrics(), DEFAULT_SPEED))
+    agent = fake_agent(scripts, KEYS, "w0", block_size=SHAPE.block_size)
     manager = WatchedManager(NUM_SLOTS, now=lambda: 0.0)
     windows: dict[int, list[int]] = {}
 

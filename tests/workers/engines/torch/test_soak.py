@@ -22,10 +22,10 @@ from torch import Tensor
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.keys import Keyspace
-from app.core.types import TierOverlap, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.core.types import TierOverlap
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
+from tests.fake_worker import fake_agent
 from tests.workers.engines.torch.test_engine import (
     BLOCK_SIZE,
     CHUNK,
@@ -41,7 +41,7 @@ from tests.workers.engines.torch.test_engine import (
     running,
 )
 from tests.workers.kv.cache_model import CacheModel
-from workers.agent.agent import Agent, AgentSettings
+from workers.agent.agent import Agent
 from workers.kv.memory import MemoryPool
 from workers.kv.policies import WritePolicy
 
@@ -115,9 +115,7 @@ async def soak(folder: Path, redis: Redis, seed: int) -> int:
     prompts = prompts_of(rng)
     spy = CheckedSpy(prompts)
     scripts = ScriptRunner(redis, timeout_s=5.0)
-    info = WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", BLOCK_SIZE, num_slots[DEVICE], 8)
-    settings = AgentSettings(lease_ttl_s=20.0, index_blocks=512)
-    agent = Agent(scripts, KEYS, info, settings, lambda: (ForwardPassMetrics(), DEFAULT_SPEED))
+    agent = fake_agent(scripts, KEYS, "w0", block_size=BLOCK_SIZE)
     await agent.start()
     async with asyncio.TaskGroup() as tasks:
         running_agent = tasks.create_task(agent.run())
@@ -157,6 +155,7 @@ async def check_idle(
     assert served.engine.metrics().kv_active_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 async def test_logits_stay_exact_and_no_slot_leaks(tmp_path: Path, redis: Redis, seed: int) -> None:
     assert await soak(tmp_path, redis, seed) > 50

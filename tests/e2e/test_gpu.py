@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.core.worker_report import GPU
 from app.local.redis_server import EmbeddedRedis
+from tests.api.conftest import started_replica
 from tests.eventually import eventually
-from tests.fake_workers import NAMESPACE
+from tests.fake_worker import NAMESPACE
 
 pytest.importorskip("pynvml")
 
@@ -60,6 +61,13 @@ def worker_whose_driver(behaviour: str, redis_url: str) -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+async def client(one_redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of one replica."""
+    async with started_replica(one_redis_server.url) as client:
+        yield client
 
 
 async def reporting_worker(client: httpx.AsyncClient) -> dict[str, Any]:

@@ -1,0 +1,243 @@
+"""A worker without an engine: it registers, publishes and reports metrics, but answers nothing.
+
+`FakeWorker` takes one step at a time, each a script, as a test tells it; `FakeWorkers` is a fleet
+of them by name. `fake_agent` is the real agent of such a worker, which does all that by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from app.core import worker_report
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
+from app.core.keys import Keyspace
+from app.core.loads import Load, Reservation, Wish
+from app.core.types import Incarnation, Tier, WorkerKey
+from app.core.worker_report import (
+    DEFAULT_SPEED,
+    NO_READINGS,
+    ForwardPassMetrics,
+    GpuReadings,
+    Speed,
+    WorkerInfo,
+)
+from app.state import index, leases, reservations
+from app.state.index import Change
+from app.state.leases import Registration
+from app.state.scripts import Call, ScriptRunner
+from workers.agent.agent import Agent, AgentSettings
+
+NAMESPACE = "test"
+KEYS = Keyspace(NAMESPACE)
+SHARD = KEYS.of_shard(0)
+BLOCK_SIZE = 4
+TTL_MS = 60_000
+
+
+def worker_info(
+    name: str,
+    *,
+    block_size: int = BLOCK_SIZE,
+    kv_total_blocks: int = 1000,
+    max_requests: int = 256,
+) -> WorkerInfo:
+    """A worker at http://<worker_id>-<dp_rank>:80, named by its key; `w1` means `w1:0`."""
+    key = _key(name)
+    address = f"http://{key.worker_id}-{key.dp_rank}:80"
+    return WorkerInfo(key, address, block_size, kv_total_blocks, max_requests)
+
+
+def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
+    """The call that registers a worker, for tests of the calls themselves."""
+    return leases.register(keyspace, worker_info(worker), "nonce", ttl_ms=TTL_MS)
+
+
+def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
+    """The call that finds out which of the incarnations 1 to 9 are registered."""
+    asked = [Incarnation(number) for number in range(1, 10)]
+    absent = leases.absent(keyspace, asked)
+    return replace(absent, parse=lambda reply: set(asked) - set(absent.parse(reply)))
+
+
+class FakeWorker:
+    """One process of a worker, leased for a minute, whose index has one shard.
+
+    incarnation: the latest that it registered, active or not.
+    num_batches: how many batches this incarnation has published.
+    """
+
+    def __init__(
+        self, runner: ScriptRunner, keyspace: Keyspace, info: WorkerInfo, *, bucket_bits: int = 4
+    ) -> None:
+        self.info = info
+        self.nonce = f"nonce-{info.key}"
+        self.num_batches = 0
+        self._runner = runner
+        self._keys = keyspace
+        self._shard = keyspace.of_shard(0)
+        self._bucket_bits = bucket_bits
+        self._incarnation: Incarnation | None = None
+        self._previous: Incarnation | None = None
+
+    @property
+    def incarnation(self) -> Incarnation:
+        assert self._incarnation is not None, f"{self.info.key} was never registered"
+        return self._incarnation
+
+    async def register(self, *, resync: bool = False) -> Registration:
+        """Register a new incarnation, which has to be activated.
+
+        resync: the process that had the last one registers again. Else it is a new process.
+        """
+        self._previous = self.incarnation if resync else None
+        registration = await self._runner.one(
+            leases.register(
+                self._keys, self.info, self.nonce, ttl_ms=TTL_MS, previous=self._previous
+            )
+        )
+        self._incarnation, self.num_batches = registration.incarnation, 0
+        opened = index.open_shard(self._shard, self.incarnation, self.nonce, self._bucket_bits)
+        assert await self._runner.one(opened)
+        return registration
+
+    async def activate(self) -> None:
+        call = leases.activate(
+            self._keys, self.info.key, self.incarnation, self.nonce, previous=self._previous
+        )
+        assert await self._runner.one(call)
+
+    async def publish(self, changes: Iterable[Change]) -> None:
+        """Publish the next batch."""
+        self.num_batches += 1
+        assert await self.apply(self.num_batches, changes)
+
+    async def apply(self, seq: int, changes: Iterable[Change]) -> bool:
+        """Send a batch of any number. Returns whether this incarnation may publish."""
+        call = index.apply(self._shard, self.incarnation, self.nonce, seq, list(changes))
+        return await self._runner.one(call)
+
+    async def retire(self) -> None:
+        call = leases.retire(self._keys, self.info.key, self.incarnation, self.nonce)
+        assert await self._runner.one(call)
+
+
+class FakeWorkers:
+    """A fleet in namespace `test` of one Redis."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self._runner = ScriptRunner(redis, timeout_s=5.0)
+        self._workers: dict[WorkerKey, FakeWorker] = {}
+
+    async def register(
+        self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100_000
+    ) -> Incarnation:
+        """A new process of `name`, whose incarnation is routed to."""
+        info = worker_info(name, kv_total_blocks=kv_total_blocks, max_requests=max_requests)
+        worker = FakeWorker(self._runner, KEYS, info)
+        await worker.register()
+        await worker.activate()
+        self._workers[info.key] = worker
+        return worker.incarnation
+
+    async def publish(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        tier: Tier = Tier.DEVICE,
+        *,
+        lora_name: str | None = None,
+        mm_hashes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Have `name` hold the full blocks of `tokens` in `tier`."""
+        local = compute_local_hashes(
+            tokens, BLOCK_SIZE, seed=seed_for(lora_name), mm_hashes=mm_hashes
+        )
+        chain = compute_sequence_hashes(local)
+        await self._workers[_key(name)].publish(index.chain_changes(chain, tier))
+
+    async def report(
+        self,
+        name: str,
+        measured: ForwardPassMetrics,
+        speed: Speed = DEFAULT_SPEED,
+        gpu: GpuReadings = NO_READINGS,
+    ) -> None:
+        """Have `name` write one entry to the metrics stream."""
+        incarnation = self._workers[_key(name)].incarnation
+        entry: dict[Any, Any] = {
+            "worker": str(_key(name)),
+            "incarnation": str(incarnation),
+            **worker_report.encode(measured, speed, gpu),
+        }
+        await self.redis.xadd(KEYS["metrics"], entry)
+
+    async def occupy(
+        self, name: str, *request_ids: str, blocks: int = 3, prefill_s: float = 0.001
+    ) -> None:
+        """Reserve other callers' requests on `name`, each with 4 tokens to prefill."""
+        worker = self._workers[_key(name)]
+        for request_id in request_ids:
+            reservation = Reservation(request_id, 4, round(1e6 * prefill_s), blocks)
+            wish = Wish(worker.incarnation, reservation, worker.info.max_requests, seen_total=None)
+            reserve = reservations.reserve(KEYS, [wish], ttl_ms=TTL_MS)
+            assert await self._runner.one(reserve) == [None]
+
+    async def retire(self, name: str) -> None:
+        await self._workers.pop(_key(name)).retire()
+
+    async def load(self, name: str) -> Load:
+        """The load reserved on `name`, as Redis has it."""
+        snapshot = await self._runner.one(reservations.loads(KEYS))
+        return snapshot.loads[self._workers[_key(name)].incarnation]
+
+    async def reserved(self) -> dict[str, str]:
+        """request_id -> worker key, for every reservation in Redis."""
+        names = {str(w.incarnation): str(key) for key, w in self._workers.items()}
+        found: dict[Any, Any] = await self.redis.hgetall(KEYS["reservations"])
+        return {request.decode(): names[inc.decode()] for request, inc in found.items()}
+
+
+def fake_agent(
+    runner: ScriptRunner,
+    keyspace: Keyspace,
+    name: str,
+    *,
+    block_size: int = BLOCK_SIZE,
+    kv_total_blocks: int = 1000,
+    lease_ttl_s: float = 20.0,
+    index_blocks: int = 1024,
+    shards: int = 1,
+) -> Agent:
+    """The agent, not started, of a worker whose engine is idle and does what the test says."""
+    measured = ForwardPassMetrics(kv_total_blocks=kv_total_blocks)
+    return Agent(
+        runner,
+        keyspace,
+        worker_info(name, block_size=block_size, kv_total_blocks=kv_total_blocks),
+        AgentSettings(lease_ttl_s, index_blocks, shards),
+        lambda: (measured, DEFAULT_SPEED),
+    )
+
+
+@asynccontextmanager
+async def running(agent: Agent) -> AsyncIterator[Agent]:
+    """Start the agent and run it. At the end it dies, as if killed: nothing is retired."""
+    await agent.start()
+    task = asyncio.ensure_future(agent.run())
+    try:
+        yield agent
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _key(name: str) -> WorkerKey:
+    return WorkerKey.parse(name if ":" in name else f"{name}:0")
