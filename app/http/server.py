@@ -10,14 +10,12 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import orjson
 import uvicorn
 import uvloop
 from uvicorn.lifespan.on import LifespanOn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.core.errors import ConfigError, KvrouteError
-from app.http.body import error_body
+from app.http.protocol import Connections, Protocol
 
 T = TypeVar("T")
 
@@ -61,18 +59,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
 
 
-class _Protocol(HttpToolsProtocol):
-    """Answers what is not HTTP in the shape of all other errors."""
-
-    def send_400_response(self, msg: str) -> None:
-        body = orjson.dumps(error_body("bad_request", msg))
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
-        )
-        self.transport.close()
-
-
 class _Server(uvicorn.Server):
     """Stops when the application's lifespan fails; uvicorn alone would serve on without it.
 
@@ -88,6 +74,7 @@ class _Server(uvicorn.Server):
         drain_s: float,
     ) -> None:
         super().__init__(config)
+        self.server_state = Connections()
         self._drain_s = drain_s
         self._on_stop = on_stop
         self._on_late = on_late
@@ -139,7 +126,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http=_Protocol,
+            http=Protocol,
             log_config=None,
             access_log=False,
             # Nothing here asks who the client is.

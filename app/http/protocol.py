@@ -1,0 +1,212 @@
+"""What one connection may cost the server: bytes of headers, time for them, and its place.
+
+uvicorn bounds neither. Every part below is tested from raw sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from app.core.rate_limit import RateLimit
+from app.http.body import error_body
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers together; also of what frames its body: trailers, and extensions
+of chunks."""
+FRAMING_PER_BODY_BYTE = 8
+"""Bytes that may frame one of a body: chunks of a single byte take five."""
+MAX_URL_BYTES = 32 * 1024
+HEAD_TIMEOUT_S = 10.0
+"""How long a connection may take for its first headers, and for all of them once they begin."""
+LINGER_S = 2.0
+"""How long the rest of a refused body is read and dropped. Closing at once would reset the
+connection, and the client would lose the answer."""
+MAX_CONNECTIONS = 16_384
+SPARE_DESCRIPTORS = 128
+"""Left for Redis, files and listening sockets."""
+COMPLAINTS_PER_S = 1
+
+_STATUS = {400: b"Bad Request", 414: b"URI Too Long", 431: b"Request Header Fields Too Large"}
+
+
+def max_connections() -> int:
+    """How many connections fit into what the process may open, MAX_CONNECTIONS at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft - SPARE_DESCRIPTORS))
+
+
+class Connections(ServerState):
+    """All connections of one server, and those without a request, the longest idle first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle: dict[Protocol, None] = {}
+        self.limit = max_connections()
+        self._complaints = RateLimit(COMPLAINTS_PER_S)
+
+    def make_room(self, newest: Protocol) -> None:
+        """If there are too many, close the one that has been idle for longest: the newest one only
+        if all others are at work."""
+        if len(self.connections) <= self.limit:
+            return
+        gone = next(iter(self.idle), newest)
+        if self._complaints.allows(time.monotonic()):
+            log.warning("over %d connections: closing the one idle for longest", self.limit)
+        self.idle.pop(gone, None)
+        gone.transport.abort()
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. Refuses what is too large or too slow, in the shape of all other errors."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._state: Any = self.server_state
+        self._refusal = (400, "bad_request", "Invalid HTTP request received.")
+        self._in_head = True
+        self._framing = 0
+        """Bytes of the message that have come and are not of its body."""
+        self._body = 0
+        self._late: asyncio.TimerHandle | None = None
+        self._drops = False
+        """Whether what still comes is dropped."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        lingering: Any = _Lingering(transport, self)
+        super().connection_made(lingering)
+        self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
+        self._state.idle[self] = None
+        self._state.make_room(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state.idle.pop(self, None)
+        self._in_time()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._drops:
+            return
+        self._framing += len(data)
+        super().data_received(data)
+        if self._drops or self.transport.is_closing():
+            return
+        if self._framing > MAX_HEAD_BYTES + FRAMING_PER_BODY_BYTE * self._body:
+            if self._in_head and len(self.url) > MAX_URL_BYTES:
+                self._refuse(414, "url_too_long", f"url: over {MAX_URL_BYTES} bytes")
+            else:
+                self._refuse(431, "headers_too_large", f"headers: over {MAX_HEAD_BYTES} bytes")
+        elif self._in_head and self._framing and self._late is None:
+            self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) > MAX_URL_BYTES:
+            self._refusal = (414, "url_too_long", f"url: over {MAX_URL_BYTES} bytes")
+            raise ValueError(self._refusal)
+        # Only headers that came with more than they may be are worth counting.
+        if self._framing > MAX_HEAD_BYTES:
+            size = sum(len(name) + len(value) for name, value in self.headers)
+            if size > MAX_HEAD_BYTES:
+                self._refusal = (431, "headers_too_large", f"headers: over {MAX_HEAD_BYTES} bytes")
+                raise ValueError(self._refusal)
+        self._in_head = False
+        self._in_time()
+        self._state.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing -= len(body)
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._framing = self._body = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self._state.idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for what its parser, or a callback above, refuses."""
+        self._refuse(*self._refusal)
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            body = orjson.dumps(error_body(code, message))
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b"
+                % (status, _STATUS[status], len(body), body)
+            )
+        self.linger()
+
+    def linger(self) -> None:
+        """Close once the client has, or after LINGER_S; what it sends until then is dropped."""
+        if self._drops:
+            return
+        self._drops = True
+        self._in_time()
+        self._state.idle.pop(self, None)
+        transport: Any = self.transport
+        transport.end()
+        self._late = self.loop.call_later(LINGER_S, transport.abort)
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a request has begun and has not come in whole."""
+        return not self._in_head or self._framing > 0
+
+    def _end_late(self) -> None:
+        self._late = None
+        self.transport.abort()
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class _Lingering:
+    """A transport whose `close` lets the client read the answer first, though it still sends."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._ended = False
+        self.write = transport.write
+        self.abort = transport.abort
+
+    def close(self) -> None:
+        if self._protocol.is_receiving and not self._ended:
+            self._protocol.linger()
+        elif not self._ended:
+            self._transport.close()
+
+    def end(self) -> None:
+        """Send what is written and no more, and go on reading."""
+        self._ended = True
+        if self._transport.is_closing():
+            return
+        self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._ended or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

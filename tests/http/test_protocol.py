@@ -1,0 +1,201 @@
+"""What a connection may cost, from raw sockets against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+
+from app.http import protocol
+from app.http.body import CLOSE, json_response
+from app.http.protocol import MAX_HEAD_BYTES, Connections
+from app.http.server import listen, serve
+
+Answer = tuple[int, Any]
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[str, int]]:
+    """Address of a server that answers with the size of a body, or refuses it unread."""
+    app = FastAPI()
+
+    @app.get("/health")
+    async def health() -> str:
+        return "ok"
+
+    @app.post("/size")
+    async def size(request: Request) -> int:
+        return len(await request.body())
+
+    @app.post("/refused")
+    async def refused() -> Any:
+        return json_response("refused", 413, CLOSE)
+
+    with listen("127.0.0.1", 0) as socket:
+        task = asyncio.create_task(serve(app, socket))
+        try:
+            async with asyncio.timeout(30.0):
+                yield socket.getsockname()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def ask(address: tuple[str, int], parts: Iterable[bytes]) -> Answer:
+    """What a connection is answered that sends these parts, and then reads to the end."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return int(head.split()[1]), json.loads(body)
+    finally:
+        writer.close()
+
+
+def lines(count: int, size: int) -> bytes:
+    """That many headers or trailers, of that many bytes each."""
+    return b"".join([b"x-%05d: %s\r\n" % (n, b"v" * (size - 11)) for n in range(count)])
+
+
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = (
+    b"POST /size HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        lines(1000, 100),
+        lines(100_000, 12),
+        b"x: " + b"v" * 10_000_000,
+        b"x" * 10_000_000,
+    ],
+    ids=["many", "small", "one large value", "one large name"],
+)
+async def test_headers_over_64_kib_are_refused(headers: bytes) -> None:
+    async with serving() as address:
+        status, answer = await ask(address, [GET + headers + b"\r\n\r\n"])
+        assert (status, answer["error"]["code"]) == (431, "headers_too_large")
+        status, _ = await ask(address, [GET + lines(600, 100), b"connection: close\r\n\r\n"])
+        assert status == 200
+
+
+async def test_headers_that_trickle_in_are_counted_together() -> None:
+    async with serving() as address:
+        status, _ = await ask(address, [GET, *[lines(10, 100)] * 100, b"\r\n"])
+    assert status == 431
+
+
+async def test_a_long_url_is_refused() -> None:
+    async with serving() as address:
+        for size in (protocol.MAX_URL_BYTES + 1, 1_000_000):
+            request = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * size)
+            status, answer = await ask(address, [request])
+            assert (status, answer["error"]["code"]) == (414, "url_too_long")
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"5\r\nhello\r\n0\r\n" + lines(20_000, 100) + b"\r\n",
+        b"5;" + b"e" * 2_000_000 + b"\r\nhello\r\n0\r\n\r\n",
+        b"".join([b"1;%b\r\nx\r\n" % (b"e" * 1000)] * 1000) + b"0\r\n\r\n",
+    ],
+    ids=["trailers", "one large extension", "many extensions"],
+)
+async def test_what_frames_a_body_counts_as_headers_do(framing: bytes) -> None:
+    async with serving() as address:
+        assert (await ask(address, [CHUNKED, framing]))[0] == 431
+
+
+async def test_a_body_in_chunks_of_one_byte_is_read() -> None:
+    size = 3 * MAX_HEAD_BYTES
+    async with serving() as address:
+        assert await ask(address, [CHUNKED, b"1\r\nx\r\n" * size, b"0\r\n\r\n"]) == (200, size)
+
+
+async def test_a_refusal_reaches_a_client_that_is_still_sending_its_body() -> None:
+    size = 20_000_000
+    head = b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+    async with serving() as address:
+        for _ in range(5):
+            assert await ask(address, [head, *[b"x" * 100_000] * (size // 100_000)]) == (
+                413,
+                "refused",
+            )
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", GET, b"POST /size HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_connection_without_complete_headers_is_closed_in_time(
+    begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(begun)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+
+
+async def test_a_later_request_on_a_connection_has_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for pause_s in (0.0, 0.4):
+            await asyncio.sleep(pause_s)  # idle between requests, as keep-alive allows
+            writer.write(GET + b"\r\n")
+            assert (await reader.readuntil(b'"ok"')).startswith(b"HTTP/1.1 200")
+        writer.write(GET)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+
+
+async def test_past_the_limit_the_connection_that_is_idle_for_longest_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "max_connections", lambda: 4)
+    async with serving() as address:
+        at_work = await asyncio.open_connection(*address)
+        at_work[1].write(CHUNKED.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
+        assert (await at_work[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        idle = [await asyncio.open_connection(*address) for _ in range(3)]
+        assert (await ask(address, [GET + b"connection: close\r\n\r\n"]))[0] == 200
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await idle[0][0].readexactly(1)
+        idle[1][1].write(GET + b"connection: close\r\n\r\n")
+        assert (await idle[1][0].read()).startswith(b"HTTP/1.1 200")
+        at_work[1].write(b"1\r\nx\r\n0\r\n\r\n")
+        assert (await at_work[0].read()).endswith(b"\r\n\r\n1")
+        for _, writer in (at_work, *idle):
+            writer.close()
+
+
+async def test_a_thousand_idle_connections_do_not_keep_health_from_answering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "max_connections", lambda: 100)
+    async with serving() as address:
+        crowd = [await asyncio.open_connection(*address) for _ in range(1000)]
+        assert await ask(address, [GET + b"connection: close\r\n\r\n"]) == (200, "ok")
+        for _, writer in crowd:
+            writer.close()
+
+
+def test_connections_leave_descriptors_for_the_rest_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for soft, expected in ((1024, 896), (64, 8), (1_000_000, 16_384), (-1, 16_384)):
+        monkeypatch.setattr(protocol.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert Connections().limit == expected
