@@ -43,11 +43,11 @@ class _LazyGroup(click.Group):
         "replay": "loadtest.replay",
         "demo": "loadtest.demo",
         "inspect": "app.ops.inspect",
-        "dump": "app.ops.inspect",
+        "dump": "app.ops.dump",
         "explain": "app.ops.explain",
         "whatif": "app.ops.explain",
-        "restore": "app.ops.inspect",
-        "reset": "app.ops.inspect",
+        "restore": "app.ops.restore",
+        "reset": "app.ops.reset",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -163,7 +163,7 @@ def worker(**values: Any) -> None:
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""
     from app.local.cluster import Cluster
-    from app.local.redis_server import INTERRUPTS, heed_interrupts
+    from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _log_at(values["log_level"])
     if values["redis_url"]:

@@ -27,10 +27,10 @@ from rich.console import Console
 from app.core.chains import GROUP_BLOCKS, bucket_name
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.http.server import collect_seldom, run
-from app.ops.dump import reset
+from app.ops.reset import delete_namespace
 from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
@@ -97,7 +97,7 @@ async def running_agent(url: str, blocks: int) -> AsyncIterator[Agent]:
     finally:
         running.cancel()
         await asyncio.wait([running])
-        await reset(redis, KEYS)
+        await delete_namespace(redis, KEYS)
         await redis.aclose()
 
 

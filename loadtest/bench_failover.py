@@ -28,8 +28,8 @@ import numpy as np
 from app.core.config import RouterSettings
 from app.core.events import Stored
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.core.types import SequenceHash, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis, redis_binary
 from app.options import POSITIVE
 from app.policy.decision import RouteRequest

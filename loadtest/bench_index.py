@@ -33,7 +33,7 @@ from app.core.config import MOST
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom, run
-from app.ops.dump import reset
+from app.ops.reset import delete_namespace
 from app.options import POSITIVE
 from app.state.client import Client
 from app.state.connect import connect
@@ -322,7 +322,7 @@ async def measure(
 
 
 async def _delete(redis: Client) -> None:
-    await reset(redis, KEYS)
+    await delete_namespace(redis, KEYS)
     async for key in redis.scan_iter(match=f"{PEER_PREFIX}*", count=1000):
         await redis.unlink(key)
 

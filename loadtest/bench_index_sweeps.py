@@ -27,7 +27,7 @@ from rich.table import Table
 
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
-from app.ops.dump import reset
+from app.ops.reset import delete_namespace
 from app.state.client import Client
 from app.state.connect import connect
 from app.state.overlap import match
@@ -213,7 +213,7 @@ async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float
     """Redis's time, µs, per block stored, per block removed and per query; this process's CPU time
     per query, without hashing; and bytes per unique block."""
     runner = ScriptRunner(redis, timeout_s=60)
-    await reset(redis, KEYS)
+    await delete_namespace(redis, KEYS)
     before = await used_memory(redis)
     holders = Holders(runner, KEYS, index_blocks=load.unique_blocks)
     await holders.register(width)
@@ -263,7 +263,7 @@ async def measure(url: str, sweeps: dict[str, Sequence[float]]) -> list[dict[str
                         }
                     )
         finally:
-            await reset(redis, KEYS)
+            await delete_namespace(redis, KEYS)
     return rows
 
 

@@ -54,7 +54,7 @@ PARTS = {
     "reservation: command and reply": ("app.router.decider:Decider._reserve",),
     "stream of decisions": ("app.router.history:History._record_forever",),
     "endpoint: request, answer, queue, counters": (
-        *("app.api.routes:Application.__call__", "app.router.router:Router.route"),
+        *("app.api.main:Application.__call__", "app.router.router:Router.route"),
         *(
             "app.router.decider:Decider._answer_reserved",
             "app.router.decider:Decider._decide_forever",

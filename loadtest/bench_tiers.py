@@ -36,14 +36,15 @@ from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
 from app.options import POSITIVE
 from loadtest.command import Command, distinct, json_option, save
-from workers.kv.disk import PART_BYTES, DiskBlock, SlotFile
+from workers.kv.disk import PART_BYTES, SlotFile
+from workers.kv.disk_records import DiskBlock
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 from workers.kv.transfers import Transfers
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = tuple(permutations(Tier, 2))
 RUN = 8
-"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.slots.FreeRuns."""
+"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.free_runs."""
 
 
 def shape_of(block_bytes: int) -> KVShape:

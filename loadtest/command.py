@@ -10,7 +10,7 @@ import click
 import orjson
 
 from app import options
-from app.local.redis_server import heed_interrupts
+from app.local.interrupts import heed_interrupts
 
 
 class Command(options.Command):

@@ -10,7 +10,8 @@ import numpy as np
 
 from app.core.chains import Overlaps, bucket_bits_for, shard_of
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.worker_report import WorkerInfo
 from app.state import index, leases
 from app.state.scripts import Call, ScriptRunner
 

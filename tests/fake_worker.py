@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from app.core import worker_report
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.loads import Load, Reservation, Wish
-from app.core.types import Incarnation, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, Tier, WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
     ForwardPassMetrics,
     GpuReadings,
     Speed,
+    WorkerInfo,
 )
 from app.state import index, leases, reservations
 from app.state.index import Change
@@ -232,7 +234,7 @@ async def running(agent: Agent) -> AsyncIterator[Agent]:
         yield agent
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError):
             await task
 
 

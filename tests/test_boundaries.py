@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,12 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.llama",
         "workers.engines.torch.loading",
         "workers.engines.torch.sampling",
+        "workers.engines.torch.sequence",
+        "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.kv.copiers",
+        "workers.kv.copy_stream",
+        "workers.kv.layouts",
         "workers.kv.memory",
         "workers.kv.transfers",
     }
@@ -51,22 +56,52 @@ class Boundary:
 
 
 TESTS = frozenset({"tests", "loadtest"})
+WEB = frozenset({"fastapi", "starlette", "uvicorn"})
+ROOMS = frozenset(
+    f"app.{name}"
+    for name in ("core", "policy", "state", "router", "http", "api", "ops", "local", "options")
+)
+"""All of app but `app.cli`, which imports them when a subcommand is called."""
+
+
+def beyond(*rooms: str) -> frozenset[str]:
+    """All that is ours, but for these parts of `app`."""
+    return TESTS | {"workers"} | (ROOMS - {f"app.{room}" for room in rooms})
+
 
 BOUNDARIES = [
     Boundary("app", TESTS | {"torch", "workers"}),
-    Boundary("app.core", TESTS | {"fastapi", "torch", "workers", "app.policy", "app.router"}),
-    Boundary("app.policy", TESTS | {"redis", "fastapi", "torch", "workers"}),
-    Boundary("app.router", TESTS | {"fastapi", "torch", "workers", "app.api"}),
-    Boundary("app.api", TESTS | {"torch", "workers"}),
-    Boundary("app.cli", TESTS | {"fastapi", "torch", "workers"}),
-    Boundary("workers", TESTS | {"app.policy", "app.router", "app.api"}),
-    Boundary("workers", TESTS | {"fastapi"}, without=frozenset({"workers.http"})),
-    Boundary("workers", TESTS | {"torch"}, without=NEEDS_TORCH),
+    Boundary("app.core", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core")),
+    Boundary("app.policy", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy")),
+    # Of app.policy it knows the record of a decision, and what that is made of.
+    Boundary(
+        "app.state", WEB | {"click", "torch", "app.policy.plan"} | beyond("core", "policy", "state")
+    ),
+    Boundary("app.router", WEB | {"click", "torch"} | beyond("core", "policy", "state", "router")),
+    Boundary("app.http", frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http")),
+    Boundary(
+        "app.api", frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "api")
+    ),
+    Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
+    Boundary("app.ops", WEB | {"torch"} | beyond("core", "policy", "state", "options", "ops")),
+    Boundary(
+        "app.local",
+        frozenset({"fastapi", "redis", "torch"})
+        | beyond("core", "http", "policy", "options", "local"),
+    ),
+    Boundary("app.cli", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
+    Boundary("workers", beyond("core", "state", "http") - {"workers"}),
+    Boundary("workers", frozenset({"fastapi"}), without=frozenset({"workers.http"})),
+    Boundary("workers", WEB, without=frozenset({"workers.http", "workers.main"})),
+    Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH),
+    Boundary("workers.agent", WEB | {"torch"}),
+    Boundary("workers.bridge", WEB | {"torch"}),
     Boundary("loadtest", frozenset({"tests", "app.api"})),
     Boundary("loadtest", frozenset({"torch"}), without=NEEDS_TORCH),
 ]
 
 
+@cache
 def loaded(package: str, without: frozenset[str], root: Path = ROOT) -> set[str]:
     """Names of all modules in a fresh process that imported `package` and all below it."""
     if importlib.util.find_spec("torch") is None:
@@ -85,6 +120,24 @@ def loaded(package: str, without: frozenset[str], root: Path = ROOT) -> set[str]
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
 def test_a_package_never_loads_what_lies_beyond_its_boundary(boundary: Boundary) -> None:
     assert loaded(boundary.package, boundary.without) & boundary.never == set()
+
+
+def test_every_package_of_app_has_a_boundary() -> None:
+    packages = {f"app.{path.parent.name}" for path in (ROOT / "app").glob("*/__init__.py")}
+    assert packages - {boundary.package for boundary in BOUNDARIES} == set()
+
+
+def test_app_core_loads_three_libraries_and_nothing_else() -> None:
+    found = {name.partition(".")[0] for name in loaded("app.core", frozenset())}
+    anyway = {name.partition(".")[0] for name in loaded("json", frozenset())}
+    assert found - anyway - sys.stdlib_module_names <= {"app", "numpy", "orjson", "xxhash"}
+
+
+def test_a_decision_is_given_the_time_and_does_not_read_it() -> None:
+    """numpy loads `time`, so that loaded modules say nothing of it."""
+    imports = re.compile(r"^\s*(import|from) (time|datetime|asyncio)\b", re.MULTILINE)
+    files = (ROOT / "app/policy").glob("*.py")
+    assert [path.name for path in files if imports.search(path.read_text())] == []
 
 
 def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path: Path) -> None:

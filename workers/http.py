@@ -29,10 +29,10 @@ from workers.engines.base import (
     EngineStoppedError,
     PromptTooLargeError,
     QueueFullError,
-    Sampling,
     TextStream,
     Tokenizer,
 )
+from workers.engines.sampling_options import Sampling
 from workers.engines.steps import Finished
 from workers.metrics import registry_of
 

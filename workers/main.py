@@ -12,15 +12,16 @@ from dataclasses import replace
 from app.core.config import WorkerSettings, base_url
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.types import WORKER_ID, Tier, WorkerInfo, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Speed
+from app.core.types import WORKER_ID, Tier, WorkerKey
+from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.state.connect import check_server, connect, shown_url
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
-from workers.agent.gpu import GpuProbe
-from workers.engines.hosting import Hosted, host
+from workers.agent.gpu import GpuMonitor
+from workers.engines.base import Hosted
+from workers.engines.hosting import host
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,15 @@ async def serve(settings: WorkerSettings) -> None:
             connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         )
         log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
-        probe = GpuProbe(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
-        opened.push_async_callback(asyncio.to_thread, probe.stop)
+        gpu = GpuMonitor(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
+        opened.push_async_callback(asyncio.to_thread, gpu.stop)
 
         def measure() -> tuple[ForwardPassMetrics, Speed]:
             return engine.metrics(), engine.speed()
 
-        agent = await _agent(settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, probe)
+        agent = await _new_agent(
+            settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, gpu
+        )
         engine = hosted.start(agent)
         try:
             await check_server(redis, REDIS_TIMEOUT_S)
@@ -67,36 +70,36 @@ async def serve(settings: WorkerSettings) -> None:
             log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
         app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(engine.run())
-            announcing = tasks.create_task(_announce(agent))
+            running_engine = tasks.create_task(engine.run())
+            running_agent = tasks.create_task(_run(agent))
 
             async def leave() -> None:
                 # In this order: a running agent would take its retirement for a loss, and resync.
-                announcing.cancel()
-                await asyncio.wait([announcing])
+                running_agent.cancel()
+                await asyncio.wait([running_agent])
                 await agent.stop()
 
             def end() -> None:
                 # Cancelled a second time, the engine would not wait for the step it is in.
-                if not running.cancelling():
-                    running.cancel()
+                if not running_engine.cancelling():
+                    running_engine.cancel()
 
             await serve_http(app, listening, on_stop=leave, on_late=end, drain_s=settings.drain_s)
             end()
 
 
-async def _announce(agent: Agent) -> None:
+async def _run(agent: Agent) -> None:
     """Run the agent; the worker is routed to once it is registered."""
     await agent.start()
     await agent.run()
 
 
-async def _agent(
+async def _new_agent(
     settings: WorkerSettings,
     hosted: Hosted,
     scripts: ScriptRunner,
     measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
-    probe: GpuProbe,
+    gpu: GpuMonitor,
 ) -> Agent:
     info = WorkerInfo(
         key=WorkerKey(settings.resolved_id(), settings.dp_rank),
@@ -104,8 +107,8 @@ async def _agent(
         block_size=settings.block_size,
         kv_total_blocks=hosted.num_blocks[Tier.DEVICE],
         max_requests=settings.max_requests,
-        accelerator=await asyncio.to_thread(probe.start),
+        accelerator=await asyncio.to_thread(gpu.start),
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)
-    return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure, probe.latest)
+    return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure, gpu.latest)

@@ -1,16 +1,16 @@
-"""Turns the bodies that clients send into chains of blocks."""
+"""Turns the bodies that clients send into prompts, and prompts into chains of blocks. No I/O."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from fastapi import Request
 from numpy.typing import NDArray
+from starlette.datastructures import QueryParams
 
 from app.api import schemas
-from app.core.config import RouterSettings
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import (
     Tokens,
@@ -20,7 +20,6 @@ from app.core.hashing import (
     token_bytes,
 )
 from app.core.types import LocalHash, SequenceHash
-from app.router.router import Router
 
 try:
     import simdjson
@@ -85,23 +84,53 @@ def _unsigned(numbers: simdjson.Array) -> NDArray[np.uint64]:
     return np.frombuffer(numbers.as_buffer(of_type="u"), np.uint64)
 
 
-def options_in_query(request: Request) -> schemas.RouteOptions:
+def options_in_query(query: QueryParams) -> schemas.RouteOptions:
     """The options that accompany raw tokens. Raises ValidationError."""
-    if not request.scope["query_string"]:
-        return schemas.RouteOptions()
-    fields: dict[str, Any] = dict(request.query_params)
+    fields: dict[str, Any] = dict(query)
     if "exclude" in fields:
-        fields["exclude"] = request.query_params.getlist("exclude")
+        fields["exclude"] = query.getlist("exclude")
     return schemas.RouteOptions.model_validate(fields, strict=False)
 
 
-async def chain_of(
-    router: Router, settings: RouterSettings, body: schemas.RouteBody, tokens: bytes | None
-) -> tuple[list[SequenceHash], int]:
-    """Sequence hashes of the full blocks of a body's prompt, and its length in tokens.
+@dataclass(slots=True)
+class Prompt:
+    """A prompt of a permitted length, by its tokens or by the hashes of its blocks, whichever is
+    not None."""
 
-    tokens: as `parse` gives them. Raises InvalidRequest, and what `Router.block_size` does.
-    """
+    num_tokens: int
+    tokens: Tokens | None = None
+    local_hashes: list[int] | None = None
+    mm_hashes: list[list[int]] | None = None
+    """For each full block, those of images and the like that touch it."""
+    lora_name: str | None = None
+    cache_namespace: str | None = None
+
+    def chain(self, block_size: int) -> list[SequenceHash]:
+        """Sequence hashes of the full blocks. Raises InvalidRequest if the hashes that the client
+        gave do not fit `block_size`."""
+        num_blocks = self.num_tokens // block_size
+        if self.local_hashes is not None:
+            if len(self.local_hashes) > num_blocks:
+                raise InvalidRequest(
+                    "local_hashes",
+                    f"{len(self.local_hashes)} full blocks of {block_size} tokens do not fit "
+                    f"into num_tokens {self.num_tokens}",
+                )
+            return compute_sequence_hashes(cast(list[LocalHash], self.local_hashes))
+        if self.mm_hashes is not None and len(self.mm_hashes) != num_blocks:
+            raise InvalidRequest(
+                "mm_hashes",
+                f"got {len(self.mm_hashes)} lists, but {self.num_tokens} tokens are {num_blocks} "
+                f"full blocks of {block_size}",
+            )
+        assert self.tokens is not None
+        seed = seed_for(self.lora_name, self.cache_namespace)
+        local = compute_local_hashes(self.tokens, block_size, seed=seed, mm_hashes=self.mm_hashes)
+        return compute_sequence_hashes(local)
+
+
+def of_body(body: schemas.RouteBody, tokens: bytes | None, max_tokens: int) -> Prompt:
+    """The prompt in a body. tokens: as `parse` gives them. Raises InvalidRequest."""
     if (body.token_ids is None) == (body.local_hashes is None):
         raise InvalidRequest("token_ids", "give either token_ids, or local_hashes and num_tokens")
     if body.token_ids is not None:
@@ -110,7 +139,7 @@ async def chain_of(
                 "num_tokens", "is only allowed with local_hashes; token_ids are counted"
             )
         given = body.token_ids if tokens is None else tokens
-        return await chain_of_tokens(router, settings, body, given, body.mm_hashes)
+        return of_tokens(body, given, max_tokens, body.mm_hashes)
     for name in ("mm_hashes", "lora_name", "cache_namespace"):
         if getattr(body, name) not in (None, ""):
             raise InvalidRequest(
@@ -119,54 +148,37 @@ async def chain_of(
     if body.num_tokens is None:
         raise InvalidRequest("num_tokens", "is required with local_hashes")
     assert body.local_hashes is not None
-    chain = await chain_of_hashes(router, settings, body.local_hashes, body.num_tokens, body.policy)
-    return chain, body.num_tokens
+    return of_hashes(body.local_hashes, body.num_tokens, max_tokens)
 
 
-async def chain_of_tokens(
-    router: Router,
-    settings: RouterSettings,
+def of_tokens(
     options: schemas.RouteOptions,
     tokens: Tokens,
+    max_tokens: int,
     mm_hashes: list[list[int]] | None = None,
-) -> tuple[list[SequenceHash], int]:
-    """As `chain_of`. mm_hashes: for each full block, those of images and the like that touch it."""
+) -> Prompt:
+    """The prompt with these tokens. Raises InvalidRequest if it is empty or too long."""
     # Rounded up, as hashing reports bytes that are left over.
     num_tokens = -(-len(tokens) // 4) if isinstance(tokens, bytes) else len(tokens)
-    _check_length("token_ids", num_tokens, settings)
-    block_size = await router.block_size(options.policy or settings.policy)
-    if mm_hashes is not None and len(mm_hashes) != num_tokens // block_size:
+    _check_length("token_ids", num_tokens, max_tokens)
+    return Prompt(
+        num_tokens,
+        tokens=tokens,
+        mm_hashes=mm_hashes,
+        lora_name=options.lora_name,
+        cache_namespace=options.cache_namespace,
+    )
+
+
+def of_hashes(local_hashes: list[int], num_tokens: int, max_tokens: int) -> Prompt:
+    """The prompt with these hashes, which the client computed. Raises InvalidRequest if it is too
+    long."""
+    _check_length("num_tokens", num_tokens, max_tokens)
+    return Prompt(num_tokens, local_hashes=local_hashes)
+
+
+def _check_length(field: str, num_tokens: int, max_tokens: int) -> None:
+    if not 1 <= num_tokens <= max_tokens:
         raise InvalidRequest(
-            "mm_hashes",
-            f"got {len(mm_hashes)} lists, but {num_tokens} tokens are {num_tokens // block_size} "
-            f"full blocks of {block_size}",
-        )
-    seed = seed_for(options.lora_name, options.cache_namespace)
-    local = compute_local_hashes(tokens, block_size, seed=seed, mm_hashes=mm_hashes)
-    return compute_sequence_hashes(local), num_tokens
-
-
-async def chain_of_hashes(
-    router: Router,
-    settings: RouterSettings,
-    local_hashes: list[int],
-    num_tokens: int,
-    policy: str | None = None,
-) -> list[SequenceHash]:
-    """As `chain_of`, from hashes that the client computed."""
-    _check_length("num_tokens", num_tokens, settings)
-    block_size = await router.block_size(policy or settings.policy)
-    if len(local_hashes) * block_size > num_tokens:
-        raise InvalidRequest(
-            "local_hashes",
-            f"{len(local_hashes)} full blocks of {block_size} tokens do not fit "
-            f"into num_tokens {num_tokens}",
-        )
-    return compute_sequence_hashes(cast(list[LocalHash], local_hashes))
-
-
-def _check_length(field: str, num_tokens: int, settings: RouterSettings) -> None:
-    if not 1 <= num_tokens <= settings.max_prompt_tokens:
-        raise InvalidRequest(
-            field, f"got {shown(num_tokens)} tokens; 1 to {settings.max_prompt_tokens} are allowed"
+            field, f"got {shown(num_tokens)} tokens; 1 to {max_tokens} are allowed"
         )

@@ -5,18 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from math import isfinite
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.convertors import PathConvertor, register_url_convertor
-from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
 
-from app.api import errors, prompts, schemas
+from app.api import prompts, schemas, views
 from app.core.config import RouterSettings
 from app.core.errors import (
     InvalidRequest,
@@ -25,9 +22,8 @@ from app.core.errors import (
     shown,
 )
 from app.core.types import checked_request_id
-from app.core.worker_report import NO_READINGS
-from app.http.body import header, hung_up, json_response, read_body
-from app.policy.decision import Candidate, Decision, RouteRequest
+from app.http.body import has_hung_up, header, hung_up, json_response, read_body
+from app.policy.decision import RouteRequest
 from app.policy.view import View, load_statistics
 from app.router.router import Router
 
@@ -80,7 +76,8 @@ async def find_best_worker(request: Request) -> Response:
     router, settings = _parts(request)
     raw = await read_body(request, settings.max_body_bytes)
     body, _ = prompts.parse(schemas.FindBestWorker, raw)
-    chain = await prompts.chain_of_hashes(router, settings, body.local_hashes, body.num_tokens)
+    prompt = prompts.of_hashes(body.local_hashes, body.num_tokens, settings.max_prompt_tokens)
+    chain = prompt.chain(await router.block_size(settings.policy))
     decision = await router.route(
         RouteRequest(
             request_id=_new_id(),
@@ -90,15 +87,7 @@ async def find_best_worker(request: Request) -> Response:
             reserve=False,
         )
     )
-    return json_response(
-        {
-            **_worker(decision),
-            "overlap_blocks": decision.overlap.total,
-            "isl_blocks": decision.isl_blocks,
-            "policy": decision.policy,
-            "degraded": decision.degraded,
-        }
-    )
+    return json_response(views.best_worker(decision))
 
 
 @routes.post(
@@ -113,21 +102,23 @@ async def route(request: Request) -> Response:
     router, settings = _parts(request)
     raw = await read_body(request, settings.max_body_bytes)
     if (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS):
-        options: schemas.RouteOptions = prompts.options_in_query(request)
-        chain, isl_tokens = await prompts.chain_of_tokens(router, settings, options, raw)
+        options = _options_in_query(request)
+        prompt = prompts.of_tokens(options, raw, settings.max_prompt_tokens)
     else:
         body, tokens = prompts.parse(schemas.RouteBody, raw)
         if request.scope["query_string"]:
             query = shown(request.url.query)
             raise InvalidRequest("query", f"with JSON, options belong in the body, got {query}")
         options = body
-        chain, isl_tokens = await prompts.chain_of(router, settings, body, tokens)
+        prompt = prompts.of_body(body, tokens, settings.max_prompt_tokens)
+    policy = options.policy or settings.policy
+    chain = prompt.chain(await router.block_size(policy))
     decision = await router.route(
         RouteRequest(
             request_id=_request_id(request, options),
             chain=chain,
-            isl_tokens=isl_tokens,
-            policy=options.policy or settings.policy,
+            isl_tokens=prompt.num_tokens,
+            policy=policy,
             reserve=options.reserve,
             explain=options.explain,
             exclude=frozenset(options.exclude),
@@ -139,10 +130,10 @@ async def route(request: Request) -> Response:
         ),
         partial(hung_up, request) if settings.wait_queue else None,
     )
-    if decision.reserved and _has_hung_up(request):
+    if decision.reserved and has_hung_up(request):
         # Nobody would ever end what was reserved for a caller that hung up.
         router.abandon(decision)
-    return json_response(_routed(decision))
+    return json_response(views.routed(decision))
 
 
 @routes.post("/v1/requests/{request_id:any_text}/prefill_complete", responses=_errors(422, 503))
@@ -164,16 +155,15 @@ async def release(
     return schemas.RequestState(request_id=request_id, found=found)
 
 
-@routes.get("/v1/workers", responses=_errors(503))
-async def workers(request: Request) -> schemas.Workers:
+@routes.get("/v1/workers", response_model=schemas.Workers, responses=_errors(503))
+async def workers(request: Request) -> Mapping[str, Any]:
     """List the live workers and the load on each."""
     router, _ = _parts(request)
     try:
         view = await router.refresh()
     except NamespaceMissing:
-        return schemas.Workers(workers=[], load_avg=0.0, load_std=0.0)
-    load_avg, load_std = load_statistics(view)
-    return schemas.Workers(workers=_worker_models(view), load_avg=load_avg, load_std=load_std)
+        return views.NO_WORKERS
+    return views.workers(view, *load_statistics(view))
 
 
 @routes.head("/health", include_in_schema=False)
@@ -235,6 +225,13 @@ def _new_id() -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
+def _options_in_query(request: Request) -> schemas.RouteOptions:
+    # Reading the query, even an empty one, takes longer than looking whether there is one.
+    if not request.scope["query_string"]:
+        return schemas.RouteOptions()
+    return prompts.options_in_query(request.query_params)
+
+
 def _request_id(request: Request, options: schemas.RouteOptions) -> str:
     """The caller's id, else the balancer's, which a request keeps when it is resent."""
     if options.request_id is not None:
@@ -253,124 +250,7 @@ def _or_header(request: Request, options: schemas.RouteOptions, field: str) -> s
     return getattr(options, field) or ""
 
 
-def _has_hung_up(request: Request) -> bool:
-    """Whether the caller of a request that has been read is gone.
-
-    One step of `receive` says so, or would wait for it. Request.is_disconnected does the same in a
-    scope that it cancels, and took 30 µs of CPU against 3 here.
-    """
-    waiting = request.receive().__await__()
-    try:
-        next(waiting)
-    except StopIteration as done:
-        return bool(done.value["type"] == "http.disconnect")
-    waiting.close()
-    return False
-
-
 HOT_ROUTES: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
     "/v1/route": route,
     "/find_best_worker": find_best_worker,
 }
-
-
-class Application(FastAPI):
-    """FastAPI, except that it only documents the endpoints of decisions: calls bypass all of it.
-
-    These endpoints read their bodies and write their answers themselves. Whatever else FastAPI and
-    its middleware do took a fifth of a decision's CPU.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            endpoint = HOT_ROUTES.get(scope["path"])
-        if endpoint is None:
-            await super().__call__(scope, receive, send)
-            return
-        scope["app"] = self
-        request = Request(scope, receive)
-        try:
-            response = await endpoint(request)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            response = await errors.answer(request, error)
-        await response(scope, receive, send)
-
-
-def _worker(decision: Decision) -> dict[str, Any]:
-    info = decision.worker
-    return {
-        "worker_id": info.key.worker_id,
-        "dp_rank": info.key.dp_rank,
-        "address": info.address,
-    }
-
-
-def _routed(decision: Decision) -> dict[str, Any]:
-    answer = {
-        "request_id": decision.request_id,
-        **_worker(decision),
-        "overlap_blocks": decision.overlap,
-        "isl_tokens": decision.isl_tokens,
-        "isl_blocks": decision.isl_blocks,
-        "policy": decision.policy,
-        "degraded": decision.degraded,
-        "reserved": decision.reserved,
-    }
-    if decision.waited_ms:
-        answer["waited_ms"] = decision.waited_ms
-    if decision.candidates:
-        answer["tied"] = decision.tied
-        answer["locality"] = decision.locality
-        answer["best_overlap"] = decision.best._asdict()
-        answer["tries"] = decision.tries
-        answer["candidates"] = [_candidate(c) for c in decision.candidates]
-    return answer
-
-
-def _candidate(c: Candidate) -> dict[str, Any]:
-    return {
-        "worker_id": c.info.key.worker_id,
-        "dp_rank": c.info.key.dp_rank,
-        "eligible": c.eligible,
-        "overlap_blocks": c.overlap,
-        "active_requests": c.load.requests,
-        "active_blocks": c.load.blocks,
-        "decoding_requests": c.load.decoding,
-        "prefill_tokens": c.load.prefill_tokens,
-        "queue_s": c.queue_s,
-        "cost": c.cost if isfinite(c.cost) else None,
-        "terms": {name: v if isfinite(v) else None for name, v in c.terms.items()},
-    }
-
-
-def _worker_models(view: View) -> list[schemas.WorkerModel]:
-    return [
-        schemas.WorkerModel(
-            worker_id=info.key.worker_id,
-            dp_rank=info.key.dp_rank,
-            address=info.address,
-            incarnation=inc,
-            accelerator=info.accelerator,
-            block_size=info.block_size,
-            max_requests=info.max_requests,
-            active_requests=load.requests,
-            decoding_requests=load.decoding,
-            active_blocks=load.blocks,
-            prefill_tokens=load.prefill_tokens,
-            queue_s=load.queue_s(view.now_ms),
-            kv_active_blocks=measured.metrics.kv_active_blocks,
-            kv_total_blocks=info.kv_total_blocks,
-            num_requests_waiting=measured.metrics.num_requests_waiting,
-            gpu_cache_usage=measured.metrics.gpu_cache_usage_perc,
-            gpu_prefix_cache_hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
-            kv_idle_before_evict_s=measured.metrics.kv_idle_before_evict_s,
-            gpu=None if measured.gpu == NO_READINGS else measured.gpu,
-            stale=measured.is_stale(view.now_ms, len(view.infos)),
-        )
-        for inc, info, load, measured in zip(
-            view.incarnations, view.infos, view.loads, view.measured, strict=True
-        )
-    ]

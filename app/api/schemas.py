@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    create_model,
+)
 
 from app.core.config import PRIORITIES
 from app.core.hashing import U64
 from app.core.types import REQUEST_ID, TENANT_ID
-from app.core.worker_report import GpuReadings
+from app.core.worker_report import GPU, INFO, METRICS, Item
 from app.policy.cost import POLICIES
 
 T = TypeVar("T")
@@ -198,39 +206,39 @@ class RequestState(BaseModel):
     found: bool = Field(description="false if the request holds no reservation, or none any more")
 
 
-class WorkerModel(BaseModel):
-    worker_id: str
-    dp_rank: int
-    address: str = Field(description="base URL of the worker")
-    incarnation: int = Field(description="number of this life of the worker")
-    accelerator: str
-    block_size: int = Field(description="tokens per block")
-    max_requests: int = Field(description="with so many active requests the worker is full")
-    active_requests: int = Field(description="requests reserved on the worker")
-    decoding_requests: int = Field(description="those of them past their first token")
-    active_blocks: int = Field(description="KV blocks reserved")
-    prefill_tokens: int = Field(description="prompt tokens reserved and still to be computed")
-    queue_s: float = Field(description="predicted length of the queue of prefills")
-    kv_active_blocks: int = Field(description="KV blocks in use, as the worker reports")
-    kv_total_blocks: int = Field(description="KV blocks on its device")
-    num_requests_waiting: int = Field(description="requests waiting in the worker, as it reports")
-    gpu_cache_usage: float = Field(description="used share of its KV blocks, 0-1")
-    gpu_prefix_cache_hit_rate: float = Field(description="share of prompt tokens from cache, 0-1")
-    kv_idle_before_evict_s: float = Field(
-        description="how long recently evicted blocks had gone unused; 0: none was evicted"
-    )
-    gpu: GpuReadings | None = Field(description="null if nothing was read")
-    stale: bool = Field(
-        description="the measurements are older than a second; longer with more than 256 workers"
-    )
+def _reported(items: Iterable[Item]) -> dict[str, Any]:
+    """What answers show of what workers report, as `create_model` takes it."""
+    return {i.answer: _field(i.annotation, i.help) for i in items if i.answer}
 
 
-class Workers(BaseModel):
-    workers: list[WorkerModel]
-    load_avg: float = Field(
-        description="mean used fraction of KV blocks, over the workers that are not stale"
-    )
-    load_std: float = Field(description="its sample standard deviation")
+def _field(annotation: Any, description: str) -> tuple[Any, Any]:
+    return annotation, Field(description=description)
+
+
+GpuModel = create_model("GpuReadings", **_reported(GPU))
+WorkerModel = create_model(
+    "WorkerModel",
+    worker_id=(str, ...),
+    dp_rank=(int, ...),
+    incarnation=_field(int, "number of this life of the worker"),
+    **_reported(INFO),
+    active_requests=_field(int, "requests reserved on the worker"),
+    decoding_requests=_field(int, "those of them past their first token"),
+    active_blocks=_field(int, "KV blocks reserved"),
+    prefill_tokens=_field(int, "prompt tokens reserved and still to be computed"),
+    queue_s=_field(float, "predicted length of the queue of prefills"),
+    **_reported(METRICS),
+    gpu=_field(GpuModel | None, "null if nothing was read"),
+    stale=_field(
+        bool, "the measurements are older than a second; longer with more than 256 workers"
+    ),
+)
+Workers = create_model(
+    "Workers",
+    workers=(list[WorkerModel], ...),  # type: ignore[valid-type]
+    load_avg=_field(float, "mean used fraction of KV blocks, over the workers that are not stale"),
+    load_std=_field(float, "its sample standard deviation"),
+)
 
 
 class Readiness(BaseModel):

@@ -84,18 +84,3 @@ class TierOverlap:
 
 
 NO_OVERLAP = TierOverlap()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """What a worker reports about itself when it registers; fixed for one incarnation."""
-
-    key: WorkerKey
-    address: str
-    """Base URL of the worker's HTTP interface."""
-    block_size: int
-    """Tokens per block."""
-    kv_total_blocks: int
-    max_requests: int
-    """Requests that may be reserved on it at once; then it is full."""
-    accelerator: str = "cpu"

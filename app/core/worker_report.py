@@ -1,10 +1,107 @@
-"""What a worker measures about itself, and its text form in the metrics stream."""
+"""What a worker says of itself: what it registers and what it measures, with their text in Redis.
+
+Each field says here all that other code knows of it: the text in Redis, the answers of routers,
+`kvroute inspect` and the gauges are made from INFO, METRICS, SPEED and GPU.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import orjson
+
+from app.core.errors import shown
+from app.core.types import WorkerKey
+
+MAX_COUNT = 10**12
+"""No number that a worker registers is larger."""
+LARGEST = 1e15
+"""No measured field's unit is so small that a value could be larger. What is computed from such
+values stays finite."""
+GPU_PREFIX = "gpu_"
+"""Prefix of the readings' names in the stream and in gauges."""
+
+
+class WrongField(ValueError):
+    """A field of a registration that is not what it must be. name: as in Redis."""
+
+    def __init__(self, name: str, value: object, wanted: str) -> None:
+        super().__init__(f"{name} is {shown(value)}, not {wanted}")
+        self.name, self.value, self.wanted = name, value, wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One field of a report. default: None if there is none."""
+
+    name: str
+    annotation: Any
+    kind: type[Any]
+    """The annotation without None."""
+    default: Any
+    help: str
+    wire: str
+    """Its name in Redis."""
+    answer: str
+    """Its name in GET /v1/workers; "": it is not there."""
+    gauge: str
+    """Its gauge at routers, without kvroute_worker_; "": it has none."""
+    least: int = 0
+    text: str = ""
+    """How `kvroute inspect worker` shows the value; "": not at all."""
+    noun: str = ""
+    """What is counted."""
+    per: float = 1
+    """The unit that `text` shows the value in."""
+
+
+def _said(help_text: str, default: Any = MISSING, **about: Any) -> Any:
+    """A field of a report. about: see Item; by default all names are the field's own."""
+    return field(default=default, metadata={"help": help_text, **about})
+
+
+def _items(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item, ...]:
+    """The fields of `cls`. prefix: of their names in Redis and gauges. gauges: all have one."""
+    hints = get_type_hints(cls)
+    found = []
+    for f in fields(cls):
+        kinds = [kind for kind in get_args(hints[f.name]) if kind is not NoneType]
+        named: dict[str, Any] = {
+            "wire": prefix + f.name,
+            "answer": f.name,
+            "gauge": prefix + f.name if gauges else "",
+            "text": f"{f.name} {{}}",
+        }
+        [kind] = kinds or [hints[f.name]]
+        found.append(
+            Item(
+                name=f.name,
+                annotation=hints[f.name],
+                kind=kind,
+                default=None if f.default is MISSING else f.default,
+                **(named | f.metadata),
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker reports about itself when it registers; fixed for one incarnation."""
+
+    key: WorkerKey = field(
+        metadata={"help": "<worker_id>:<dp_rank>", "wire": "worker", "answer": "", "text": ""}
+    )
+    address: str = _said("base URL of the worker", text="at {}")
+    block_size: int = _said("tokens per block", least=1, text="")
+    kv_total_blocks: int = _said("KV blocks on its device", text="{}", noun="block")
+    max_requests: int = _said(
+        "with so many requests reserved at once the worker is full", text="up to {}", noun="request"
+    )
+    accelerator: str = _said("its GPU, or cpu", "cpu", text="{}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +111,28 @@ class ForwardPassMetrics:
     gpu_cache_usage_perc and gpu_prefix_cache_hit_rate are fractions, 0-1, despite the name.
     """
 
-    request_active_slots: int = 0
-    request_total_slots: int = 0
-    kv_active_blocks: int = 0
-    """Distinct blocks that running requests use."""
-    kv_total_blocks: int = 0
-    num_requests_waiting: int = 0
-    gpu_cache_usage_perc: float = 0.0
-    gpu_prefix_cache_hit_rate: float = 0.0
-    kv_idle_before_evict_s: float = 0.0
-    """Seconds for which recently evicted blocks had gone unused; 0: none was evicted."""
+    request_active_slots: int = _said("requests running in the engine", 0, answer="")
+    request_total_slots: int = _said("requests that may run at once", 0, answer="")
+    kv_active_blocks: int = _said(
+        "distinct KV blocks that a worker's running requests use, as it reports",
+        0,
+        gauge="kv_active_blocks",
+    )
+    # Answers have what was registered.
+    kv_total_blocks: int = _said("KV blocks on its device", 0, answer="")
+    num_requests_waiting: int = _said(
+        "requests waiting in a worker, as it reports", 0, gauge="requests_waiting"
+    )
+    gpu_cache_usage_perc: float = _said(
+        "share of a worker's KV blocks in use, as it reports; 0-1",
+        0.0,
+        answer="gpu_cache_usage",
+        gauge="cache_usage",
+    )
+    gpu_prefix_cache_hit_rate: float = _said("share of prompt tokens that was cached; 0-1", 0.0)
+    kv_idle_before_evict_s: float = _said(
+        "how long recently evicted blocks had gone unused; 0: none was evicted", 0.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,56 +142,118 @@ class Speed:
     The defaults are near a 70B model on four H100s. Being off by 40 % costs a few percent of TTFT.
     """
 
-    prefill_s_per_token: float = 8.5e-5
-    prefill_s_per_token2: float = 1.1e-9
-    """Per pair of an uncached token and a token it attends to."""
-    decode_s_per_kv_token: float = 3e-8
-    """Added to every step by each token of KV that decoding requests attend to."""
-    decode_s_per_seq: float = 8e-5
-    """Added to every step by each decoding request."""
-    host_s_per_token: float = 2e-6
-    """To load one token's KV from the host tier."""
-    disk_s_per_token: float = 2e-5
-    mean_output_tokens: float = 300.0
-
-
-DEFAULT_SPEED = Speed()
+    prefill_s_per_token: float = _said("to compute one uncached token", 8.5e-5)
+    prefill_s_per_token2: float = _said(
+        "per pair of an uncached token and a token it attends to", 1.1e-9
+    )
+    decode_s_per_kv_token: float = _said(
+        "added to every step by each token of KV that decoding requests attend to", 3e-8
+    )
+    decode_s_per_seq: float = _said("added to every step by each decoding request", 8e-5)
+    host_s_per_token: float = _said("to load one token's KV from the host tier", 2e-6)
+    disk_s_per_token: float = _said("to load one token's KV from the disk tier", 2e-5)
+    mean_output_tokens: float = _said("tokens that a request generates", 300.0)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReadings:
     """What a worker's GPU reports about itself. None: it does not report it, or does not answer."""
 
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    utilisation: float | None = None
-    """0-1: the fraction of the last moments in which anything ran."""
-    temperature_c: float | None = None
-    power_w: float | None = None
-    pcie_sent_bytes_per_s: int | None = None
-    """By the GPU, to the host or to another device."""
-    pcie_received_bytes_per_s: int | None = None
+    memory_used_bytes: int | None = _said(
+        "memory in use on a worker's GPU", None, text="{:,.1f} GiB used", per=2**30
+    )
+    memory_total_bytes: int | None = _said(
+        "memory of a worker's GPU", None, text="{:,.1f} GiB in total", per=2**30
+    )
+    utilisation: float | None = _said(
+        "share of the last moments in which a worker's GPU ran anything; 0-1",
+        None,
+        text="{:.0f} % busy",
+        per=0.01,
+    )
+    temperature_c: float | None = _said(
+        "temperature of a worker's GPU", None, gauge="gpu_temperature_celsius", text="{:.0f} °C"
+    )
+    power_w: float | None = _said(
+        "power draw of a worker's GPU", None, gauge="gpu_power_watts", text="{:.0f} W"
+    )
+    pcie_sent_bytes_per_s: int | None = _said(
+        "rate at which a worker's GPU sends over PCIe, to the host or to another device",
+        None,
+        gauge="gpu_pcie_sent_bytes_per_second",
+        text="{:,.1f} MB/s sent over PCIe",
+        per=1e6,
+    )
+    pcie_received_bytes_per_s: int | None = _said(
+        "rate at which a worker's GPU receives over PCIe",
+        None,
+        gauge="gpu_pcie_received_bytes_per_second",
+        text="{:,.1f} MB/s received",
+        per=1e6,
+    )
 
     def known(self) -> dict[str, float]:
         """The readings that there are, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        values = ((item.name, getattr(self, item.name)) for item in GPU)
+        return {name: value for name, value in values if value is not None}
 
 
+INFO = _items(WorkerInfo)
+METRICS = _items(ForwardPassMetrics)
+SPEED = _items(Speed)
+GPU = _items(GpuReadings, GPU_PREFIX, gauges=True)
+DEFAULT_SPEED = Speed()
 NO_READINGS = GpuReadings()
-LARGEST = 1e15
-"""No field's unit is so small that a value could be larger. What is computed from such values stays
-finite."""
-GPU_PREFIX = "gpu_"
-"""Prefix of the readings' names in the stream."""
+
+
+def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
+    """JSON: an object with each field of `info`, and `lease_ttl_ms`."""
+    values = {item.wire: getattr(info, item.name) for item in INFO}
+    return orjson.dumps(values | {"lease_ttl_ms": lease_ttl_ms}, default=WorkerKey.__str__)
+
+
+def decode_info(text: bytes | str) -> WorkerInfo:
+    """The WorkerInfo in what `encode_info` wrote. Raises ValueError for anything else."""
+    values = orjson.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"not an object: {shown(values)}")
+    return read_info(values)
+
+
+def read_info(values: Mapping[str, Any]) -> WorkerInfo:
+    """The WorkerInfo with these fields; a missing field takes its default, an unknown one is
+    ignored. Raises WrongField for the first that is bad, or missing without having a default."""
+    return WorkerInfo(*(_read(item, values) for item in INFO))
+
+
+def _read(item: Item, values: Mapping[str, Any]) -> Any:
+    value = values.get(item.wire, item.default)
+    if item.kind in (int, float):
+        if type(value) in (int, item.kind) and item.least <= value <= MAX_COUNT:
+            return value
+        number = "whole number" if item.kind is int else "number"
+        raise WrongField(item.wire, value, f"a {number} from {item.least} to {MAX_COUNT}")
+    if not isinstance(value, str):
+        raise WrongField(item.wire, value, "text")
+    if item.kind is str:
+        return value
+    try:
+        return item.kind.parse(value)
+    except ValueError:
+        raise WrongField(item.wire, value, item.help) from None
 
 
 def encode(
     metrics: ForwardPassMetrics, speed: Speed, gpu: GpuReadings = NO_READINGS
 ) -> dict[str, str]:
-    """Stream fields: one per field of each class, numbers as short text."""
-    readings = {GPU_PREFIX + name: value for name, value in gpu.known().items()}
-    values: dict[str, float] = asdict(metrics) | asdict(speed) | readings
-    return {k: str(v) if isinstance(v, int) else f"{v:.9g}" for k, v in values.items()}
+    """Fields of the metrics stream: one per field of each class that is not None, numbers as short
+    text."""
+    return {
+        item.wire: str(value) if isinstance(value, int) else f"{value:.9g}"
+        for items, report in ((METRICS, metrics), (SPEED, speed), (GPU, gpu))
+        for item in items
+        if (value := getattr(report, item.name)) is not None
+    }
 
 
 def decode(
@@ -90,39 +261,40 @@ def decode(
 ) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     """Inverse of `encode`; a missing field takes its default, an unknown one is ignored.
 
-    Raises ValueError if a field is not a number from 0 to LARGEST.
+    Raises ValueError, naming the field, if one is not a number from 0 to LARGEST.
     """
     return (
-        ForwardPassMetrics(**_numbers(entry, _OF_METRICS)),
-        Speed(**_numbers(entry, _OF_SPEED)),
-        GpuReadings(**_numbers(entry, _OF_GPU)),
+        ForwardPassMetrics(*_numbers(entry, _OF_METRICS)),
+        Speed(*_numbers(entry, _OF_SPEED)),
+        GpuReadings(*_numbers(entry, _OF_GPU)),
     )
 
 
-_Table = list[tuple[bytes, str, type[int] | type[float]]]
+_Table = list[tuple[bytes, type[Any], Any]]
 
 
-def _table(cls: type, prefix: str = "") -> _Table:
-    """For each field of `cls`, its name in the stream, its own and its type."""
-    return [
-        ((prefix + f.name).encode(), f.name, int if str(f.type).startswith("int") else float)
-        for f in fields(cls)
-    ]
+def _table(items: tuple[Item, ...]) -> _Table:
+    """For each of `items`, its name in the stream, its kind and its default."""
+    return [(item.wire.encode(), item.kind, item.default) for item in items]
 
 
 # Every router decodes every entry, up to thousands in a second.
-_OF_METRICS = _table(ForwardPassMetrics)
-_OF_SPEED = _table(Speed)
-_OF_GPU = _table(GpuReadings, GPU_PREFIX)
+_OF_METRICS = _table(METRICS)
+_OF_SPEED = _table(SPEED)
+_OF_GPU = _table(GPU)
 
 
-def _numbers(entry: Mapping[bytes, bytes], table: _Table) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, name, kind in table:
-        text = entry.get(key)
+def _numbers(entry: Mapping[bytes, bytes], table: _Table) -> list[Any]:
+    values = []
+    for name, kind, value in table:
+        text = entry.get(name)
         if text is not None:
-            value = float(text)
+            try:
+                value = float(text)
+            except ValueError:
+                value = -1.0
             if not 0 <= value <= LARGEST:
-                raise ValueError(f"{key.decode()} is {text.decode()}")
-            found[name] = kind(value)
-    return found
+                raise ValueError(f"{name.decode()} is {text.decode(errors='replace')}")
+            value = kind(value)
+        values.append(value)
+    return values

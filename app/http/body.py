@@ -80,6 +80,21 @@ async def hung_up(request: Request) -> None:
         pass
 
 
+def has_hung_up(request: Request) -> bool:
+    """Whether the caller of a request that has been read is gone.
+
+    One step of `receive` says so, or would wait for it. Request.is_disconnected does the same in a
+    scope that it cancels, and took 30 µs of CPU against 3 here.
+    """
+    waiting = request.receive().__await__()
+    try:
+        next(waiting)
+    except StopIteration as done:
+        return bool(done.value["type"] == "http.disconnect")
+    waiting.close()
+    return False
+
+
 def json_response(
     content: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:

@@ -21,11 +21,11 @@ from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.http.server import listen
+from app.local.interrupts import interrupts_held
 from app.local.redis_server import (
     LOOPBACK,
     EmbeddedRedis,
     free_port,
-    interrupts_held,
     system_binary,
 )
 from app.options import flags

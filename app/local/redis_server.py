@@ -6,27 +6,24 @@ import importlib.util
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from app.core.errors import RedisUnavailable
+from app.local.interrupts import interrupts_held
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 22_000)
 """Below those for outgoing connections, as are the ports 10,000 above, which Redis Cluster takes as
 well."""
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a process and what it started: Ctrl-C, a supervisor, a closed terminal."""
 _next_port = cycle(random.sample(PORTS, len(PORTS)))
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
@@ -71,39 +68,6 @@ def free_port() -> int:
             probe.bind((LOOPBACK, port))
             return port
     raise OSError(f"every port from {PORTS[0]} to {PORTS[-1]} on {LOOPBACK} is in use")
-
-
-def heed_interrupts() -> None:
-    """Have each of INTERRUPTS raise KeyboardInterrupt in the main thread."""
-    for number in INTERRUPTS:
-        # nohup has SIGHUP ignored on purpose. A shell ignores SIGINT for what it starts in the
-        # background, but whoever sends that one means it.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Holds back INTERRUPTS until it is left.
-
-    An exception while a process is being started would leave one that nobody knows about.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals interrupt only the main thread
-        return
-    came: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        came.append(number)
-
-    handlers = {n: signal.signal(n, note) for n in INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
 
 
 class EmbeddedRedis:

@@ -1,4 +1,4 @@
-"""Dumps the ownership of a namespace as JSON lines, restores it, and deletes a namespace.
+"""Dumps who holds what in a namespace as JSON lines, and reads such a dump.
 
 The first line describes the namespace, and one line each its workers. Every other line is one
 event: blocks that a worker stored, in one tier, of one bucket. The last line says that it is the
@@ -9,31 +9,30 @@ can be restored only into an index with as many shards and buckets.
 from __future__ import annotations
 
 import re
-import secrets
-import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+import click
 import orjson
 
+from app.core import worker_report
 from app.core.chains import parse_owners
 from app.core.errors import ConfigError, shown
 from app.core.keys import Keyspace
-from app.core.rate_limit import RateLimit
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
-from app.state import index, leases
+from app.core.types import Incarnation, SequenceHash, Tier
+from app.core.worker_report import WorkerInfo, WrongField
+from app.ops.terminal import COMMON, on_redis
+from app.options import Command, naming_file
 from app.state.client import Client
 from app.state.connect import deadline
 from app.state.index import Change
 from app.state.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, readable, scan, settled
-from app.state.scripts import Call, ScriptRunner
 
 T = TypeVar("T")
 VERSION = 1
-BATCH = 256
 TIERS = {tier.name.lower(): tier for tier in Tier}
 MAX_SHARDS = 1024
 MAX_BUCKET_BITS = 24
@@ -43,11 +42,23 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 _HEX = re.compile(r"[0-9a-f]+")
 
 
-async def dump(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
-    """Lines, without line ends. Raises ConfigError for a namespace that is missing or whose
-    layout cannot be read, RedisUnavailable.
+@click.command(cls=Command)
+@click.option("--out", type=click.File("wb", lazy=True), default="-", help="Default: stdout.")
+@COMMON
+@on_redis
+async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
+    """Write which worker holds which blocks, as JSON lines."""
+    with naming_file(f"--out {out.name}"), out:
+        async for line in dump_lines(redis, keyspace):
+            out.write(line + b"\n")
+        out.flush()
 
-    What is in Redis under names that no reader of the index looks for is left out.
+
+async def dump_lines(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
+    """The lines of a dump, without line ends.
+
+    What is in Redis under names that no reader of the index looks for is left out. Raises
+    ConfigError for a namespace that is missing or whose layout cannot be read, RedisUnavailable.
     """
     async with deadline(STEP_TIMEOUT_S):
         meta: Any = await redis.hgetall(keyspace["meta"])
@@ -100,155 +111,24 @@ async def _layout(redis: Client, shard: Keyspace) -> int:
     return bits
 
 
-async def restore(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_ms: int) -> int:
-    """Publish a dump, each worker under a new incarnation; returns how many entries.
-
-    file: read twice, as all of it is checked before anything is written.
-    The incarnations live for `lease_ttl_ms` after the end; a worker's agent takes over when it
-    registers.
-    Raises ConfigError for lines that are not a dump, or for a namespace that they do not fit or in
-    which one of the workers is live.
-    """
-    start = file.tell()
-    dumped = _Dump(file)
-    for _ in dumped.stored():
-        pass
-    await _refuse_live(redis, keyspace, dumped.workers.values())
-    runner = ScriptRunner(redis, STEP_TIMEOUT_S)
-    nonce = secrets.token_hex(8)
-    writers = {
-        inc: await _register(runner, keyspace, dumped.bucket_bits, info, nonce, lease_ttl_ms)
-        for inc, info in dumped.workers.items()
-    }
-    renewals = [
-        leases.renew(
-            keyspace,
-            info,
-            writers[inc],
-            nonce,
-            ttl_ms=lease_ttl_ms,
-            shards=len(dumped.bucket_bits),
-            staged=True,
-        )
-        for inc, info in dumped.workers.items()
-    ]
-    # Leases run on meanwhile: each is renewed three times in its length.
-    renewals_due = RateLimit(3000 / lease_ttl_ms)
-    seqs: dict[tuple[Incarnation, int], int] = defaultdict(int)
-    restored = 0
-    file.seek(start)
-    for stored in _Dump(file).stored():
-        if renewals_due.allows(time.monotonic()):
-            await _all_hold(runner, renewals)
-        inc, shard = writers[stored.incarnation], stored.shard
-        for at in range(0, len(stored.changes), BATCH):
-            batch = stored.changes[at : at + BATCH]
-            seqs[inc, shard] += 1
-            call = index.apply(keyspace.of_shard(shard), inc, nonce, seqs[inc, shard], batch)
-            if not await runner.one(call):
-                raise ConfigError(
-                    f"line {stored.line}: incarnation {inc} was replaced during the restore"
-                )
-            restored += len(batch)
-    await _all_hold(runner, renewals)
-    activations = [
-        leases.activate(keyspace, info.key, writers[inc], nonce)
-        for inc, info in dumped.workers.items()
-    ]
-    await _all_hold(runner, activations)
-    return restored
+def _readable(workers: dict[bytes, bytes]) -> Iterator[tuple[Incarnation, Any]]:
+    """The valid entries of the namespace's `workers`."""
+    for number, text in workers.items():
+        with suppress(ValueError):
+            worker_report.decode_info(text)
+            yield Incarnation(int(number)), orjson.loads(text)
 
 
-async def _all_hold(runner: ScriptRunner, calls: Sequence[Call[Any]]) -> None:
-    if not all(await runner.run(calls)):
-        raise ConfigError("another process registered a worker of the dump during the restore")
+def _bucket_of(keyspace: Keyspace, key: bytes, bits: list[int]) -> tuple[int, str] | None:
+    """Shard and name of the bucket that a key is, if it is one."""
+    shard, name = keyspace.parse(key) or (None, "")
+    family, _, bucket = name.partition(":")
+    if shard is None or shard >= len(bits) or family != "blocks":
+        return None
+    return (shard, bucket) if _is_bucket(bucket, bits[shard]) else None
 
 
-async def reset(redis: Client, keyspace: Keyspace) -> int:
-    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable."""
-    deleted = 0
-    async for node, keys in scan(redis, keyspace.pattern + "*"):
-        own = [key for key in keys if keyspace.parse(key)]
-        # One command per key: in a Cluster they are in many slots.
-        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
-            for key in own:
-                pipe.unlink(key)
-            deleted += sum(await pipe.execute())
-    return deleted
-
-
-async def count_keys(redis: Client, keyspace: Keyspace) -> int:
-    """How many keys the namespace has. Raises RedisUnavailable."""
-    return sum(
-        [
-            len([key for key in keys if keyspace.parse(key)])
-            async for _, keys in scan(redis, keyspace.pattern + "*")
-        ]
-    )
-
-
-async def _refuse_live(redis: Client, keyspace: Keyspace, workers: Iterable[WorkerInfo]) -> None:
-    # Registering a worker again replaces its agent, which would end the process.
-    ends_ms: dict[WorkerKey, float] = {}
-    async with deadline(STEP_TIMEOUT_S):
-        seconds, micros = await redis.node_of(keyspace["leases"]).client.time()
-        now_ms = seconds * 1000 + micros // 1000
-        live: Any = await redis.zrangebyscore(
-            keyspace["leases"], f"({now_ms}", "+inf", withscores=True
-        )
-        infos: Any = await redis.hgetall(keyspace["workers"])
-    for inc, end_ms in live:
-        try:
-            ends_ms[leases.decode_info(infos[inc]).key] = end_ms
-        except (KeyError, TypeError, ValueError):
-            # Nobody knows whose it is.
-            continue
-    for worker in workers:
-        if worker.key in ends_ms:
-            raise ConfigError(
-                f"worker {worker.key} is live in namespace {keyspace.namespace!r}, with a lease "
-                f"that ends in {(ends_ms[worker.key] - now_ms) / 1000:.1f} s: "
-                "restore into another --namespace, or stop the worker first"
-            )
-
-
-async def _register(
-    runner: ScriptRunner,
-    keyspace: Keyspace,
-    bucket_bits: list[int],
-    worker: WorkerInfo,
-    nonce: str,
-    lease_ttl_ms: int,
-) -> Incarnation:
-    shards = len(bucket_bits)
-    opened = [False]
-    while not all(opened):
-        made = await runner.one(
-            leases.register(keyspace, worker, nonce, ttl_ms=lease_ttl_ms, shards=shards)
-        )
-        if made.shards != shards:
-            raise ConfigError(
-                f"namespace {keyspace.namespace!r} has {made.shards} shards, "
-                f"but the dump has {shards}"
-            )
-        opened = await runner.run(
-            [
-                index.open_shard(keyspace.of_shard(shard), made.incarnation, nonce, bits)
-                for shard, bits in enumerate(bucket_bits)
-            ]
-        )
-    for shard, bits in enumerate(bucket_bits):
-        async with deadline(STEP_TIMEOUT_S):
-            found = await bucket_bits_of(runner.redis, keyspace.of_shard(shard))
-        if found != bits:
-            raise ConfigError(
-                f"shard {shard} of {keyspace.namespace!r} has {found} bucket bits, "
-                f"but the dump has {bits}"
-            )
-    return made.incarnation
-
-
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """What one line says an incarnation, by its number in the dump, had stored."""
 
     line: int
@@ -257,7 +137,7 @@ class _Stored(NamedTuple):
     changes: list[Change]
 
 
-class _Dump:
+class Dump:
     """A dump, read line by line. ConfigError names the line, field and value at fault.
 
     workers: by incarnation, as far as `stored` has read.
@@ -280,7 +160,7 @@ class _Dump:
             raise head.wrong("bucket_bits", self.bucket_bits, wanted)
         self.workers: dict[int, WorkerInfo] = {}
 
-    def stored(self) -> Iterator[_Stored]:
+    def stored(self) -> Iterator[Stored]:
         """What is stored, in the order of the lines. Can be called only once."""
         for row in self._rows:
             if "end" in row.fields:
@@ -299,26 +179,17 @@ class _Dump:
         if inc in self.workers:
             raise row.wrong("incarnation", inc, "one that is new to the dump")
         info = row.inner("info")
-        text = info.text("worker")
         try:
-            key = WorkerKey.parse(text)
-        except ValueError:
-            raise info.wrong("worker", text, "<worker_id>:<dp_rank>") from None
-        if row.text("worker") != text:
-            raise row.wrong("worker", row.text("worker"), f"{text!r}, as in its info")
-        block_size = info.whole("block_size", 1, MAX_WHOLE)
-        if block_size != self._block_size:
-            raise info.wrong("block_size", block_size, f"{self._block_size}, as on line 1")
-        self.workers[inc] = WorkerInfo(
-            key=key,
-            address=info.text("address"),
-            block_size=block_size,
-            kv_total_blocks=info.whole("kv_total_blocks", 0, MAX_WHOLE),
-            max_requests=info.whole("max_requests", 0, MAX_WHOLE),
-            accelerator=info.text("accelerator"),
-        )
+            worker = worker_report.read_info(info.fields)
+        except WrongField as error:
+            raise info.wrong(error.name, error.value, error.wanted) from None
+        if row.text("worker") != str(worker.key):
+            raise row.wrong("worker", row.text("worker"), f"{str(worker.key)!r}, as in its info")
+        if worker.block_size != self._block_size:
+            raise info.wrong("block_size", worker.block_size, f"{self._block_size}, as on line 1")
+        self.workers[inc] = worker
 
-    def _stored(self, row: _Row) -> _Stored:
+    def _stored(self, row: _Row) -> Stored:
         inc = row.whole("incarnation", 1, MAX_WHOLE)
         if inc not in self.workers:
             raise row.wrong("incarnation", inc, "that of a worker on an earlier line")
@@ -337,7 +208,7 @@ class _Dump:
             if type(block) is not str or not _HASH.fullmatch(block):
                 raise row.wrong("an entry of stored", block, "16 hex digits")
             changes.append(Change(SequenceHash(int(block, 16)), tier, leader))
-        return _Stored(row.number, inc, shard, changes)
+        return Stored(row.number, inc, shard, changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,23 +255,6 @@ def _rows(lines: Iterable[bytes]) -> Iterator[_Row]:
         if not isinstance(row, dict):
             raise ConfigError(f"line {number} is not an object: {shown(line)}")
         yield _Row(number, row)
-
-
-def _readable(workers: dict[bytes, bytes]) -> Iterator[tuple[Incarnation, Any]]:
-    """The valid entries of the namespace's `workers`."""
-    for number, text in workers.items():
-        with suppress(KeyError, TypeError, ValueError):
-            leases.decode_info(text)
-            yield Incarnation(int(number)), orjson.loads(text)
-
-
-def _bucket_of(keyspace: Keyspace, key: bytes, bits: list[int]) -> tuple[int, str] | None:
-    """Shard and name of the bucket that a key is, if it is one."""
-    shard, name = keyspace.parse(key) or (None, "")
-    family, _, bucket = name.partition(":")
-    if shard is None or shard >= len(bits) or family != "blocks":
-        return None
-    return (shard, bucket) if _is_bucket(bucket, bits[shard]) else None
 
 
 def _is_bucket(name: str, bits: int) -> bool:

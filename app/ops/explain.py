@@ -11,7 +11,7 @@ import numpy as np
 
 from app.core.errors import RoutingError
 from app.core.keys import Keyspace
-from app.ops import questions
+from app.ops import namespaces
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
 from app.options import POLICY, POSITIVE, Command, Number
 from app.policy.choose import choose
@@ -38,7 +38,7 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
         if record.request_id == request_id:
             break
     else:
-        await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+        await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"no decision about {request_id!r} is kept (any longer)")
     rows, terms = _scored(record)
     if as_json:
@@ -138,7 +138,7 @@ async def whatif(
         if found.decisions == last:
             break
     if not found.decisions:
-        await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+        await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
     if as_json:
         click.echo(json_text(found.means()))

@@ -1,12 +1,9 @@
-"""Commands for operators: look into Redis, move an index, delete a namespace."""
+"""`kvroute inspect`: looks into Redis without changing it."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
-from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import click
@@ -15,12 +12,13 @@ import orjson
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier
-from app.ops import dump as dumping
-from app.ops import questions
+from app.core.worker_report import GPU, INFO, NO_READINGS, Item
+from app.ops import holders, namespaces, workers
 from app.ops import verify as verification
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
 from app.ops.usage import usages
-from app.options import POSITIVE, POSITIVE_SECONDS, Command, naming_file
+from app.ops.waiting import flows
+from app.options import POSITIVE, POSITIVE_SECONDS, Command
 from app.policy.record import Record
 from app.state import decisions
 from app.state.client import Client
@@ -54,8 +52,8 @@ def inspect() -> None:
 @on_redis
 async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
-    names = await questions.namespaces(redis)
-    found = await questions.summary(redis, keyspace)
+    names = await namespaces.names(redis)
+    found = await namespaces.summary(redis, keyspace)
     if as_json:
         plain = found and asdict(found) | {"workers": [_worker_dict(w) for w in found.workers]}
         click.echo(json_text({"namespaces": names, "summary": plain}))
@@ -76,12 +74,12 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     click.echo(_workers_table(found.workers))
 
 
-def _worker_dict(worker: questions.Worker) -> dict[str, Any]:
+def _worker_dict(worker: workers.Worker) -> dict[str, Any]:
     by_tier = {tier.name.lower(): count for tier, count in worker.blocks.items()}
     return asdict(worker) | {"blocks": by_tier}
 
 
-def _workers_table(workers: list[questions.Worker]) -> str:
+def _workers_table(rows: list[workers.Worker]) -> str:
     return text_table(
         (
             "worker",
@@ -97,22 +95,16 @@ def _workers_table(workers: list[questions.Worker]) -> str:
             (
                 w.info.key if w.info else "?",
                 w.incarnation,
-                _state(w),
+                w.state,
                 "-" if w.lease_ms is None else f"{w.lease_ms / 1000:.1f} s",
                 "-" if w.metrics_age_s is None else f"{w.metrics_age_s:.1f} s ago",
                 *(f"{w.blocks[tier]:,}" for tier in Tier),
                 w.load.requests if w.load else "-",
                 f"{w.load.prefill_tokens:,}" if w.load else "-",
             )
-            for w in workers
+            for w in rows
         ],
     )
-
-
-def _state(worker: questions.Worker) -> str:
-    if worker.lease_ms is None or worker.lease_ms <= 0:
-        return "lapsed"
-    return "live" if worker.current else "staged"
 
 
 @inspect.command(cls=Command)
@@ -122,11 +114,11 @@ def _state(worker: questions.Worker) -> str:
 @on_redis
 async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
     """Show who holds a block, given its sequence hash (16 hex digits)."""
-    await questions.block_size(redis, keyspace)  # raises if there is no such namespace
-    names = {w.incarnation: w for w in (await questions.everyone(redis, keyspace))}
+    await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
+    names = {w.incarnation: w for w in (await workers.everyone(redis, keyspace))}
     rows = [
         (_name(names, inc), inc, tier.name.lower(), key)
-        for key, owners in await questions.owners_of(redis, keyspace, block)
+        for key, owners in await holders.owners_of(redis, keyspace, block)
         for inc, tier in owners
     ]
     head = ("worker", "incarnation", "tier", "key")
@@ -136,21 +128,11 @@ async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json:
         click.echo(text_table(head, rows) if rows else "no worker holds it")
 
 
-def _name(names: dict[Incarnation, questions.Worker], inc: Incarnation) -> str:
+def _name(names: dict[Incarnation, workers.Worker], inc: Incarnation) -> str:
     one = names.get(inc)
     return str(one.info.key) if one and one.info else "gone"
 
 
-GPU_TEXT = (
-    ("memory_used_bytes", 2**30, "{:,.1f} GiB used"),
-    ("memory_total_bytes", 2**30, "{:,.1f} GiB in total"),
-    ("utilisation", 0.01, "{:.0f} % busy"),
-    ("temperature_c", 1, "{:.0f} °C"),
-    ("power_w", 1, "{:.0f} W"),
-    ("pcie_sent_bytes_per_s", 1e6, "{:,.1f} MB/s sent over PCIe"),
-    ("pcie_received_bytes_per_s", 1e6, "{:,.1f} MB/s received"),
-)
-"""Fields of GpuReadings: the unit that a person reads them in, and the words around it."""
 RESERVED_TEXT = (
     "  request  prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt"
 )
@@ -164,12 +146,12 @@ RESERVED_TEXT = (
 @on_redis
 async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) -> None:
     """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
-    found = await questions.worker(redis, keyspace, name)
+    found = await workers.worker(redis, keyspace, name)
     if not found:
-        await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+        await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"worker {name!r} does not exist")
     requests = {
-        w.incarnation: await questions.requests_on(redis, keyspace, w.incarnation) for w in found
+        w.incarnation: await workers.requests_on(redis, keyspace, w.incarnation) for w in found
     }
     if as_json:
         rows = [_worker_dict(w) | {"reserved": requests[w.incarnation]} for w in found]
@@ -178,13 +160,9 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
     click.echo(_workers_table(found))
     for w in found:
         if w.info:
-            click.echo(
-                f"\n{w.info.key} at {w.info.address}, {counted(w.info.kv_total_blocks, 'block')}, "
-                f"up to {counted(w.info.max_requests, 'request')}, {w.info.accelerator}"
-            )
-        if readings := w.gpu.known():
-            texts = [text.format(readings[k] / u) for k, u, text in GPU_TEXT if k in readings]
-            click.echo("  GPU: " + ", ".join(texts))
+            click.echo(f"\n{w.info.key} {_said(INFO, w.info)}")
+        if w.gpu != NO_READINGS:
+            click.echo(f"  GPU: {_said(GPU, w.gpu)}")
         reserved = requests[w.incarnation]
         if reserved:
             click.echo(RESERVED_TEXT)
@@ -192,6 +170,20 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
             click.echo(f"  {request}  {record}")
         if len(reserved) > MAX_SHOWN:
             click.echo(f"  ... and {len(reserved) - MAX_SHOWN} more")
+
+
+def _said(items: Iterable[Item], report: object) -> str:
+    """What a worker says in a report, for a person."""
+    texts = []
+    for item in items:
+        value: Any = getattr(report, item.name)
+        if item.text and value is not None:
+            if item.noun:
+                value = counted(value, item.noun)
+            elif item.kind is not str:
+                value /= item.per
+            texts.append(item.text.format(value))
+    return ", ".join(texts)
 
 
 @inspect.command(cls=Command)
@@ -215,9 +207,9 @@ async def prefix(
 ) -> None:
     """Show how much of a prompt each worker holds."""
     tokens = list(file.read()) if text else _tokens(file)
-    block_size = await questions.block_size(redis, keyspace)
+    block_size = await namespaces.block_size(redis, keyspace)
     _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
-    found = await questions.prefix(redis, keyspace, chain) if chain else {}
+    found = await holders.prefix(redis, keyspace, chain) if chain else {}
     rows = sorted(
         ((name, o.device, o.host, o.disk, o.total) for name, o in found.items()),
         key=lambda row: -row[4],
@@ -267,7 +259,7 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
     findings, extent = await verification.verify(redis, keyspace, max_buckets)
     if not findings:
         # Raises if there is no such namespace: then nothing can be wrong with it.
-        await questions.block_size(redis, keyspace)
+        await namespaces.block_size(redis, keyspace)
     if as_json:
         click.echo(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
     else:
@@ -289,8 +281,8 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
 @on_redis
 async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     """Show who waits for a worker, in the order of turns."""
-    await questions.block_size(redis, keyspace)  # raises if there is no such namespace
-    found = await questions.waiting(redis, keyspace)
+    await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
+    found = await flows(redis, keyspace)
     if as_json:
         click.echo(json_text([asdict(flow) for flow in found]))
         return
@@ -317,7 +309,7 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
 @on_redis
 async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
     """Show how often prefixes of prompts were requested, according to the decisions kept."""
-    await questions.block_size(redis, keyspace)  # raises if there is no such namespace
+    await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     records: list[Record] = []
     async for record in decisions.read(redis, keyspace):
         if records and record.at_ms < records[0].at_ms - window_s * 1000:
@@ -336,65 +328,3 @@ async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: boo
     click.echo(
         text_table(("last block", "blocks", "requests"), rows) if rows else "no prefixes are kept"
     )
-
-
-@click.command(cls=Command)
-@click.option("--out", type=click.File("wb", lazy=True), default="-", help="Default: stdout.")
-@COMMON
-@on_redis
-async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
-    """Write which worker holds which blocks, as JSON lines."""
-    with naming_file(f"--out {out.name}"), out:
-        async for line in dumping.dump(redis, keyspace):
-            out.write(line + b"\n")
-        out.flush()
-
-
-@click.command(cls=Command)
-@click.option("--in", "source", type=click.File("rb"), default="-", help="Default: stdin.")
-@click.option(
-    "--lease-ttl-s",
-    default=60.0,
-    show_default=True,
-    type=POSITIVE_SECONDS,
-    help="How long the restored workers count as live, unless their agents register first.",
-)
-@COMMON
-@on_redis
-async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float) -> None:
-    """Publish a dump, with every worker in it under a new incarnation.
-
-    Refused if any of the workers is live, as restoring it would end its process. Workers from an
-    earlier restore are live until their leases end.
-
-    The whole dump is checked first; for that, a dump that comes through a pipe is kept in a
-    temporary file.
-    """
-    with _rewindable(source) as file:
-        restored = await dumping.restore(redis, keyspace, file, round(lease_ttl_s * 1000))
-    click.echo(f"{counted(restored, 'entry', 'entries')} restored", err=True)
-
-
-@contextmanager
-def _rewindable(source: BinaryIO) -> Iterator[BinaryIO]:
-    """`source`, or a copy of it if it is a pipe."""
-    if source.seekable():
-        yield source
-        return
-    with TemporaryFile() as copy:
-        shutil.copyfileobj(source, copy)
-        copy.seek(0)
-        yield copy
-
-
-@click.command(cls=Command)
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@COMMON
-@on_redis
-async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
-    """Delete all keys of a namespace. Running workers register again by themselves."""
-    keys = await dumping.count_keys(redis, keyspace)
-    if not yes:
-        text = f"Delete {counted(keys, 'key')} of namespace {keyspace.namespace!r}?"
-        click.confirm(text, abort=True)
-    click.echo(f"{counted(await dumping.reset(redis, keyspace), 'key')} deleted")

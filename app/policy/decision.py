@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from app.core.chains import Overlaps
 from app.core.loads import Load
-from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerInfo
+from app.core.types import Incarnation, SequenceHash, TierOverlap
+from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
 
 

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from app.core.chains import Overlaps
 from app.core.keys import metrics_interval_s
 from app.core.loads import Load, Reservation, Snapshot
-from app.core.types import Incarnation, WorkerInfo
+from app.core.types import Incarnation
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
     ForwardPassMetrics,
     GpuReadings,
     Speed,
+    WorkerInfo,
 )
 from app.policy.cost import Candidates
 

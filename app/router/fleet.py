@@ -18,9 +18,9 @@ from app.core import worker_report
 from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, Keyspace
 from app.core.loads import Snapshot
-from app.core.types import Incarnation, WorkerInfo
+from app.core.types import Incarnation
+from app.core.worker_report import WorkerInfo
 from app.policy.view import UNMEASURED, Measured, View, Workers
-from app.state import leases
 from app.state.connect import deadline
 
 log = logging.getLogger(__name__)
@@ -129,9 +129,9 @@ class Fleet:
             if text is None or text == self._texts.get(inc):
                 continue
             try:
-                info = leases.decode_info(text)
-            except (ValueError, KeyError, TypeError) as error:
-                log.warning("ignoring the worker of incarnation %d: %r", inc, error)
+                info = worker_report.decode_info(text)
+            except ValueError as error:
+                log.warning("ignoring the worker of incarnation %d: %s", inc, error)
                 continue
             if self._infos.get(inc, info) != info:
                 # The number is another worker's now, because Redis lost data.

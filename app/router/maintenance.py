@@ -16,9 +16,8 @@ from typing import Any
 
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.types import Incarnation
-from app.ops import questions
 from app.router.replica import Replica
-from app.state import index, leases, predictions, reservations
+from app.state import index, leases, predictions, reading, reservations
 from app.state.predictions import PredictionSettings
 from app.state.scripts import Call
 from app.state.strays import Strays
@@ -133,7 +132,7 @@ class Maintenance:
             if shards is not None:
                 pause = FILL_INTERVAL_S
                 with suppress(RedisUnavailable):
-                    fill = await questions.fill(self._runner.redis, self._keyspace, shards, rng)
+                    fill = await reading.fill(self._runner.redis, self._keyspace, shards, rng)
                     self._telemetry.index_fill.set(fill)
             await asyncio.sleep(pause)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,6 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from app.core.types import TierOverlap
+from app.core.worker_report import GPU, METRICS, Item
 from app.policy.view import View
 
 # Otherwise each counter and histogram has a further series, with when it was created.
@@ -28,33 +31,60 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 
-WORKER_LOAD = {
-    "requests": "Requests reserved on a worker.",
-    "blocks": "KV blocks reserved on a worker.",
-    "prefill_tokens": "Prompt tokens reserved on a worker and still to be computed.",
-    "queue_seconds": "Predicted length of a worker's queue of prefills.",
-    "kv_active_blocks": "KV blocks in use on a worker, as it reports.",
-    "requests_waiting": "Requests waiting in a worker, as it reports.",
-    "cache_usage": "Share of a worker's KV blocks in use, as it reports; 0-1.",
-    "stale": "1 if a worker's latest report is older than a second, else 0; with more than 256 "
-    "workers, older than ten of the longer intervals.",
-}
-WORKER_GPU = {
-    "memory_used_bytes": ("memory_used_bytes", "Memory in use on a worker's GPU."),
-    "memory_total_bytes": ("memory_total_bytes", "Memory of a worker's GPU."),
-    "utilisation": ("utilisation", "Share of time during which a worker's GPU ran anything; 0-1."),
-    "temperature_c": ("temperature_celsius", "Temperature of a worker's GPU."),
-    "power_w": ("power_watts", "Power draw of a worker's GPU."),
-    "pcie_sent_bytes_per_s": (
-        "pcie_sent_bytes_per_second",
-        "Rate at which a worker's GPU sends over PCIe.",
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric, apart from its values. kind: counter, gauge or histogram. buckets: upper bounds,
+    of a histogram."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def register(self, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+        """The metric itself, in `registry`, without values yet."""
+        if self.kind == "histogram":
+            return Histogram(
+                self.name, self.help, self.labels, registry=registry, buckets=self.buckets
+            )
+        kind = Counter if self.kind == "counter" else Gauge
+        return kind(self.name, self.help, self.labels, registry=registry)
+
+
+def _of_worker(name: str, help_text: str) -> Family:
+    return Family(f"kvroute_worker_{name}", "gauge", help_text, ("worker",))
+
+
+def _reported(items: Iterable[Item]) -> dict[str, Family]:
+    """The gauges of what workers report."""
+    return {
+        item.gauge: _of_worker(item.gauge, f"{item.help[0].upper()}{item.help[1:]}.")
+        for item in items
+        if item.gauge
+    }
+
+
+WORKER_FAMILIES = {
+    "requests": _of_worker("requests", "Requests reserved on a worker."),
+    "blocks": _of_worker("blocks", "KV blocks reserved on a worker."),
+    "prefill_tokens": _of_worker(
+        "prefill_tokens", "Prompt tokens reserved on a worker and still to be computed."
     ),
-    "pcie_received_bytes_per_s": (
-        "pcie_received_bytes_per_second",
-        "Rate at which a worker's GPU receives over PCIe.",
+    "queue_seconds": _of_worker(
+        "queue_seconds", "Predicted length of a worker's queue of prefills."
     ),
+    **_reported(METRICS),
+    "stale": _of_worker(
+        "stale",
+        "1 if a worker's latest report is older than a second, else 0; with more than 256 "
+        "workers, older than ten of the longer intervals.",
+    ),
+    **_reported(GPU),
 }
-"""By the names of GpuReadings. What a GPU does not report, or not lately, has no sample."""
+"""By their names in what `_shown` yields. What a GPU does not report, or not lately, has no
+sample."""
 
 
 class WorkerGauges(Collector):
@@ -65,35 +95,34 @@ class WorkerGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         shown = [] if self.view is None else list(_shown(self.view))
-        for name, text in WORKER_LOAD.items():
-            family = GaugeMetricFamily(f"kvroute_worker_{name}", text, labels=["worker"])
-            for worker, load, _ in shown:
-                family.add_metric([worker], load[name])
-            yield family
-        for reading, (name, text) in WORKER_GPU.items():
-            family = GaugeMetricFamily(f"kvroute_worker_gpu_{name}", text, labels=["worker"])
-            for worker, _, gpu in shown:
-                if reading in gpu:
-                    family.add_metric([worker], gpu[reading])
-            yield family
+        for name, family in WORKER_FAMILIES.items():
+            gauge = GaugeMetricFamily(family.name, family.help, labels=family.labels)
+            for worker, values in shown:
+                value = values.get(name)
+                if value is not None:
+                    gauge.add_metric([worker], value)
+            yield gauge
 
 
-def _shown(view: View) -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:
-    """Each worker with its values, by the names in WORKER_LOAD and in WORKER_GPU."""
+def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
+    """Each worker with its values, by the names of WORKER_FAMILIES."""
     for info, load, measured in zip(view.infos, view.loads, view.measured, strict=True):
-        reported = measured.metrics
         is_stale = measured.is_stale(view.now_ms, len(view.infos))
         values = {
             "requests": load.requests,
             "blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_seconds": load.queue_s(view.now_ms),
-            "kv_active_blocks": reported.kv_active_blocks,
-            "requests_waiting": reported.num_requests_waiting,
-            "cache_usage": reported.gpu_cache_usage_perc,
+            **_values(METRICS, measured.metrics),
             "stale": is_stale,
         }
-        yield str(info.key), values, {} if is_stale else measured.gpu.known()
+        if not is_stale:
+            values |= _values(GPU, measured.gpu)
+        yield str(info.key), values
+
+
+def _values(items: Iterable[Item], report: object) -> dict[str, float | None]:
+    return {item.gauge: getattr(report, item.name) for item in items if item.gauge}
 
 
 class _One(Collector):
@@ -104,111 +133,120 @@ class _One(Collector):
         return [self._family]
 
 
+def _counter(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
+    """A row of Telemetry. name: without kvroute_ and _total."""
+    return cast(Counter, Family(f"kvroute_{name}", "counter", help_text, labels))
+
+
+def _gauge(name: str, help_text: str) -> Gauge:
+    return cast(Gauge, Family(f"kvroute_{name}", "gauge", help_text))
+
+
+def _histogram(
+    name: str, help_text: str, labels: tuple[str, ...] = (), *, buckets: tuple[float, ...]
+) -> Histogram:
+    return cast(Histogram, Family(f"kvroute_{name}", "histogram", help_text, labels, buckets))
+
+
 class Telemetry:
-    """One router's metrics, in a registry of their own. All names begin with `kvroute_`."""
+    """One router's metrics, in a registry of their own.
+
+    The table below describes them; each instance has the metrics themselves in its place.
+    """
+
+    decisions = _counter(
+        "decisions",
+        "Decisions by policy and outcome: routed, no_workers, too_large (for every worker), "
+        "all_busy, overloaded, gone (the caller hung up while waiting), or failed (abandoned, "
+        "or an internal error).",
+        labels=("policy", "outcome"),
+    )
+    degraded = _counter("degraded_decisions", "Decisions made without Redis, by load alone.")
+    blind = _counter(
+        "blind_decisions",
+        "Lookups without overlap, because the prompt's shard of the index was unreachable.",
+    )
+    decision_seconds = _histogram(
+        "decision_seconds",
+        "Time from a request's hashes to its worker, including the reservation; for a request "
+        "that had to wait, time until it began to wait.",
+        buckets=_SECONDS,
+    )
+    redis_seconds = _histogram(
+        "redis_round_trip_seconds",
+        "Time of Redis round trips for decisions, by step.",
+        labels=("step",),
+        buckets=_SECONDS,
+    )
+    hit_fraction = _histogram(
+        "hit_fraction", "Share of a prompt's blocks that its worker held.", buckets=_FRACTIONS
+    )
+    locality = _counter(
+        "locality",
+        "Routed requests by whether the worker with the longest overlap was chosen and, if "
+        "not, why: kept, none, tie, load, session, full, excluded, lease, degraded.",
+        labels=("reason",),
+    )
+    worker_blocks = _counter(
+        "worker_routed_blocks",
+        "Blocks of the prompts routed to a worker (isl), and those of them that it held "
+        "(overlap), without degraded decisions.",
+        labels=("worker", "what"),
+    )
+    isl_blocks = _counter(
+        "isl_blocks", "Blocks of routed prompts, without those of degraded decisions."
+    )
+    overlap_blocks = _counter(
+        "overlap_blocks",
+        "Blocks of routed prompts that their worker held, by tier.",
+        labels=("tier",),
+    )
+    reservations = _counter(
+        "reservations",
+        "Reservations by event: made, prefill_complete, released, expired, unknown.",
+        labels=("event",),
+    )
+    conflicts = _counter(
+        "reserve_conflicts",
+        "Reservations refused, by reason: changed, full, lapsed.",
+        labels=("reason",),
+    )
+    suspensions = _counter(
+        "worker_suspensions",
+        "Workers that got no requests until they renewed their lease, because a request that "
+        "they had failed was released with worker_failed.",
+    )
+    retries = _counter("decision_retries", "Decisions made again after a refused reservation.")
+    waiting = _gauge("waiting_requests", "Requests waiting at this replica for a worker.")
+    waited_seconds = _histogram(
+        "waited_seconds",
+        "How long requests waited for a worker, whatever the outcome.",
+        buckets=_WAITED_SECONDS,
+    )
+    waits = _counter(
+        "waits",
+        "Requests that had to wait, by tenant (tenants without a weight together), priority, "
+        "and outcome: routed, timed_out, crowded_out (too many were waiting), gone (the caller "
+        "hung up), stopped (the replica is stopping), failed.",
+        labels=("tenant", "priority", "outcome"),
+    )
+    metrics_age = _gauge(
+        "metrics_stream_lag_seconds", "Age of the newest entry in the metrics stream."
+    )
+    index_fill = _gauge(
+        "index_fill",
+        "Blocks in the index over the number it was laid out for, from a sample. Above 4, "
+        "changes to the index are slower.",
+    )
+    load_mean = _gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
+    load_std = _gauge(
+        "load_std", "Sample standard deviation of the used fraction of the workers' KV blocks."
+    )
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        self.decisions = counter(
-            "kvroute_decisions",
-            "Decisions by policy and outcome: routed, no_workers, too_large (for every worker), "
-            "all_busy, overloaded, gone (the caller hung up while waiting), or failed (abandoned, "
-            "or an internal error).",
-            ["policy", "outcome"],
-        )
-        self.degraded = counter(
-            "kvroute_degraded_decisions", "Decisions made without Redis, by load alone."
-        )
-        self.blind = counter(
-            "kvroute_blind_decisions",
-            "Lookups without overlap, because the prompt's shard of the index was unreachable.",
-        )
-        self.decision_seconds = histogram(
-            "kvroute_decision_seconds",
-            "Time from a request's hashes to its worker, including the reservation; for a request "
-            "that had to wait, time until it began to wait.",
-            buckets=_SECONDS,
-        )
-        self.redis_seconds = histogram(
-            "kvroute_redis_round_trip_seconds",
-            "Time of Redis round trips for decisions, by step.",
-            ["step"],
-            buckets=_SECONDS,
-        )
-        self.hit_fraction = histogram(
-            "kvroute_hit_fraction",
-            "Share of a prompt's blocks that its worker held.",
-            buckets=_FRACTIONS,
-        )
-        self.locality = counter(
-            "kvroute_locality",
-            "Routed requests by whether the worker with the longest overlap was chosen and, if "
-            "not, why: kept, none, tie, load, session, full, excluded, lease, degraded.",
-            ["reason"],
-        )
-        self.worker_blocks = counter(
-            "kvroute_worker_routed_blocks",
-            "Blocks of the prompts routed to a worker (isl), and those of them that it held "
-            "(overlap), without degraded decisions.",
-            ["worker", "what"],
-        )
-        self.isl_blocks = counter(
-            "kvroute_isl_blocks", "Blocks of routed prompts, without those of degraded decisions."
-        )
-        self.overlap_blocks = counter(
-            "kvroute_overlap_blocks",
-            "Blocks of routed prompts that their worker held, by tier.",
-            ["tier"],
-        )
-        self.reservations = counter(
-            "kvroute_reservations",
-            "Reservations by event: made, prefill_complete, released, expired, unknown.",
-            ["event"],
-        )
-        self.conflicts = counter(
-            "kvroute_reserve_conflicts",
-            "Reservations refused, by reason: changed, full, lapsed.",
-            ["reason"],
-        )
-        self.suspensions = counter(
-            "kvroute_worker_suspensions",
-            "Workers that got no requests until they renewed their lease, because a request that "
-            "they had failed was released with worker_failed.",
-        )
-        self.retries = counter(
-            "kvroute_decision_retries", "Decisions made again after a refused reservation."
-        )
-        self.waiting = gauge(
-            "kvroute_waiting_requests", "Requests waiting at this replica for a worker."
-        )
-        self.waited_seconds = histogram(
-            "kvroute_waited_seconds",
-            "How long requests waited for a worker, whatever the outcome.",
-            buckets=_WAITED_SECONDS,
-        )
-        self.waits = counter(
-            "kvroute_waits",
-            "Requests that had to wait, by tenant (tenants without a weight together), priority, "
-            "and outcome: routed, timed_out, crowded_out (too many were waiting), gone (the caller "
-            "hung up), stopped (the replica is stopping), failed.",
-            ["tenant", "priority", "outcome"],
-        )
-        self.metrics_age = gauge(
-            "kvroute_metrics_stream_lag_seconds", "Age of the newest entry in the metrics stream."
-        )
-        self.index_fill = gauge(
-            "kvroute_index_fill",
-            "Blocks in the index over the number it was laid out for, from a sample. Above 4, "
-            "changes to the index are slower.",
-        )
-        self.load_mean = gauge("kvroute_load_avg", "Mean used fraction of the workers' KV blocks.")
-        self.load_std = gauge(
-            "kvroute_load_std",
-            "Sample standard deviation of the used fraction of the workers' KV blocks.",
-        )
+        for attribute, family in FAMILIES.items():
+            setattr(self, attribute, family.register(self.registry))
         # Looking up a child takes longer than counting in it, and a decision counts in many.
         self.decisions_of = cache(self.decisions.labels)
         self.locality_of = cache(self.locality.labels)
@@ -254,3 +292,7 @@ class Telemetry:
             for what in ("isl", "overlap"):
                 self.worker_blocks.remove(gone, what)
             del self._counted[gone]
+
+
+FAMILIES = {name: row for name, row in vars(Telemetry).items() if isinstance(row, Family)}
+"""By attribute of Telemetry."""

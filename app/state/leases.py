@@ -6,15 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from app.core.errors import NamespaceMismatch, WorkerReplaced
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, WorkerInfo, WorkerKey, parse_incarnation
+from app.core.types import Incarnation, WorkerKey, parse_incarnation
+from app.core.worker_report import WorkerInfo, encode_info
 from app.state.scripts import Call, call
 
-LARGEST = 10**12
-"""No number in a WorkerInfo is larger."""
 MAX_ASKED = 4000
 """Lua unpacks fewer than 8,000 values."""
 
@@ -30,41 +27,6 @@ class Registration:
     incarnation: Incarnation
     predecessor_lives: bool
     shards: int
-
-
-def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
-    return orjson.dumps(
-        {
-            "worker": str(info.key),
-            "address": info.address,
-            "block_size": info.block_size,
-            "kv_total_blocks": info.kv_total_blocks,
-            "max_requests": info.max_requests,
-            "accelerator": info.accelerator,
-            "lease_ttl_ms": lease_ttl_ms,
-        }
-    )
-
-
-def decode_info(text: bytes | str) -> WorkerInfo:
-    """The WorkerInfo in what `encode_info` wrote. Raises ValueError, KeyError or TypeError for
-    anything else."""
-    fields = orjson.loads(text)
-
-    def whole(name: str, least: int = 0) -> int:
-        value = int(fields[name])
-        if not least <= value <= LARGEST:
-            raise ValueError(f"{name} is {fields[name]!r}")
-        return value
-
-    return WorkerInfo(
-        key=WorkerKey.parse(str(fields["worker"])),
-        address=str(fields["address"]),
-        block_size=whole("block_size", least=1),
-        kv_total_blocks=whole("kv_total_blocks"),
-        max_requests=whole("max_requests"),
-        accelerator=str(fields["accelerator"]),
-    )
 
 
 def register(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
+from app.core.chains import BLOCKS_PER_BUCKET, bucket_name
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.state.client import Client
@@ -115,6 +117,31 @@ async def bucket_bits_of(redis: Client, shard: Keyspace) -> int | None:
     found: Any = await redis.hget(shard["shard"], "bucket_bits")
     bits = BUCKET_BITS.fullmatch(found or b"")
     return int(bits[1]) if bits else None
+
+
+async def fill(
+    redis: Client, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
+) -> float:
+    """Blocks in the index per block it was laid out for, from at least `samples` of its buckets.
+
+    Every shard gives as many; those whose layout cannot be read do not count. Raises
+    RedisUnavailable.
+    """
+    each = -(-samples // max(shards, 1))
+    blocks = laid_out = 0
+    for shard in map(keyspace.of_shard, range(shards)):
+        async with deadline(STEP_TIMEOUT_S):
+            bits = await bucket_bits_of(redis, shard)
+            if bits is None:
+                continue
+            async with redis.node_of(shard["shard"]).client.pipeline(transaction=False) as pipe:
+                for _ in range(each):
+                    number = rng.randrange(1 << bits)
+                    pipe.hlen(shard[f"blocks:{bucket_name(number, bits)}"])
+                lengths = await pipe.execute(raise_on_error=False)
+        blocks += sum(n for n in lengths if isinstance(n, int))
+        laid_out += each * BLOCKS_PER_BUCKET
+    return blocks / laid_out if laid_out else 0.0
 
 
 async def buckets(

@@ -6,7 +6,14 @@ from typing import Any
 import httpx
 import pytest
 
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
+from app.core.worker_report import (
+    DEFAULT_SPEED,
+    GPU,
+    INFO,
+    METRICS,
+    ForwardPassMetrics,
+    GpuReadings,
+)
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
@@ -40,7 +47,8 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
     await client.post("/v1/requests/a/prefill_complete")
     (worker,) = (await listed(client))["workers"]
     queue_s = worker.pop("queue_s")
-    assert worker == {
+    reported = {item.answer: item.default for item in (*INFO, *METRICS) if item.answer}
+    assert worker == reported | {
         "worker_id": "w1",
         "dp_rank": 2,
         "address": "http://w1-2:80",
@@ -97,15 +105,8 @@ async def test_gpu_readings_are_shown_and_missing_ones_are_null(
     readings = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0)
     await workers.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, readings)
     (worker,) = (await listed_once_fresh(client, 1))["workers"]
-    assert worker["gpu"] == {
-        "memory_used_bytes": 60_129_542_145,
-        "memory_total_bytes": None,
-        "utilisation": 0.0,
-        "temperature_c": None,
-        "power_w": None,
-        "pcie_sent_bytes_per_s": None,
-        "pcie_received_bytes_per_s": None,
-    }
+    missing = {item.answer: None for item in GPU}
+    assert worker["gpu"] == missing | {"memory_used_bytes": 60_129_542_145, "utilisation": 0.0}
 
 
 async def test_load_statistics_leave_out_workers_that_report_nothing(

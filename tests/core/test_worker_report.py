@@ -1,18 +1,47 @@
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from typing import Any
+
+import orjson
 import pytest
 
+from app.core.types import WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
+    GPU,
+    INFO,
+    LARGEST,
+    METRICS,
     NO_READINGS,
+    SPEED,
     ForwardPassMetrics,
     GpuReadings,
+    Item,
     Speed,
+    WorkerInfo,
+    WrongField,
     decode,
+    decode_info,
     encode,
+    encode_info,
+    read_info,
 )
 
-METRICS = ForwardPassMetrics(
+WORKER = WorkerInfo(
+    key=WorkerKey("gpu-7", 3),
+    address="http://10.0.0.7:8081",
+    block_size=16,
+    kv_total_blocks=25_000,
+    max_requests=256,
+    accelerator="NVIDIA H100",
+)
+WORKER_TEXT = (
+    b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
+    b'"kv_total_blocks":25000,"max_requests":256,"accelerator":"NVIDIA H100","lease_ttl_ms":3000}'
+)
+METRICS_SEEN = ForwardPassMetrics(
     request_active_slots=3,
     request_total_slots=256,
     kv_active_blocks=1200,
@@ -22,7 +51,7 @@ METRICS = ForwardPassMetrics(
     gpu_prefix_cache_hit_rate=0.75,
     kv_idle_before_evict_s=412.5,
 )
-SPEED = Speed(prefill_s_per_token=1.25e-5, mean_output_tokens=212.5)
+SPEED_LEARNT = Speed(prefill_s_per_token=1.25e-5, mean_output_tokens=212.5)
 READINGS = GpuReadings(
     memory_used_bytes=60_129_542_145,
     memory_total_bytes=85_899_345_920,
@@ -32,6 +61,57 @@ READINGS = GpuReadings(
     pcie_sent_bytes_per_s=1_250_000,
     pcie_received_bytes_per_s=87_654_321_000,
 )
+ENTRY = {
+    "request_active_slots": "3",
+    "request_total_slots": "256",
+    "kv_active_blocks": "1200",
+    "kv_total_blocks": "25000",
+    "num_requests_waiting": "2",
+    "gpu_cache_usage_perc": "0.048",
+    "gpu_prefix_cache_hit_rate": "0.75",
+    "kv_idle_before_evict_s": "412.5",
+    "prefill_s_per_token": "1.25e-05",
+    "prefill_s_per_token2": "1.1e-09",
+    "decode_s_per_kv_token": "3e-08",
+    "decode_s_per_seq": "8e-05",
+    "host_s_per_token": "2e-06",
+    "disk_s_per_token": "2e-05",
+    "mean_output_tokens": "212.5",
+    "gpu_memory_used_bytes": "60129542145",
+    "gpu_memory_total_bytes": "85899345920",
+    "gpu_utilisation": "0.37",
+    "gpu_temperature_c": "54",
+    "gpu_power_w": "312.345",
+    "gpu_pcie_sent_bytes_per_s": "1250000",
+    "gpu_pcie_received_bytes_per_s": "87654321000",
+}
+
+SHOWN = {
+    "worker": ("", ""),
+    "address": ("address", ""),
+    "block_size": ("block_size", ""),
+    "kv_total_blocks": ("kv_total_blocks", ""),
+    "max_requests": ("max_requests", ""),
+    "accelerator": ("accelerator", ""),
+    "request_active_slots": ("", ""),
+    "request_total_slots": ("", ""),
+    "kv_active_blocks": ("kv_active_blocks", "kv_active_blocks"),
+    "num_requests_waiting": ("num_requests_waiting", "requests_waiting"),
+    "gpu_cache_usage_perc": ("gpu_cache_usage", "cache_usage"),
+    "gpu_prefix_cache_hit_rate": ("gpu_prefix_cache_hit_rate", ""),
+    "kv_idle_before_evict_s": ("kv_idle_before_evict_s", ""),
+    "gpu_memory_used_bytes": ("memory_used_bytes", "gpu_memory_used_bytes"),
+    "gpu_memory_total_bytes": ("memory_total_bytes", "gpu_memory_total_bytes"),
+    "gpu_utilisation": ("utilisation", "gpu_utilisation"),
+    "gpu_temperature_c": ("temperature_c", "gpu_temperature_celsius"),
+    "gpu_power_w": ("power_w", "gpu_power_watts"),
+    "gpu_pcie_sent_bytes_per_s": ("pcie_sent_bytes_per_s", "gpu_pcie_sent_bytes_per_second"),
+    "gpu_pcie_received_bytes_per_s": (
+        "pcie_received_bytes_per_s",
+        "gpu_pcie_received_bytes_per_second",
+    ),
+}
+"""By name in Redis: the names in GET /v1/workers and, after kvroute_worker_, in /metrics."""
 
 
 def read(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
@@ -39,27 +119,126 @@ def read(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]
     return decode({name.encode(): text.encode() for name, text in entry.items()})
 
 
-def test_metrics_are_read_as_they_were_written() -> None:
-    assert read(encode(METRICS, SPEED, READINGS)) == (METRICS, SPEED, READINGS)
+def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
+    assert encode_info(WORKER, 3000) == WORKER_TEXT
+    assert decode_info(WORKER_TEXT) == WORKER
+    assert decode_info(WORKER_TEXT.decode()) == WORKER
+
+
+def test_routers_show_what_workers_say_under_these_names() -> None:
+    # The measured total repeats the registered one, and is not shown.
+    measured = [item for item in METRICS if item.name != "kv_total_blocks"]
+    items = [*INFO, *measured, *GPU]
+    assert {item.wire: (item.answer, item.gauge) for item in items} == SHOWN
+
+
+def test_a_registration_with_the_smallest_numbers_is_read() -> None:
+    smallest = replace(WORKER, block_size=1, kv_total_blocks=0, max_requests=0)
+    assert decode_info(encode_info(smallest, 3000)) == smallest
+
+
+def test_a_field_that_a_later_version_registers_is_ignored() -> None:
+    assert read_info(orjson.loads(WORKER_TEXT) | {"colour": "red"}) == WORKER
+
+
+@pytest.mark.parametrize("item", INFO, ids=lambda item: item.wire)
+def test_a_field_missing_from_a_registration_takes_its_default_or_is_refused(item: Item) -> None:
+    values = orjson.loads(WORKER_TEXT)
+    del values[item.wire]
+    if item.default is None:
+        with pytest.raises(WrongField, match=f"{item.wire} is None, not "):
+            read_info(values)
+    else:
+        assert read_info(values) == replace(WORKER, **{item.name: item.default})
+
+
+def test_only_the_accelerator_of_a_registration_has_a_default() -> None:
+    assert {item.wire: item.default for item in INFO if item.default is not None} == {
+        "accelerator": "cpu"
+    }
+
+
+@pytest.mark.parametrize("text", ["", "gpu-7", '{"worker": "gpu-7"'])
+def test_a_registration_that_is_not_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="line 1 column"):
+        decode_info(text)
+
+
+def test_a_registration_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"not an object: \[\]"):
+        decode_info("[]")
+
+
+@pytest.mark.parametrize("value", [":0", "gpu-7", 7, None])
+def test_a_registration_of_a_nameless_worker_is_refused(value: Any) -> None:
+    with pytest.raises(WrongField, match=f"worker is {value!r}, not "):
+        read_info(orjson.loads(WORKER_TEXT) | {"worker": value})
+
+
+@pytest.mark.parametrize("item", INFO, ids=lambda item: item.wire)
+@pytest.mark.parametrize("value", [None, [], {}, True])
+def test_a_field_of_another_type_in_a_registration_is_refused_by_name(
+    item: Item, value: Any
+) -> None:
+    with pytest.raises(WrongField) as refused:
+        read_info(orjson.loads(WORKER_TEXT) | {item.wire: value})
+    assert (refused.value.name, refused.value.value) == (item.wire, value)
+
+
+@pytest.mark.parametrize("value", [-1, 10**12 + 1, 1.5, "16"])
+@pytest.mark.parametrize("field", ["block_size", "kv_total_blocks", "max_requests"])
+def test_a_number_out_of_bounds_in_a_registration_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(WrongField, match=f"{field} is {value!r}, not a whole number from "):
+        read_info(orjson.loads(WORKER_TEXT) | {field: value})
+
+
+def test_metrics_are_these_fields_in_this_order_and_are_read_as_they_were_written() -> None:
+    entry = encode(METRICS_SEEN, SPEED_LEARNT, READINGS)
+    assert list(entry.items()) == list(ENTRY.items())
+    assert read(entry) == (METRICS_SEEN, SPEED_LEARNT, READINGS)
+
+
+def test_a_registration_with_any_values_is_read_as_it_was_written() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        info = WorkerInfo(
+            WorkerKey(f"w{rng.randrange(10**6)}", rng.randrange(100_000)),
+            *(_any_value(item, rng) for item in INFO[1:]),
+        )
+        assert decode_info(encode_info(info, rng.randrange(10**6))) == info
+
+
+def test_metrics_with_any_values_are_read_as_they_were_written() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        report = (
+            ForwardPassMetrics(*(_any_value(item, rng) for item in METRICS)),
+            Speed(*(_any_value(item, rng) for item in SPEED)),
+            GpuReadings(*(rng.choice([None, _any_value(item, rng)]) for item in GPU)),
+        )
+        assert read(encode(*report)) == report
+
+
+def _any_value(item: Item, rng: random.Random) -> Any:
+    """A value that a field may have: of floats, nine digits are written."""
+    if item.kind is str:
+        return "".join(rng.choices('aZ 09:/"\\é字', k=rng.randrange(20)))
+    if item.kind is int:
+        return rng.choice([item.least, rng.randrange(item.least, 10**12)])
+    return float(f"{rng.choice([0.0, rng.random(), LARGEST * rng.random() ** 40]):.9g}")
 
 
 def test_only_readings_that_a_gpu_has_are_written() -> None:
-    entry = encode(METRICS, SPEED, GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0))
-    readings = entry.items() - encode(METRICS, SPEED).items()
+    some = GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
+    entry = encode(METRICS_SEEN, SPEED_LEARNT, some)
+    readings = entry.items() - encode(METRICS_SEEN, SPEED_LEARNT).items()
     assert readings == {("gpu_memory_used_bytes", "60129542145"), ("gpu_power_w", "0")}
-    assert read(entry)[2] == GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
+    assert read(entry)[2] == some
 
 
-def test_every_field_is_written_as_short_text_under_its_own_name() -> None:
-    entry = encode(METRICS, SPEED)
-    assert len(entry) == 15
-    assert entry["kv_total_blocks"] == "25000"
-    assert entry["gpu_cache_usage_perc"] == "0.048"
-    assert entry["prefill_s_per_token"] == "1.25e-05"
-    assert (
-        encode(ForwardPassMetrics(gpu_cache_usage_perc=1 / 3), SPEED)["gpu_cache_usage_perc"]
-        == "0.333333333"
-    )
+def test_fractions_are_written_with_nine_digits() -> None:
+    entry = encode(ForwardPassMetrics(gpu_cache_usage_perc=1 / 3), SPEED_LEARNT)
+    assert entry["gpu_cache_usage_perc"] == "0.333333333"
 
 
 def test_counts_stay_whole_numbers() -> None:
@@ -68,23 +247,15 @@ def test_counts_stay_whole_numbers() -> None:
     assert isinstance(metrics.kv_total_blocks, int)
 
 
-def test_a_missing_field_takes_its_default_and_an_unknown_one_is_ignored() -> None:
+def test_a_missing_metric_takes_its_default_and_an_unknown_one_is_ignored() -> None:
     metrics, speed, gpu = read({"kv_active_blocks": "5", "worker": "a:0", "colour": "red"})
     assert metrics == ForwardPassMetrics(kv_active_blocks=5)
     assert speed == DEFAULT_SPEED
     assert gpu == NO_READINGS
 
 
-@pytest.mark.parametrize("field", ["kv_active_blocks", "prefill_s_per_token", "gpu_power_w"])
-@pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e308"])
-def test_a_number_that_no_measurement_gives_is_refused(field: str, text: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {text}"):
-        read({field: text})
-
-
-@pytest.mark.parametrize(
-    "field", ["kv_active_blocks", "mean_output_tokens", "gpu_memory_used_bytes"]
-)
-def test_a_field_that_is_not_a_number_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match="many"):
-        read({field: "many"})
+@pytest.mark.parametrize("item", [*METRICS, *SPEED, *GPU], ids=lambda item: item.wire)
+@pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e308", "many", ""])
+def test_text_that_no_measurement_gives_is_refused_by_name(item: Item, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{item.wire} is {text}$"):
+        read({item.wire: text})

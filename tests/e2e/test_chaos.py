@@ -26,7 +26,7 @@ from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import RedisUnavailable
 from app.local.cluster import Cluster, Member
 from app.local.redis_server import EmbeddedRedis
-from app.ops import questions, verify
+from app.ops import verify, workers
 from app.state.client import Client
 from app.state.connect import connect
 from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind, Outcome
@@ -305,7 +305,7 @@ async def watch_reservations(redis: Client, cluster: Cluster) -> None:
     """Until cancelled, check that no worker exceeds its slots and that all records agree."""
     while True:
         with suppress(RedisUnavailable):
-            for worker in await questions.everyone(redis, cluster.keyspace):
+            for worker in await workers.everyone(redis, cluster.keyspace):
                 assert worker.load is None or worker.load.requests <= SLOTS
             findings, _ = await verify.verify(redis, cluster.keyspace, 0)
             assert findings == []

@@ -14,7 +14,7 @@ import pytest
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.test_healing import CHAINS, KEYS, LEASE_S, WORKERS, World, short_intervals, world
 from tests.eventually import eventually
-from workers.agent import agent as agents
+from workers.agent import publish
 
 short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
@@ -31,7 +31,7 @@ async def make_room(cluster: World) -> None:
 async def test_a_full_redis_does_not_stop_routing_or_leave_overlaps_too_long(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agents, "FULL_PAUSE_S", 0.02)
+    monkeypatch.setattr(publish, "FULL_PAUSE_S", 0.02)
     async with world(redis_server.url) as cluster:
         before = {name: agent.incarnation for name, agent in cluster.agents.items()}
         try:
@@ -81,7 +81,7 @@ async def test_a_full_redis_does_not_stop_routing_or_leave_overlaps_too_long(
 async def test_workers_reregister_and_old_incarnations_are_swept_in_a_full_redis(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents, "FULL_PAUSE_S", 0.02)
+    monkeypatch.setattr(publish, "FULL_PAUSE_S", 0.02)
     async with world(redis_server.url) as cluster:
         try:
             await fill_up(cluster)

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.core.worker_report import GPU
 from app.local.redis_server import EmbeddedRedis
-from app.router.metrics import WORKER_GPU
 from tests.api.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
@@ -86,9 +86,9 @@ async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
     text = (await client.get("/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     return {
-        reading: sample.value
-        for reading, (name, _) in WORKER_GPU.items()
-        for sample in families[f"kvroute_worker_gpu_{name}"].samples
+        reading.name: sample.value
+        for reading in GPU
+        for sample in families[f"kvroute_worker_{reading.gauge}"].samples
         if sample.labels["worker"] == "w0:0"
     }
 

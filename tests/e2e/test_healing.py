@@ -38,6 +38,7 @@ from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent
 from workers.agent import agent as agents
+from workers.agent import publish
 from workers.agent.agent import Agent
 
 KEYS = Keyspace("healing")
@@ -365,9 +366,8 @@ async def world(
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "DRAIN_BLOCKS", 4)
+    monkeypatch.setattr(publish, "DRAIN_BLOCKS", 4)
     monkeypatch.setattr(agents, "AUDIT_INTERVAL_S", 0.05)
-    monkeypatch.setattr(agents, "DRAIN_BLOCKS", 4)
     monkeypatch.setattr(maintenance, "MAINTENANCE_INTERVAL_S", 0.03)
     monkeypatch.setattr(maintenance, "SWEEP_PAUSE_S", 0.001)
     monkeypatch.setattr(maintenance, "SWEEP_PAUSE_MS", 0)

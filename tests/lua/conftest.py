@@ -12,7 +12,8 @@ from redis.asyncio import Redis
 from app.core.chains import GROUP_BLOCKS, Overlaps
 from app.core.keys import Keyspace
 from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.worker_report import WorkerInfo
 from app.state import index, leases, line, overlap, predictions, reservations, sessions
 from app.state.index import Change, SweepStep
 from app.state.leases import Registration

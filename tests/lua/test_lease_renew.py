@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from redis.exceptions import ResponseError
 
+from app.core import worker_report
 from app.core.errors import NamespaceMissing
 from app.core.loads import Load
 from app.core.types import Incarnation
@@ -319,7 +320,7 @@ async def test_a_wrong_worker_entry_is_corrected_and_updates_workers_ms(
     text = await space.get("workers", other)
     await space.redis.hset(space.key("workers"), str(inc), text or "")
     assert await space.renew(inc)
-    assert leases.decode_info(await space.get("workers", inc) or "") == info("a")
+    assert worker_report.decode_info(await space.get("workers", inc) or "") == info("a")
     assert ((await space.loads()).workers_ms or 0) > 1
 
 

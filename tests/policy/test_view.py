@@ -8,8 +8,8 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from app.core.loads import Load, Reservation, Snapshot
-from app.core.types import Incarnation, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics
+from app.core.types import Incarnation, TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
 from app.policy.view import UNMEASURED, Measured, View, Workers, load_statistics
 

@@ -109,8 +109,10 @@ async def test_of_a_thousand_workers_only_the_new_one_is_decoded(
     before = await space.get("meta", "workers_ms")
     await eventually(space.now_ms, lambda now: str(now) != before)
     decoded: list[bytes] = []
-    decode = leases.decode_info
-    monkeypatch.setattr(leases, "decode_info", lambda text: decoded.append(text) or decode(text))
+    decode = worker_report.decode_info
+    monkeypatch.setattr(
+        worker_report, "decode_info", lambda text: decoded.append(text) or decode(text)
+    )
     b = await space.worker("b")
     assert (await fleet.view(await space.loads())).incarnations == [ONE, b]
     assert [decode(text).key for text in decoded] == [WorkerKey("b")]

@@ -1,16 +1,18 @@
-"""What operators' commands read from a Redis that does not answer."""
+"""Reading a namespace alongside a running cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
+from redis.asyncio import Redis
 
 from app.core.errors import RedisUnavailable
 from app.local.redis_server import EmbeddedRedis
 from app.state import reading
 from app.state.connect import connect
-from tests.fake_worker import KEYS
+from tests.fake_worker import KEYS, FakeWorkers
 from tests.redis_servers import stopped
 
 
@@ -36,3 +38,24 @@ async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
             async with asyncio.timeout(10.0):
                 with pytest.raises(RedisUnavailable):
                     await read()
+
+
+async def test_the_fill_of_an_index_is_estimated_from_a_sample_of_its_buckets(
+    redis: Redis,
+) -> None:
+    assert await reading.fill(redis, KEYS, 1, random.Random(1)) == 0
+    workers = FakeWorkers(redis)
+    await workers.register("w1")
+    rng = random.Random(2)
+    # Sixteen buckets, laid out for 128 blocks.
+    for _ in range(64):
+        await workers.publish("w1", [rng.getrandbits(32) for _ in range(4 * 16)])
+    found = await reading.fill(redis, KEYS, 1, random.Random(1), samples=400)
+    assert found == pytest.approx(1024 / 128, rel=0.25)
+
+    for shard in (1, 2, 3):
+        await redis.hset(KEYS.of_shard(shard)["shard"], "bucket_bits", "4")
+    await redis.config_resetstat()
+    found = await reading.fill(redis, KEYS, 4, random.Random(1), samples=400)
+    assert found == pytest.approx(1024 / 128 / 4, rel=0.25)
+    assert (await redis.info("commandstats"))["cmdstat_hlen"]["calls"] == 400

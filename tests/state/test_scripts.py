@@ -10,7 +10,8 @@ import pytest
 from app.core.errors import RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Reservation, Wish
-from app.core.types import Incarnation, SequenceHash, Tier, WorkerInfo, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.worker_report import WorkerInfo
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.state import index, leases, reservations
 from app.state.client import Client

@@ -1,6 +1,6 @@
-"""An engine's agent: registers, renews the lease, publishes ownership and metrics.
+"""An engine's agent: registers, renews the lease, publishes metrics, and has ownership published.
 
-Each incarnation has one writer, and its batches are numbered. Whatever goes wrong between agent
+Each incarnation has one writer. Whatever goes wrong between agent
 and Redis (a lapsed lease, an emptied or failed-over Redis, a lost batch) shows up as a refusal, and
 the response is always the same: a new incarnation, everything published under it, then one switch.
 """
@@ -10,48 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice, takewhile
-from typing import Any, TypeVar
-
-import stamina
-import stamina.instrumentation
+from typing import Any
 
 from app.core import worker_report
-from app.core.chains import bucket_bits_for
 from app.core.errors import (
     IncarnationLost,
     NamespaceMismatch,
-    RedisFull,
     RedisUnavailable,
     WorkerReplaced,
 )
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
-from app.core.types import Incarnation, SequenceHash, WorkerInfo
-from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed
-from app.state import index, leases
+from app.core.types import Incarnation
+from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
+from app.state import leases
 from app.state.connect import deadline
-from app.state.index import Change
 from app.state.scripts import Call, ScriptRunner
-from workers.agent.ownership import Ownership
+from workers.agent.publish import Publisher
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-BATCH_BLOCKS = 256
-"""Changes per script run: under a millisecond of Redis's time."""
-BATCHES_IN_FLIGHT = 8
-"""At most, and the fewer the longer Redis takes: agents that all republish at once would else keep
-routers waiting for seconds, and each other's renewals."""
-BUSY_S = 0.02
-"""A round trip that takes longer means that Redis is busy."""
-BUSY_PAUSES = 2
-"""How many times as long an agent then waits before it sends more, for MAX_PAUSE_S at most."""
-MAX_PAUSE_S = 1.0
-DRAIN_BLOCKS = 8192
-"""Changes put in order at once: tens of milliseconds, where a million would outlast the lease."""
 METRICS_TIMEOUT_S = 1.0
 MAX_RENEWAL_S = 2.0
 """A worker whose lease is made to lapse, as a request says that it failed, is retired after five
@@ -59,18 +39,12 @@ seconds without a renewal, however long the lease."""
 RECOUNT_BEATS, RECOUNT_WORKERS = 3, 256
 """Every third renewal has Redis count the worker's load as well, which costs it ten times as much
 with 50 requests; fewer do where there are more workers than that."""
-FULL_PAUSE_S = 0.25
-"""Between two attempts to store blocks in a Redis that is full. Removals wait as long."""
 AUDIT_INTERVAL_S = 2.0
-AUDIT_BLOCKS = 256
-"""Checked every AUDIT_INTERVAL_S, for half a millisecond of Redis's time: a pool of 25,000 blocks
-every 200 s, so that damage done in Redis does not persist."""
+"""How often some blocks and buckets are checked, so that damage done in Redis does not persist: a
+pool of 25,000 blocks every 200 s, the 131,072 buckets of a million blocks every 34 minutes."""
 AUDIT_WORKERS = 64
 """More workers than this audit less often, so that all audits together take Redis a twentieth of
 its time, where those of 1,000 workers would take all of it."""
-AUDIT_BUCKETS = 128
-"""Just as often, this many buckets of each shard are searched for blocks that the worker does not
-hold: 131,072 buckets, a million blocks, every 34 minutes; a large one, 1,000 blocks at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,54 +81,21 @@ class Agent:
         self._runner = runner
         self._keyspace = keyspace
         self._ttl_ms = round(settings.lease_ttl_s * 1000)
-        self._index_blocks = settings.index_blocks
         self._shards = settings.shards
         self._measure = measure
         self._read_gpu = read_gpu
         self._nonce = secrets.token_hex(4)
-        self._ownership = Ownership()
-        self._seqs: list[int] = []
-        """Number of the last batch sent to each shard."""
-        self._search_from: list[index.Place] = []
-        """For each shard, where the search for wrongly shown blocks resumes."""
         self._staged: Incarnation | None = None
-        self._lost = False
-        self._to_audit: dict[int, list[SequenceHash]] = {}
-        """The blocks to look for in each shard that is due for an audit."""
-        self._telling: dict[int, asyncio.Task[None]] = {}
-        self._full = set[int]()
-        """Shards that had no memory left for the last blocks to be stored."""
-        self._unreachable = set[int]()
-        """Shards that wait for an answer that did not come in time."""
-        self._wake = asyncio.Event()
-        self._notified = 0
-        """How often `notify` was called; `_told`: how many of these calls each shard has had."""
-        self._told: list[int] = []
-        self._in_flight = 1
-        """Batches to send together next time."""
-        self._told_more = asyncio.Event()
-        """Set, and replaced, when `_told` or `_unreachable` changes."""
+        """Registered, but not routed to yet."""
+        self._publisher = Publisher(runner, keyspace, info.key, self._nonce, settings.index_blocks)
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
-        """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
-        self._ownership.apply(events)
-        self._notified += 1
-        if self._ownership.any_pending:
-            self._wake.set()
+        """See Publisher."""
+        self._publisher.notify(events)
 
     async def settled(self) -> bool:
-        """Wait until Redis shows no block that `notify` was told is gone.
-
-        False: a shard that cannot be reached may show such a block until it is back.
-        """
-        notified = self._notified
-        while self.incarnation is not None:
-            behind = {shard for shard, told in enumerate(self._told) if told < notified}
-            if behind <= self._unreachable:
-                return not behind
-            self._wake.set()
-            await self._told_more.wait()
-        return True
+        """See Publisher."""
+        return await self._publisher.settled()
 
     async def start(self) -> None:
         """Register: from here on the worker is routed to, and its previous life's blocks are void.
@@ -164,7 +105,7 @@ class Agent:
         activated = False
         while not activated:
             self.incarnation = (await self._register()).incarnation
-            activated = await self._insist(self._activate(self.incarnation))
+            activated = await self._publisher.insist(self._activate(self.incarnation))
         log.info("%s registered as incarnation %d", self.info.key, self.incarnation)
 
     async def run(self) -> None:
@@ -189,9 +130,8 @@ class Agent:
             await self._runner.run([self._retire(inc) for inc in held])
             self.incarnation = self._staged = None
         except RedisUnavailable as error:
-            self._unreachable.update(range(len(self._told)))
             log.warning("%s could not retire (its lease will lapse): %s", self.info.key, error)
-        self._notice()
+        self._publisher.stop(is_retired=self.incarnation is None)
 
     async def _register(self, held: Incarnation | None = None) -> leases.Registration:
         """A new incarnation, which may publish in every shard and has published nothing.
@@ -210,7 +150,7 @@ class Agent:
         waited = False
         while True:
             try:
-                registration = await self._insist(call)
+                registration = await self._publisher.insist(call)
             except (NamespaceMismatch, WorkerReplaced):
                 if waited or held is None:
                     raise
@@ -219,65 +159,14 @@ class Agent:
                 waited = True
                 await asyncio.sleep(self._ttl_ms / 1000)
                 continue
-            shards = registration.shards
-            bits = bucket_bits_for(self._index_blocks // shards)
-            opened = await self._insist_all(
-                [
-                    index.open_shard(
-                        self._keyspace.of_shard(n), registration.incarnation, self._nonce, bits
-                    )
-                    for n in range(shards)
-                ]
-            )
-            if all(opened):
-                self._seqs, self._told = [0] * shards, [0] * shards
-                self._search_from = [index.FIRST_PLACE] * shards
-                self._full.clear()
-                self._unreachable.clear()
-                self._ownership.forget(shards)
+            if await self._publisher.open(registration.incarnation, registration.shards):
                 return registration
             log.warning(
                 "%s: incarnation number %d is taken; registering again",
                 self.info.key,
                 registration.incarnation,
             )
-            await self._insist(self._retire(registration.incarnation))
-
-    async def _insist(self, call: Call[T]) -> T:
-        """The answer to a call that may safely run twice, however long Redis takes."""
-        answer: T = (await self._insist_all([call]))[0]
-        return answer
-
-    async def _insist_all(
-        self, calls: Sequence[Call[Any]], *, shard: int | None = None, unless_full: bool = False
-    ) -> list[Any]:
-        """shard: the one that waits for the answer; None: all do.
-
-        unless_full: RedisFull counts as an answer too.
-        """
-        waiting = range(len(self._told)) if shard is None else (shard,)
-        final = RedisFull if unless_full else ()
-        async for attempt in stamina.retry_context(
-            on=RedisUnavailable, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
-        ):
-            with attempt:
-                replies = await self._runner.run_each(calls)
-                for reply in replies:
-                    if isinstance(reply, RedisUnavailable) and not isinstance(reply, final):
-                        self._unreachable.update(waiting)
-                        self._notice()
-                        # Ever more rarely, as Redis may be gone for hours.
-                        if attempt.num.bit_count() == 1:
-                            log.warning(
-                                "%s: attempt %d failed, retrying: %s",
-                                self.info.key,
-                                attempt.num,
-                                reply,
-                            )
-                        raise reply
-                self._unreachable.difference_update(waiting)
-                return replies
-        raise AssertionError("stamina retries without end")
+            await self._publisher.insist(self._retire(registration.incarnation))
 
     async def _keep_lease(self) -> None:
         """Renew three times per lease and every MAX_RENEWAL_S, for the staged incarnation as well.
@@ -304,9 +193,7 @@ class Agent:
                 continue
             self.num_leases = max(*renewed, 1)
             if self.incarnation == held[0] and not renewed[0]:
-                log.warning("%s: incarnation %d lapsed", self.info.key, held[0])
-                self._lost = True
-                self._wake.set()
+                self._publisher.interrupt(IncarnationLost(f"incarnation {held[0]} lapsed"))
 
     def _renew(self, inc: Incarnation, thorough: bool) -> Call[int]:
         return leases.renew(
@@ -315,7 +202,7 @@ class Agent:
             inc,
             self._nonce,
             ttl_ms=self._ttl_ms,
-            shards=len(self._seqs),
+            shards=self._publisher.num_shards,
             staged=inc == self._staged,
             thorough=thorough,
         )
@@ -327,95 +214,36 @@ class Agent:
         return leases.activate(self._keyspace, self.info.key, inc, self._nonce, held=held)
 
     async def _audit(self) -> None:
-        """Have shards audited, each once it has been sent all pending changes."""
         while True:
             await asyncio.sleep(AUDIT_INTERVAL_S * max(1.0, self.num_leases / AUDIT_WORKERS))
-            self._to_audit = dict(enumerate(self._ownership.next_to_audit(AUDIT_BLOCKS)))
-            self._wake.set()
+            self._publisher.audit_soon()
 
     async def _publish(self) -> None:
-        """One task per shard, so that an unreachable shard does not hold up the others."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                if self._lost:
-                    await self._stop_telling()
-                    try:
-                        await self._resync()
-                    except IncarnationLost as error:
-                        self._is_lost(error)
-                elif self.incarnation is not None:
-                    for shard in set(range(len(self._seqs))) - self._telling.keys():
-                        self._tell_if_due(tasks, shard, self.incarnation)
-
-    def _tell_if_due(self, tasks: asyncio.TaskGroup, shard: int, incarnation: Incarnation) -> None:
-        to_audit = self._to_audit.pop(shard, None)
-        if self._ownership.is_pending(shard) or to_audit is not None:
-            telling = self._tell(shard, incarnation, to_audit)
-            self._telling[shard] = tasks.create_task(telling)
-        else:
-            self._has_told(shard, self._notified)
-
-    async def _tell(
-        self, shard: int, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
-    ) -> None:
-        """Send a shard its changes, and audit what it shows unless `to_audit` is None."""
-        notified = self._notified
-        try:
-            if not await self._send(shard, incarnation):
-                raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
-            self._has_told(shard, notified)
-            if to_audit is not None:
-                await self._compare(shard, incarnation, self._ownership.as_told(shard, to_audit))
-            if shard in self._full:
-                await asyncio.sleep(FULL_PAUSE_S)
-        except IncarnationLost as error:
-            self._is_lost(error)
-        finally:
-            del self._telling[shard]
-            self._wake.set()
-
-    async def _stop_telling(self) -> None:
-        """Cancel the tasks: what they were sending is void, and everything is sent again."""
-        telling = list(self._telling.values())
-        for task in telling:
-            task.cancel()
-        if telling:
-            await asyncio.wait(telling)
-        # Tasks that had not started have not removed themselves.
-        self._telling.clear()
-
-    def _has_told(self, shard: int, notified: int) -> None:
-        if self._told[shard] < notified:
-            self._told[shard] = notified
-            self._notice()
-
-    def _notice(self) -> None:
-        told, self._told_more = self._told_more, asyncio.Event()
-        told.set()
-
-    def _is_lost(self, error: IncarnationLost) -> None:
-        log.warning("%s: %s; resyncing", self.info.key, error)
-        self._lost = True
-        self._wake.set()
+        """Publish under the incarnation, and whenever it is lost, under a new one."""
+        is_lost = False
+        while True:
+            try:
+                if is_lost:
+                    await self._resync()
+                assert self.incarnation is not None
+                await self._publisher.publish(self.incarnation)
+            except IncarnationLost as loss:
+                log.warning("%s: %s; resyncing", self.info.key, loss)
+                is_lost = True
 
     async def _resync(self) -> None:
-        """A new incarnation, everything under it, one switch. See lua/register.lua."""
+        """A new incarnation, everything under it, one switch. See lua/register.lua.
+
+        Raises IncarnationLost if the new one is lost as well.
+        """
         self.resyncs += 1
         registration = await self._register(self.incarnation)
         new = registration.incarnation
         self._staged = new
         try:
             if registration.predecessor_lives:
-                async with asyncio.TaskGroup() as tasks:
-                    sent = [
-                        tasks.create_task(self._send(shard, new))
-                        for shard in range(registration.shards)
-                    ]
-                if not all(task.result() for task in sent):
-                    raise IncarnationLost(f"incarnation {new}: a batch was refused")
-            if not await self._insist(self._activate(new, self.incarnation)):
+                await self._publisher.publish_all(new)
+            if not await self._publisher.insist(self._activate(new, self.incarnation)):
                 raise IncarnationLost(f"staged incarnation {new} was lost")
         except IncarnationLost:
             self._staged = None
@@ -423,104 +251,7 @@ class Agent:
         # Not sooner: if cancelled before this, the worker may be routed to as either, and `stop`
         # ends both.
         self.incarnation, self._staged = new, None
-        self._lost = False
-        self._wake.set()
         log.info("%s resynced as incarnation %d", self.info.key, new)
-
-    async def _send(self, shard: int, incarnation: Incarnation) -> bool:
-        """Apply what has changed. False: a batch was refused, and the rest not sent.
-
-        Blocks that Redis has no memory for are left for later.
-        """
-        reply: bool | RedisFull = True
-        is_more = True
-        while is_more and reply is True:
-            changes = self._ownership.drain(shard, DRAIN_BLOCKS)
-            is_more = len(changes) >= DRAIN_BLOCKS
-            reply = await self._apply(shard, incarnation, changes)
-        if reply is False:
-            return False
-        self._note_full(shard, isinstance(reply, RedisFull))
-        return True
-
-    async def _apply(
-        self, shard: int, incarnation: Incarnation, changes: Sequence[Change]
-    ) -> bool | RedisFull:
-        """Apply a drain's changes in numbered batches, a few per round trip.
-
-        A round trip that failed half-way is sent again as a whole: batches already applied are
-        recognised by their numbers. Returns the first reply that is not True, if there is one.
-        """
-        keyspace = self._keyspace.of_shard(shard)
-        essential = list(takewhile(lambda c: not self._ownership.adds(shard, c), changes))
-        batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
-        batches += [(False, batch) for batch in _batched(changes[len(essential) :], BATCH_BLOCKS)]
-        loop = asyncio.get_running_loop()
-        at = 0
-        while at < len(batches):
-            calls = [
-                index.apply(keyspace, incarnation, self._nonce, seq, batch, essential=essential)
-                for seq, (essential, batch) in enumerate(
-                    batches[at : at + self._in_flight], self._seqs[shard] + 1
-                )
-            ]
-            sent_s = loop.time()
-            replies = await self._insist_all(calls, shard=shard, unless_full=True)
-            took_s = loop.time() - sent_s
-            applied = len(list(takewhile(lambda reply: reply is True, replies)))
-            self._seqs[shard] += applied
-            at += applied
-            if applied == len(calls):
-                await self._yield_to_others(took_s, is_more=at < len(batches))
-                continue
-            reply: bool | RedisFull = replies[applied]
-            if reply is not False:
-                for _, batch in batches[at:]:
-                    self._ownership.untell(shard, batch)
-            return reply
-        return True
-
-    async def _yield_to_others(self, took_s: float, *, is_more: bool) -> None:
-        """Adapt to how busy Redis was in the last round trip."""
-        if took_s <= BUSY_S:
-            self._in_flight = min(2 * self._in_flight, BATCHES_IN_FLIGHT)
-        else:
-            self._in_flight = 1
-            if is_more:
-                await asyncio.sleep(min(BUSY_PAUSES * took_s, MAX_PAUSE_S))
-
-    def _note_full(self, shard: int, is_full: bool) -> None:
-        was_full = bool(self._full)
-        (self._full.add if is_full else self._full.discard)(shard)
-        if self._full and not was_full:
-            log.error("%s: Redis is full: new blocks are not published", self.info.key)
-        elif was_full and not self._full:
-            log.warning("%s: Redis has memory again: all blocks are published", self.info.key)
-
-    async def _compare(
-        self, shard: int, incarnation: Incarnation, entries: Sequence[Change]
-    ) -> None:
-        """Check that a shard shows what was published. Raises IncarnationLost if it does not."""
-        keyspace = self._keyspace.of_shard(shard)
-        first = self._search_from[shard]
-        missing, found = await self._insist_all(
-            [
-                index.audit(keyspace, incarnation, self._nonce, self._seqs[shard], entries),
-                index.claims(keyspace, incarnation, first, AUDIT_BUCKETS),
-            ],
-            shard=shard,
-        )
-        if missing < 0:
-            raise IncarnationLost(f"incarnation {incarnation}: lost to shard {shard}")
-        if missing:
-            raise IncarnationLost(
-                f"incarnation {incarnation}: blocks missing in shard {shard}: {missing}"
-            )
-        if found is None or not self._ownership.shows(shard, found):
-            raise IncarnationLost(
-                f"incarnation {incarnation}: shard {shard} does not match what was published"
-            )
-        self._search_from[shard] = found.following
 
     async def _publish_metrics(self) -> None:
         """Publish only the latest value: a tick that Redis does not take is not retried."""
@@ -541,14 +272,3 @@ class Agent:
                     )
             except RedisUnavailable as error:
                 log.debug("%s: metrics not published: %s", self.info.key, error)
-
-
-# Stamina's own log line does not show what failed.
-stamina.instrumentation.set_on_retry_hooks(())
-
-
-def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """itertools.batched, which Python 3.11 lacks."""
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch

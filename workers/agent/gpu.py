@@ -31,7 +31,7 @@ RETRY_S = 10.0
 _CUDA_DEVICE = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)
 
 
-class GpuProbe:
+class GpuMonitor:
     """Reads one of the GPUs that CUDA shows this process, once a second: start, latest, stop.
 
     Nothing here raises, and only start and stop wait, for up to START_TIMEOUT_S and STOP_TIMEOUT_S.
@@ -57,7 +57,7 @@ class GpuProbe:
         self._silent = False
         self._looked = threading.Event()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpu-probe", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gpu-monitor", daemon=True)
 
     def start(self) -> str:
         """Name of the GPU as its driver gives it, such as `NVIDIA H100 80GB HBM3`; else `cpu`."""
@@ -99,7 +99,7 @@ class GpuProbe:
             self._stopping.wait(RETRY_S)
 
     def _read_until_lost(self, nvml: Any) -> None:
-        """Raises NVMLError if the GPU is missing or gets lost; returns once the probe stops."""
+        """Raises NVMLError if the GPU is missing or gets lost; returns once the monitor stops."""
         nvml.nvmlInit()
         try:
             device = _find(nvml, self._wanted)

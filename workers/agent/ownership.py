@@ -36,7 +36,7 @@ class _Node:
         "parent",
         "published",
         "root",
-        "told",
+        "wanted",
     )
 
     def __init__(self) -> None:
@@ -47,11 +47,12 @@ class _Node:
         """Most nodes have one child, which is stored here without a set."""
         self.held = 0
         """Bit 1 << tier for each tier that holds the block."""
+        self.wanted: Tier | None = None
+        """The tier that Redis should show it in."""
         self.published: Tier | None = None
-        self.told: Tier | None = None
-        """The tier that Redis knows as published."""
+        """The tier that Redis shows it in, once it has all that was drained."""
         self.depth = 0
-        """Blocks before it in its chain; valid whenever the block is published or told."""
+        """Blocks before it in its chain; valid whenever it is wanted or published."""
         self.root: SequenceHash | None = None
         self.leader: SequenceHash | None = None
         """First blocks of its chain (root) and of its group (leader); valid whenever depth is."""
@@ -84,8 +85,8 @@ _FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 
 """Fastest tier, indexed by the bits of `_Node.held`."""
 
 
-class _Told(NamedTuple):
-    """What Redis knows of a block."""
+class _Published(NamedTuple):
+    """How Redis shows a block."""
 
     tier: Tier
     depth: int
@@ -110,8 +111,8 @@ class Ownership:
 
     def __init__(self) -> None:
         self._nodes: dict[SequenceHash, _Node] = {}
-        self._gone: dict[SequenceHash, _Told] = {}
-        """Blocks that Redis has been told of and that no longer have a node."""
+        self._gone: dict[SequenceHash, _Published] = {}
+        """Published blocks that no longer have a node."""
         self._pending: list[_Pieces] = [{}]
         """By shard."""
         self._before: list[dict[SequenceHash, Tier | None]] = [{}]
@@ -120,7 +121,7 @@ class Ownership:
 
     @property
     def num_pending(self) -> int:
-        """How many blocks have a published state that Redis has not been told."""
+        """How many blocks are not published as wanted."""
         return sum(len(blocks) for pieces in self._pending for blocks in pieces.values())
 
     @property
@@ -147,35 +148,35 @@ class Ownership:
     def next_to_audit(self, count: int) -> list[list[SequenceHash]]:
         """The next `count` blocks, in rotation, that Redis should show, by shard."""
         if not self._audit:
-            self._audit = [b for b, node in self._nodes.items() if node.told is not None]
+            self._audit = [b for b, node in self._nodes.items() if node.published is not None]
         blocks = self._audit[-count:]
         del self._audit[-count:]
         by_shard: list[list[SequenceHash]] = [[] for _ in self._pending]
         for block in blocks:
-            told = self._told(block)
-            if told:
-                by_shard[self._shard_of(told.root)].append(block)
+            published = self._published(block)
+            if published:
+                by_shard[self._shard_of(published.root)].append(block)
         return by_shard
 
-    def as_told(self, shard: int, blocks: Iterable[SequenceHash]) -> list[Change]:
-        """How that shard should show those of `blocks` that it has been told of."""
-        known = [(block, self._told(block)) for block in blocks]
+    def as_published(self, shard: int, blocks: Iterable[SequenceHash]) -> list[Change]:
+        """How that shard should show those of `blocks` that are published in it."""
+        each_published = [(block, self._published(block)) for block in blocks]
         return [
-            Change(block, told.tier, told.leader)
-            for block, told in known
-            if told and self._shard_of(told.root) == shard
+            Change(block, published.tier, published.leader)
+            for block, published in each_published
+            if published and self._shard_of(published.root) == shard
         ]
 
     def shows(self, shard: int, claims: Claims) -> bool:
-        """Whether `claims` holds only what that shard was told, each block in its place."""
+        """Whether `claims` holds only what was published in that shard, each block in its place."""
         seen = set()
         for bucket, tier, block in claims.entries:
-            told = self._told(block) if block is not None else None
+            published = self._published(block) if block is not None else None
             if (
-                told is None
-                or told.tier != tier
-                or self._shard_of(told.root) != shard
-                or told.leader >> (64 - claims.bucket_bits) != bucket
+                published is None
+                or published.tier != tier
+                or self._shard_of(published.root) != shard
+                or published.leader >> (64 - claims.bucket_bits) != bucket
                 or block in seen
             ):
                 return False
@@ -196,7 +197,7 @@ class Ownership:
         for key in sorted(pieces):
             if len(changes) >= at_least:
                 break
-            turns = []
+            ordered = []
             for block in pieces.pop(key):
                 node = self._nodes.get(block)
                 if node is None:
@@ -204,27 +205,27 @@ class Ownership:
                     now = None
                 else:
                     assert node.leader is not None
-                    depth, leader, now = node.depth, node.leader, node.published
+                    depth, leader, now = node.depth, node.leader, node.wanted
                     if key >= 0:
-                        stored[block] = node.told
-                    node.told = now
+                        stored[block] = node.published
+                    node.published = now
                 # Parents before their children, and the blocks of a group together.
-                turns.append((leader, depth, Change(block, now, leader)))
-            turns.sort(reverse=key < 0)
-            changes += [change for _, _, change in turns]
+                ordered.append((leader, depth, Change(block, now, leader)))
+            ordered.sort(reverse=key < 0)
+            changes += [change for _, _, change in ordered]
         return changes
 
     def adds(self, shard: int, change: Change) -> bool:
         """Whether a change of the shard's last drain stores a block, or makes it faster."""
         return change.block in self._before[shard]
 
-    def untell(self, shard: int, changes: Iterable[Change]) -> None:
+    def take_back(self, shard: int, changes: Iterable[Change]) -> None:
         """Take back what Redis refused: all that the last drain `adds` from some point on."""
         for block, _, _ in changes:
             before = self._before[shard].pop(block)
             node = self._nodes.get(block)
             if node is not None:
-                node.told = before
+                node.published = before
                 self._note(block, node)
             elif before is None:
                 gone = self._gone.pop(block)
@@ -241,8 +242,8 @@ class Ownership:
         self._pending = [{} for _ in range(shards)]
         self._before = [{} for _ in range(shards)]
         for block, node in self._nodes.items():
-            node.told = None
-            if node.published is not None:
+            node.published = None
+            if node.wanted is not None:
                 self._note(block, node)
 
     def check(self) -> None:
@@ -256,9 +257,9 @@ class Ownership:
             assert node.held or node.children, f"{block:016x} is an empty leaf"
             assert node.parent is None or (parent and block in parent.each_child())
             assert all(self._nodes[child].parent == block for child in node.each_child())
-            assert node.published == self._tier(node), f"{block:016x} is out of date"
-            assert node.published is None or node.depth == (parent.depth + 1 if parent else 0)
-            assert (block in pending) == (node.published != node.told)
+            assert node.wanted == self._tier(node), f"{block:016x} is out of date"
+            assert node.wanted is None or node.depth == (parent.depth + 1 if parent else 0)
+            assert (block in pending) == (node.wanted != node.published)
         assert not self._gone.keys() & self._nodes.keys()
         assert self._gone.keys() == pending - self._nodes.keys()
 
@@ -273,7 +274,7 @@ class Ownership:
                     self._node(parent).adopt(block)
             if not node.held >> event.tier & 1:
                 node.held |= 1 << event.tier
-                self._republish(block)
+                self._update(block)
             parent = block
 
     def _node(self, block: SequenceHash) -> _Node:
@@ -282,14 +283,14 @@ class Ownership:
             node = self._nodes[block] = _Node()
             gone = self._gone.pop(block, None)
             if gone:
-                node.told, node.depth, node.root, node.leader = gone
+                node.published, node.depth, node.root, node.leader = gone
         return node
 
     def _remove(self, block: SequenceHash, tier: Tier) -> None:
         node = self._nodes.get(block)
         if node is not None:
             node.held &= ~(1 << tier)
-            self._republish(block)
+            self._update(block)
             self._prune(block, node)
 
     def _prune(self, block: SequenceHash, node: _Node) -> None:
@@ -309,38 +310,38 @@ class Ownership:
         self._nodes.clear()
         for pieces in self._pending:
             pieces.clear()
-        for block, told in self._gone.items():
-            pieces = self._pending[self._shard_of(told.root)]
-            pieces.setdefault(~_piece(told.depth, told.leader), set()).add(block)
+        for block, gone in self._gone.items():
+            pieces = self._pending[self._shard_of(gone.root)]
+            pieces.setdefault(~_piece(gone.depth, gone.leader), set()).add(block)
 
     def _bury(self, block: SequenceHash, node: _Node) -> None:
         """Remember what Redis knows of a block that no longer has a node."""
-        if node.told is not None:
+        if node.published is not None:
             assert node.root is not None
             assert node.leader is not None
-            self._gone[block] = _Told(node.told, node.depth, node.root, node.leader)
+            self._gone[block] = _Published(node.published, node.depth, node.root, node.leader)
 
-    def _told(self, block: SequenceHash) -> _Told | None:
+    def _published(self, block: SequenceHash) -> _Published | None:
         node = self._nodes.get(block)
         if node is None:
             return self._gone.get(block)
-        if node.told is None:
+        if node.published is None:
             return None
         assert node.root is not None
         assert node.leader is not None
-        return _Told(node.told, node.depth, node.root, node.leader)
+        return _Published(node.published, node.depth, node.root, node.leader)
 
     def _note(self, block: SequenceHash, node: _Node) -> None:
-        """Mark a published or told block as pending if Redis does not know its current state."""
+        """Mark a wanted or published block as pending if it is not published as wanted."""
         assert node.root is not None
         assert node.leader is not None
         pieces = self._pending[self._shard_of(node.root)]
         piece = _piece(node.depth, node.leader)
-        now, told = node.published, node.told
+        wanted, published = node.wanted, node.published
         _discard(pieces, piece, block)
         _discard(pieces, ~piece, block)
-        if now != told:
-            is_faster = now is not None and (told is None or now < told)
+        if wanted != published:
+            is_faster = wanted is not None and (published is None or wanted < published)
             pieces.setdefault(piece if is_faster else ~piece, set()).add(block)
 
     def _shard_of(self, root: SequenceHash) -> int:
@@ -350,19 +351,19 @@ class Ownership:
         fastest = node.fastest()
         if fastest is None or node.parent is None:
             return fastest
-        above = self._nodes[node.parent].published
+        above = self._nodes[node.parent].wanted
         return None if above is None else max(above, fastest)
 
-    def _republish(self, block: SequenceHash) -> None:
+    def _update(self, block: SequenceHash) -> None:
         """Bring `block` and its descendants up to date."""
         stack = [block]
         while stack:
             block = stack.pop()
             node = self._nodes[block]
             tier = self._tier(node)
-            if tier == node.published:
+            if tier == node.wanted:
                 continue
-            node.published = tier
+            node.wanted = tier
             if tier is not None:
                 above = None if node.parent is None else self._nodes[node.parent]
                 node.depth, node.root = (above.depth + 1, above.root) if above else (0, block)

@@ -1,34 +1,15 @@
-"""Engines as a worker process hosts them: made from settings, then started along with an agent."""
+"""The engine that a worker's settings ask for, ready to start."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier
-from workers.engines.base import Engine, Tokenizer
+from workers.engines.base import Engine, Hosted
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import PROFILES
 from workers.engines.sim.runner import EngineRunner
 from workers.kv.cache import Publisher
-
-
-@dataclass(frozen=True, slots=True)
-class Hosted:
-    """An engine, ready to start once it has a publisher for its cache events.
-
-    num_blocks: slots of each tier. close: to be called when the engine has ended. gpu: index of the
-    GPU that it computes on, among those that CUDA shows; None on a CPU.
-    """
-
-    model: str
-    num_blocks: Mapping[Tier, int]
-    start: Callable[[Publisher], Engine]
-    close: Callable[[], None] = lambda: None
-    tokenizer: Tokenizer | None = None
-    gpu: int | None = 0
 
 
 def host(settings: WorkerSettings) -> Hosted:

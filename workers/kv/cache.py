@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,8 +22,9 @@ from typing import Protocol
 from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent
 from app.core.types import SequenceHash, Tier
-from workers.kv.manager import BlockManager, BlockTable
+from workers.kv.manager import BlockManager
 from workers.kv.slots import Move
+from workers.kv.tables import BlockTable
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ class Publisher(Protocol):
 
     def notify(self, events: Iterable[CacheEvent]) -> None: ...
 
-    async def settled(self) -> bool: ...
+    async def settled(self) -> bool:
+        """Wait until Redis shows no block that `notify` was told is gone; False if it may yet."""
 
 
 class BlockCache:
@@ -47,7 +50,9 @@ class BlockCache:
 
     carry_out: copies the blocks of a move and returns how many leading ones are copied; see
     Transfers.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
-    stores from the tier above; stores are dropped if nothing is free.
+    stores from the tier above; stores are dropped if nothing is free. on_load: called after
+    each load onto the device that brought all of its blocks, with the tier that they came from,
+    their number and seconds.
     unconfirmed: how many slots were freed though Redis had not heard of it in time.
     """
 
@@ -58,12 +63,14 @@ class BlockCache:
         publisher: Publisher,
         *,
         spare: Mapping[Tier, int],
+        on_load: Callable[[Tier, int, float], None] = lambda *_: None,
     ) -> None:
         self.manager = manager
         self.unconfirmed = 0
         self._carry_out = carry_out
         self._publisher = publisher
         self._spare = dict(spare)
+        self._on_load = on_load
         self._needed: dict[object, int] = {}
         """How many device slots each request that waits for slots needs."""
         self._confirmed = True
@@ -132,9 +139,9 @@ class BlockCache:
             self._go_on()
         return count
 
-    def release(self, table: BlockTable, priority: int = 0) -> None:
+    def release(self, table: BlockTable) -> None:
         """The request is finished or cancelled."""
-        self.manager.release(table, priority)
+        self.manager.release(table)
         self._go_on()
 
     def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
@@ -217,14 +224,24 @@ class BlockCache:
         for before in move.after:
             await self._ended(before)
         pool = self._loading[move.source] if move.is_load else self._storing[move.target]
-        num_done = 0
+        num_done, seconds = 0, 0.0
         try:
-            num_done = await asyncio.get_running_loop().run_in_executor(pool, self._carry_out, move)
+            num_done, seconds = await asyncio.get_running_loop().run_in_executor(
+                pool, self._timed, move
+            )
         except Exception:
             log.exception("copying %d blocks failed", len(move.blocks))
         del self._copies[move]
         self.manager.finish(move, num_done)
+        if move.target is Tier.DEVICE and num_done == len(move.blocks):
+            self._on_load(move.source, num_done, seconds)
         self._go_on()
+
+    def _timed(self, move: Move) -> tuple[int, float]:
+        """Runs in a thread. How many leading blocks are copied, and how long that took."""
+        started = time.perf_counter()
+        num_done = self._carry_out(move)
+        return num_done, time.perf_counter() - started
 
     def _go_on(self) -> None:
         """Start the planned moves, publish what has changed, and wake whoever waits for room."""

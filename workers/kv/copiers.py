@@ -26,7 +26,7 @@ except ImportError:  # it comes with torch builds that can use a CUDA device
 
 log = logging.getLogger(__name__)
 
-Mover = Callable[[Tensor, Tensor, Ids, Ids], None]
+Copier = Callable[[Tensor, Tensor, Ids, Ids], None]
 """Copies rows of a tensor of words, or the same layers of each row, to rows of another tensor. On
 CUDA the copy has only been started when it returns."""
 
@@ -40,14 +40,14 @@ PIECE_BYTES = 16 << 10, 128 << 10
 a quarter longer."""
 TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
-"""At start-up, each mover copies TRIAL_BYTES, but no fewer and no more blocks than this."""
+"""At start-up, each copier copies TRIAL_BYTES, but no fewer and no more blocks than this."""
 TRIAL_SPREAD = 4
 """Each trial takes other blocks, from this many times as many slots, so that small blocks are in no
 cache. Large ones are not in any case, and would take memory that there may not be."""
 TRIAL_ROUNDS = 7
 
 
-def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+def copy_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """One copy for each run of blocks that are consecutive on both sides."""
     upwards = _upwards(source_ids, target_ids)
     runs = _runs(*upwards)
@@ -58,7 +58,7 @@ def move_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) 
         target[t : t + n].copy_(source[s : s + n], non_blocking=True)
 
 
-def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+def copy_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """The same in host memory, without the overhead of a torch operation for each short run."""
     into, taken = _flat(target), _flat(source)
     pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
@@ -71,7 +71,7 @@ def move_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids)
             into[to : to + size].copy_(taken[at : at + size])
 
 
-def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+def copy_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """Between host and device: hands all runs to the driver at once, on a stream other than the
     default one. Raises RuntimeError if the driver cannot do that (before CUDA 12.8) or fails."""
     if not hasattr(driver, "cuMemcpyBatchAsync"):
@@ -94,7 +94,7 @@ def move_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Id
         raise RuntimeError(f"{len(sizes)} copies: {error.name}")
 
 
-def move_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+def copy_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """In host memory, into consecutive slots: torch gathers the blocks straight into them."""
     slots = _slots(target, target_ids)
     assert slots is not None, "the slots are scattered"
@@ -107,7 +107,7 @@ def move_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
     torch.index_select(source, 0, torch.from_numpy(source_ids), out=slots)
 
 
-def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
+def copy_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
     """Between host and device: gathers blocks at the source, moves them in one piece, and scatters
     them into their slots."""
     step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
@@ -130,30 +130,30 @@ def move_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
             target.index_copy_(0, torch.from_numpy(given).to(target.device), moved)
 
 
-MOVERS: dict[str, Mover] = {
-    "bytes": move_bytes,
-    "runs": move_runs,
-    "selected": move_selected,
-    "batched": move_batched,
-    "gathered": move_gathered,
+COPIERS: dict[str, Copier] = {
+    "bytes": copy_bytes,
+    "runs": copy_runs,
+    "selected": copy_selected,
+    "batched": copy_batched,
+    "gathered": copy_gathered,
 }
 IN_HOST_MEMORY = "bytes", "selected", "runs"
 WITH_DEVICE = "runs", "batched", "gathered"
-"""The movers tried in either case, those that need fewer threads and less memory first."""
+"""The copiers tried in either case, those that need fewer threads and less memory first."""
 CLEARLY_FASTER = 1.1
-"""Trials are noisy, so a later mover is taken only if it is this many times as fast."""
+"""Trials are noisy, so a later copier is taken only if it is this many times as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """GB/s by mover name: into consecutive slots, and into scattered ones."""
+    """GB/s by copier name: into consecutive slots, and into scattered ones."""
 
     packed: dict[str, float]
     scattered: dict[str, float]
 
 
-class Copier:
-    """Copies blocks from one pool in memory to another, with the mover that a trial found fastest.
+class PoolCopier:
+    """Copies blocks from one pool in memory to another, with the copier that a trial found fastest.
 
     num_layers: how many layers of each block one copy takes, for a copy stream; None: all.
     stream: its own CUDA stream, if either pool is on a CUDA device.
@@ -168,7 +168,7 @@ class Copier:
         self.target = target
         self.stream = new_stream(source, target)
         with on_stream(self.stream):
-            self.rates = _try_movers(source, target, num_layers or source.shape.num_layers)
+            self.rates = _try_copiers(source, target, num_layers or source.shape.num_layers)
         self._packed, self._scattered = (
             next(n for n, rate in rates.items() if rate * CLEARLY_FASTER >= max(rates.values()))
             for rates in (self.rates.packed, self.rates.scattered)
@@ -191,7 +191,7 @@ class Copier:
             return
         name = self._packed if _are_consecutive(target_ids) else self._scattered
         source, target = self.source.words[:, layers], self.target.words[:, layers]
-        MOVERS[name](source, target, source_ids, target_ids)
+        COPIERS[name](source, target, source_ids, target_ids)
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Copy whole blocks, and return when that is done. Raises ValueError.
@@ -209,8 +209,8 @@ class Copier:
                 _synchronize(self.source, self.target)
 
 
-def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
-    """Time each mover in turn, copying as much as there is time for between pools like these."""
+def _try_copiers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
+    """Time each copier in turn, copying as much as there is time for between pools like these."""
     shape = source.shape
     fewest, most = TRIAL_BLOCKS
     count = min(most, max(fewest, TRIAL_BYTES // shape.block_bytes))
@@ -222,7 +222,7 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
     for pool in (froms, intos):
         pool.words.fill_(1)  # memory that was never written to is not allocated yet
     words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
-    names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else movers_with_device(*words)
+    names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else copiers_with_device(*words)
     num_bytes = count * words[0][0].numel() * WORD_BYTES
     rng = np.random.default_rng(0)
     rates = []
@@ -234,7 +234,7 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
                 first = rng.integers(num_slots - count)
                 target_ids = np.arange(first, first + count) if packed else scattered
                 start = time.perf_counter()
-                MOVERS[name](*words, source_ids, target_ids)
+                COPIERS[name](*words, source_ids, target_ids)
                 _synchronize(froms, intos)
                 if nth:  # the first round has to wake threads and allocate buffers
                     seconds[name].append(time.perf_counter() - start)
@@ -242,11 +242,11 @@ def _try_movers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rate
     return Rates(*rates)
 
 
-def movers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
+def copiers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
     """Those of WITH_DEVICE that work on this machine."""
     first = np.zeros(1, dtype=np.int64)
     try:
-        move_batched(source, target, first, first)
+        copy_batched(source, target, first, first)
     except RuntimeError as error:
         log.info("not giving copies to the driver in batches: %s", error)
         return tuple(name for name in WITH_DEVICE if name != "batched")

@@ -10,17 +10,14 @@ it until it is reclaimed, and a request that takes it before then keeps it.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from typing import ClassVar
 
 from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash, Tier
-
-MAX_STALE = 64
-"""How many entries of runs that have changed FreeRuns keeps, beside as many as there are runs."""
+from workers.kv.free_runs import FreeRuns
 
 
 class Slot:
@@ -34,8 +31,6 @@ class Slot:
         "idle_since_s",
         "leaving",
         "parent",
-        "pinned_until_s",
-        "priority",
         "published",
         "references",
         "uses",
@@ -59,17 +54,25 @@ class Slot:
         """Number of the `choose` call that picked the slot for eviction; 0: it stays."""
         self.published = False
         """Has the block been announced as stored, and not as removed since?"""
-        self.priority = 0
-        self.pinned_until_s = 0.0
         self.idle_since_s = 0.0
         """Once nobody uses the block: when it was last used, here or in the tier above."""
         self.uses = 0
         """How many requests have held the block."""
 
     def free(self) -> None:
-        """Discard what the slot held."""
+        """Discard what is in the slot."""
         self.generation += 1
         self._empty()
+
+    def inherit(self, source: Slot) -> None:
+        """The block is copied here from another tier: it counts as used as often as there."""
+        self.uses = source.uses
+
+
+def block_of(slot: Slot) -> SequenceHash:
+    """The block of a slot that others can find."""
+    assert slot.block is not None, f"slot {slot.block_id} has no block"
+    return slot.block
 
 
 @dataclass(eq=False, slots=True)
@@ -107,84 +110,27 @@ class Move:
         return len(self.sources)
 
 
-class FreeRuns:
-    """Numbers of free slots, as runs of consecutive ones.
-
-    Those of the longest run are given out first: then blocks that are stored together lie together,
-    and later move, and are freed, as runs.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, int] = {}
-        """Of each run, by its first."""
-        self._first: dict[int, int] = {}
-        """Of each run, by its last."""
-        self._longest: list[tuple[int, int]] = []
-        """Heap of negative length and first number: of each run, and of some that have changed."""
-        self._num_free = 0
-
-    def __len__(self) -> int:
-        return self._num_free
-
-    def __iter__(self) -> Iterator[int]:
-        for first, last in self._last.items():
-            yield from range(first, last + 1)
-
-    def add(self, first: int, last: int) -> None:
-        """Free the numbers from `first` to `last`."""
-        self._num_free += last - first + 1
-        if first - 1 in self._first:
-            first = self._first.pop(first - 1)
-        if last + 1 in self._last:
-            last = self._last.pop(last + 1)
-        self._last[first], self._first[last] = last, first
-        heapq.heappush(self._longest, (first - last - 1, first))
-        if len(self._longest) > 2 * len(self._last) + MAX_STALE:
-            self._longest = [(a - b - 1, a) for a, b in self._last.items()]
-            heapq.heapify(self._longest)
-
-    def take(self, num: int) -> list[int]:
-        """Give out `num` of the numbers, of which there must be as many."""
-        taken: list[int] = []
-        while len(taken) < num:
-            minus_size, first = heapq.heappop(self._longest)
-            last = first - minus_size - 1
-            if self._last.get(first) != last:
-                continue  # it has changed
-            del self._last[first], self._first[last]
-            self._num_free += minus_size
-            end = min(last + 1, first + num - len(taken))
-            taken += range(first, end)
-            if end <= last:
-                self.add(end, last)
-        return taken
-
-
 class Slots:
     """The `num_slots` slots of a tier. Each operation takes the same time in any tier.
 
-    now: seconds, for pins. Use few priorities: each has its own LRU order.
+    now: seconds.
     """
+
+    slot_type: ClassVar = Slot
 
     def __init__(self, num_slots: int, now: Callable[[], float]) -> None:
         if num_slots < 1:
             raise ValueError(f"a tier of {num_slots} slots")
         self.num_slots = num_slots
         self._now = now
-        self._slots = [Slot(n) for n in range(num_slots)]
+        self._slots = [self.slot_type(n) for n in range(num_slots)]
         self._free = FreeRuns()
         self._free.add(0, num_slots - 1)
         self._by_block: dict[SequenceHash, Slot] = {}
-        self._idle: dict[int, OrderedDict[int, Slot]] = {}
-        """By priority, then from least to most recently used."""
-        self._num_idle = 0
+        self._idle: OrderedDict[int, Slot] = OrderedDict()
+        """Those that `choose` may take, from least to most recently used."""
         self._num_choices = 0
         self._num_leaving = 0
-        self._num_pinned = 0
-        """Slots that would be idle if they were not pinned."""
-        self._pins: list[tuple[float, int, Slot]] = []
-        """Heap of the pins that have not ended: by end, then by the order in which they began."""
-        self._pins_begun = count()
 
     @property
     def num_free(self) -> int:
@@ -193,8 +139,7 @@ class Slots:
     @property
     def num_idle(self) -> int:
         """How many slots `choose` may take."""
-        self._end_pins()
-        return self._num_idle
+        return len(self._idle)
 
     @property
     def num_leaving(self) -> int:
@@ -212,14 +157,14 @@ class Slots:
             slot.references = 1
         return taken
 
-    def adopt(self, held: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]) -> None:
-        """Take in what the slots of a new tier already hold.
+    def adopt(self, blocks: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]) -> None:
+        """Take in the blocks that are already in the slots of a new tier.
 
-        held: of each such slot its number, its generation, its block and that block's parent.
+        blocks: of each such slot its number, its generation, its block and that block's parent.
         """
         assert len(self._free) == self.num_slots, "slots were taken before others were adopted"
         adopted = []
-        for block_id, generation, block, parent in held:
+        for block_id, generation, block, parent in blocks:
             slot = self._slots[block_id]
             slot.generation = generation
             if block in self._by_block:
@@ -278,13 +223,9 @@ class Slots:
         slot.leaving = 0
         self._num_leaving -= 1
 
-    def release(self, slot: Slot, priority: int = 0) -> None:
-        """Drop one reference. The last one frees the slot, or makes it the most recently used.
-
-        priority: the highest that the slot was released with counts.
-        """
+    def release(self, slot: Slot) -> None:
+        """Drop one reference. The last one frees the slot, or makes it the most recently used."""
         assert slot.references, f"slot {slot.block_id} is held by nobody"
-        slot.priority = max(slot.priority, priority)
         slot.references -= 1
         if slot.references:
             return
@@ -300,33 +241,19 @@ class Slots:
             self._enter_order(slot)
 
     def choose(self, num: int) -> list[Slot]:
-        """Mark up to `num` idle slots as leaving: lowest priority first, then longest unused."""
-        self._end_pins()
+        """Mark up to `num` idle slots as leaving, the longest unused first."""
         self._num_choices += 1
-        chosen: list[Slot] = []
-        for priority in sorted(self._idle):
-            of_priority = self._idle[priority]
-            while of_priority and len(chosen) < num:
-                _, slot = of_priority.popitem(last=False)
-                slot.leaving = self._num_choices
-                chosen.append(slot)
-        self._num_idle -= len(chosen)
+        chosen = self._pop_idle(min(num, self.num_idle))
+        for slot in chosen:
+            slot.leaving = self._num_choices
         self._num_leaving += len(chosen)
         return chosen
 
-    def pin(self, slot: Slot, until_s: float) -> None:
-        """Do not choose the slot before `until_s`. A pin can be extended but not shortened."""
-        if until_s <= max(slot.pinned_until_s, self._now()):
-            return
-        idle = self._is_idle(slot)
-        if idle:
-            self._leave_order(slot)
-        slot.pinned_until_s = until_s
-        heapq.heappush(self._pins, (until_s, next(self._pins_begun), slot))
-        if idle:
-            self._enter_order(slot)
+    def is_evictable(self, slot: Slot) -> bool:
+        """Is it idle or leaving, unless something else protects it?"""
+        return slot.leaving > 0 or not slot.references
 
-    def held(self) -> list[Slot]:
+    def registered(self) -> list[Slot]:
         """All slots that others can find."""
         return list(self._by_block.values())
 
@@ -335,13 +262,15 @@ class Slots:
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
+        self._check()
+
+    def _check(self, protected: Collection[int] = ()) -> None:
+        """protected: slots that nobody uses, but that `choose` must not take."""
         free = set(self._free)
-        idle = {n for slots in self._idle.values() for n in slots}
         assert len(free) == len(self._free), "a slot is free twice"
-        assert len(idle) == sum(map(len, self._idle.values())) == self._num_idle
-        counts = dict.fromkeys(("free", "idle", "pinned", "leaving", "used"), 0)
+        num_leaving = 0
         for slot in self._slots:
-            n, pinned = slot.block_id, slot.pinned_until_s > 0
+            n = slot.block_id
             found = slot.block is not None and self._by_block.get(slot.block) is slot
             assert found == (slot.block is not None), f"slot {n} cannot be found"
             assert slot.references >= 0, f"slot {n}: {slot.references} references"
@@ -349,50 +278,34 @@ class Slots:
                 "free" if n in free else
                 "leaving" if slot.leaving else
                 "used" if slot.references else
-                "idle" if n in idle else
-                "pinned"
+                "protected" if n in protected else
+                "idle"
             )  # fmt: skip
-            counts[state] += 1
+            num_leaving += state == "leaving"
             assert (n in free) == (state == "free")
-            assert (n in idle) == (state == "idle"), f"slot {n} is {state} and idle"
+            assert (n in self._idle) == (state == "idle"), f"slot {n} is {state}"
+            assert (n in protected) == (state == "protected"), f"slot {n} is {state}"
             assert found or state in ("free", "used"), f"slot {n} is {state} and cannot be found"
             assert not (found and state == "free"), f"slot {n} is free and may be found"
-            assert pinned or state != "pinned", f"slot {n} is in no state"
-        assert sum(counts.values()) == self.num_slots
-        assert counts["leaving"] == self._num_leaving
-        assert counts["pinned"] == self._num_pinned
+        assert num_leaving == self._num_leaving
         assert sum(slot.block is not None for slot in self._slots) == len(self._by_block)
 
     def _is_idle(self, slot: Slot) -> bool:
         return slot.block is not None and not slot.references and not slot.leaving
 
     def _enter_order(self, slot: Slot) -> None:
-        if slot.pinned_until_s > self._now():
-            self._num_pinned += 1
-            return
-        slot.pinned_until_s = 0.0
         slot.idle_since_s = self._now()
-        self._idle.setdefault(slot.priority, OrderedDict())[slot.block_id] = slot
-        self._num_idle += 1
+        self._idle[slot.block_id] = slot
 
     def _leave_order(self, slot: Slot) -> None:
         if slot.leaving:
             slot.leaving = 0
             self._num_leaving -= 1
         elif self._is_idle(slot):
-            of_priority = self._idle.get(slot.priority)
-            if of_priority is None or of_priority.pop(slot.block_id, None) is None:
-                self._num_pinned -= 1
-            else:
-                self._num_idle -= 1
+            del self._idle[slot.block_id]
 
-    def _end_pins(self) -> None:
-        now = self._now()
-        while self._pins and self._pins[0][0] <= now:
-            until_s, _, slot = heapq.heappop(self._pins)
-            if slot.pinned_until_s == until_s and self._is_idle(slot):
-                self._num_pinned -= 1
-                self._enter_order(slot)
+    def _pop_idle(self, num: int) -> list[Slot]:
+        return [self._idle.popitem(last=False)[1] for _ in range(num)]
 
     def _free_slot(self, slot: Slot) -> None:
         slot.free()

@@ -3,148 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import stamina
 from redis.asyncio import Redis
 
 import workers.agent.agent
+import workers.agent.publish
 from app.core import worker_report
-from app.core.errors import (
-    NamespaceMismatch,
-    NamespaceMissing,
-    RedisFull,
-    RedisUnavailable,
-    WorkerReplaced,
-)
-from app.core.events import Cleared, Removed, Stored
-from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN, Keyspace
-from app.core.loads import Reservation, Wish
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, WorkerInfo, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed
+from app.core.errors import NamespaceMismatch, RedisUnavailable, WorkerReplaced
+from app.core.events import Removed, Stored
+from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.state import leases, reservations
 from app.state.client import Client
 from app.state.connect import connect
-from app.state.overlap import match
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
-from tests.redis_servers import stopped
-from workers.agent.agent import BATCH_BLOCKS, Agent, AgentSettings
-from workers.agent.ownership import Ownership
-
-LATER = 1 << 53
-KEYS = Keyspace("agents")
-SHARD = KEYS.of_shard(0)
-CHAIN = [SequenceHash(0x1111_0000_0000_0000 + i) for i in range(8)]
-"""Eight blocks of one prompt."""
-MEASURED = ForwardPassMetrics(request_active_slots=3, kv_active_blocks=40, kv_total_blocks=100)
-LEARNED = Speed(prefill_s_per_token=1e-4, mean_output_tokens=250.0)
-READ = GpuReadings(utilisation=0.5, pcie_sent_bytes_per_s=7_000)
-
-
-def info(worker_id: str = "w0", block_size: int = 16) -> WorkerInfo:
-    return WorkerInfo(WorkerKey(worker_id), "http://10.0.0.1:8081", block_size, 100, 256)
-
-
-def new_agent(
-    redis: Redis,
-    *,
-    ttl_s: float = 0.3,
-    shards: int = 1,
-    runner: ScriptRunner | None = None,
-    **changed: Any,
-) -> Agent:
-    return Agent(
-        runner or ScriptRunner(redis, timeout_s=0.2),
-        KEYS,
-        info(**changed),
-        AgentSettings(lease_ttl_s=ttl_s, index_blocks=128, shards=shards),
-        lambda: (MEASURED, LEARNED),
-        lambda: READ,
-    )
-
-
-@asynccontextmanager
-async def running(agent: Agent) -> AsyncIterator[Agent]:
-    """Start the agent and run it; its incarnation is not retired at the end."""
-    await agent.start()
-    task = asyncio.ensure_future(agent.run())
-    try:
-        yield agent
-    finally:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-
-class Observer:
-    """What routers see, and faults of Redis."""
-
-    def __init__(self, redis: Redis) -> None:
-        self.redis: Any = redis
-        self.runner = ScriptRunner(redis, timeout_s=1.0)
-
-    async def live(self) -> dict[Incarnation, str]:
-        """The worker key of each incarnation that is routed to."""
-        try:
-            loads = (await self.runner.one(reservations.loads(KEYS))).loads
-        except (NamespaceMissing, RedisUnavailable):
-            return {}
-        texts = [await self.redis.hget(KEYS["workers"], str(inc)) for inc in loads]
-        return {
-            inc: str(leases.decode_info(text).key)
-            for inc, text in zip(loads, texts, strict=True)
-            if text is not None
-        }
-
-    async def overlaps(
-        self, chain: Sequence[SequenceHash] = CHAIN
-    ) -> dict[Incarnation, TierOverlap]:
-        """The overlap of `chain` with each incarnation that is routed to."""
-        live = await self.live()
-        if not live:
-            return {}
-        found, _ = await match(self.runner, KEYS, [chain])
-        return {inc: overlap for inc, overlap in found[0].items() if inc in live}
-
-    async def blocks(self) -> dict[bytes, bytes]:
-        """All entries of the index: sequence hash in hex -> owners."""
-        entries: dict[bytes, bytes] = {}
-        async for key in self.redis.scan_iter(match=SHARD["blocks:"].replace("{", r"\{") + "*"):
-            entries |= await self.redis.hgetall(key)
-        return entries
-
-    async def applied(self, incarnation: int) -> int | None:
-        """Number of the incarnation's last batch that Redis applied; None if it may not write."""
-        text = await self.redis.hget(SHARD["applied"], str(incarnation))
-        return int(text.split()[0]) if text else None
-
-    async def lose_batches(self, incarnation: int) -> None:
-        """As if Redis had failed over to a replica that got none of its batches."""
-        _, nonce = (await self.redis.hget(SHARD["applied"], str(incarnation))).split()
-        await self.redis.hset(SHARD["applied"], str(incarnation), b"0 " + nonce)
-
-    async def lapse(self, incarnation: Incarnation) -> None:
-        """Let its lease expire, as if it had not been renewed in time."""
-        seconds, micros = await self.redis.time()
-        just_now_ms = seconds * 1000 + micros // 1000 - 1
-        await self.redis.zadd(KEYS["leases"], {str(incarnation): just_now_ms})
-
-    async def reserve(self, incarnation: Incarnation, request_id: str) -> None:
-        reservation = Reservation(request_id, prefill_tokens=100, prefill_us=8500, blocks=7)
-        wish = Wish(incarnation, reservation, max_requests=256, seen_total=0)
-        reserve = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
-        assert await self.runner.one(reserve) == [None]
-
-
-@pytest.fixture
-def observer(redis: Redis) -> Observer:
-    return Observer(redis)
+from tests.fake_worker import running
+from tests.workers.agent.harness import (
+    CHAIN,
+    KEYS,
+    LATER,
+    LEARNED,
+    MEASURED,
+    READ,
+    SHARD,
+    FaultyRunner,
+    GatedRunner,
+    Observer,
+    info,
+    new_agent,
+)
 
 
 async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer: Observer) -> None:
@@ -153,7 +45,7 @@ async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer:
     await agent.start()
     assert agent.incarnation == 1
     assert await observer.live() == {1: "w0:0"}
-    assert leases.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
+    assert worker_report.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
 
 
 async def test_a_running_agent_follows_a_redis_that_moves_without_a_failed_call(
@@ -199,42 +91,6 @@ async def test_a_block_size_other_than_the_namespaces_is_refused(redis: Redis) -
         await new_agent(redis, worker_id="w1", block_size=32).start()
 
 
-async def test_the_index_shows_what_the_engine_reported(redis: Redis, observer: Observer) -> None:
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:6]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
-        agent.notify(
-            [
-                Stored((CHAIN[4], CHAIN[5]), CHAIN[3], Tier.HOST),
-                Removed((CHAIN[4], CHAIN[5])),
-            ]
-        )
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4, host=2)})
-        agent.notify([Removed((CHAIN[2],))])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=2)})
-        agent.notify([Stored((CHAIN[2],), CHAIN[1])])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4, host=2)})
-        agent.notify([Cleared()])
-        await eventually(observer.blocks, lambda blocks: blocks == {})
-
-
-@pytest.mark.parametrize("drain_blocks", [workers.agent.agent.DRAIN_BLOCKS, 256])
-async def test_events_beyond_one_round_trip_or_drain_are_all_published(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch, drain_blocks: int
-) -> None:
-    # One round trip takes 8 batches of 256 blocks; these 10 batches need a second one.
-    monkeypatch.setattr(workers.agent.agent, "DRAIN_BLOCKS", drain_blocks)
-    chain = [SequenceHash(0x2222_0000_0000_0000 + i) for i in range(BATCH_BLOCKS * 9 + 1)]
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(chain), None)])
-
-        async def overlap() -> dict[Incarnation, TierOverlap]:
-            return await observer.overlaps(chain)
-
-        await eventually(overlap, lambda o: o == {1: TierOverlap(device=len(chain))})
-        assert await observer.applied(1) == 10
-
-
 async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer: Observer) -> None:
     async with running(new_agent(redis, ttl_s=0.3)) as agent:
         registered = await redis.zscore(KEYS["leases"], "1")
@@ -247,56 +103,6 @@ async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer:
         await eventually(expiry_ms, lambda at: at >= registered + 900)
         assert await observer.live() == {1: "w0:0"}
         assert agent.resyncs == 0
-
-
-class BatchRunner(ScriptRunner):
-    """Notes how many batches each round trip has; calls `on_trip` at each."""
-
-    def __init__(self, redis: Redis, on_trip: Callable[[int], None]) -> None:
-        super().__init__(redis, timeout_s=5.0)
-        self.batches: list[int] = []
-        self._on_trip = on_trip
-
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if calls[0].script.name == "apply":
-            self.batches.append(len(calls))
-            self._on_trip(len(self.batches))
-        return await super().run_each(calls)
-
-
-@pytest.mark.parametrize(
-    ("busy_from", "expected", "num_pauses"),
-    [(99, [1, 2, 4, 8, 8, 8, 1], 0), (3, [1, 2, 4, *[1] * 25], 25)],
-)
-async def test_the_busier_redis_is_the_less_an_agent_sends_together_and_the_less_often(
-    redis: Redis,
-    monkeypatch: pytest.MonkeyPatch,
-    busy_from: int,
-    expected: list[int],
-    num_pauses: int,
-) -> None:
-    def on_trip(number: int) -> None:
-        monkeypatch.setattr("workers.agent.agent.BUSY_S", -1.0 if number >= busy_from else 60.0)
-
-    delays: list[float] = []
-    sleep = asyncio.sleep
-
-    async def noting(delay: float) -> None:
-        delays.append(delay)
-        await sleep(delay)
-
-    monkeypatch.setattr("workers.agent.agent.BATCH_BLOCKS", 4)
-    monkeypatch.setattr("workers.agent.agent.BUSY_PAUSES", 1e9)
-    monkeypatch.setattr("workers.agent.agent.MAX_PAUSE_S", 0.00123)
-    monkeypatch.setattr("workers.agent.agent.asyncio.sleep", noting)
-    runner = BatchRunner(redis, on_trip)
-    agent = new_agent(redis, ttl_s=30.0, runner=runner)
-    blocks = tuple(SequenceHash(n) for n in range(1, 129))
-    agent.notify([Stored(blocks, None)])
-    async with running(agent):
-        assert await agent.settled()
-    assert runner.batches == expected
-    assert delays.count(0.00123) == num_pauses
 
 
 class DeafRunner(ScriptRunner):
@@ -473,20 +279,6 @@ async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer:
         assert {inc: load.requests for inc, load in loads.items()} == {2: 1}
 
 
-class FaultyRunner(ScriptRunner):
-    """Gives these answers to the next calls of `apply`, which then do not reach Redis."""
-
-    def __init__(self, redis: Redis) -> None:
-        super().__init__(redis, timeout_s=1.0)
-        self.answers: list[bool | RedisFull] = []
-
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if self.answers and any(c.script.name == "apply" for c in calls):
-            await asyncio.sleep(0)
-            return [self.answers.pop(0)] * len(calls)
-        return await super().run_each(calls)
-
-
 async def test_an_incarnation_with_a_refused_batch_is_not_activated(
     redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,44 +290,6 @@ async def test_an_incarnation_with_a_refused_batch_is_not_activated(
         runner.answers = [False, False]
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
         await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
-
-
-async def test_a_send_drains_until_nothing_is_pending_or_redis_is_full(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers.agent.agent, "DRAIN_BLOCKS", 1)
-    roots = [SequenceHash(n << 60) for n in range(1, 4)]  # each is drained on its own
-    runner = FaultyRunner(redis)
-    agent = new_agent(redis, ttl_s=60.0, runner=runner)
-    await agent.start()
-    agent.notify([Stored((root,), None) for root in roots])
-    runner.answers = [RedisFull("out of memory")] * 100
-    assert await agent._send(0, Incarnation(1))
-    assert await observer.blocks() == {}
-    assert len(runner.answers) == 99
-    runner.answers.clear()
-    assert await agent._send(0, Incarnation(1))
-    assert len(await observer.blocks()) == 3
-
-
-class GatedRunner(ScriptRunner):
-    """Holds back each call of `script` (`answer`: only its answer) while `gate` is not set."""
-
-    def __init__(self, redis: Redis, script: str, *, answer: bool = False) -> None:
-        super().__init__(redis, timeout_s=1.0)
-        self.reached = asyncio.Event()
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self._script = script
-        self._answer = answer
-
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        gated = any(c.script.name == self._script for c in calls)
-        replies = await super().run_each(calls) if not gated or self._answer else None
-        if gated:
-            self.reached.set()
-            await self.gate.wait()
-        return await super().run_each(calls) if replies is None else replies
 
 
 async def test_a_resync_abandons_a_batch_that_is_still_under_way(
@@ -557,11 +311,11 @@ async def test_a_resync_abandons_a_batch_that_is_still_under_way(
         assert agent.resyncs == 1
 
 
-@pytest.mark.parametrize("drain_blocks", [workers.agent.agent.DRAIN_BLOCKS, 1])
+@pytest.mark.parametrize("drain_blocks", [workers.agent.publish.DRAIN_BLOCKS, 1])
 async def test_routers_see_the_old_incarnation_until_the_new_one_is_complete(
     redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch, drain_blocks: int
 ) -> None:
-    monkeypatch.setattr(workers.agent.agent, "DRAIN_BLOCKS", drain_blocks)
+    monkeypatch.setattr(workers.agent.publish, "DRAIN_BLOCKS", drain_blocks)
     chain = [SequenceHash(0x3333_0000_0000_0000 + i) for i in range(40)]
     runner = GatedRunner(redis, "activate")
 
@@ -644,17 +398,6 @@ async def test_a_starting_agent_waits_for_an_unreachable_redis_and_logs_it(
     assert f":{own_redis_server.port}" in first
 
 
-async def test_an_agent_that_retries_for_long_says_so_ever_more_rarely(
-    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
-    own_redis_server.kill()
-    async with connect(own_redis_server.url) as redis:
-        with stamina.set_testing(True, attempts=20), pytest.raises(RedisUnavailable):
-            await new_agent(redis).start()
-    told = re.findall(r"attempt (\d+) failed", caplog.text)
-    assert told == ["1", "2", "4", "8", "16"]
-
-
 async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRedis) -> None:
     async with connect(own_redis_server.url) as redis:
         agent = new_agent(redis)
@@ -664,31 +407,6 @@ async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRe
         own_redis_server.kill()
         await agent.stop()
         assert not await settled
-
-
-async def test_events_during_an_outage_are_coalesced_and_published_after_it(
-    own_redis_server: EmbeddedRedis,
-) -> None:
-    async with connect(own_redis_server.url) as redis:
-        observer = Observer(redis)
-        async with running(new_agent(redis, ttl_s=60.0)) as agent:
-            agent.notify([Stored(tuple(CHAIN[:4]), None)])
-            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
-            await agent.settled()  # else the outage may interrupt the first batch
-            with stopped(own_redis_server.pid):
-                agent.notify([Removed((CHAIN[3],))])
-                # Time for the agent to send this batch, so that further events have to wait.
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.3):
-                        await redis.ping()
-                for _ in range(1000):
-                    agent.notify([Stored(tuple(CHAIN[3:]), CHAIN[2])])
-                    agent.notify([Removed(tuple(CHAIN[3:]))])
-                agent.notify([Stored(tuple(CHAIN[3:5]), CHAIN[2])])
-            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=5)})
-            # The first batch, the one that the outage interrupted, and one for 2,001 events.
-            assert await observer.applied(1) == 3
-            assert agent.resyncs == 0
 
 
 async def test_a_second_process_with_the_same_key_takes_over_at_once(
@@ -778,23 +496,7 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
     assert text == {
         "worker": "w0:0",
         "incarnation": "1",
-        "request_active_slots": "3",
-        "request_total_slots": "0",
-        "kv_active_blocks": "40",
-        "kv_total_blocks": "100",
-        "num_requests_waiting": "0",
-        "gpu_cache_usage_perc": "0",
-        "gpu_prefix_cache_hit_rate": "0",
-        "kv_idle_before_evict_s": "0",
-        "prefill_s_per_token": "0.0001",
-        "prefill_s_per_token2": "1.1e-09",
-        "decode_s_per_kv_token": "3e-08",
-        "decode_s_per_seq": "8e-05",
-        "host_s_per_token": "2e-06",
-        "disk_s_per_token": "2e-05",
-        "mean_output_tokens": "250",
-        "gpu_utilisation": "0.5",
-        "gpu_pcie_sent_bytes_per_s": "7000",
+        **worker_report.encode(MEASURED, LEARNED, READ),
     }
     assert worker_report.decode(found[0][1]) == (MEASURED, LEARNED, READ)
 
@@ -813,85 +515,6 @@ async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:
         await eventually(length, lambda seen: METRICS_MAXLEN <= seen <= METRICS_MAXLEN + 100)
 
 
-@pytest.fixture
-def _frequent_audits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers.agent.agent, "AUDIT_INTERVAL_S", 0.05)
-
-
-@pytest.mark.usefixtures("_frequent_audits")
-async def test_blocks_deleted_from_the_index_are_published_again(
-    redis: Redis, observer: Observer
-) -> None:
-    async with running(new_agent(redis, ttl_s=60.0)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
-        bucket, block = SHARD[f"blocks:{CHAIN[0] >> 60:x}"], f"{CHAIN[3]:016x}"
-        assert await redis.hdel(bucket, block) == 1
-        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
-        assert agent.resyncs == 1
-
-
-@pytest.mark.usefixtures("_frequent_audits")
-async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(
-    redis: Redis, observer: Observer
-) -> None:
-    async with running(new_agent(redis, ttl_s=60.0)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
-        bucket = SHARD[f"blocks:{CHAIN[0] >> 60:x}"]
-        await redis.hset(bucket, f"{CHAIN[4]:016x}", "1d")
-        await redis.hset(bucket, "junk", "1d")
-        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=4)})
-
-
-@pytest.mark.usefixtures("_frequent_audits")
-async def test_a_shard_that_lost_the_incarnation_is_distinguished_from_one_that_lost_blocks(
-    redis: Redis, observer: Observer, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running(new_agent(redis, ttl_s=60.0)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
-        await redis.delete(SHARD["applied"])
-        await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
-    assert "incarnation 1: lost to shard 0; resyncing" in caplog.text
-    assert "missing" not in caplog.text
-
-
-class CountingRunner(ScriptRunner):
-    """Counts the searches of the index for blocks that the worker does not hold."""
-
-    searches = 0
-
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.searches += any(c.script.name == "claims" for c in calls)
-        return await super().run_each(calls)
-
-
-@pytest.mark.usefixtures("_frequent_audits")
-async def test_an_audit_searches_at_most_once_a_round_and_leaves_correct_entries_alone(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = CountingRunner(redis, timeout_s=1.0)
-    num_rounds, next_to_audit = 0, Ownership.next_to_audit
-
-    def counted(ownership: Ownership, count: int) -> list[list[SequenceHash]]:
-        nonlocal num_rounds
-        num_rounds += 1
-        return next_to_audit(ownership, count)
-
-    monkeypatch.setattr(Ownership, "next_to_audit", counted)
-    async with running(new_agent(redis, runner=runner)) as agent:
-
-        async def searches() -> int:
-            return runner.searches
-
-        for n in range(1, 9):
-            agent.notify([Stored(tuple(CHAIN[:n]), None), Removed(tuple(CHAIN[n - 2 : n - 1]))])
-            await eventually(searches, lambda seen, n=n: seen >= n)
-        assert agent.resyncs == 0
-        assert runner.searches <= num_rounds
-
-
 async def test_an_incarnation_number_already_in_use_in_a_shard_is_given_back(
     redis: Redis, observer: Observer
 ) -> None:
@@ -903,135 +526,3 @@ async def test_an_incarnation_number_already_in_use_in_a_shard_is_given_back(
     for name in ("workers", "writers", "load"):
         assert await redis.hkeys(KEYS[name]) == [b"3"]
     assert await redis.zrange(KEYS["leases"], 0, -1) == [b"3"]
-
-
-async def test_once_settled_redis_no_longer_shows_removed_blocks(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("workers.agent.agent.AUDIT_INTERVAL_S", 3600.0)
-    agent = new_agent(redis)
-    assert await agent.settled()  # not registered yet: Redis shows none of its blocks
-    async with running(agent):
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
-        assert await observer.overlaps() == {1: TierOverlap(device=8)}
-        agent.notify([Removed(tuple(CHAIN[5:]))])
-        agent.notify([Removed((SequenceHash(LATER),))])  # never stored: nothing to send
-        await agent.settled()
-        assert await observer.overlaps() == {1: TierOverlap(device=5)}
-        agent.notify([Removed((SequenceHash(LATER),))])
-        await agent.settled()
-
-
-async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(
-    redis: Redis, observer: Observer
-) -> None:
-    runner = GatedRunner(redis, "apply")
-    async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
-        runner.gate.clear()
-        runner.reached.clear()
-        agent.notify([Removed(tuple(CHAIN[5:]))])
-        await runner.reached.wait()
-        agent.notify([Removed(tuple(CHAIN[2:5]))])
-        settled = asyncio.ensure_future(agent.settled())
-        runner.reached.clear()
-        runner.gate.set()
-        await runner.reached.wait()
-        assert not settled.done()
-        await settled
-        assert await observer.overlaps() == {1: TierOverlap(device=2)}
-
-
-async def test_settling_does_not_wait_for_an_unreachable_redis(
-    own_redis_server: EmbeddedRedis,
-) -> None:
-    async with connect(own_redis_server.url) as redis:
-        observer = Observer(redis)
-        async with running(new_agent(redis, ttl_s=60.0)) as agent:
-            agent.notify([Stored(tuple(CHAIN), None)])
-            assert await agent.settled()
-            own_redis_server.kill()
-            for block in reversed(CHAIN[4:]):
-                agent.notify([Removed((block,))])
-                assert not await agent.settled()
-            own_redis_server.start()
-            await eventually(agent.settled, lambda confirmed: confirmed)
-            assert await observer.overlaps() == {1: TierOverlap(device=4)}
-
-
-class PartitionedRunner(GatedRunner):
-    """In addition, the first of two shards is unreachable while `is_partitioned` is set."""
-
-    is_partitioned = False
-
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        if self.is_partitioned and any(SHARD["applied"] in c.keys for c in calls):
-            return [RedisUnavailable("partitioned")] * len(calls)
-        return await super().run_each(calls)
-
-
-async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable(
-    redis: Redis,
-) -> None:
-    runner = PartitionedRunner(redis, "apply")
-    first, second = SequenceHash(10), SequenceHash(11)  # one block in each shard
-    async with running(new_agent(redis, ttl_s=60.0, shards=2, runner=runner)) as agent:
-        agent.notify([Stored((first,), None), Stored((second,), None)])
-        assert await agent.settled()
-        runner.is_partitioned = True
-        agent.notify([Removed((first,))])
-        assert not await agent.settled()
-        runner.gate.clear()
-        runner.reached.clear()
-        agent.notify([Removed((second,))])
-        settled = asyncio.ensure_future(agent.settled())
-        await runner.reached.wait()
-        assert not settled.done()
-        runner.gate.set()
-        assert not await settled
-
-
-async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(
-    redis: Redis, observer: Observer
-) -> None:
-    runner = GatedRunner(redis, "activate")
-    async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.settled()
-        runner.gate.clear()
-        runner.reached.clear()
-        await observer.lose_batches(1)
-        agent.notify([Removed(tuple(CHAIN[5:]))])
-        settled = asyncio.ensure_future(agent.settled())
-        await runner.reached.wait()
-        assert not settled.done()
-        assert await observer.overlaps() == {1: TierOverlap(device=8)}
-        runner.gate.set()
-        await settled
-        assert await observer.overlaps() == {2: TierOverlap(device=5)}
-
-
-async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(
-    own_redis_server: EmbeddedRedis,
-) -> None:
-    async with connect(own_redis_server.url) as redis:
-        observer = Observer(redis)
-        runner = GatedRunner(redis, "register")
-        runner.gate.set()
-        async with running(new_agent(redis, ttl_s=60.0, runner=runner)) as agent:
-            agent.notify([Stored(tuple(CHAIN), None)])
-            assert await agent.settled()
-            runner.gate.clear()
-            runner.reached.clear()
-            await redis.flushall()
-            agent.notify([Removed((CHAIN[7],))])
-            await runner.reached.wait()
-            own_redis_server.kill()
-            runner.gate.set()
-            async with asyncio.timeout(10):
-                assert not await agent.settled()
-            own_redis_server.start()
-            await eventually(agent.settled, lambda confirmed: confirmed)
-            assert await observer.overlaps() == {1: TierOverlap(device=7)}

@@ -12,7 +12,7 @@ import pytest
 import workers.agent.gpu
 from app.core.worker_report import NO_READINGS, GpuReadings
 from tests.eventually import eventually
-from workers.agent.gpu import GpuProbe
+from workers.agent.gpu import GpuMonitor
 
 pynvml = pytest.importorskip("pynvml")
 
@@ -42,7 +42,7 @@ SLICE = Gpu(
 )
 
 Plug = Callable[..., StandIn]
-Probe = Callable[..., GpuProbe]
+Monitor = Callable[..., GpuMonitor]
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
 
 
 @pytest.fixture
-def probe(plug: Plug) -> Iterator[Probe]:
-    """`probe(cuda_visible_devices=None, index=0)`: a probe, which is stopped after the test."""
-    made: list[GpuProbe] = []
+def monitor(plug: Plug) -> Iterator[Monitor]:
+    """`monitor(cuda_visible_devices=None, index=0)`: a monitor, which is stopped after the test."""
+    made: list[GpuMonitor] = []
 
-    def make(cuda_visible_devices: str | None = None, index: int | None = 0) -> GpuProbe:
-        made.append(GpuProbe(cuda_visible_devices, index))
+    def make(cuda_visible_devices: str | None = None, index: int | None = 0) -> GpuMonitor:
+        made.append(GpuMonitor(cuda_visible_devices, index))
         return made[-1]
 
     yield make
@@ -68,16 +68,16 @@ def probe(plug: Plug) -> Iterator[Probe]:
         assert not one._thread.is_alive()
 
 
-async def until(probe: GpuProbe, readings: GpuReadings) -> None:
+async def until(monitor: GpuMonitor, readings: GpuReadings) -> None:
     async def latest() -> GpuReadings:
-        return probe.latest()
+        return monitor.latest()
 
     await eventually(latest, lambda seen: seen == readings)
 
 
-def test_a_gpu_is_named_and_its_readings_are_converted(plug: Plug, probe: Probe) -> None:
+def test_a_gpu_is_named_and_its_readings_are_converted(plug: Plug, monitor: Monitor) -> None:
     library = plug(Gpu())
-    one = probe()
+    one = monitor()
     assert one.latest() == NO_READINGS
     assert one.start() == "NVIDIA H100 80GB HBM3"
     assert one.latest() == READ
@@ -85,9 +85,9 @@ def test_a_gpu_is_named_and_its_readings_are_converted(plug: Plug, probe: Probe)
     assert library.initialised == 0
 
 
-def test_an_idle_gpu_reads_zero_instead_of_nothing(plug: Plug, probe: Probe) -> None:
+def test_an_idle_gpu_reads_zero_instead_of_nothing(plug: Plug, monitor: Monitor) -> None:
     plug(Gpu(memory_used=0, utilization_percent=0, power_mw=0, pcie_kb_per_s=(0, 0)))
-    one = probe()
+    one = monitor()
     one.start()
     assert one.latest() == GpuReadings(0, 85_899_345_920, 0.0, 54, 0.0, 0, 0)
 
@@ -104,37 +104,37 @@ def test_an_idle_gpu_reads_zero_instead_of_nothing(plug: Plug, probe: Probe) -> 
     ],
 )
 def test_only_the_readings_that_a_gpu_does_not_give_are_left_out(
-    plug: Plug, probe: Probe, function: str, unread: list[str], code: str
+    plug: Plug, monitor: Monitor, function: str, unread: list[str], code: str
 ) -> None:
     failing = {f"nvmlDeviceGet{function}": getattr(pynvml, f"NVML_ERROR_{code}")}
     plug(Gpu(failing=failing))
-    one = probe()
+    one = monitor()
     one.start()
     known = READ.known()
     assert one.latest().known() == {name: known[name] for name in known if name not in unread}
 
 
-def test_a_function_that_an_older_library_lacks_is_left_out(plug: Plug, probe: Probe) -> None:
+def test_a_function_that_an_older_library_lacks_is_left_out(plug: Plug, monitor: Monitor) -> None:
     library = plug(Gpu())
     del library.nvmlDeviceGetPcieThroughput
     del library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle
-    one = probe()
+    one = monitor()
     one.start()
     assert len(one.latest().known()) == 5
 
 
 def test_without_the_pynvml_package_the_device_is_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, probe: Probe
+    monkeypatch: pytest.MonkeyPatch, monitor: Monitor
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    one = probe()
+    one = monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
 
 
-async def test_a_library_that_is_installed_later_is_found(plug: Plug, probe: Probe) -> None:
+async def test_a_library_that_is_installed_later_is_found(plug: Plug, monitor: Monitor) -> None:
     library = plug(Gpu())
     library.installed = False
-    one = probe()
+    one = monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
     library.installed = True
     await until(one, READ)
@@ -142,19 +142,19 @@ async def test_a_library_that_is_installed_later_is_found(plug: Plug, probe: Pro
 
 @pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN"])
 async def test_the_device_is_a_cpu_until_the_driver_starts(
-    plug: Plug, probe: Probe, code: str
+    plug: Plug, monitor: Monitor, code: str
 ) -> None:
     library = plug(Gpu())
     library.failing["nvmlInitWithFlags"] = getattr(pynvml, f"NVML_ERROR_{code}")
-    one = probe()
+    one = monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
     library.failing.clear()
     await until(one, READ)
 
 
-def test_with_a_driver_but_no_gpu_the_device_is_a_cpu(plug: Plug, probe: Probe) -> None:
+def test_with_a_driver_but_no_gpu_the_device_is_a_cpu(plug: Plug, monitor: Monitor) -> None:
     library = plug()
-    one = probe()
+    one = monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
     one.stop()
     assert library.initialised == 0
@@ -162,10 +162,10 @@ def test_with_a_driver_but_no_gpu_the_device_is_a_cpu(plug: Plug, probe: Probe) 
 
 @pytest.mark.parametrize("code", ["GPU_IS_LOST", "UNKNOWN", "RESET_REQUIRED"])
 async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
-    plug: Plug, probe: Probe, code: str, caplog: pytest.LogCaptureFixture
+    plug: Plug, monitor: Monitor, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = plug(Gpu())
-    one = probe()
+    one = monitor()
     with caplog.at_level(logging.INFO, "workers.agent.gpu"):
         one.start()
         library.gpus[0].failing[""] = getattr(pynvml, f"NVML_ERROR_{code}")
@@ -189,10 +189,10 @@ async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
 
 
 async def test_an_unplugged_gpu_is_found_again_under_its_new_handle(
-    plug: Plug, probe: Probe
+    plug: Plug, monitor: Monitor
 ) -> None:
     library = plug(Gpu())
-    one = probe()
+    one = monitor()
     one.start()
     unplugged = library.gpus.pop()
     await until(one, NO_READINGS)
@@ -200,17 +200,17 @@ async def test_an_unplugged_gpu_is_found_again_under_its_new_handle(
     await eventually(lambda: _read(one, "power_w"), lambda seen: seen == 1.0)
 
 
-async def _read(one: GpuProbe, name: str) -> float | None:
+async def _read(one: GpuMonitor, name: str) -> float | None:
     return one.latest().known().get(name)
 
 
 async def test_a_hanging_driver_voids_the_readings_and_is_asked_only_once(
-    plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plug: Plug, monitor: Monitor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(workers.agent.gpu, "MAX_AGE_S", 0.05)
     monkeypatch.setattr(workers.agent.gpu, "STOP_TIMEOUT_S", 0.05)
     library = plug(Gpu())
-    one = probe()
+    one = monitor()
     one.start()
     library.answering.clear()
     await until(one, NO_READINGS)
@@ -226,11 +226,11 @@ async def test_a_hanging_driver_voids_the_readings_and_is_asked_only_once(
 
 
 async def test_a_driver_that_answers_late_is_read_again(
-    plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch
+    plug: Plug, monitor: Monitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers.agent.gpu, "MAX_AGE_S", 0.05)
     library = plug(Gpu())
-    one = probe()
+    one = monitor()
     one.start()
     library.answering.clear()
     await until(one, NO_READINGS)
@@ -239,12 +239,12 @@ async def test_a_driver_that_answers_late_is_read_again(
 
 
 async def test_a_driver_that_hangs_at_the_start_delays_it_by_the_start_timeout_at_most(
-    plug: Plug, probe: Probe, monkeypatch: pytest.MonkeyPatch
+    plug: Plug, monitor: Monitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers.agent.gpu, "START_TIMEOUT_S", 0.05)
     library = plug(Gpu())
     library.answering.clear()
-    one = probe()
+    one = monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
     library.answering.set()
     await until(one, READ)
@@ -270,14 +270,14 @@ async def test_a_driver_that_hangs_at_the_start_delays_it_by_the_start_timeout_a
     ],
 )
 def test_the_first_gpu_that_is_visible_to_cuda_is_read(
-    plug: Plug, probe: Probe, visible: str | None, name: str
+    plug: Plug, monitor: Monitor, visible: str | None, name: str
 ) -> None:
     plug(
         Gpu(name="first", uuid="GPU-bbbb-1111"),
         Gpu(name="second", uuid="GPU-bbbb-2222"),
         Gpu(name="third", uuid="GPU-cccc-1111", mig=SLICE),
     )
-    assert probe(visible).start() == name
+    assert monitor(visible).start() == name
 
 
 @pytest.mark.parametrize(
@@ -293,33 +293,33 @@ def test_the_first_gpu_that_is_visible_to_cuda_is_read(
     ],
 )
 def test_the_gpu_that_the_worker_computes_on_is_read(
-    plug: Plug, probe: Probe, visible: str | None, index: int | None, name: str
+    plug: Plug, monitor: Monitor, visible: str | None, index: int | None, name: str
 ) -> None:
     plug(Gpu(name="first", uuid="GPU-bbbb-1111"), Gpu(name="second", uuid="GPU-bbbb-2222"))
-    assert probe(visible, index).start() == name
+    assert monitor(visible, index).start() == name
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", ",0", "none"])
 def test_the_driver_is_not_asked_if_all_gpus_are_hidden(
-    plug: Plug, probe: Probe, visible: str
+    plug: Plug, monitor: Monitor, visible: str
 ) -> None:
     library = plug(Gpu())
-    one = probe(visible)
+    one = monitor(visible)
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
     one.stop()
     assert library.calls == []
 
 
-def test_a_gpu_is_found_by_its_uuid_even_if_another_is_lost(plug: Plug, probe: Probe) -> None:
+def test_a_gpu_is_found_by_its_uuid_even_if_another_is_lost(plug: Plug, monitor: Monitor) -> None:
     plug(Gpu(failing={"": pynvml.NVML_ERROR_GPU_IS_LOST}), Gpu(name="second", uuid="GPU-b"))
-    assert probe("GPU-b").start() == "second"
+    assert monitor("GPU-b").start() == "second"
 
 
 def test_a_mig_instance_has_its_own_memory_readings_and_the_rest_from_its_card(
-    plug: Plug, probe: Probe
+    plug: Plug, monitor: Monitor
 ) -> None:
     plug(Gpu(mig=SLICE))
-    one = probe(SLICE.uuid)
+    one = monitor(SLICE.uuid)
     one.start()
     assert one.latest() == GpuReadings(
         memory_used_bytes=1_000_000_000,
@@ -332,8 +332,8 @@ def test_a_mig_instance_has_its_own_memory_readings_and_the_rest_from_its_card(
 
 
 @pytest.mark.gpu
-def test_the_gpu_of_this_machine_is_read(probe: Probe) -> None:
-    one = probe(os.environ.get("CUDA_VISIBLE_DEVICES"))
+def test_the_gpu_of_this_machine_is_read(monitor: Monitor) -> None:
+    one = monitor(os.environ.get("CUDA_VISIBLE_DEVICES"))
     name = one.start()
     assert "NVIDIA" in name
     known = one.latest().known()

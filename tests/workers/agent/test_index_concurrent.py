@@ -38,7 +38,7 @@ from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent, running
 from tests.workers.kv.cache_model import CacheModel, leading
-from workers.agent import agent as agents
+from workers.agent import publish
 from workers.agent.agent import Agent
 
 KEYS = Keyspace("concurrent")
@@ -384,7 +384,7 @@ async def is_exact(runner: ScriptRunner, workers: Sequence[Worker]) -> bool:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "BATCH_BLOCKS", BATCH_BLOCKS)
+    monkeypatch.setattr(publish, "BATCH_BLOCKS", BATCH_BLOCKS)
 
 
 async def test_an_answer_matches_what_was_published_during_the_query(

@@ -30,7 +30,7 @@ from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import METRICS_MAXLEN, Keyspace
 from app.core.types import SequenceHash, Tier
 from app.local.redis_server import EmbeddedRedis
-from app.ops import questions, verify
+from app.ops import namespaces, verify
 from app.policy.decision import Decision, RouteRequest
 from app.router import maintenance
 from app.router.fleet import Fleet
@@ -142,7 +142,7 @@ class Worker:
 
     @property
     def num_pending(self) -> int:
-        return self.agent._ownership.num_pending
+        return self.agent._publisher._ownership.num_pending
 
     async def start(self) -> None:
         self.agent = fake_agent(
@@ -337,14 +337,14 @@ async def check_bounded(cluster: Cluster) -> None:
     held = set().union(*(engine.device.keys() | engine.host.keys() for engine in engines))
 
     async def unique_blocks() -> int:
-        summary = await questions.summary(cluster.redis, KEYS)
+        summary = await namespaces.summary(cluster.redis, KEYS)
         assert summary is not None
         return summary.unique_blocks
 
     await eventually(unique_blocks, lambda number: number == len(held))
     assert await verify.verify(cluster.redis, KEYS, 1 << 24) == ([], ANY)
     for worker in cluster.workers:
-        ownership = sizes(worker.agent._ownership)
+        ownership = sizes(worker.agent._publisher._ownership)
         assert max(ownership.values()) == DEVICE_BLOCKS + HOST_BLOCKS, ownership
     for keeper in (cluster.fleet, cluster.router, cluster.router._maintenance):
         assert all(size <= NUM_WORKERS for size in sizes(keeper).values()), sizes(keeper)

@@ -111,7 +111,7 @@ def test_a_change_that_redis_refused_is_sent_when_its_block_is_stored_again(
     ownership.apply([stored(A)])
     refused = ownership.drain(0)
     ownership.apply([removed(A), removed(A, tier=HOST)])
-    ownership.untell(0, refused)
+    ownership.take_back(0, refused)
     assert drained(ownership, stored(A)) == [(A, DEVICE)]
 
 
@@ -133,7 +133,7 @@ def test_changes_pending_for_one_shard_survive_draining_another(
     assert [c.block for c in ownership.drain(1)] == [B, C, E]
     assert not ownership.is_pending(1)
     assert all(ownership.adds(0, change) for change in changes)
-    ownership.untell(0, changes)
+    ownership.take_back(0, changes)
     ownership.check()
     assert ownership.drain(0) == [Change(A, DEVICE, A)]
     ownership.apply([Cleared()])
@@ -145,12 +145,12 @@ def test_changes_pending_for_one_shard_survive_draining_another(
 
 def test_audits_rotate_over_the_blocks_and_skip_removed_ones(abcd: Ownership) -> None:
     assert abcd.next_to_audit(3) == [[B, C, D]]
-    assert abcd.as_told(0, [B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
+    assert abcd.as_published(0, [B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
     drained(abcd, removed(A), stored(A))
     assert abcd.next_to_audit(3) == [[A]]
     drained(abcd, removed(B))
     assert abcd.next_to_audit(9) == [[A]]
-    assert abcd.as_told(0, [A, B]) == [Change(A, DEVICE, A)]
+    assert abcd.as_published(0, [A, B]) == [Change(A, DEVICE, A)]
 
 
 def test_an_audit_skips_blocks_removed_since_its_round_began(abcd: Ownership) -> None:
@@ -166,7 +166,7 @@ def test_after_a_change_of_shards_blocks_are_audited_in_their_new_shard_only(
     abcd.forget(shards=3)
     for shard in range(3):
         abcd.drain(shard)
-    assert [[c.block for c in abcd.as_told(n, blocks)] for n in range(3)] == [
+    assert [[c.block for c in abcd.as_published(n, blocks)] for n in range(3)] == [
         [],
         [A, B, C, D],
         [],
@@ -316,7 +316,7 @@ def test_pending_changes_are_sent_once_after_forgetting(abcd: Ownership) -> None
 
 
 def test_check_detects_inconsistent_bookkeeping(abcd: Ownership) -> None:
-    abcd._nodes[B].published = HOST
+    abcd._nodes[B].wanted = HOST
     with pytest.raises(AssertionError, match="000000000000000b is out of date"):
         abcd.check()
 
@@ -429,7 +429,7 @@ def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
                 adding = [change for change in changes if ownership.adds(0, change)]
                 assert changes[len(changes) - len(adding) :] == adding
                 send(redis, changes[: len(changes) - len(adding) + num_taken], parents)
-                ownership.untell(0, adding[num_taken:])
+                ownership.take_back(0, adding[num_taken:])
                 if len(changes) < at_least:
                     real = plain_published(held, parents)
                     assert all(b in real and tier >= real[b] for b, tier in redis.items())
@@ -449,7 +449,7 @@ def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
                 held = {block: set() for block in BLOCKS}
         ownership.check()
         published = plain_published(held, parents)
-        assert {b: t.tier for b in BLOCKS if (t := ownership._told(b))} == redis
+        assert {b: t.tier for b in BLOCKS if (t := ownership._published(b))} == redis
         differing = [b for b in BLOCKS if published.get(b) != redis.get(b)]
         assert ownership.num_pending == len(differing)
     send(redis, ownership.drain(0), parents)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from app.core.types import SequenceHash, Tier
-from workers.kv.manager import Admission, WritePolicy
+from workers.kv.policies import AdmissionPolicy, WritePolicy
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class BlockModel:
         self,
         num_slots: dict[Tier, int],
         write: WritePolicy,
-        admission: Admission,
+        admission: AdmissionPolicy,
         max_storing: int,
         reuse_multiple: int,
     ) -> None:

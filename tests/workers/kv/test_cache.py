@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from itertools import count
@@ -25,9 +26,11 @@ from tests.fake_worker import fake_agent
 from tests.workers.kv.cache_model import FakePublisher
 from workers.kv.cache import LOAD_THREADS, BlockCache, Publisher
 from workers.kv.disk import SlotFile
-from workers.kv.manager import BlockManager, BlockTable, Eviction, WritePolicy
+from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.policies import WritePolicy
 from workers.kv.slots import Move
+from workers.kv.tables import BlockTable, Eviction
 from workers.kv.transfers import Transfers
 
 DEVICE, HOST, DISK = Tier
@@ -50,7 +53,15 @@ class Worker:
         )
         self.transfers = Transfers(self.pools, self.disk)
         self.manager = manager
-        self.cache = BlockCache(manager, self.carry_out, publisher, spare=SPARE)
+        self.timed: list[tuple[Tier, int, float]] = []
+        """Loads that the cache reported, with their seconds."""
+        self.cache = BlockCache(
+            manager,
+            self.carry_out,
+            publisher,
+            spare=SPARE,
+            on_load=lambda *load: self.timed.append(load),
+        )
         self.may_load, self.may_store = threading.Event(), threading.Event()
         self.may_load_from_disk = threading.Event()
         for event in (self.may_load, self.may_store, self.may_load_from_disk):
@@ -80,7 +91,7 @@ class Worker:
         for block, slot in zip(table.chain, table.slots, strict=False):
             assert (self.pools[DEVICE].words[slot.block_id] == word(block)).all()
 
-    async def settle(self) -> None:
+    async def until_quiet(self) -> None:
         """Wait until no copy is under way, and spare slots are free or nothing can be freed."""
 
         async def busy() -> bool:
@@ -128,7 +139,7 @@ async def test_a_request_waiting_for_room_keeps_the_blocks_it_found(tmp_path: Pa
     async with running(tmp_path, FakePublisher()) as worker:
         await worker.compute_and_release(least_recent)
         await worker.compute_and_release(other)
-        await worker.settle()
+        await worker.until_quiet()
         table = await worker.compute(chain_of(3, 18, least_recent), 18)
         assert table.tiers == [DEVICE] * 9
         assert worker.manager.counts.loaded == 0
@@ -141,7 +152,7 @@ async def test_spare_slots_stay_free_and_evicted_blocks_are_loaded_back(tmp_path
     async with running(tmp_path, publisher) as worker:
         for chain in chains:
             await worker.compute_and_release(chain)
-            await worker.settle()
+            await worker.until_quiet()
         for tier, slots in worker.manager.tiers.items():
             assert slots.num_free >= SPARE[tier]
         assert {tier for chain in chains for tier in worker.manager.match(chain)} == set(Tier)
@@ -149,7 +160,7 @@ async def test_spare_slots_stay_free_and_evicted_blocks_are_loaded_back(tmp_path
             held = worker.manager.match(chain)
             assert [min(publisher.shown.tiers_of(block)) for block in chain[: len(held)]] == held
             await worker.compute_and_release(chain)
-            await worker.settle()
+            await worker.until_quiet()
         assert worker.manager.counts.loaded > 0
         assert worker.manager.counts.failed == 0
 
@@ -165,7 +176,7 @@ async def test_a_request_waits_for_room_and_is_refused_if_none_can_be_made(
             await worker.cache.admit([], 1)
         worker.cache.release(held)
         worker.cache.release(table)
-        await worker.settle()
+        await worker.until_quiet()
 
 
 @pytest.mark.parametrize("max_storing", [3, 256])
@@ -177,7 +188,7 @@ async def test_evicted_blocks_wait_for_room_below_instead_of_being_dropped(
         for n in range(5):
             # More blocks at a time than host memory keeps free.
             await worker.compute_and_release(chain_of(n, 20))
-        await worker.settle()
+        await worker.until_quiet()
         assert worker.manager.counts.stores_dropped == 0
         assert len(worker.manager.match(chain_of(3, 20))) == 20
 
@@ -189,7 +200,7 @@ async def test_a_request_does_not_wait_for_a_stalled_tier_below(
     async with running(tmp_path, FakePublisher()) as worker:
         for n in range(2):
             await worker.compute_and_release(chain_of(n, 20))
-            await worker.settle()
+            await worker.until_quiet()
         worker.may_store.clear()
         # Host memory has room for 6 blocks, and no more becomes free while nothing is stored.
         free = worker.manager.tiers[HOST].num_free
@@ -211,7 +222,7 @@ async def test_no_slot_is_reused_before_redis_confirms_the_removal_of_its_block(
     async with running(tmp_path, publisher) as worker:
         chain = chain_of(1, 20)
         await worker.compute_and_release(chain)
-        await worker.settle()
+        await worker.until_quiet()
         publisher.confirms.clear()
         admitted = asyncio.ensure_future(worker.compute(chain_of(2, 24), 24))
         device = worker.manager.tiers[DEVICE]
@@ -250,7 +261,7 @@ async def test_slots_freed_by_sharing_go_to_a_waiting_request(
         for table in (await asyncio.wait_for(waiting, 20), late, early):
             worker.cache.release(table)
         publisher.confirms.set()
-        await worker.settle()
+        await worker.until_quiet()
 
 
 async def test_an_unreachable_redis_does_not_stop_the_worker(
@@ -262,7 +273,7 @@ async def test_an_unreachable_redis_does_not_stop_the_worker(
     async with running(tmp_path, publisher) as worker:
         await worker.compute_and_release(chain_of(1, 20))
         await worker.compute_and_release(chain_of(2, 24))
-        await worker.settle()
+        await worker.until_quiet()
         assert worker.cache.unconfirmed == worker.manager.counts.evicted > 0
         assert caplog.text.count("whose blocks Redis may still show") == 1
 
@@ -274,7 +285,7 @@ async def test_requests_sharing_a_prefix_load_it_once_even_if_one_is_cancelled(
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
         await worker.compute_and_release(chain_of(2, 20))
-        await worker.settle()
+        await worker.until_quiet()
         assert worker.manager.match(chain)[-1] > DEVICE
         worker.may_load.clear()
         before = worker.manager.counts.loaded
@@ -295,7 +306,7 @@ async def test_requests_sharing_a_prefix_load_it_once_even_if_one_is_cancelled(
             worker.cache.release(table)
             loaded = sum(len(load.blocks) for load in table.loads)
             assert loaded == worker.manager.counts.loaded - before
-        await worker.settle()
+        await worker.until_quiet()
         assert not any(slot.references for slot in worker.manager.tiers[DEVICE].all())
 
 
@@ -304,7 +315,7 @@ async def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tmp_path: Path
     async with running(tmp_path, FakePublisher()) as worker:
         for chain in chains:
             await worker.compute_and_release(chain)
-            await worker.settle()
+            await worker.until_quiet()
         tiers = [set(worker.manager.match(chain)) for chain in chains]
         on_disk = [chain for chain, where in zip(chains, tiers, strict=True) if where == {DISK}]
         on_host = chains[tiers.index({HOST})]
@@ -326,7 +337,7 @@ async def test_a_load_waits_for_the_load_that_fills_its_source(tmp_path: Path) -
     async with running(tmp_path, FakePublisher()) as worker:
         for chain in chains:
             await worker.compute_and_release(chain)
-            await worker.settle()
+            await worker.until_quiet()
         prompt = next(c[:4] for c in chains if set(worker.manager.match(c)) == {DISK})
         before = worker.manager.counts.loaded
         worker.may_load_from_disk.clear()
@@ -343,6 +354,25 @@ async def test_a_load_waits_for_the_load_that_fills_its_source(tmp_path: Path) -
         assert worker.manager.counts.loaded - before == 8
 
 
+async def test_only_whole_loads_onto_the_device_are_timed(tmp_path: Path) -> None:
+    async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
+        chain = chain_of(1, 8)
+        await worker.compute_and_release(chain)
+        for n in (2, 3):
+            await worker.compute_and_release(chain_of(n, 16))
+            await worker.until_quiet()
+        tiers = worker.manager.match(chain)
+        assert DEVICE not in tiers
+        assert worker.timed == []  # stores are not
+        worker.may_load.clear()
+        admitted = asyncio.ensure_future(worker.compute(chain, 8))
+        await asyncio.sleep(0.2)
+        worker.may_load.set()
+        worker.cache.release(await admitted)
+        assert sorted(load[:2] for load in worker.timed) == sorted(Counter(tiers).items())
+        assert all(0.05 < seconds < 60 for *_, seconds in worker.timed)
+
+
 async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None:
     async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
@@ -350,13 +380,14 @@ async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None
         others = count(2)
         while worker.manager.match(chain)[-1] is not DISK:
             await worker.compute_and_release(chain_of(next(others), 20))
-            await worker.settle()
+            await worker.until_quiet()
         size = (tmp_path / "blocks").stat().st_size
         (tmp_path / "blocks").write_bytes(bytes(size))
         await worker.compute_and_release(chain)
         assert worker.manager.counts.fallbacks == 1
+        assert DISK not in [tier for tier, *_ in worker.timed]
         assert worker.manager.match(chain) == [DEVICE] * 8
-        await worker.settle()
+        await worker.until_quiet()
 
 
 async def test_blocks_of_an_earlier_life_are_published_before_the_first_request(
@@ -377,9 +408,8 @@ async def test_computed_blocks_are_published_at_once_and_room_is_made_once_they_
         table = await worker.compute(chain, 24)
         assert publisher.shown.scan(chain) == TierOverlap(device=24)
         await asyncio.sleep(0)  # there is nothing to free yet
-        worker.cache.release(table, priority=1)
-        assert {slot.priority for slot in device.all()} == {1}
-        await worker.settle()
+        worker.cache.release(table)
+        await worker.until_quiet()
         assert device.num_free == SPARE[DEVICE]
 
 
@@ -485,11 +515,11 @@ async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_p
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
         await worker.compute_and_release(chain_of(2, 20))
-        await worker.settle()
+        await worker.until_quiet()
         below = sum(tier > DEVICE for tier in worker.manager.match(chain))
         assert worker.cache.prefetch(chain) == min(below, SPARE[DEVICE])
         await worker.compute_and_release(chain)
-        await worker.settle()
+        await worker.until_quiet()
 
 
 class WatchedManager(BlockManager):
@@ -567,7 +597,7 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
         await eventually(evicted, lambda n: n[0] > 300 and n[1] > 100 and n[2] > 100, within_s=60)
         stop.set()
         await asyncio.wait(work)
-        await worker.settle()
+        await worker.until_quiet()
         assert worker.cache.unconfirmed == 0
         for task in others:
             task.cancel()
@@ -581,10 +611,10 @@ async def test_a_request_that_has_no_room_yet_keeps_its_prefix_on_the_device(
     async with running(tmp_path, FakePublisher()) as worker:
         running_table = await worker.compute(running_chain, 6)
         await worker.compute_and_release(prefix)
-        await worker.settle()
+        await worker.until_quiet()
         with pytest.raises(NotEnoughBlocks):
             await worker.cache.admit(prompt, 22)
-        await worker.settle()
+        await worker.until_quiet()
         assert worker.manager.match(prefix) == [DEVICE] * 12
         worker.cache.release(running_table)
         table = await worker.compute(prompt, 22)

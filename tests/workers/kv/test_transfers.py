@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from ctypes import memmove
+from contextlib import closing
 from dataclasses import replace
-from enum import IntEnum
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,368 +17,15 @@ from torch import Tensor
 from app.core.errors import BlockLost
 from app.core.types import SequenceHash, Tier
 from tests.workers.kv.full_disk import no_room_beyond
-from workers.kv import copiers, transfers
-from workers.kv.copiers import IN_HOST_MEMORY, MOVERS, WITH_DEVICE, Copier, Mover
-from workers.kv.disk import PAGE_BYTES, DiskBlock, SlotFile
-from workers.kv.manager import BlockManager
-from workers.kv.memory import WORD_BYTES, Ids, KVShape, MemoryPool, host_pool
-from workers.kv.transfers import CopyStream, Transfers, copy_stream
+from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
+from workers.kv import transfers
+from workers.kv.disk import SlotFile
+from workers.kv.disk_records import PAGE_BYTES, DiskBlock
+from workers.kv.fence import FencingBlockManager
+from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.transfers import Transfers
 
 DEVICE, HOST, DISK = Tier
-SMALL = KVShape(num_layers=3, num_kv_heads=2, head_size=4, dtype=torch.float32, block_size=2)
-ODD = KVShape(num_layers=5, num_kv_heads=1, head_size=3, dtype=torch.bfloat16, block_size=3)
-WIDE = KVShape(num_layers=5, num_kv_heads=4, head_size=64, dtype=torch.float32, block_size=16)
-"""32 KiB a layer: two layers make a group, and the last group has one."""
-NUM_BLOCKS = 12
-
-
-def pool_of(shape: KVShape, seed: int, num_blocks: int = NUM_BLOCKS) -> MemoryPool:
-    pool = MemoryPool(shape, num_blocks)
-    pool.words.random_(generator=torch.Generator().manual_seed(seed))
-    return pool
-
-
-def moved(
-    source: Tensor, target: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]
-) -> Tensor:
-    """What the target should hold afterwards."""
-    expected = target.clone()
-    for s, t in zip(source_ids, target_ids, strict=True):
-        expected[t] = source[s]
-    return expected
-
-
-MAPS = {
-    "shuffled": ([7, 2, 9, 4], [0, 3, 5, 11]),
-    "packed": ([7, 2, 9, 4], [3, 4, 5, 6]),
-    "runs": ([1, 2, 3, 8, 9, 0], [5, 6, 7, 1, 2, 0]),
-    "all": (list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))),
-    "one": ([4], [9]),
-}
-CONTIGUOUS_TARGETS = "packed", "all", "one"
-
-
-class HostMemoryDriver:
-    """The part of cuda.bindings.driver that batched copies need; it copies host memory at once."""
-
-    CUresult = IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1})
-    CUmemcpySrcAccessOrder = IntEnum(
-        "CUmemcpySrcAccessOrder", {"CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 1}
-    )
-    CUmemcpyAttributes = SimpleNamespace
-    CUdeviceptr = CUstream = staticmethod(int)
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-        self.result = self.CUresult.CUDA_SUCCESS
-
-    def cuMemcpyBatchAsync(  # noqa: N802
-        self,
-        dsts: list[int],
-        srcs: list[int],
-        sizes: list[int],
-        count: int,
-        attrs: list[SimpleNamespace],
-        attrs_idxs: list[int],
-        num_attrs: int,
-        stream: int,
-    ) -> tuple[IntEnum]:
-        assert len(dsts) == len(srcs) == len(sizes) == count
-        assert [a.srcAccessOrder for a in attrs] == [1]
-        assert (attrs_idxs, num_attrs, stream) == ([0], 1, 7)
-        if not self.result:
-            for args in zip(dsts, srcs, sizes, strict=True):
-                memmove(*args)
-            self.batches.append(count)
-        return (self.result,)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> HostMemoryDriver:
-    made = HostMemoryDriver()
-    monkeypatch.setattr(copiers, "driver", made)
-    stream = SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    return made
-
-
-@pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize("shape", [SMALL, ODD, WIDE], ids=["small", "odd", "wide"])
-@pytest.mark.parametrize("layers", [slice(None), slice(0, 2), slice(2, 3)], ids=str)
-@pytest.mark.parametrize(
-    ("mover", "blocks"),
-    [
-        pytest.param(mover, MAPS[name], id=f"{way}-{name}")
-        for way, mover in MOVERS.items()
-        for name in (CONTIGUOUS_TARGETS if way == "selected" else MAPS)
-    ],
-)
-def test_every_mover_copies_only_the_given_layers_of_the_given_blocks(
-    mover: Mover, blocks: tuple[list[int], list[int]], layers: slice, shape: KVShape
-) -> None:
-    source, target = pool_of(shape, 1).words[:, layers], pool_of(shape, 2)
-    before = target.words.clone()
-    expected = moved(source, target.words[:, layers], *blocks)
-    mover(source, target.words[:, layers], *(np.array(ids, dtype=np.int64) for ids in blocks))
-    assert torch.equal(target.words[:, layers], expected)
-    others = [n for n in range(shape.num_layers) if n not in range(shape.num_layers)[layers]]
-    assert torch.equal(target.words[:, others], before[:, others])
-
-
-@pytest.mark.parametrize("blocks_at_once", [1, 3])
-def test_more_blocks_than_fit_the_staging_buffer_are_copied_in_parts(
-    blocks_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copiers, "STAGED_BYTES", blocks_at_once * WIDE.block_bytes)
-    source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
-    for source_ids, target_ids in (
-        ([7, 2, 9, 4, 0, 1, 11], [3, 11, 0, 5, 6, 7, 8]),
-        ([7, 2, 9, 4, 0, 1, 11], [1, 2, 3, 4, 5, 6, 7]),
-    ):
-        expected = moved(source.words, target.words, source_ids, target_ids)
-        MOVERS["gathered"](source.words, target.words, np.array(source_ids), np.array(target_ids))
-        assert torch.equal(target.words, expected)
-
-
-@pytest.mark.parametrize(
-    ("shape", "layers", "piece"),
-    [
-        (WIDE, slice(None), (32 << 10) // WORD_BYTES),
-        (WIDE, slice(0, 2), None),
-        (SMALL, slice(None), None),
-    ],
-    ids=["wide", "wide, two layers", "small"],
-)
-def test_large_blocks_are_gathered_in_pieces_of_a_size_that_divides_them(
-    shape: KVShape, layers: slice, piece: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[torch.Size] = []
-    select = torch.index_select
-
-    def recorded(words: Tensor, dim: int, ids: Tensor, *, out: Tensor) -> Tensor:
-        rows.append(words.shape[1:])
-        return select(words, dim, ids, out=out)
-
-    monkeypatch.setattr(torch, "index_select", recorded)
-    source, target = (pool_of(shape, seed).words[:, layers] for seed in (1, 2))
-    expected = moved(source, target, *MAPS["packed"])
-    MOVERS["selected"](source, target, *map(np.array, MAPS["packed"]))
-    assert torch.equal(target, expected)
-    assert rows == [source.shape[1:] if piece is None else (piece,)]
-
-
-@pytest.mark.parametrize("shape", [SMALL, WIDE])
-def test_long_runs_are_left_to_torch_and_its_threads_and_short_ones_are_not(
-    shape: KVShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = pool_of(shape, 1).words, pool_of(shape, 2).words
-    source_ids, target_ids = [1, 2, 3, 5, 7, 8], [4, 5, 6, 9, 1, 2]
-    expected = moved(source, target, source_ids, target_ids)
-    copied: list[int] = []
-    copy = Tensor.copy_
-
-    def record(into: Tensor, *args: Any, **how: Any) -> Tensor:
-        copied.append(into.nbytes)
-        return copy(into, *args, **how)
-
-    monkeypatch.setattr(copiers, "LONG_BYTES", 3 * shape.block_bytes)
-    monkeypatch.setattr(Tensor, "copy_", record)
-    MOVERS["bytes"](source, target, np.array(source_ids), np.array(target_ids))
-    assert torch.equal(target, expected)
-    assert copied == [3 * shape.block_bytes]
-
-
-def test_batched_copies_pass_runs_to_the_driver_and_are_left_out_if_it_refuses(
-    driver: HostMemoryDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO)
-    source, target = pool_of(SMALL, 1).words, pool_of(SMALL, 2).words
-    MOVERS["batched"](source, target, *map(np.array, MAPS["runs"]))
-    assert driver.batches == [3]
-    assert copiers.movers_with_device(source, target) == WITH_DEVICE
-    driver.result = driver.CUresult.CUDA_ERROR_INVALID_VALUE
-    assert copiers.movers_with_device(source, target) == ("runs", "gathered")
-    for without in (None, SimpleNamespace(cuMemcpyAsync=None)):
-        monkeypatch.setattr(copiers, "driver", without)
-        assert copiers.movers_with_device(source, target) == ("runs", "gathered")
-    assert [message.split(": ")[-1] for message in caplog.messages] == [
-        "CUDA_ERROR_INVALID_VALUE",
-        *["cuda.bindings is not installed, or older than 12.8"] * 2,
-    ]
-
-
-def test_the_fastest_mover_is_chosen_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    copier = Copier(pool_of(SMALL, 1), pool_of(SMALL, 2))
-    assert tuple(copier.rates.packed) == IN_HOST_MEMORY
-    assert copier.rates.scattered.keys() == {*IN_HOST_MEMORY} - {"selected"}
-    (message,) = caplog.messages
-    assert message.startswith(
-        "copies from pageable memory to pageable memory, 384 bytes of a block"
-    )
-    chosen = [
-        name
-        for name, rate in copier.rates.scattered.items()
-        if f"{name} ({rate:.1f} GB/s) into scattered ones" in message
-    ]
-    assert len(chosen) == 1
-    best = max(copier.rates.scattered.values())
-    assert copier.rates.scattered[chosen[0]] * copiers.CLEARLY_FASTER >= best
-
-
-def test_a_mover_that_needs_more_is_chosen_only_if_it_is_clearly_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    packed = {"bytes": 1.0, "selected": 1.3, "runs": 1.4}
-    rates = copiers.Rates(packed, {"bytes": 1.0, "runs": 1.09})
-    monkeypatch.setattr(copiers, "_try_movers", lambda *_: rates)
-    copier = Copier(pool_of(SMALL, 1), pool_of(SMALL, 2))
-    assert (copier._packed, copier._scattered) == ("selected", "bytes")
-
-
-def test_a_copy_with_an_invalid_block_is_refused_as_a_whole() -> None:
-    source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
-    copier = Copier(source, target)
-    before = target.words.clone()
-    for source_ids, target_ids, message in (
-        ([0, 1], [0], "2 blocks for 1 slots"),
-        ([NUM_BLOCKS], [0], "block 12 is not in a pool of 12 blocks"),
-        ([0, 1], [-1, 0], "block -1 is not in a pool of 12 blocks"),
-        ([3, 3], [0, 1], "block 3 is named twice"),
-        ([0, 1], [5, 5], "block 5 is named twice"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            copier.copy(source_ids, target_ids)
-    copier.copy([], [])
-    assert torch.equal(target.words, before)
-    with pytest.raises(ValueError, match="do not fit"):
-        Copier(source, pool_of(ODD, 1))
-
-
-def test_a_failed_copy_waits_for_blocks_still_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
-    copier = Copier(source, target)
-    waited_for: list[MemoryPool] = []
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory, with some blocks still under way")
-
-    monkeypatch.setattr(copier, "begin", fail)
-    monkeypatch.setattr(copiers, "_synchronize", lambda *pools: waited_for.extend(pools))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        copier.copy([1], [2])
-    assert waited_for == [source, target]
-
-
-@contextmanager
-def streaming(source: MemoryPool, target: MemoryPool) -> Iterator[CopyStream]:
-    with closing(copy_stream(source, target)) as stream:
-        yield stream
-
-
-def test_layers_are_copied_in_groups_of_at_least_64_kib_a_block() -> None:
-    with streaming(pool_of(WIDE, 1), pool_of(WIDE, 2)) as stream:
-        assert (stream.layers_per_group, stream.num_groups) == (2, 3)
-        assert [stream.group_of(layer) for layer in range(5)] == [0, 0, 1, 1, 2]
-    with streaming(pool_of(SMALL, 1), pool_of(SMALL, 2)) as stream:
-        assert (stream.layers_per_group, stream.num_groups) == (3, 1)
-
-
-def test_a_stream_copies_triggered_groups_and_can_be_triggered_again() -> None:
-    source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
-    source_ids, target_ids = [7, 2, 9], [3, 11, 0]
-    with streaming(source, target) as stream:
-        stream.prepare(source_ids, target_ids)
-        before = target.words.clone()
-        after = moved(source.words, before, source_ids, target_ids)
-        stream.trigger_layer(3)
-        stream.wait_layer(2)
-        assert torch.equal(target.words[:, 2:4], after[:, 2:4])
-        assert torch.equal(target.words[:, :2], before[:, :2])
-        source.words[:, 2:4].random_()  # already copied, so not copied again below
-        stream.trigger_group(0)
-        stream.trigger_all()
-        for layer in range(5):
-            stream.wait_layer(layer)
-            assert torch.equal(target.words[:, layer], after[:, layer])
-        stream.wait()
-        assert torch.equal(target.words, after)
-
-        source.words.random_()
-        stream.trigger_all()
-        stream.wait()
-        assert torch.equal(target.words, moved(source.words, after, source_ids, target_ids))
-
-        stream.prepare([1], [8])
-        stream.trigger_all()
-        stream.wait()
-        assert torch.equal(target.words[8], source.words[1])
-
-
-def test_a_stream_refuses_invalid_calls() -> None:
-    with streaming(pool_of(WIDE, 1), pool_of(WIDE, 2)) as stream:
-        with pytest.raises(ValueError, match="block 12 is not in a pool of 12 blocks"):
-            stream.prepare([0], [12])
-        stream.prepare([0], [1])
-        for layer in (-1, 5):
-            with pytest.raises(ValueError, match=f"layer {layer} of 5"):
-                stream.trigger_layer(layer)
-        for group in (-1, 3):
-            with pytest.raises(ValueError, match=f"group {group} of 3"):
-                stream.trigger_group(group)
-        with pytest.raises(ValueError, match="layer 0 was not triggered"):
-            stream.wait_layer(0)
-        stream.trigger_layer(0)
-        with pytest.raises(ValueError, match="were triggered but not waited for"):
-            stream.prepare([0], [2])
-        stream.wait()
-        stream.prepare([0], [2])
-
-
-def test_waiting_for_a_failed_copy_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-        raise OSError("no such memory")
-
-    with streaming(pool_of(WIDE, 1), pool_of(WIDE, 2)) as stream:
-        stream.prepare([0], [1])
-        with monkeypatch.context() as patched:
-            for name in MOVERS:
-                patched.setitem(MOVERS, name, fail)
-            stream.trigger_all()
-            with pytest.raises(OSError, match="no such memory"):
-                stream.wait_layer(4)
-            with pytest.raises(OSError, match="no such memory"):
-                stream.wait()
-        stream.trigger_all()
-        stream.wait()
-
-
-def test_a_stream_raises_an_error_only_after_all_its_copies_have_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Callers that see the error may reuse the blocks."""
-    reported, num_ended = threading.Event(), 0
-
-    def fail(*_: Any) -> None:
-        nonlocal num_ended
-        reported.wait(0.1)
-        num_ended += 1
-        raise OSError("no such memory")
-
-    stream = copy_stream(pool_of(WIDE, 1), pool_of(WIDE, 2))
-    for name in MOVERS:
-        monkeypatch.setitem(MOVERS, name, fail)
-    stream.prepare([0], [1])
-    stream.trigger_all()
-    with pytest.raises(OSError, match="no such memory"):
-        stream.wait()
-    assert num_ended == stream.num_groups
-    reported.set()
-    stream.trigger_all()
-    with pytest.raises(OSError, match="no such memory"):
-        stream.close()
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        stream.trigger_all()
 
 
 class Tiers:
@@ -395,7 +36,7 @@ class Tiers:
         self.pools = {DEVICE: pool_of(shape, 1, num_slots), HOST: pool_of(shape, 2, num_slots)}
         self.disk = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots)
         self.transfers = Transfers(self.pools, self.disk)
-        self.manager = BlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
+        self.manager = FencingBlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
         self.content: dict[SequenceHash, Tensor] = {}
 
     def close(self) -> None:
@@ -602,7 +243,7 @@ def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers: Ti
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
-    at = {slot.block: slot.block_id for slot in tiers.manager.tiers[DISK].held()}
+    at = {slot.block: slot.block_id for slot in tiers.manager.tiers[DISK].registered()}
     size = WIDE.block_bytes
     os.truncate(tiers.folder / "blocks", max(at.values()) * size + 5_000)
     good = next(n for n, block in enumerate(BLOCKS) if at[block] == max(at.values()))
@@ -761,76 +402,6 @@ def test_fenced_off_blocks_are_not_stored_for_the_next_process(tiers: Tiers) -> 
     tiers.manager.fence()
     assert tiers.transfers.carry_out(store) == 0
     assert not list(tiers.disk.records())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("blocks", MAPS.values(), ids=MAPS)
-@pytest.mark.parametrize("layers", [slice(None), slice(1, 3)], ids=str)
-@pytest.mark.parametrize("name", WITH_DEVICE)
-@pytest.mark.parametrize("upwards", [True, False])
-def test_every_mover_copies_between_host_and_device(
-    upwards: bool, name: str, layers: slice, blocks: tuple[list[int], list[int]]
-) -> None:
-    pools = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
-    for pool in pools:
-        pool.words.random_()
-    source, target = (pool.words for pool in (pools if upwards else pools[::-1]))
-    with copiers.on_stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        if name not in copiers.movers_with_device(source, target):
-            pytest.skip("not with this driver")
-        torch.cuda.synchronize()  # the first block was copied to find that out
-        expected = target.cpu().clone()
-        expected[:, layers] = moved(source[:, layers].cpu(), expected[:, layers], *blocks)
-        ids = (np.array(ids, dtype=np.int64) for ids in blocks)
-        MOVERS[name](source[:, layers], target[:, layers], *ids)
-    torch.cuda.synchronize()
-    assert torch.equal(target.cpu(), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("upwards", [True, False])
-def test_on_cuda_each_layer_can_be_used_while_later_ones_are_copied(upwards: bool) -> None:
-    pools = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
-    source, target = pools if upwards else pools[::-1]
-    source.words.random_()
-    with streaming(source, target) as stream:
-        stream.prepare([7, 2, 9], [3, 11, 0])
-        stream.trigger_all()
-        for layer in range(WIDE.num_layers):
-            stream.wait_layer(layer)
-            torch.cuda.current_stream().synchronize()
-            assert torch.equal(
-                target.words[[3, 11, 0], layer].cpu(), source.words[[7, 2, 9], layer].cpu()
-            )
-        stream.wait()
-
-
-ON_THE_SECOND_GPU = """
-from threading import Thread
-
-import torch
-
-from tests.workers.kv.test_transfers import WIDE, NUM_BLOCKS, Copier, MemoryPool, host_pool
-
-device = MemoryPool(WIDE, NUM_BLOCKS, "cuda:1")
-thread = Thread(target=lambda: Copier(host_pool(WIDE, NUM_BLOCKS), device).copy([1, 2], [5, 3]))
-thread.start()
-thread.join()
-print([n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n)])
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_copies_to_the_second_gpu_create_no_context_on_the_first() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", ON_THE_SECOND_GPU],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout == "[1]\n"
 
 
 @pytest.mark.gpu

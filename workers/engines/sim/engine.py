@@ -149,7 +149,7 @@ class SimEngine:
             decode_context_tokens=decode_context,
             emitted=emitted,
             first_tokens=[running.request.request_id for running in prefill.done],
-            finished=self._settle(due),
+            finished=self._complete(due),
         )
 
     def quiet_steps(self) -> int:
@@ -292,7 +292,7 @@ class SimEngine:
         full_at = (len(running.chain) + 1) * self.block_size - running.request.prompt_tokens + 1
         return min(full_at, running.request.max_tokens)
 
-    def _settle(self, due: list[_Running]) -> list[Finished]:
+    def _complete(self, due: list[_Running]) -> list[Finished]:
         """Register the blocks that filled, and end the requests that are done."""
         finished = []
         for running in due:

@@ -155,8 +155,8 @@ class BlockPool:
         assert all(p is None or p in device for p, _ in self._cached.values()), (
             "orphan on the device"
         )
-        held = device | self._host.keys()
-        assert all(p is None or p in held for p, _ in self._host.values()), "orphan on the host"
+        anywhere = device | self._host.keys()
+        assert all(p is None or p in anywhere for p, _ in self._host.values()), "orphan on the host"
 
     def _evict(self, count: int) -> None:
         if count <= 0:

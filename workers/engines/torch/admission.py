@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import replace
 
 from app.core.types import Tier
 from app.core.worker_report import Speed
 from workers.engines.speed import SpeedLearner
 from workers.engines.steps import Step
-from workers.kv.manager import Admission
+from workers.kv.policies import AdmissionPolicy
 
 FORGET = 0.99
 """Weight of a chunk's speed relative to the next one's."""
@@ -18,14 +17,12 @@ TIER_RETRIED_S = 60.0
 """A tier from which loading took longer than computing is retried after this long."""
 
 
-class Judge:
+class AdaptiveAdmission:
     """Learns from the steps of an engine that computes `chunk_tokens` at a time, and its loads."""
 
     def __init__(self, chunk_tokens: int, block_size: int) -> None:
         self._block_size = block_size
         self._learner = SpeedLearner(chunk_tokens)
-        self._loads: deque[tuple[Tier, int, float]] = deque()
-        """Tier, tokens and seconds of loads that the learner has not seen yet."""
         self._loaded_at: dict[Tier, float] = {}
         self._prefill_s = self._prefill_tokens = 0.0
         """Seconds and tokens of the last chunks; older ones count less."""
@@ -38,30 +35,27 @@ class Judge:
         self._learner.observe(step, step.duration_s)
 
     def observe_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
-        """May be called in any thread."""
-        self._loads.append((tier, num_blocks * self._block_size, seconds))
+        """Learn from blocks that were loaded onto the device."""
+        self._learner.observe_load(tier, num_blocks * self._block_size, seconds)
+        self._loaded_at[tier] = time.monotonic()
 
     def speed(self) -> Speed:
-        """What was learnt; to be called in one thread only."""
-        while self._loads:
-            tier, num_tokens, seconds = self._loads.popleft()
-            self._learner.observe_load(tier, num_tokens, seconds)
-            self._loaded_at[tier] = time.monotonic()
+        """What was learnt."""
         return self._learner.speed()
 
-    def revised(self, admission: Admission) -> Admission:
-        """`admission`, by how long blocks take now; as it is until a chunk was computed."""
+    def revised(self, policy: AdmissionPolicy) -> AdmissionPolicy:
+        """`policy`, by how long blocks take now; as it is until a chunk was computed."""
         if not self._prefill_tokens:
-            return admission
+            return policy
         now = time.monotonic()
         for tier in [t for t, at in self._loaded_at.items() if now - at >= TIER_RETRIED_S]:
-            # A tier that was once slow is judged by what it does now.
+            # What it was like long ago must not keep it from being tried again.
             self._learner.discount_loads(tier)
             del self._loaded_at[tier]
         speed = self.speed()
         load_s = {Tier.HOST: speed.host_s_per_token, Tier.DISK: speed.disk_s_per_token}
         return replace(
-            admission,
+            policy,
             compute_s=self._prefill_s / self._prefill_tokens * self._block_size,
             load_s={tier: load_s[tier] * self._block_size for tier in self._loaded_at},
         )

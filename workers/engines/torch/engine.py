@@ -16,82 +16,36 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import islice
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from app.core.errors import InvalidRequest, NotEnoughBlocks
-from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from workers.engines.base import (
     CompletionRequest,
     EngineStoppedError,
     Generation,
     HitRate,
-    PromptTooLargeError,
     QueueFullError,
 )
-from workers.engines.steps import Finished, Step
-from workers.engines.torch.admission import Judge
+from workers.engines.steps import Finished
+from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import Llama
-from workers.engines.torch.sampling import Sampler, sample
+from workers.engines.torch.sampling import sample
+from workers.engines.torch.sequence import Chunk, TokenSequence, step_of
 from workers.kv.cache import BlockCache, Publisher
-from workers.kv.manager import BlockManager, BlockTable
+from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
+from workers.kv.tables import BlockTable
 
-JUDGE_INTERVAL_S = 1.0
+ADMISSION_INTERVAL_S = 1.0
 PREFETCHED_REQUESTS = 2
 """For this many requests behind the first that waits, blocks are loaded ahead. With more, they
 would evict each other's blocks, and cached blocks that are not in use at the moment."""
-
-
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """A request, from its arrival on. tokens: its prompt, then what was generated."""
-
-    request: CompletionRequest
-    tokens: list[int]
-    num_prompt: int
-    blocks: list[SequenceHash]
-    """Hashes of the prompt's full blocks."""
-    num_blocks: int
-    """Device slots for the prompt and everything that may be generated."""
-    sampler: Sampler
-    generation: Generation = field(init=False)
-    prefetched: bool = False
-    admission: asyncio.Task[BlockTable] | None = None
-    table: BlockTable | None = None
-    """While it runs."""
-    block_ids: list[int] = field(default_factory=list)
-    prefilled: int = 0
-    cached: tuple[Tier, ...] = ()
-    """In which tiers the leading blocks were that it did not compute."""
-    cancelled: bool = False
-
-    def output(self, start: int, stop: int) -> list[int]:
-        """Generated tokens from one index to another."""
-        return self.tokens[self.num_prompt + start : self.num_prompt + stop]
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-
-class _Chunk(NamedTuple):
-    """The prompt tokens of a step, from `start` to `stop`."""
-
-    sequence: _Sequence
-    start: int
-    stop: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.stop == self.sequence.num_prompt
 
 
 class TorchEngine:
@@ -120,18 +74,19 @@ class TorchEngine:
         self._model = model
         self._pool = pool
         self._manager = manager
-        self._copy = carry_out
-        self._cache = BlockCache(manager, self._carry_out, publisher, spare=spare)
         self._chunk_tokens = chunk_tokens
         self._max_num_seqs = max_num_seqs
         self._max_waiting = max_waiting
-        self._judge = Judge(chunk_tokens, self.block_size)
+        self._admission = AdaptiveAdmission(chunk_tokens, self.block_size)
+        self._cache = BlockCache(
+            manager, carry_out, publisher, spare=spare, on_load=self._admission.observe_load
+        )
         self._hit_rate = HitRate()
-        self._sequences: dict[str, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._prefilling: deque[_Sequence] = deque()
-        self._decoding: list[_Sequence] = []
-        self._in_step: set[_Sequence] = set()
+        self._sequences: dict[str, TokenSequence] = {}
+        self._waiting: deque[TokenSequence] = deque()
+        self._prefilling: deque[TokenSequence] = deque()
+        self._decoding: list[TokenSequence] = []
+        self._in_step: set[TokenSequence] = set()
         self._may_admit = asyncio.Event()
         self._may_step = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -152,7 +107,7 @@ class TorchEngine:
                     working_on = [
                         working.create_task(self._admit_forever()),
                         working.create_task(self._step_forever()),
-                        working.create_task(self._judge_forever()),
+                        working.create_task(self._revise_admission_forever()),
                     ]
                     await asyncio.sleep(0)  # lets all of these start, the cache first
                     self.running = True
@@ -176,7 +131,12 @@ class TorchEngine:
             raise QueueFullError(f"{len(self._waiting)} requests are already waiting")
         if request.request_id in self._sequences:
             raise InvalidRequest("request_id", f"{request.request_id!r} is already in use")
-        sequence = self._sequence_of(request)
+        sequence = TokenSequence.of(
+            request,
+            self._model.config,
+            block_size=self.block_size,
+            num_slots=self._manager.tiers[Tier.DEVICE].num_slots,
+        )
         sequence.generation = Generation(
             request.request_id,
             sequence.output,
@@ -206,7 +166,7 @@ class TorchEngine:
         )
 
     def speed(self) -> Speed:
-        return self._judge.speed()
+        return self._admission.speed()
 
     def block_events(self) -> dict[str, int]:
         """See Counts in workers/kv/manager.py, and BlockCache.unconfirmed."""
@@ -227,40 +187,6 @@ class TorchEngine:
             sequence.generation.end(None)
         self._sequences.clear()
 
-    def _sequence_of(self, request: CompletionRequest) -> _Sequence:
-        ids = np.frombuffer(request.prompt, "<u4")
-        config = self._model.config
-        if len(ids) == 0 or request.max_tokens < 1:
-            raise ValueError(f"{len(ids)} prompt tokens, {request.max_tokens} output tokens")
-        if ids.max() >= config.vocab_size:
-            raise InvalidRequest(
-                "prompt", f"{ids.max()} is not a token id of a vocabulary of {config.vocab_size}"
-            )
-        num_tokens = len(ids) + request.max_tokens
-        if num_tokens > config.max_position_embeddings:
-            raise PromptTooLargeError(
-                len(ids), request.max_tokens, "the model takes", config.max_position_embeddings
-            )
-        num_blocks = -(-num_tokens // self.block_size)
-        num_slots = self._manager.tiers[Tier.DEVICE].num_slots
-        if num_blocks > num_slots:
-            raise PromptTooLargeError(
-                len(ids), request.max_tokens, "the KV pool holds", num_slots * self.block_size
-            )
-        return _Sequence(
-            request,
-            ids.tolist(),
-            len(ids),
-            compute_sequence_hashes(compute_local_hashes(request.prompt, self.block_size)),
-            num_blocks,
-            Sampler(request.sampling),
-        )
-
-    def _reusable(self, sequence: _Sequence) -> Sequence[SequenceHash]:
-        """The blocks of the prompt's whole chunks; its last token is computed in any case."""
-        chunks = (sequence.num_prompt - 1) // self._chunk_tokens
-        return sequence.blocks[: chunks * self._chunk_tokens // self.block_size]
-
     async def _admit_forever(self) -> None:
         """Admit one by one, in order of arrival, so that a large one is not overtaken for ever."""
         while True:
@@ -280,24 +206,24 @@ class TorchEngine:
                 # Too much is in use: there will be room when a request ends, if not before.
                 await self._may_admit.wait()
 
-    async def _admit(self, sequence: _Sequence) -> BlockTable | None:
+    async def _admit(self, sequence: TokenSequence) -> BlockTable | None:
         """None: the request was cancelled, or there is no room."""
-        admission = asyncio.create_task(
-            self._cache.admit(self._reusable(sequence), sequence.num_blocks)
+        admitting = asyncio.create_task(
+            self._cache.admit(sequence.reusable(self._chunk_tokens), sequence.num_blocks)
         )
-        sequence.admission = admission
+        sequence.admitting = admitting
         try:
-            await asyncio.wait([admission])
+            await asyncio.wait([admitting])
         except asyncio.CancelledError:
-            admission.cancel()
-            await asyncio.wait([admission])
+            admitting.cancel()
+            await asyncio.wait([admitting])
             raise
         finally:
-            sequence.admission = None
-        if admission.cancelled():
+            sequence.admitting = None
+        if admitting.cancelled():
             return None
         try:
-            table = admission.result()
+            table = admitting.result()
         except NotEnoughBlocks:
             return None
         if sequence.cancelled:
@@ -310,9 +236,9 @@ class TorchEngine:
             # Only once: without room for its blocks, they would come and go for ever.
             if not sequence.prefetched:
                 sequence.prefetched = True
-                self._cache.prefetch(self._reusable(sequence))
+                self._cache.prefetch(sequence.reusable(self._chunk_tokens))
 
-    def _begin(self, sequence: _Sequence, table: BlockTable) -> None:
+    def _begin(self, sequence: TokenSequence, table: BlockTable) -> None:
         sequence.table = table
         sequence.block_ids = table.block_ids
         sequence.cached = tuple(table.tiers)
@@ -333,29 +259,30 @@ class TorchEngine:
             started = time.perf_counter()
             tokens = await loop.run_in_executor(self._thread, self._compute, chunk, decoding)
             duration_s = time.perf_counter() - started
-            self._learn(chunk, decoding, duration_s, self._settle(chunk, decoding, tokens))
+            finished = self._apply(chunk, decoding, tokens)
+            self._admission.observe(step_of(chunk, decoding, duration_s, finished))
 
-    async def _judge_forever(self) -> None:
+    async def _revise_admission_forever(self) -> None:
         """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
         while True:
-            await asyncio.sleep(JUDGE_INTERVAL_S)
-            self._manager.admission = self._judge.revised(self._manager.admission)
+            await asyncio.sleep(ADMISSION_INTERVAL_S)
+            self._manager.admission = self._admission.revised(self._manager.admission)
 
-    def _next_chunk(self) -> _Chunk | None:
+    def _next_chunk(self) -> Chunk | None:
         if not self._prefilling:
             return None
         sequence = self._prefilling[0]
         assert sequence.table is not None
         # Earlier requests may have computed the same blocks since it was admitted.
-        shared = self._cache.share(sequence.table, self._reusable(sequence))
+        shared = self._cache.share(sequence.table, sequence.reusable(self._chunk_tokens))
         if shared:
             sequence.block_ids = sequence.table.block_ids
             sequence.cached += (Tier.DEVICE,) * shared
             sequence.prefilled += shared * self.block_size
         start = sequence.prefilled
-        return _Chunk(sequence, start, min(start + self._chunk_tokens, sequence.num_prompt))
+        return Chunk(sequence, start, min(start + self._chunk_tokens, sequence.num_prompt))
 
-    def _compute(self, chunk: _Chunk | None, decoding: Sequence[_Sequence]) -> list[int]:
+    def _compute(self, chunk: Chunk | None, decoding: Sequence[TokenSequence]) -> list[int]:
         """Runs in a thread. The next token of each decoding request, then that after the prompt."""
         tokens = []
         if decoding:
@@ -381,8 +308,8 @@ class TorchEngine:
             torch.cuda.current_stream(self._pool.device).synchronize()
         return tokens
 
-    def _settle(
-        self, chunk: _Chunk | None, decoding: Sequence[_Sequence], tokens: Sequence[int]
+    def _apply(
+        self, chunk: Chunk | None, decoding: Sequence[TokenSequence], tokens: Sequence[int]
     ) -> list[Finished]:
         """Take in what a step computed; returns the requests that finished."""
         in_step, self._in_step = self._in_step, set()
@@ -402,7 +329,7 @@ class TorchEngine:
                 continue
             sequence.tokens.append(token)
             sequence.generation.emit()
-            ended = self._finished(sequence)
+            ended = sequence.finished(self._model.config.eos_token_ids)
             if ended is not None:
                 finished.append(ended)
                 sequence.generation.end(ended)
@@ -413,7 +340,7 @@ class TorchEngine:
                 self._leave(sequence)
         return finished
 
-    def _register(self, sequence: _Sequence) -> None:
+    def _register(self, sequence: TokenSequence) -> None:
         """Offer the whole chunks that are computed for reuse.
 
         Blocks of a chunk that the prompt's end cut short are not offered: a forward pass of another
@@ -426,41 +353,25 @@ class TorchEngine:
         self._cache.register(table, sequence.blocks[len(table.chain) : whole // self.block_size])
         sequence.block_ids = table.block_ids
 
-    def _finished(self, sequence: _Sequence) -> Finished | None:
-        request = sequence.request
-        eos = not request.ignore_eos and sequence.tokens[-1] in self._model.config.eos_token_ids
-        if not eos and sequence.num_generated < request.max_tokens:
-            return None
-        cached = sequence.cached
-        return Finished(
-            request.request_id,
-            sequence.num_prompt,
-            len(cached) * self.block_size,
-            sequence.num_generated,
-            host_tokens=cached.count(Tier.HOST) * self.block_size,
-            disk_tokens=cached.count(Tier.DISK) * self.block_size,
-            finish_reason="stop" if eos else "length",
-        )
-
-    def _cancel(self, sequence: _Sequence) -> None:
+    def _cancel(self, sequence: TokenSequence) -> None:
         if self._sequences.get(sequence.request.request_id) is not sequence:
             return
         self._forget(sequence)
         sequence.cancelled = True
-        if sequence.admission is not None:
-            sequence.admission.cancel()
+        if sequence.admitting is not None:
+            sequence.admitting.cancel()
         if sequence.table is None:
             self._waiting.remove(sequence)
             self._may_admit.set()
         elif sequence not in self._in_step:
             self._leave(sequence)
 
-    def _forget(self, sequence: _Sequence) -> None:
+    def _forget(self, sequence: TokenSequence) -> None:
         del self._sequences[sequence.request.request_id]
         # The generation refers to the sequence as well: a cycle would keep the prompt in memory.
         del sequence.generation
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: TokenSequence) -> None:
         """Free the request's blocks for others."""
         assert sequence.table is not None
         if sequence in self._decoding:
@@ -470,33 +381,3 @@ class TorchEngine:
         self._cache.release(sequence.table)
         sequence.table = None
         self._may_admit.set()
-
-    def _learn(
-        self,
-        chunk: _Chunk | None,
-        decoding: Sequence[_Sequence],
-        duration_s: float,
-        finished: list[Finished],
-    ) -> None:
-        num_prefilled = chunk.stop - chunk.start if chunk else 0
-        step = Step(
-            duration_s=duration_s,
-            load_s=0.0,
-            loaded_tokens=0,
-            prefill_tokens=num_prefilled,
-            attention_pairs=num_prefilled * (chunk.start + num_prefilled / 2) if chunk else 0.0,
-            decode_seqs=len(decoding),
-            decode_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
-            emitted=[],
-            first_tokens=[],
-            finished=finished,
-        )
-        self._judge.observe(step)
-
-    def _carry_out(self, move: Move) -> int:
-        """Runs in a thread; remembers how long loads took."""
-        started = time.perf_counter()
-        done = self._copy(move)
-        if move.target is Tier.DEVICE and done == len(move.blocks):
-            self._judge.observe_load(move.source, done, time.perf_counter() - started)
-        return done

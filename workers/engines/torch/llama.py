@@ -8,18 +8,17 @@ happens to run alongside. Decoding computes one token for each of many sequences
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from app.core.errors import ConfigError
-from workers.engines.torch.llama_config import SIZES, LlamaConfig, read_json
+from workers.engines.torch.llama_config import SIZES, LlamaConfig
+from workers.engines.torch.weights import fill_weights
 from workers.kv.memory import KVShape
 
 __all__ = ["SIZES", "Llama", "LlamaConfig"]
@@ -47,12 +46,12 @@ class _Group(NamedTuple):
     """Sequences of similar length, which attend together, padded to the longest.
 
     rows: their rows in the batch.
-    held: their blocks, (num_seqs * num_blocks,).
+    block_ids: their blocks, (num_seqs * num_blocks,).
     mask: (num_seqs, 1, 1, num_blocks * block_size), added to the scores.
     """
 
     rows: slice
-    held: Tensor
+    block_ids: Tensor
     mask: Tensor
 
 
@@ -134,18 +133,7 @@ class Llama:
         Raises ConfigError if it cannot be read, or its tensors are not those of `config`.
         """
         model = cls(config, dtype=dtype, device=device)
-        missing = dict(model._weights())
-        for path in _weight_files(folder):
-            try:
-                # Read straight to the device, one tensor at a time.
-                with safe_open(path, framework="pt", device=str(model.device)) as file:
-                    for name in file.keys():  # noqa: SIM118, it is not a mapping
-                        if not _is_ignored(name, config):
-                            _fill(missing, name, file.get_tensor(name), path)
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path}: cannot be read: {error}") from error
-        if missing:
-            raise ConfigError(f"{folder}: tensors are missing: {_some(missing)}")
+        fill_weights(dict(model._weights()), folder, config)
         return model
 
     def kv_shape(self, block_size: int) -> KVShape:
@@ -168,7 +156,7 @@ class Llama:
         c = self.config
         block_size = kv.shape[3]
         end = start + len(tokens)
-        held = self._index(block_ids[: -(-end // block_size)])
+        own_blocks = self._index(block_ids[: -(-end // block_size)])
         positions = torch.arange(start, end, device=self.device)
         mask = None
         if start and len(tokens) > 1:  # a single token attends to all before it
@@ -179,7 +167,7 @@ class Llama:
             shape = c.num_kv_heads, c.group_size, -1, c.head_size
             q = queries.transpose(0, 1).view(shape)
             k, v = (
-                blocks.index_select(0, held)
+                blocks.index_select(0, own_blocks)
                 .flatten(0, 1)[:end]
                 .transpose(0, 1)[:, None]
                 .expand(shape)
@@ -188,7 +176,7 @@ class Llama:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not start)
             return out.permute(2, 0, 1, 3).flatten(1)
 
-        blocks = held[positions // block_size]
+        blocks = own_blocks[positions // block_size]
         hidden = self._forward(
             kv, self._index(tokens), positions, blocks, positions % block_size, attend
         )
@@ -217,11 +205,13 @@ class Llama:
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             outs = []
-            for rows, held, mask in groups:
+            for rows, own_blocks, mask in groups:
                 # For a single query, the heads that share a KV head act as that many queries.
                 q = queries[rows].view(-1, c.num_kv_heads, c.group_size, c.head_size)
                 k, v = (
-                    blocks.index_select(0, held).view(len(q), -1, *blocks.shape[2:]).transpose(1, 2)
+                    blocks.index_select(0, own_blocks)
+                    .view(len(q), -1, *blocks.shape[2:])
+                    .transpose(1, 2)
                     for blocks in (keys, values)
                 )
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -287,16 +277,16 @@ class Llama:
         for _, alike in groupby(range(len(last)), key=lambda row: last[row].bit_length()):
             rows = list(alike)
             num_blocks = last[rows[-1]] + 1
-            held: list[int] = []
+            padded: list[int] = []
             for row in rows:
                 # Padded with a block of its own, as any other might hold values that are not
                 # finite.
                 padding = [block_ids[row][0]] * (num_blocks - last[row] - 1)
-                held += [*block_ids[row][: last[row] + 1], *padding]
+                padded += [*block_ids[row][: last[row] + 1], *padding]
             at = torch.arange(num_blocks * block_size, device=self.device)
             later = at > self._index([positions[row] for row in rows]).view(-1, 1, 1, 1)
             groups.append(
-                _Group(slice(rows[0], rows[-1] + 1), self._index(held), self._masked(later))
+                _Group(slice(rows[0], rows[-1] + 1), self._index(padded), self._masked(later))
             )
         return groups
 
@@ -344,44 +334,10 @@ def _rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
     size = config.head_size
     frequencies = 1 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if scaling := config.rope_scaling:
-        # How often each frequency turns within the length that the model was first trained for.
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        # Of each frequency, within the length that the model was first trained for.
+        rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
         frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
     angles = torch.arange(config.max_position_embeddings)[:, None] * frequencies
     return angles.cos(), angles.sin()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
-        raise ConfigError(f"{index}: has no weight_map of file names")
-    return [folder / name for name in sorted(set(shards.values()))]
-
-
-def _is_ignored(name: str, config: LlamaConfig) -> bool:
-    """Copies, present in some checkpoints, of what the model has anyway."""
-    tied = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq")
-
-
-def _fill(missing: dict[str, Tensor], name: str, tensor: Tensor, path: Path) -> None:
-    weight = missing.pop(name, None)
-    if weight is None:
-        raise ConfigError(f"{path}: {name} is not in the model, or appears twice")
-    if tensor.shape != weight.shape:
-        raise ConfigError(
-            f"{path}: {name} is {tuple(tensor.shape)}, but the model has {tuple(weight.shape)}"
-        )
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"{path}: {name} is {tensor.dtype}; quantised weights are not supported")
-    weight.copy_(tensor)
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(list(names)[:4]) + more

@@ -14,15 +14,15 @@ from xxhash import xxh3_64_intdigest
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier, WorkerKey
-from workers.engines.base import Engine
-from workers.engines.hosting import Hosted
+from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tokenizer import Tokenizer
 from workers.kv.cache import Publisher
 from workers.kv.disk import SlotFile
-from workers.kv.manager import Admission, BlockManager, WritePolicy
+from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
+from workers.kv.policies import AdmissionPolicy, WritePolicy
 from workers.kv.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -115,13 +115,13 @@ def _with_tiers(
         manager = BlockManager(
             num_blocks,
             write=WritePolicy(settings.write_policy),
-            admission=Admission(min_uses=settings.store_min_uses),
+            admission=AdmissionPolicy(min_uses=settings.store_min_uses),
             reuse_multiple=settings.prefill_chunk // settings.block_size,
             now=time.monotonic,
         )
         if disk is not None:
-            held = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
-            manager.adopt(Tier.DISK, held)
+            stored = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
+            manager.adopt(Tier.DISK, stored)
         transfers = Transfers(pools, disk)
         kept = stack.pop_all()
 

@@ -14,8 +14,8 @@ HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """What decoded text ends in while bytes of a character are still to come."""
 CONTEXT_TOKENS = 8
 """This many tokens of a prompt are enough to tell how the first token after it is spelled."""
-HELD_TOKENS = 64
-"""At most this many are held back, or bytes that never make up a character, and special tokens,
+PENDING_TOKENS = 64
+"""At most this many wait for more, or bytes that never make up a character, and special tokens,
 which have no text, would be decoded again and again."""
 
 
@@ -57,7 +57,7 @@ class TextStream:
     A token alone does not determine its text: it may hold part of a character, and whether a space
     precedes it may depend on what comes before. So it is decoded together with the tokens of the
     last piece of text, and the text of those alone is removed. `tokenizers.decoders.DecodeStream`
-    does the same, but never releases what it holds back at the end, and fails where bytes that do
+    does the same, but never gives out what it keeps back at the end, and fails where bytes that do
     not make up a character follow bytes that do.
     """
 
@@ -68,32 +68,32 @@ class TextStream:
         self._given = list(context)
         """The last tokens whose text is already out."""
         self._prefix = tokenizer.decode(context).rstrip(HALF_CHARACTER)
-        self._held: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that is now certain; empty if it needs more tokens."""
-        self._held.append(token)
+        self._pending.append(token)
         text = self._text()
-        if text.endswith(HALF_CHARACTER) and len(self._held) < HELD_TOKENS:
+        if text.endswith(HALF_CHARACTER) and len(self._pending) < PENDING_TOKENS:
             return ""
         return self._give(text)
 
     def end(self) -> str:
-        """What is held back, as no more tokens are to come."""
+        """What is still pending, as no more tokens are to come."""
         return self._give(self._text())
 
     def _text(self) -> str:
-        """The text of the tokens that are held."""
-        text = self._tokenizer.decode(self._given + self._held)
+        """The text of the pending tokens."""
+        text = self._tokenizer.decode(self._given + self._pending)
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
         # New bytes have invalidated earlier ones, whose text is already out.
-        return self._tokenizer.decode(self._held)
+        return self._tokenizer.decode(self._pending)
 
     def _give(self, text: str) -> str:
         if text:
-            self._given, self._held = self._held, []
+            self._given, self._pending = self._pending, []
             self._prefix = self._tokenizer.decode(self._given)
-        elif len(self._held) >= HELD_TOKENS:
-            self._held = []
+        elif len(self._pending) >= PENDING_TOKENS:
+            self._pending = []
         return text

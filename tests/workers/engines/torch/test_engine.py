@@ -30,15 +30,17 @@ from workers.engines.base import (
     Generation,
     PromptTooLargeError,
     QueueFullError,
-    Sampling,
 )
+from workers.engines.sampling_options import Sampling
 from workers.engines.steps import Finished
-from workers.engines.torch.engine import TorchEngine, _Sequence
+from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
+from workers.engines.torch.sequence import TokenSequence
 from workers.kv.cache import Publisher
 from workers.kv.disk import SlotFile
-from workers.kv.manager import BlockManager, WritePolicy
+from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
+from workers.kv.policies import WritePolicy
 from workers.kv.transfers import Transfers
 from workers.metrics import EngineCollector
 
@@ -497,7 +499,7 @@ async def test_finished_requests_are_freed_without_the_cycle_collector(
                 await anext(aiter(generation))
                 generation.cancel()
             await served.ask([1])
-            alive = [s.request.request_id for s in gc.get_objects() if type(s) is _Sequence]
+            alive = [s.request.request_id for s in gc.get_objects() if type(s) is TokenSequence]
         finally:
             gc.enable()
 
@@ -642,14 +644,14 @@ async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
 async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.engines.torch.engine.JUDGE_INTERVAL_S", 0.01)
+    monkeypatch.setattr("workers.engines.torch.engine.ADMISSION_INTERVAL_S", 0.01)
     prompt = prompt_of(1, 43)
     async with running(tmp_path, {DEVICE: 40, HOST: 32}) as served:
         engine = served.engine
         await served.ask(prompt)
         await served.evict(DEVICE)
         assert (await served.ask(prompt))[1].host_tokens == 40
-        engine._judge.observe_load(HOST, 10, 60.0)  # as if the load had taken a minute
+        engine._admission.observe_load(HOST, 10, 60.0)  # as if the load had taken a minute
 
         async def loads() -> bool:
             return engine._manager.admission.loads(HOST)

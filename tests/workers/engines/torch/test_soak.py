@@ -42,8 +42,8 @@ from tests.workers.engines.torch.test_engine import (
 )
 from tests.workers.kv.cache_model import CacheModel
 from workers.agent.agent import Agent
-from workers.kv.manager import WritePolicy
 from workers.kv.memory import MemoryPool
+from workers.kv.policies import WritePolicy
 
 KEYS = Keyspace("soak")
 SOAK_S = float(os.environ.get("KVROUTE_SOAK_S", "300"))
@@ -144,7 +144,9 @@ async def check_idle(
     held = CacheModel()
     for tier, slots in served.manager.tiers.items():
         assert slots.num_free + slots.num_idle == slots.num_slots
-        held.take(Stored(tuple(s.block for s in slots.held() if s.block is not None), None, tier))
+        held.take(
+            Stored(tuple(s.block for s in slots.registered() if s.block is not None), None, tier)
+        )
     chains = [blocks_of(prompt) for prompt in prompts]
     found, _ = await match(scripts, KEYS, chains, 1)
     assert agent.incarnation is not None

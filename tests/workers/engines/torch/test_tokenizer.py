@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 
 from app.core.errors import ConfigError
 from tests.workers.engines.torch.checkpoints import KINDS, TEXT, library
-from workers.engines.torch.tokenizer import HALF_CHARACTER, HELD_TOKENS, Tokenizer
+from workers.engines.torch.tokenizer import HALF_CHARACTER, PENDING_TOKENS, Tokenizer
 
 
 @cache
@@ -123,8 +123,8 @@ def test_invalid_bytes_among_characters_hold_no_later_text_back() -> None:
 
 def test_bytes_that_never_form_a_character_are_given_after_a_while() -> None:
     of, token = tokenizer("bytes"), library("bytes").token_to_id("ÿ")
-    pieces = streamed(of, [token] * (2 * HELD_TOKENS + 1))
-    assert [len(piece) for piece in pieces if piece] == [HELD_TOKENS, HELD_TOKENS, 1]
+    pieces = streamed(of, [token] * (2 * PENDING_TOKENS + 1))
+    assert [len(piece) for piece in pieces if piece] == [PENDING_TOKENS, PENDING_TOKENS, 1]
 
 
 class CountingTokenizer(Tokenizer):

@@ -5,8 +5,9 @@ from collections import deque
 from itertools import groupby, pairwise
 
 from app.core.types import SequenceHash, Tier
-from workers.kv.manager import BlockManager, BlockTable
-from workers.kv.slots import MAX_STALE, FreeRuns
+from workers.kv.free_runs import MAX_STALE, FreeRuns
+from workers.kv.manager import BlockManager
+from workers.kv.tables import BlockTable
 
 
 def freed(*runs: tuple[int, int]) -> FreeRuns:
@@ -42,11 +43,11 @@ def longest(free: set[int]) -> int:
 
 def test_any_sequence_of_calls_gives_out_each_free_number_once_and_long_runs_first() -> None:
     rng = random.Random(0)
-    free, held = freed((0, 299)), set[int]()
+    free, taken_out = freed((0, 299)), set[int]()
     for _ in range(5_000):
         if rng.random() < 0.5:
-            for n in rng.sample(sorted(held), rng.randint(0, len(held))):
-                held.remove(n)
+            for n in rng.sample(sorted(taken_out), rng.randint(0, len(taken_out))):
+                taken_out.remove(n)
                 free.add(n, n)
                 assert len(free._longest) <= 2 * len(free._last) + MAX_STALE
         else:
@@ -55,11 +56,11 @@ def test_any_sequence_of_calls_gives_out_each_free_number_once_and_long_runs_fir
             assert before.issuperset(taken)
             of_one_run = min(len(taken), longest(before))
             assert taken[:of_one_run] == [taken[0] + n for n in range(of_one_run)]
-            assert held.isdisjoint(taken)
-            held.update(taken)
-            assert len(before) + len(held) - len(taken) == 300
-        assert sorted([*free, *held]) == list(range(300))
-        assert len(free) == 300 - len(held)
+            assert taken_out.isdisjoint(taken)
+            taken_out.update(taken)
+            assert len(before) + len(taken_out) - len(taken) == 300
+        assert sorted([*free, *taken_out]) == list(range(300))
+        assert len(free) == 300 - len(taken_out)
 
 
 def test_blocks_still_move_in_runs_after_long_use() -> None:
@@ -89,13 +90,13 @@ def test_blocks_still_move_in_runs_after_long_use() -> None:
 
     chains: list[list[SequenceHash]] = [[] for _ in range(60)]
     running: deque[BlockTable] = deque()
-    for turn in range(1_500):
-        if turn == 1_000:
+    for n in range(1_500):
+        if n == 1_000:
             num_blocks = num_runs = 0
         chain = rng.choice(chains)
         if len(chain) > 60:
             chain.clear()
-        chain += map(SequenceHash, range(turn * 100, turn * 100 + rng.randrange(2, 20)))
+        chain += map(SequenceHash, range(n * 100, n * 100 + rng.randrange(2, 20)))
         if len(running) == 8:
             manager.release(running.popleft())
         for tier in (Tier.HOST, Tier.DEVICE):

@@ -11,83 +11,33 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.errors import InvalidRequest
 from app.core.events import Cleared, Removed, Stored
-from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, Tier, TierOverlap, WorkerKey
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
-from tests.fake_worker import fake_agent
-from tests.workers.kv.cache_model import CacheModel
+from tests.fake_worker import fake_agent, running
+from tests.workers.bridge.holder import (
+    CHAIN,
+    SIZE,
+    TOKENS,
+    Holder,
+    announced,
+    chain_of,
+    stored,
+)
 from workers.agent.agent import Agent
 from workers.agent.ownership import Ownership
-from workers.bridge import engine_events
+from workers.bridge import engine_blocks, pending_events
+from workers.bridge.engine_blocks import EngineBlocks
 from workers.bridge.engine_events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
     EngineEvent,
-    ExternalBlocks,
 )
-
-SIZE = 4
-TOKENS = list(range(100, 100 + 8 * SIZE))
-
-
-def chain_of(
-    tokens: list[int],
-    lora: str | None = None,
-    salt: str | None = None,
-    items: list[list[int]] | None = None,
-) -> list[SequenceHash]:
-    local = compute_local_hashes(tokens, SIZE, seed=seed_for(lora, salt), mm_hashes=items)
-    return compute_sequence_hashes(local)
-
-
-CHAIN = chain_of(TOKENS)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Holder:
-    """Feeds an engine's events through ExternalBlocks into a plain model of the index."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.external = ExternalBlocks(SIZE, self.clock)
-        self.cache = CacheModel()
-
-    def take(self, *events: EngineEvent) -> None:
-        for event in events:
-            for change in self.external.take(event):
-                self.cache.take(change)
-
-    def overlap(self, chain: list[SequenceHash] = CHAIN) -> TierOverlap:
-        return self.cache.scan(chain)
-
-
-@pytest.fixture
-def holder() -> Holder:
-    return Holder()
-
-
-def stored(
-    hashes: list[BlockHash], start: int = 0, parent: BlockHash | None = None, size: int = SIZE
-) -> BlockStored:
-    """Blocks of `size` tokens of TOKENS, from block `start` on."""
-    tokens = TOKENS[start * size : (start + len(hashes)) * size]
-    return BlockStored(hashes, parent, tokens, size)
-
-
-def announced(hashes: list[BlockHash], medium: str = "CPU") -> BlockStored:
-    return BlockStored(hashes, None, [], 0, medium=medium)
 
 
 def test_a_chain_is_rehashed_from_its_tokens(holder: Holder) -> None:
@@ -165,7 +115,7 @@ def test_an_offload_is_matched_to_its_block_stored_earlier_or_later(
     holder.take(*(reversed(events) if offload_first else events))
     holder.take(BlockRemoved([11, 12]))
     assert holder.overlap() == TierOverlap(host=2)
-    assert not holder.external.is_blind
+    assert not holder.blocks.is_blind
 
 
 def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holder: Holder) -> None:
@@ -178,8 +128,8 @@ def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holde
     assert holder.overlap() == TierOverlap(host=3)
     holder.take(BlockRemoved(digests[:1], "CPU"))
     assert holder.overlap() == TierOverlap()
-    holder.clock.now = 2 * engine_events.MAX_WAIT_S
-    assert not holder.external.is_blind
+    holder.clock.now = 2 * pending_events.MAX_WAIT_S
+    assert not holder.blocks.is_blind
 
 
 def test_an_int_may_name_a_block_announced_earlier_by_its_full_digest(holder: Holder) -> None:
@@ -188,8 +138,8 @@ def test_an_int_may_name_a_block_announced_earlier_by_its_full_digest(holder: Ho
     holder.take(replace(stored(digests[1:], start=1, parent=digests[0]), medium="CPU"))
     holder.take(BlockRemoved([2], "CPU"), stored([1]), BlockRemoved([1]))
     assert holder.overlap() == TierOverlap(host=1)
-    holder.clock.now = 2 * engine_events.MAX_WAIT_S
-    assert not holder.external.is_blind
+    holder.clock.now = 2 * pending_events.MAX_WAIT_S
+    assert not holder.blocks.is_blind
 
 
 def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder: Holder) -> None:
@@ -200,7 +150,7 @@ def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder:
 def test_a_limited_number_of_blocks_held_nowhere_is_remembered(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_events, "REMEMBERED", 2)
+    monkeypatch.setattr(engine_blocks, "REMEMBERED", 2)
     holder.take(stored([11, 12, 13]), BlockRemoved([13, 12, 11]))
     holder.take(announced([12]), announced([11]))
     assert holder.overlap() == TierOverlap(host=2)
@@ -218,7 +168,7 @@ def test_a_block_stored_twice_must_be_removed_twice(holder: Holder) -> None:
 
 
 def test_a_block_of_an_engine_without_copies_is_removed_once(holder: Holder) -> None:
-    holder.external = ExternalBlocks(SIZE, announces_copies=False)
+    holder.blocks = EngineBlocks(SIZE, announces_copies=False)
     holder.take(stored([11, 12]), stored([11]), announced([11]), announced([11]))
     holder.take(BlockRemoved([12, 11]))
     assert holder.overlap() == TierOverlap(host=1)
@@ -308,7 +258,7 @@ def test_blocks_of_an_unnamed_adapter_are_not_taken_for_the_base_models(holder: 
     assert holder.overlap(chain_of(TOKENS, "sql")) == TierOverlap(device=1)
     holder.take(replace(stored([31]), lora_id=0))
     assert holder.overlap() == TierOverlap(device=1)
-    assert not holder.external.is_blind
+    assert not holder.blocks.is_blind
 
 
 def test_a_blocks_extra_keys_are_part_of_its_hash(holder: Holder) -> None:
@@ -398,142 +348,6 @@ def test_the_first_of_each_pair_of_tokens_counts(holder: Holder) -> None:
     assert holder.overlap() == TierOverlap(device=2)
 
 
-def test_blocks_wait_for_their_parent_in_order(holder: Holder) -> None:
-    holder.take(
-        stored([13], start=2, parent=12),
-        stored([14, 15], start=3, parent=13),
-        announced([14]),
-        BlockRemoved([15]),
-        BlockRemoved([14]),
-        stored([12], start=1, parent=11),
-    )
-    assert holder.overlap() == TierOverlap()
-    holder.take(stored([11]))
-    assert holder.overlap() == TierOverlap(device=3, host=1)
-    holder.clock.now = 2 * engine_events.MAX_WAIT_S
-    assert not holder.external.is_blind
-
-
-def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder: Holder) -> None:
-    tokens = list(range(engine_events.MAX_WAITING * SIZE))
-    first, *others = [
-        BlockStored([n + 1], n or None, tokens[n * SIZE : (n + 1) * SIZE], SIZE)
-        for n in range(engine_events.MAX_WAITING)
-    ]
-    holder.take(*reversed(others))
-    assert holder.overlap(chain_of(tokens)) == TierOverlap()
-    holder.take(first)
-    assert holder.overlap(chain_of(tokens)) == TierOverlap(device=engine_events.MAX_WAITING)
-    holder.clock.now = 2 * engine_events.MAX_WAIT_S
-    assert not holder.external.is_blind
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        BlockStored([12], 11, TOKENS[:5], SIZE),
-        BlockStored([12], 11, TOKENS, 0),
-        replace(stored([12], start=1, parent=11), medium="tape"),
-        replace(stored([12], start=1, parent=11), extra_keys=[]),
-    ],
-)
-def test_an_invalid_event_is_refused_at_once_instead_of_waiting(
-    holder: Holder, bad: BlockStored
-) -> None:
-    with pytest.raises(InvalidRequest):
-        holder.take(bad)
-    holder.take(stored([11]))
-    assert holder.overlap() == TierOverlap(device=1)
-
-
-def test_a_parent_missing_for_too_long_sets_is_blind(holder: Holder) -> None:
-    holder.take(stored([12], start=1, parent=11))
-    holder.clock.now = engine_events.MAX_WAIT_S
-    assert not holder.external.is_blind
-    holder.clock.now += 0.1
-    assert holder.external.is_blind
-    holder.take(AllBlocksCleared())
-    assert not holder.external.is_blind
-
-
-def test_exceeding_the_waiting_limit_sets_is_blind_at_once(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_events, "MAX_WAITING", 3)
-    holder.take(stored([12, 13], start=1, parent=11), BlockRemoved([12]))
-    assert not holder.external.is_blind
-    holder.take(BlockRemoved([13]))
-    assert holder.external.is_blind
-
-
-def test_an_offload_of_a_block_that_is_never_stored_does_not_set_is_blind(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_events, "MAX_WAITING", 4)
-    holder.take(announced([11, 31, 32]))
-    holder.clock.now = 2 * engine_events.MAX_WAIT_S
-    assert not holder.external.is_blind
-    holder.take(stored([12], start=1, parent=11))
-    # What waits for the parent stays; offloads alone give way.
-    holder.take(stored([22, 23], start=1, parent=21))
-    assert (holder.external.num_left_out, holder.external.is_blind) == (2, False)
-    holder.take(stored([11]), BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap(host=2)
-    holder.clock.now += engine_events.MAX_WAIT_S + 0.1
-    assert holder.external.is_blind
-
-
-def test_a_removal_waits_with_its_block_when_offloads_are_left_out(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_events, "MAX_WAITING", 4)
-    holder.take(stored([12], start=1, parent=11), announced([12]), BlockRemoved([12]))
-    holder.take(announced([31]), announced([32]), stored([11]))
-    assert holder.overlap() == TierOverlap(device=1, host=1)
-
-
-def test_a_late_joiner_leaves_out_events_that_continue_unknown_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_events, "MAX_WAITING", 3)
-    clock = Clock()
-    late = ExternalBlocks(SIZE, clock, joined_late=True)
-    assert late.take(stored([12], start=1, parent=11)) == []
-    clock.now = engine_events.MAX_WAIT_S + 0.1
-    assert not late.is_blind
-    # The next event that has to wait replaces those that have waited too long.
-    assert late.take(stored([22, 23], start=1, parent=21)) == []
-    assert late.num_left_out == 1
-    # A parent that arrives in time resolves the blocks that wait for it.
-    device = Tier.DEVICE
-    assert late.take(stored([21])) == [
-        Stored((CHAIN[0],), None, device),
-        Stored((CHAIN[1], CHAIN[2]), CHAIN[0], device),
-    ]
-    # When more blocks would wait than may, the oldest are left out.
-    late.take(stored([32, 33], start=1, parent=31))
-    late.take(stored([42, 43], start=1, parent=41))
-    assert (late.num_left_out, late.is_blind) == (3, False)
-    assert late.take(stored([31])) == [Stored((CHAIN[0],), None, device)]
-    assert late.take(stored([32], start=1, parent=31)) == [Stored((CHAIN[1],), CHAIN[0], device)]
-
-
-def test_a_late_joiner_leaves_out_no_removal_of_a_block_that_may_yet_be_known(
-    holder: Holder,
-) -> None:
-    holder.external = ExternalBlocks(SIZE, holder.clock, joined_late=True)
-    holder.take(stored([21], start=1, parent=11))
-    holder.clock.now = engine_events.MAX_WAIT_S
-    # Two copies of 13, which wait for different blocks.
-    holder.take(stored([13], start=2, parent=12), stored([12, 13], start=1, parent=11))
-    holder.take(BlockRemoved([13]), BlockRemoved([13]))
-    holder.clock.now += 0.1
-    holder.take(stored([32], start=1, parent=31))
-    assert holder.external.num_left_out == 3
-    holder.take(stored([11]), stored([12], start=1, parent=11))
-    assert holder.overlap() == TierOverlap(device=2)
-
-
 @pytest.mark.parametrize(
     ("event", "message"),
     [
@@ -563,7 +377,7 @@ def test_an_invalid_event_is_refused_and_changes_nothing(
 
 
 def test_a_clear_is_passed_on(holder: Holder) -> None:
-    assert holder.external.take(AllBlocksCleared()) == [Cleared()]
+    assert holder.blocks.take(AllBlocksCleared()) == [Cleared()]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -573,7 +387,7 @@ def test_after_offloads_and_removals_in_any_order_the_index_shows_what_is_held(s
     rng = random.Random(seed)
     holder = Holder()
     copies = seed % 2 == 0
-    holder.external = ExternalBlocks(SIZE, announces_copies=copies)
+    holder.blocks = EngineBlocks(SIZE, announces_copies=copies)
     ownership = Ownership()
     media = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK}
     names: dict[BlockHash, tuple[BlockStored, list[SequenceHash]]] = {}
@@ -592,10 +406,10 @@ def test_after_offloads_and_removals_in_any_order_the_index_shows_what_is_held(s
             again = event if medium == "GPU" else announced([name])
             again = replace(again, medium=medium, group_idx=group)
             references[key] = references.get(key, 0) + 1 if copies else 1
-            changes = holder.external.take(again)
+            changes = holder.blocks.take(again)
         else:
             references[key] = max(0, references.get(key, 0) - 1)
-            changes = holder.external.take(BlockRemoved([name], medium, group))
+            changes = holder.blocks.take(BlockRemoved([name], medium, group))
         ownership.apply(changes)
         ownership.check()
         for change in changes:
@@ -620,11 +434,11 @@ async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(
 
         async def publish(key: WorkerKey, *events: EngineEvent) -> Agent:
             agent = fake_agent(runner, keys, str(key), block_size=SIZE)
-            await agent.start()
-            blocks = ExternalBlocks(SIZE)
-            for event in events:
-                agent.notify(blocks.take(event))
-            assert await agent._send(0, agent.incarnation)  # type: ignore[arg-type]
+            blocks = EngineBlocks(SIZE)
+            async with running(agent):
+                for event in events:
+                    agent.notify(blocks.take(event))
+                assert await agent.settled()
             return agent
 
         lora = replace(stored([5]), lora_name="sql")

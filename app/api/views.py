@@ -1,0 +1,100 @@
+"""Answers: what a router knows, as the JSON that endpoints send. See schemas for their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import Any
+
+from app.core.types import WorkerKey
+from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS, Item
+from app.policy.decision import Candidate, Decision
+from app.policy.view import View
+
+
+def best_worker(decision: Decision) -> dict[str, Any]:
+    """As schemas.BestWorker."""
+    return {
+        **_worker(decision),
+        "overlap_blocks": decision.overlap.total,
+        "isl_blocks": decision.isl_blocks,
+        "policy": decision.policy,
+        "degraded": decision.degraded,
+    }
+
+
+def routed(decision: Decision) -> dict[str, Any]:
+    """As schemas.Routed."""
+    answer = {
+        "request_id": decision.request_id,
+        **_worker(decision),
+        "overlap_blocks": decision.overlap,
+        "isl_tokens": decision.isl_tokens,
+        "isl_blocks": decision.isl_blocks,
+        "policy": decision.policy,
+        "degraded": decision.degraded,
+        "reserved": decision.reserved,
+    }
+    if decision.waited_ms:
+        answer["waited_ms"] = decision.waited_ms
+    if decision.candidates:
+        answer["tied"] = decision.tied
+        answer["locality"] = decision.locality
+        answer["best_overlap"] = decision.best._asdict()
+        answer["tries"] = decision.tries
+        answer["candidates"] = [_candidate(c) for c in decision.candidates]
+    return answer
+
+
+def _worker(decision: Decision) -> dict[str, Any]:
+    return {**_key(decision.worker.key), "address": decision.worker.address}
+
+
+def _key(key: WorkerKey) -> dict[str, Any]:
+    return {"worker_id": key.worker_id, "dp_rank": key.dp_rank}
+
+
+def _candidate(c: Candidate) -> dict[str, Any]:
+    return {
+        **_key(c.info.key),
+        "eligible": c.eligible,
+        "overlap_blocks": c.overlap,
+        "active_requests": c.load.requests,
+        "active_blocks": c.load.blocks,
+        "decoding_requests": c.load.decoding,
+        "prefill_tokens": c.load.prefill_tokens,
+        "queue_s": c.queue_s,
+        "cost": c.cost if isfinite(c.cost) else None,
+        "terms": {name: v if isfinite(v) else None for name, v in c.terms.items()},
+    }
+
+
+def workers(view: View, load_avg: float, load_std: float) -> dict[str, Any]:
+    """As schemas.Workers. load_avg, load_std: see `load_statistics`."""
+    found = [
+        {
+            **_key(info.key),
+            "incarnation": inc,
+            **_reported(INFO, info),
+            "active_requests": load.requests,
+            "decoding_requests": load.decoding,
+            "active_blocks": load.blocks,
+            "prefill_tokens": load.prefill_tokens,
+            "queue_s": load.queue_s(view.now_ms),
+            **_reported(METRICS, measured.metrics),
+            "gpu": None if measured.gpu == NO_READINGS else _reported(GPU, measured.gpu),
+            "stale": measured.is_stale(view.now_ms, len(view.infos)),
+        }
+        for inc, info, load, measured in zip(
+            view.incarnations, view.infos, view.loads, view.measured, strict=True
+        )
+    ]
+    return {"workers": found, "load_avg": load_avg, "load_std": load_std}
+
+
+NO_WORKERS = {"workers": [], "load_avg": 0.0, "load_std": 0.0}
+"""As schemas.Workers, of a namespace that does not exist."""
+
+
+def _reported(items: Iterable[Item], report: object) -> dict[str, Any]:
+    return {item.answer: getattr(report, item.name) for item in items if item.answer}

@@ -1,0 +1,83 @@
+"""Who holds which blocks: of a prompt, a single one, or all of the index."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from app.core.chains import parse_owners, shard_of
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, parse_incarnation
+from app.state import overlap
+from app.state.client import Client
+from app.state.connect import deadline
+from app.state.reading import (
+    STEP_TIMEOUT_S,
+    buckets,
+    contents,
+    read_control,
+    readable,
+    settled,
+)
+from app.state.scripts import ScriptRunner
+
+
+async def owners_of(
+    redis: Client, keyspace: Keyspace, block: SequenceHash
+) -> list[tuple[str, list[tuple[Incarnation, Tier]]]]:
+    """The keys that contain `block`, with its owners there, including dead ones.
+
+    The bucket depends on the first block of the group, which a hash does not reveal: all are asked.
+    Raises RedisUnavailable.
+    """
+    name = f"{block:016x}"
+    found = []
+    async for node, keys in buckets(redis, keyspace):
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hget(key, name)
+            replies = await pipe.execute(raise_on_error=False)
+        for key, owners in zip(keys, replies, strict=True):
+            if isinstance(owners, bytes):
+                found.append((readable(key), list(parse_owners(owners))))
+    return found
+
+
+async def prefix(
+    redis: Client, keyspace: Keyspace, chain: list[SequenceHash]
+) -> dict[str, TierOverlap]:
+    """Worker key → leading blocks of `chain` that it holds, for live workers.
+
+    Raises RedisUnavailable, even if only the index cannot be read.
+    """
+    control = await read_control(redis, keyspace)
+    shards = settled(keyspace, control.meta, "shards")
+    (overlaps,), _ = await overlap.match(
+        ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
+    )
+    if overlaps is None:
+        shard = keyspace.of_shard(shard_of(chain[0], shards))
+        raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}")
+    found = {}
+    for name, inc in control.current.items():
+        held = overlaps.get(parse_incarnation(inc) or Incarnation(0))
+        if held and control.leases.get(inc, 0) > control.now_ms:
+            found[readable(name)] = held
+    return found
+
+
+async def held_blocks(
+    redis: Client, keyspace: Keyspace
+) -> tuple[Counter[tuple[Incarnation, Tier]], int]:
+    """Entries of each incarnation by tier, and the number of unique blocks.
+
+    Reads the whole index. Raises RedisUnavailable.
+    """
+    held: Counter[tuple[Incarnation, Tier]] = Counter()
+    unique = 0
+    async for node, keys in buckets(redis, keyspace):
+        for entries in await contents(node, list(keys)):
+            unique += len(entries or ())
+            for owners in (entries or {}).values():
+                held.update(parse_owners(owners))
+    return held, unique

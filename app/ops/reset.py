@@ -1,0 +1,48 @@
+"""Deletes a namespace."""
+
+from __future__ import annotations
+
+import click
+
+from app.core.keys import Keyspace
+from app.ops.terminal import COMMON, counted, on_redis
+from app.options import Command
+from app.state.client import Client
+from app.state.connect import deadline
+from app.state.reading import STEP_TIMEOUT_S, scan
+
+
+@click.command(cls=Command)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@COMMON
+@on_redis
+async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
+    """Delete all keys of a namespace. Running workers register again by themselves."""
+    keys = await count_keys(redis, keyspace)
+    if not yes:
+        text = f"Delete {counted(keys, 'key')} of namespace {keyspace.namespace!r}?"
+        click.confirm(text, abort=True)
+    click.echo(f"{counted(await delete_namespace(redis, keyspace), 'key')} deleted")
+
+
+async def delete_namespace(redis: Client, keyspace: Keyspace) -> int:
+    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable."""
+    deleted = 0
+    async for node, keys in scan(redis, keyspace.pattern + "*"):
+        own = [key for key in keys if keyspace.parse(key)]
+        # One command per key: in a Cluster they are in many slots.
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+            for key in own:
+                pipe.unlink(key)
+            deleted += sum(await pipe.execute())
+    return deleted
+
+
+async def count_keys(redis: Client, keyspace: Keyspace) -> int:
+    """How many keys the namespace has. Raises RedisUnavailable."""
+    return sum(
+        [
+            len([key for key in keys if keyspace.parse(key)])
+            async for _, keys in scan(redis, keyspace.pattern + "*")
+        ]
+    )

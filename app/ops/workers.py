@@ -1,0 +1,131 @@
+"""What Redis says of workers: leases, loads, blocks, metrics and reservations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from app.core import worker_report
+from app.core.keys import METRICS_MAXLEN, Keyspace
+from app.core.loads import Load
+from app.core.types import Incarnation, Tier, parse_incarnation
+from app.core.worker_report import NO_READINGS, GpuReadings, WorkerInfo
+from app.ops.holders import held_blocks
+from app.state.client import Client
+from app.state.connect import deadline
+from app.state.reading import STEP_TIMEOUT_S, Control, read_control, readable
+from app.state.reservations import parse_load
+
+STEP_ENTRIES = 512
+"""Of the metrics stream, in 2 ms of Redis's time."""
+LATEST_MS = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
+    its newest entry in the metrics stream. gpu: what that entry says about its GPU."""
+
+    incarnation: Incarnation
+    info: WorkerInfo | None
+    current: bool
+    lease_ms: int | None
+    load: Load | None
+    metrics_age_s: float | None
+    gpu: GpuReadings
+    blocks: dict[Tier, int]
+
+    @property
+    def state(self) -> str:
+        if self.lease_ms is None or self.lease_ms <= 0:
+            return "lapsed"
+        return "live" if self.current else "staged"
+
+
+async def everyone(redis: Client, keyspace: Keyspace) -> list[Worker]:
+    """All incarnations; their blocks are not counted. Raises RedisUnavailable."""
+    return await with_blocks(redis, keyspace, await read_control(redis, keyspace), Counter())
+
+
+async def worker(redis: Client, keyspace: Keyspace, name: str) -> list[Worker]:
+    """The incarnations of a worker key or worker id. Raises RedisUnavailable."""
+    control = await read_control(redis, keyspace)
+    held, _ = await held_blocks(redis, keyspace)
+    return [
+        one
+        for one in await with_blocks(redis, keyspace, control, held)
+        if one.info and name in (one.info.key.worker_id, str(one.info.key))
+    ]
+
+
+async def requests_on(
+    redis: Client, keyspace: Keyspace, incarnation: Incarnation
+) -> dict[str, str]:
+    """Request id → record, of all that is reserved on the incarnation. Raises RedisUnavailable."""
+    async with deadline(STEP_TIMEOUT_S):
+        found: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
+    return {readable(name): readable(text) for name, text in found.items()}
+
+
+async def with_blocks(
+    redis: Client, keyspace: Keyspace, control: Control, held: Counter[tuple[Incarnation, Tier]]
+) -> list[Worker]:
+    newest = await _newest(redis, keyspace)
+    serving = set(control.current.values())
+    found = []
+    for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
+        expiry = control.leases.get(inc)
+        info = control.workers.get(inc)
+        number = _number(inc)
+        at_ms, measured = newest.get(inc, (None, {}))
+        found.append(
+            Worker(
+                incarnation=number,
+                info=_readable_info(info),
+                current=inc in serving,
+                lease_ms=None if expiry is None else _finite(expiry) - control.now_ms,
+                load=parse_load(control.load.get(inc, b"")),
+                metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
+                gpu=_readable_gpu(measured),
+                blocks={tier: held[number, tier] for tier in Tier},
+            )
+        )
+    return found
+
+
+def _finite(score: float) -> int:
+    """The time that a score says, which anybody may have set to infinity."""
+    return int(min(max(score, 0.0), LATEST_MS))
+
+
+async def _newest(redis: Client, keyspace: Keyspace) -> dict[bytes, tuple[int, dict[bytes, bytes]]]:
+    """When each incarnation last published metrics, by its text, and what."""
+    newest: dict[bytes, tuple[int, dict[bytes, bytes]]] = {}
+    before = "+"
+    for _ in range(0, METRICS_MAXLEN, STEP_ENTRIES):
+        async with deadline(STEP_TIMEOUT_S):
+            page: Any = await redis.xrevrange(keyspace["metrics"], max=before, count=STEP_ENTRIES)
+        for entry_id, entry in page:
+            at_ms = int(entry_id.split(b"-")[0])
+            newest.setdefault(entry.get(b"incarnation", b""), (at_ms, entry))
+            before = f"({entry_id.decode()}"
+    return newest
+
+
+def _number(inc: bytes) -> Incarnation:
+    return parse_incarnation(inc) or Incarnation(0)
+
+
+def _readable_info(text: bytes | None) -> WorkerInfo | None:
+    try:
+        return worker_report.decode_info(text) if text else None
+    except ValueError:
+        return None
+
+
+def _readable_gpu(entry: dict[bytes, bytes]) -> GpuReadings:
+    try:
+        return worker_report.decode(entry)[2]
+    except ValueError:
+        return NO_READINGS

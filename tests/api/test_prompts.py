@@ -1,0 +1,127 @@
+"""Bodies -> prompts -> chains, without a router."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from pydantic import ValidationError
+from starlette.datastructures import QueryParams
+
+from app.api import prompts
+from app.api.prompts import Prompt
+from app.api.schemas import FindBestWorker, RouteBody, RouteOptions
+from app.core.errors import InvalidRequest
+from app.core.hashing import compute_hashes, seed_for
+
+ABCDEFGHIJ = list(b"ABCDEFGHIJ")
+PACKED = struct.pack("<10I", *ABCDEFGHIJ)
+LOCAL, CHAIN = compute_hashes(ABCDEFGHIJ, 4)
+MAX = 100
+
+
+def body_of(text: bytes, max_tokens: int = MAX) -> Prompt:
+    body, tokens = prompts.parse(RouteBody, text)
+    return prompts.of_body(body, tokens, max_tokens)
+
+
+def test_ten_tokens_are_two_full_blocks_of_four() -> None:
+    prompt = prompts.of_tokens(RouteOptions(), PACKED, MAX)
+    assert prompt.num_tokens == 10
+    assert prompt.chain(4) == CHAIN
+    assert len(CHAIN) == 2
+    assert prompt.chain(11) == []
+
+
+def test_tokens_in_json_and_packed_tokens_give_the_same_chain() -> None:
+    prompt = body_of(b'{"token_ids": [65, 66, 67, 68, 69, 70, 71, 72, 73, 74]}')
+    assert (prompt.num_tokens, prompt.chain(4)) == (10, CHAIN)
+
+
+def test_hashes_of_the_client_give_the_same_chain() -> None:
+    first, second = LOCAL
+    text = f'{{"local_hashes": [{first}, "{second:016x}"], "num_tokens": 10}}'
+    prompt = body_of(text.encode())
+    assert (prompt.num_tokens, prompt.chain(4)) == (10, CHAIN)
+    body, _ = prompts.parse(FindBestWorker, text.encode())
+    assert prompts.of_hashes(body.local_hashes, body.num_tokens, MAX).chain(4) == CHAIN
+
+
+def test_adapter_and_cache_namespace_change_the_chain() -> None:
+    options = RouteOptions(lora_name="sql", cache_namespace="tenant")
+    chain = prompts.of_tokens(options, PACKED, MAX).chain(4)
+    assert chain == compute_hashes(ABCDEFGHIJ, 4, seed=seed_for("sql", "tenant"))[1]
+    assert chain != CHAIN
+
+
+def test_images_change_the_chain_from_the_block_on_that_they_touch() -> None:
+    text = b'{"token_ids": [65, 66, 67, 68, 69, 70, 71, 72, 73, 74], "mm_hashes": [[], [7]]}'
+    first, second = body_of(text).chain(4)
+    assert first == CHAIN[0]
+    assert second != CHAIN[1]
+
+
+@pytest.mark.parametrize("block_size", [3, 5, 11])
+def test_images_need_a_list_for_each_full_block(block_size: int) -> None:
+    prompt = Prompt(10, tokens=PACKED, mm_hashes=[[], [7], [], []][: 10 // block_size + 1])
+    with pytest.raises(InvalidRequest, match="mm_hashes: got") as refused:
+        prompt.chain(block_size)
+    assert refused.value.field == "mm_hashes"
+
+
+def test_more_hashes_than_the_prompt_has_full_blocks_are_refused() -> None:
+    prompt = prompts.of_hashes([1, 2, 3], 11, MAX)
+    with pytest.raises(
+        InvalidRequest, match="3 full blocks of 4 tokens do not fit into num_tokens"
+    ):
+        prompt.chain(4)
+    assert len(prompt.chain(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        (b"{}", "token_ids"),
+        (b'{"token_ids": [1], "local_hashes": [1], "num_tokens": 4}', "token_ids"),
+        (b'{"token_ids": [1], "num_tokens": 1}', "num_tokens"),
+        (b'{"local_hashes": [1]}', "num_tokens"),
+        (b'{"local_hashes": [1], "num_tokens": 4, "lora_name": "sql"}', "lora_name"),
+        (b'{"local_hashes": [1], "num_tokens": 4, "cache_namespace": "a"}', "cache_namespace"),
+        (b'{"local_hashes": [1], "num_tokens": 4, "mm_hashes": []}', "mm_hashes"),
+        (b'{"token_ids": []}', "token_ids"),
+    ],
+)
+def test_a_body_without_exactly_one_prompt_is_refused(text: bytes, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        body_of(text)
+    assert refused.value.field == field
+
+
+def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
+    assert prompts.of_tokens(RouteOptions(), PACKED, 10).num_tokens == 10
+    assert prompts.of_hashes([], 10, 10).chain(4) == []
+    for too_long in (
+        lambda: prompts.of_tokens(RouteOptions(), PACKED, 9),
+        lambda: prompts.of_hashes([], 10, 9),
+        lambda: prompts.of_tokens(RouteOptions(), b"", 9),
+    ):
+        with pytest.raises(InvalidRequest, match="1 to 9 are allowed"):
+            too_long()
+
+
+def test_bytes_that_are_no_whole_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        prompts.of_tokens(RouteOptions(), PACKED + b"x", MAX).chain(4)
+    assert refused.value.field == "token_ids"
+
+
+def test_options_in_a_query_are_read_as_in_a_body() -> None:
+    query = QueryParams("exclude=w1&exclude=w2:1&reserve=false&priority=high")
+    options = prompts.options_in_query(query)
+    assert options == RouteOptions(exclude=["w1", "w2:1"], reserve=False, priority="high")
+
+
+@pytest.mark.parametrize("query", ["colour=red", "priority=urgent", "reserve=perhaps"])
+def test_an_option_that_is_none_is_refused(query: str) -> None:
+    with pytest.raises(ValidationError):
+        prompts.options_in_query(QueryParams(query))

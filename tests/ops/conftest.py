@@ -1,0 +1,89 @@
+"""A namespace in Redis for the commands of operators, and how to run them on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+from redis import Redis
+
+from app.cli import main
+from app.core.chains import GROUP_BLOCKS
+from app.core.hashing import compute_hashes
+from app.core.keys import Keyspace
+from app.core.loads import Reservation, Wish
+from app.core.types import Tier, TierOverlap
+from app.local.redis_server import EmbeddedRedis
+from app.state import overlap, reservations
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
+
+PROMPT = list(range(1, 4 * 40 + 1))
+"""Forty full blocks of four."""
+CHAIN = compute_hashes(PROMPT, BLOCK_SIZE)[1]
+
+
+@pytest.fixture
+def url(one_redis_server: EmbeddedRedis) -> str:
+    """URL of a Redis where w1 holds the prompt, and w2 its first ten blocks in host memory."""
+
+    async def fill() -> None:
+        async with connect(one_redis_server.url) as redis:
+            workers = FakeWorkers(redis)
+            first = await workers.register("w1")
+            await workers.register("w2:1")
+            await workers.publish("w1", PROMPT)
+            await workers.publish("w2:1", PROMPT[:40], Tier.HOST)
+            reservation = Reservation("req-7", prefill_tokens=100, prefill_us=5000, blocks=7)
+            wish = Wish(first, reservation, max_requests=256, seen_total=None)
+            made = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
+            assert await ScriptRunner(redis, 5).one(made) == [None]
+
+    asyncio.run(fill())
+    return one_redis_server.url
+
+
+@pytest.fixture
+def raw(url: str) -> Iterator[Redis]:
+    with Redis.from_url(url) as client:
+        yield client
+
+
+def kvroute(url: str, *arguments: str, namespace: str = NAMESPACE, **options: object) -> Result:
+    where = ["--redis-url", url, "--namespace", namespace]
+    return CliRunner().invoke(main, [*arguments, *where], **options)  # type: ignore[arg-type]
+
+
+def as_json(url: str, *arguments: str) -> object:
+    result = kvroute(url, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def bucket_of(position: int) -> str:
+    leader = CHAIN[position - position % GROUP_BLOCKS]
+    return SHARD[f"blocks:{leader:016x}"[: len("blocks:") + 1]]
+
+
+def in_redis(url: str, work: Callable[[ScriptRunner], Awaitable[object]]) -> object:
+    async def run() -> object:
+        async with connect(url) as redis:
+            return await work(ScriptRunner(redis, 5))
+
+    return asyncio.run(run())
+
+
+def overlaps(url: str, keyspace: Keyspace) -> dict[str, TierOverlap]:
+    """Overlaps with the prompt, by worker key."""
+
+    async def look(runner: ScriptRunner) -> dict[str, TierOverlap]:
+        [found], _ = await overlap.match(runner, keyspace, [CHAIN])
+        current = await runner.redis.hgetall(keyspace["current"])
+        names = {int(inc): name.decode() for name, inc in current.items()}
+        return {names[inc]: overlap for inc, overlap in (found or {}).items() if inc in names}
+
+    return in_redis(url, look)  # type: ignore[return-value]

@@ -1,0 +1,90 @@
+"""`kvroute inspect verify` finds contradictions, and only those."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from redis import Redis
+
+from tests.fake_worker import KEYS, SHARD
+from tests.ops.conftest import CHAIN, as_json, kvroute
+
+
+def test_verify_finds_nothing_wrong_with_an_intact_namespace(url: str) -> None:
+    result = kvroute(url, "inspect", "verify")
+    assert result.exit_code == 0
+    assert "no contradictions found" in result.output
+
+
+def test_a_key_that_only_looks_like_a_bucket_does_not_count(url: str, raw: Redis) -> None:
+    raw.zadd(KEYS["waiting:normal:a:blocks:b"], {"replica-1 5 -": 1})
+    raw.set("kvroute:1:{test#x}:blocks:0", "mine")
+    verified = as_json(url, "inspect", "verify")
+    assert verified == {"buckets": 2, "existing_buckets": 2, "findings": []}
+    assert as_json(url, "inspect", "summary")["summary"]["unique_blocks"] == 40
+    assert len(as_json(url, "inspect", "block", f"{CHAIN[3]:016x}")) == 2
+
+
+def test_verify_says_how_many_buckets_it_did_not_check(url: str) -> None:
+    verified = as_json(url, "inspect", "verify", "--max-buckets", "1")
+    assert verified == {"buckets": 1, "existing_buckets": 2, "findings": []}
+    text = kvroute(url, "inspect", "verify", "--max-buckets", "1").output
+    assert "1 of 2 buckets; the rest were not checked (--max-buckets)\n" in text
+    text = kvroute(url, "inspect", "verify", "--max-buckets", "2").output
+    assert "checked all reservations and 2 buckets\n" in text
+
+
+Damage = Callable[[Redis], object]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda r: r.hset(KEYS["load"], "1", "1 2 3 4 5 6 7 8"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["load"], "1", "spoilt"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["requests:1"], "req-7", "spoilt"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["requests:1"], "req-7", "a b c p x"), "not the sum of its requests"),
+        (lambda r: r.hset(KEYS["writers"], b"\xff", "x"), "an incarnation of an unknown worker"),
+        (lambda r: r.delete(KEYS["prefills:1"]), "a prefill queue that does not match"),
+        (lambda r: r.delete(KEYS["reservations"]), "a request without its reservation"),
+        (lambda r: r.delete(KEYS["expiry"]), "a reservation without expiry"),
+        (lambda r: r.delete(KEYS["requests:1"]), "a reservation without its request"),
+        (lambda r: r.hdel(KEYS["workers"], "1"), "an incarnation of an unknown worker"),
+        (lambda r: r.hset(KEYS["load"], "9", "0 0 0 0 0 0 0 0"), "an incarnation that has ended"),
+        (
+            lambda r: r.hset(KEYS["current"], "w1:0", "9"),
+            "a worker whose current incarnation has ended",
+        ),
+        (lambda r: r.zrem(KEYS["leases"], "2"), "a lease but no writer, or the reverse"),
+        (lambda r: r.set(SHARD["blocks:0"], "spoilt"), "a bucket that is not a hash"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "2d1d"), "owners that cannot be read"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "9" * 5000 + "d"), "owners that cannot be read"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "77d"), "an unknown owner"),
+    ],
+)
+def test_verify_finds_contradictions(
+    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch, damage: Damage, what: str
+) -> None:
+    monkeypatch.setattr("app.ops.verify.LOOK_INTERVAL_S", 0.01)
+    damage(raw)
+    result = kvroute(url, "inspect", "verify")
+    assert result.exit_code == 1
+    assert what in result.output
+    assert "no contradictions found" not in result.output
+
+
+def test_verify_reads_many_reservations_in_parts(
+    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.ops.verify.LOOKS", 1)
+    requests = [f"r{i}" for i in range(1000)]
+    raw.hset(KEYS["reservations"], mapping=dict.fromkeys(requests, "1"))
+    raw.zadd(KEYS["expiry"], dict.fromkeys(requests, 1 << 50))
+    raw.config_resetstat()
+    found = json.loads(kvroute(url, "inspect", "verify", "--json").output)["findings"]
+    assert [(f["what"], f["count"]) for f in found] == [("a reservation without its request", 1000)]
+    calls = {name: stats["calls"] for name, stats in raw.info("commandstats").items()}
+    assert calls["cmdstat_hscan"] > 4
+    assert calls["cmdstat_zscan"] > 4

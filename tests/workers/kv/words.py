@@ -1,0 +1,100 @@
+"""Prompts of one-letter blocks, and a block manager without copies. Each block is named by the
+letters up to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from app.core.types import SequenceHash, Tier
+from workers.kv.manager import BlockManager
+from workers.kv.slots import Move
+from workers.kv.tables import BlockTable, Eviction
+
+DEVICE, HOST, DISK = Tier
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def chain(word: str) -> list[SequenceHash]:
+    """The blocks of `word`: for `ABC`, those of A, AB and ABC."""
+    return [SequenceHash(int.from_bytes(word[: n + 1].encode())) for n in range(len(word))]
+
+
+def block(word: str) -> SequenceHash:
+    return chain(word)[-1]
+
+
+def manager_of(
+    device: int = 8, host: int = 0, disk: int = 0, clock: Clock | None = None, **options: Any
+) -> BlockManager:
+    sizes = {tier: size for tier, size in zip(Tier, (device, host, disk), strict=True) if size}
+    return BlockManager(sizes, now=clock or Clock(), **options)
+
+
+def computed(manager: BlockManager, word: str, tail: int = 0) -> BlockTable:
+    """A request that has filled the blocks of `word` and holds `tail` more slots."""
+    table = manager.prepare(chain(word), len(word) + tail)
+    finish_all(manager)
+    manager.register(table, chain(word)[table.num_matched :])
+    manager.check()
+    return table
+
+
+def cached(manager: BlockManager, word: str) -> None:
+    """Compute the blocks of `word` and release them."""
+    manager.release(computed(manager, word))
+    manager.check()
+
+
+def finish_all(manager: BlockManager, num_done: int | None = None) -> list[Move]:
+    """Finish all planned moves; in each, `num_done` blocks were copied, or all if None."""
+    finished = []
+    while moves := manager.take_moves():
+        for move in moves:
+            manager.finish(move, len(move.blocks) if num_done is None else num_done)
+            manager.check()
+        finished += moves
+    return finished
+
+
+def evict(manager: BlockManager, tier: Tier, count: int) -> Eviction:
+    """A whole eviction: choose, store, withdraw and reclaim."""
+    eviction = manager.evict(tier, count)
+    finish_all(manager)
+    manager.withdraw(eviction)
+    manager.reclaim(eviction)
+    manager.check()
+    return eviction
+
+
+def free(manager: BlockManager, tier: Tier = DEVICE) -> int:
+    return manager.tiers[tier].num_free
+
+
+def idle(manager: BlockManager, tier: Tier = DEVICE) -> int:
+    return manager.tiers[tier].num_idle
+
+
+def count_calls(work: Callable[[], None]) -> int:
+    """Number of calls of Python and C functions."""
+    count = 0
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count

@@ -1,0 +1,384 @@
+"""Publishes what an engine holds: in batches, repeated until acknowledged, and audited afterwards.
+
+The batches of an incarnation are numbered in each shard. A shard refuses one that does not follow
+the last, and an audit finds what Redis has lost of those that it took. Either way the incarnation
+is lost: everything has to be published under a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any, TypeVar
+
+import stamina
+import stamina.instrumentation
+
+from app.core.chains import bucket_bits_for
+from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
+from app.core.events import CacheEvent
+from app.core.keys import Keyspace
+from app.core.types import Incarnation, SequenceHash, WorkerKey
+from app.state import index
+from app.state.index import Change
+from app.state.scripts import Call, ScriptRunner
+from workers.agent.ownership import Ownership
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+BATCH_BLOCKS = 256
+"""Changes per script run: under a millisecond of Redis's time."""
+BATCHES_IN_FLIGHT = 8
+"""At most, and the fewer the longer Redis takes: agents that all republish at once would else keep
+routers waiting for seconds, and each other's renewals."""
+BUSY_S = 0.02
+"""A round trip that takes longer means that Redis is busy."""
+BUSY_PAUSES = 2
+"""How many times as long an agent then waits before it sends more, for MAX_PAUSE_S at most."""
+MAX_PAUSE_S = 1.0
+DRAIN_BLOCKS = 8192
+"""Changes put in order at once: tens of milliseconds, where a million would outlast the lease."""
+FULL_PAUSE_S = 0.25
+"""Between two attempts to store blocks in a Redis that is full. Removals wait as long."""
+AUDIT_BLOCKS = 256
+"""Checked by an audit of all shards, for half a millisecond of Redis's time."""
+AUDIT_BUCKETS = 128
+"""Just as often, this many buckets of each shard are searched for blocks that the worker does not
+hold; a large one, 1,000 blocks at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Shard:
+    """How far publishing under the present incarnation has come in one shard of the index."""
+
+    number: int
+    keyspace: Keyspace
+    seq: int = 0
+    """Number of the last batch applied."""
+    num_notified: int = 0
+    """How many calls of `notify` it shows the effect of."""
+    to_audit: list[SequenceHash] | None = None
+    """The blocks to look for; None: no audit is due."""
+    search_from: index.Place = index.FIRST_PLACE
+    """Where the search for wrongly shown blocks resumes."""
+    is_full: bool = False
+    """Had no memory left for the last blocks to be stored."""
+    is_unreachable: bool = False
+    """An answer did not come in time."""
+    task: asyncio.Task[None] | None = None
+
+
+class Publisher:
+    """`open` an incarnation, then `publish` under it; `notify` it of what the engine does."""
+
+    def __init__(
+        self,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        worker: WorkerKey,
+        nonce: str,
+        index_blocks: int,
+    ) -> None:
+        """nonce: of the process. index_blocks: unique blocks that a new index is laid out for."""
+        self._runner = runner
+        self._keyspace = keyspace
+        self._worker = worker
+        self._nonce = nonce
+        self._index_blocks = index_blocks
+        self._ownership = Ownership()
+        self._shards: list[_Shard] = []
+        """Empty while nothing is published."""
+        self._num_notified = 0
+        """How often `notify` was called."""
+        self._in_flight = 1
+        """Batches to send together next time."""
+        self._loss: IncarnationLost | None = None
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+        """Set, and replaced, when a shard has come further, or has become unreachable."""
+
+    @property
+    def num_shards(self) -> int:
+        """Of the index, as last opened."""
+        return len(self._shards)
+
+    def notify(self, events: Iterable[CacheEvent]) -> None:
+        """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
+        self._ownership.apply(events)
+        self._num_notified += 1
+        if self._ownership.any_pending:
+            self._wake.set()
+
+    async def settled(self) -> bool:
+        """Wait until Redis shows no block that `notify` was told is gone.
+
+        False: a shard that cannot be reached may show such a block until it is back.
+        """
+        notified = self._num_notified
+        while behind := [shard for shard in self._shards if shard.num_notified < notified]:
+            if all(shard.is_unreachable for shard in behind):
+                return False
+            self._wake.set()
+            await self._progress.wait()
+        return True
+
+    def audit_soon(self) -> None:
+        """Have the shards audited, each once it has been sent all pending changes."""
+        by_shard = self._ownership.next_to_audit(AUDIT_BLOCKS)
+        for shard, blocks in zip(self._shards, by_shard, strict=True):
+            shard.to_audit = blocks
+        self._wake.set()
+
+    async def open(self, incarnation: Incarnation, num_shards: int) -> bool:
+        """Let a new incarnation publish. Nothing is published yet of what the engine holds.
+
+        False: in some shard its number is taken, and nothing has changed here.
+        """
+        shards = [_Shard(n, self._keyspace.of_shard(n)) for n in range(num_shards)]
+        bits = bucket_bits_for(self._index_blocks // num_shards)
+        calls = [
+            index.open_shard(shard.keyspace, incarnation, self._nonce, bits) for shard in shards
+        ]
+        if not all(await self._insist_all(calls, self._shards)):
+            return False
+        self._shards = shards
+        self._ownership.forget(num_shards)
+        return True
+
+    async def publish_all(self, incarnation: Incarnation) -> None:
+        """Send everything once. Raises IncarnationLost if a batch is refused."""
+        async with asyncio.TaskGroup() as tasks:
+            sent = [tasks.create_task(self._send(shard, incarnation)) for shard in self._shards]
+        if not all(task.result() for task in sent):
+            raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
+
+    async def publish(self, incarnation: Incarnation) -> None:
+        """Send what changes, and audit when told to, until the incarnation is lost.
+
+        Raises IncarnationLost. What was being sent is then void.
+        """
+        self._loss = None
+        self._wake.set()
+        # One task per shard, so that an unreachable shard does not hold up the others.
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._loss is not None:
+                    break
+                for shard in self._shards:
+                    if shard.task is None:
+                        self._publish_if_due(tasks, shard, incarnation)
+            await self._cancel_tasks()
+        raise self._loss
+
+    def interrupt(self, loss: IncarnationLost) -> None:
+        """Have `publish` raise this."""
+        self._loss = loss
+        self._wake.set()
+
+    def stop(self, *, is_retired: bool) -> None:
+        """Let go whoever waits in `settled`, as nothing is published any more.
+
+        is_retired: Redis shows no block. If not, it may show removed ones until the lease lapses.
+        """
+        if is_retired:
+            self._shards = []
+        for shard in self._shards:
+            shard.is_unreachable = True
+        self._advance()
+
+    async def insist(self, call: Call[T]) -> T:
+        """The answer to a call that may safely run twice, however long Redis takes.
+
+        Meanwhile nobody waits in `settled`.
+        """
+        answer: T = (await self._insist_all([call], self._shards))[0]
+        return answer
+
+    async def _insist_all(
+        self, calls: Sequence[Call[Any]], shards: Sequence[_Shard], *, unless_full: bool = False
+    ) -> list[Any]:
+        """shards: those that wait for the answers. unless_full: RedisFull counts as an answer."""
+        final = RedisFull if unless_full else ()
+        async for attempt in stamina.retry_context(
+            on=RedisUnavailable, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
+        ):
+            with attempt:
+                replies = await self._runner.run_each(calls)
+                for reply in replies:
+                    if isinstance(reply, RedisUnavailable) and not isinstance(reply, final):
+                        for shard in shards:
+                            shard.is_unreachable = True
+                        self._advance()
+                        # Ever more rarely, as Redis may be gone for hours.
+                        if attempt.num.bit_count() == 1:
+                            log.warning(
+                                "%s: attempt %d failed, retrying: %s",
+                                self._worker,
+                                attempt.num,
+                                reply,
+                            )
+                        raise reply
+                for shard in shards:
+                    shard.is_unreachable = False
+                return replies
+        raise AssertionError("stamina retries without end")
+
+    def _publish_if_due(
+        self, tasks: asyncio.TaskGroup, shard: _Shard, incarnation: Incarnation
+    ) -> None:
+        to_audit, shard.to_audit = shard.to_audit, None
+        if self._ownership.is_pending(shard.number) or to_audit is not None:
+            shard.task = tasks.create_task(self._publish_to(shard, incarnation, to_audit))
+        else:
+            self._acknowledge(shard, self._num_notified)
+
+    async def _publish_to(
+        self, shard: _Shard, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
+    ) -> None:
+        """Send a shard its changes, and audit what it shows unless `to_audit` is None."""
+        notified = self._num_notified
+        try:
+            if not await self._send(shard, incarnation):
+                raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
+            self._acknowledge(shard, notified)
+            if to_audit is not None:
+                await self._audit(shard, incarnation, to_audit)
+            if shard.is_full:
+                await asyncio.sleep(FULL_PAUSE_S)
+        except IncarnationLost as loss:
+            self.interrupt(loss)
+        finally:
+            shard.task = None
+            self._wake.set()
+
+    async def _cancel_tasks(self) -> None:
+        tasks = [shard.task for shard in self._shards if shard.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        # Tasks that had not started have not removed themselves.
+        for shard in self._shards:
+            shard.task = None
+
+    def _acknowledge(self, shard: _Shard, notified: int) -> None:
+        if shard.num_notified < notified:
+            shard.num_notified = notified
+            self._advance()
+
+    def _advance(self) -> None:
+        progress, self._progress = self._progress, asyncio.Event()
+        progress.set()
+
+    async def _send(self, shard: _Shard, incarnation: Incarnation) -> bool:
+        """Apply what has changed. False: a batch was refused, and the rest not sent.
+
+        Blocks that Redis has no memory for are left for later.
+        """
+        reply: bool | RedisFull = True
+        is_more = True
+        while is_more and reply is True:
+            changes = self._ownership.drain(shard.number, DRAIN_BLOCKS)
+            is_more = len(changes) >= DRAIN_BLOCKS
+            reply = await self._apply(shard, incarnation, changes)
+        if reply is False:
+            return False
+        self._note_full(shard, isinstance(reply, RedisFull))
+        return True
+
+    async def _apply(
+        self, shard: _Shard, incarnation: Incarnation, changes: Sequence[Change]
+    ) -> bool | RedisFull:
+        """Apply a drain's changes in numbered batches, a few per round trip.
+
+        A round trip that failed half-way is sent again as a whole: batches already applied are
+        recognised by their numbers. Returns the first reply that is not True, if there is one.
+        """
+        essential = list(takewhile(lambda c: not self._ownership.adds(shard.number, c), changes))
+        batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
+        batches += [(False, batch) for batch in _batched(changes[len(essential) :], BATCH_BLOCKS)]
+        loop = asyncio.get_running_loop()
+        at = 0
+        while at < len(batches):
+            calls = [
+                index.apply(
+                    shard.keyspace, incarnation, self._nonce, seq, batch, essential=essential
+                )
+                for seq, (essential, batch) in enumerate(
+                    batches[at : at + self._in_flight], shard.seq + 1
+                )
+            ]
+            sent_s = loop.time()
+            replies = await self._insist_all(calls, [shard], unless_full=True)
+            took_s = loop.time() - sent_s
+            applied = len(list(takewhile(lambda reply: reply is True, replies)))
+            shard.seq += applied
+            at += applied
+            if applied == len(calls):
+                await self._yield_to_others(took_s, is_more=at < len(batches))
+                continue
+            reply: bool | RedisFull = replies[applied]
+            if reply is not False:
+                for _, batch in batches[at:]:
+                    self._ownership.take_back(shard.number, batch)
+            return reply
+        return True
+
+    async def _yield_to_others(self, took_s: float, *, is_more: bool) -> None:
+        """Adapt to how busy Redis was in the last round trip."""
+        if took_s <= BUSY_S:
+            self._in_flight = min(2 * self._in_flight, BATCHES_IN_FLIGHT)
+        else:
+            self._in_flight = 1
+            if is_more:
+                await asyncio.sleep(min(BUSY_PAUSES * took_s, MAX_PAUSE_S))
+
+    def _note_full(self, shard: _Shard, is_full: bool) -> None:
+        was_any_full = any(s.is_full for s in self._shards)
+        shard.is_full = is_full
+        is_any_full = any(s.is_full for s in self._shards)
+        if is_any_full and not was_any_full:
+            log.error("%s: Redis is full: new blocks are not published", self._worker)
+        elif was_any_full and not is_any_full:
+            log.warning("%s: Redis has memory again: all blocks are published", self._worker)
+
+    async def _audit(
+        self, shard: _Shard, incarnation: Incarnation, blocks: Iterable[SequenceHash]
+    ) -> None:
+        """Check that a shard shows what was published. Raises IncarnationLost if it does not."""
+        entries = self._ownership.as_published(shard.number, blocks)
+        missing, found = await self._insist_all(
+            [
+                index.audit(shard.keyspace, incarnation, self._nonce, shard.seq, entries),
+                index.claims(shard.keyspace, incarnation, shard.search_from, AUDIT_BUCKETS),
+            ],
+            [shard],
+        )
+        if missing < 0:
+            raise IncarnationLost(f"incarnation {incarnation}: lost to shard {shard.number}")
+        if missing:
+            raise IncarnationLost(
+                f"incarnation {incarnation}: blocks missing in shard {shard.number}: {missing}"
+            )
+        if found is None or not self._ownership.shows(shard.number, found):
+            raise IncarnationLost(
+                f"incarnation {incarnation}: shard {shard.number} does not match what was published"
+            )
+        shard.search_from = found.following
+
+
+# Stamina's own log line does not show what failed.
+stamina.instrumentation.set_on_retry_hooks(())
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """itertools.batched, which Python 3.11 lacks."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch

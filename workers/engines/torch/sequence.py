@@ -1,0 +1,139 @@
+"""A request as the torch engine computes it: its tokens, its blocks, and how far it has got."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from app.core.errors import InvalidRequest
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes
+from app.core.types import SequenceHash, Tier
+from workers.engines.base import CompletionRequest, Generation, PromptTooLargeError
+from workers.engines.steps import Finished, Step
+from workers.engines.torch.llama_config import LlamaConfig
+from workers.engines.torch.sampling import Sampler
+from workers.kv.tables import BlockTable
+
+
+@dataclass(eq=False, slots=True)
+class TokenSequence:
+    """A request, from its arrival on. tokens: its prompt, then what was generated."""
+
+    request: CompletionRequest
+    tokens: list[int]
+    num_prompt: int
+    block_size: int
+    blocks: list[SequenceHash]
+    """Hashes of the prompt's full blocks."""
+    num_blocks: int
+    """Device slots for the prompt and everything that may be generated."""
+    sampler: Sampler
+    generation: Generation = field(init=False)
+    prefetched: bool = False
+    admitting: asyncio.Task[BlockTable] | None = None
+    table: BlockTable | None = None
+    """While it runs."""
+    block_ids: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    cached: tuple[Tier, ...] = ()
+    """In which tiers the leading blocks were that it did not compute."""
+    cancelled: bool = False
+
+    @classmethod
+    def of(
+        cls, request: CompletionRequest, config: LlamaConfig, *, block_size: int, num_slots: int
+    ) -> Self:
+        """num_slots: of the device. Raises InvalidRequest for tokens that are not in the
+        vocabulary, PromptTooLargeError, and ValueError without prompt or output."""
+        ids = np.frombuffer(request.prompt, "<u4")
+        if len(ids) == 0 or request.max_tokens < 1:
+            raise ValueError(f"{len(ids)} prompt tokens, {request.max_tokens} output tokens")
+        if ids.max() >= config.vocab_size:
+            raise InvalidRequest(
+                "prompt", f"{ids.max()} is not a token id of a vocabulary of {config.vocab_size}"
+            )
+        num_tokens = len(ids) + request.max_tokens
+        if num_tokens > config.max_position_embeddings:
+            raise PromptTooLargeError(
+                len(ids), request.max_tokens, "the model takes", config.max_position_embeddings
+            )
+        num_blocks = -(-num_tokens // block_size)
+        if num_blocks > num_slots:
+            raise PromptTooLargeError(
+                len(ids), request.max_tokens, "the KV pool holds", num_slots * block_size
+            )
+        return cls(
+            request,
+            ids.tolist(),
+            len(ids),
+            block_size,
+            compute_sequence_hashes(compute_local_hashes(request.prompt, block_size)),
+            num_blocks,
+            Sampler(request.sampling),
+        )
+
+    def output(self, start: int, stop: int) -> list[int]:
+        """Generated tokens from one index to another."""
+        return self.tokens[self.num_prompt + start : self.num_prompt + stop]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def reusable(self, chunk_tokens: int) -> Sequence[SequenceHash]:
+        """The blocks of the prompt's whole chunks; its last token is computed in any case."""
+        chunks = (self.num_prompt - 1) // chunk_tokens
+        return self.blocks[: chunks * chunk_tokens // self.block_size]
+
+    def finished(self, eos_token_ids: Collection[int]) -> Finished | None:
+        """None while more tokens are to come."""
+        eos = not self.request.ignore_eos and self.tokens[-1] in eos_token_ids
+        if not eos and self.num_generated < self.request.max_tokens:
+            return None
+        return Finished(
+            self.request.request_id,
+            self.num_prompt,
+            len(self.cached) * self.block_size,
+            self.num_generated,
+            host_tokens=self.cached.count(Tier.HOST) * self.block_size,
+            disk_tokens=self.cached.count(Tier.DISK) * self.block_size,
+            finish_reason="stop" if eos else "length",
+        )
+
+
+class Chunk(NamedTuple):
+    """The prompt tokens of a step, from `start` to `stop`."""
+
+    sequence: TokenSequence
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.sequence.num_prompt
+
+
+def step_of(
+    chunk: Chunk | None,
+    decoding: Sequence[TokenSequence],
+    duration_s: float,
+    finished: list[Finished],
+) -> Step:
+    """What a step did, for whoever learns how long steps take."""
+    num_prefilled = chunk.stop - chunk.start if chunk else 0
+    return Step(
+        duration_s=duration_s,
+        load_s=0.0,
+        loaded_tokens=0,
+        prefill_tokens=num_prefilled,
+        attention_pairs=num_prefilled * (chunk.start + num_prefilled / 2) if chunk else 0.0,
+        decode_seqs=len(decoding),
+        decode_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
+        emitted=[],
+        first_tokens=[],
+        finished=finished,
+    )

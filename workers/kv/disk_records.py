@@ -1,0 +1,237 @@
+"""Which block each slot of the disk tier holds: records in memory, and the same in a file.
+
+The file starts with a page that says what the tier is for, followed by a 64-byte record for each
+slot, each with a hash of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from app.core.types import SequenceHash
+
+PAGE_BYTES = 4096
+"""Slots begin at multiples of it, as direct I/O would require."""
+_MAGIC = b"kvroute disk tier 1\n"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# magic, block size in bytes, number of slots, fingerprint, boot id
+_HEADER = struct.Struct("<32sQQQ64s")
+_RECORD = np.dtype(
+    [
+        ("state", "<u8"),
+        ("block", "<u8"),
+        ("parent", "<u8"),
+        ("generation", "<u8"),
+        ("checksum", "<u8"),
+        ("unused", "<u8", 2),
+        ("seal", "<u8"),
+    ]
+)
+"""checksum: of the block. seal: a hash of all before it; in a void record it is 0 like the rest."""
+RECORD_BYTES = _RECORD.itemsize
+_WHOLE = np.dtype(f"V{RECORD_BYTES}")
+"""With this type numpy copies records ten times as fast as field by field."""
+_SEALED = np.dtype(
+    {"names": ["sealed"], "formats": [f"V{RECORD_BYTES - 8}"], "itemsize": RECORD_BYTES}
+)
+"""What the seal of a record covers."""
+VOID, _ROOT, _CHILD = range(3)
+
+
+Ids = NDArray[np.int64]
+Records = NDArray[Any]
+"""Arrays of _RECORD."""
+
+
+class DiskBlock(NamedTuple):
+    """What a slot holds, or is to hold. generation: the slot's then; see workers/kv/slots.py."""
+
+    generation: int
+    block: SequenceHash
+    parent: SequenceHash | None
+
+
+class DiskIndex:
+    """The records of `num_slots` slots. Nothing is written before `open`.
+
+    Calls may come from several threads. fingerprint: see SlotFile.
+    """
+
+    def __init__(self, path: Path, *, block_bytes: int, num_slots: int, fingerprint: int) -> None:
+        self.path = path
+        self._header = _HEADER.pack(_MAGIC, block_bytes, num_slots, fingerprint, _boot_id())
+        self._records: Records = np.zeros(num_slots, _RECORD)
+        """As they are in the file."""
+        self._changing = RLock()
+        content = path.read_bytes() if path.exists() else b""
+        self.is_ours, self.is_rebooted = _compare(content[: len(self._header)], self._header)
+        """Was the file written for these blocks; and before the last reboot?"""
+        self.is_foreign = bool(content) and not self.is_ours
+        if self.is_ours:
+            self._take_records(content[PAGE_BYTES:])
+
+    def open(self) -> None:
+        """Write the file anew, and keep it open."""
+        _replace(self.path, self._header.ljust(PAGE_BYTES, b"\0") + self._records.tobytes())
+        self._file = os.open(self.path, os.O_RDWR)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    @property
+    def num_blocks(self) -> int:
+        return int(np.count_nonzero(self._records["state"]))
+
+    def blocks(self) -> Iterator[tuple[int, DiskBlock]]:
+        """All slots that hold a block, with what they hold."""
+        slots = self._occupied(np.arange(len(self._records)))
+        of_slots = self._records[slots]
+        states, blocks, parents, generations = (
+            of_slots[name].tolist() for name in ("state", "block", "parent", "generation")
+        )
+        for slot, state, block, parent, generation in zip(
+            slots.tolist(), states, blocks, parents, generations, strict=True
+        ):
+            yield slot, DiskBlock(generation, block, parent if state == _CHILD else None)
+
+    def records_of(self, slots: Ids) -> Records:
+        with self._changing:
+            records: Records = self._records.view(_WHOLE)[slots].view(_RECORD)
+        return records
+
+    def put(self, slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> None:
+        """`slots`, in order, hold these blocks. Raises OSError; then some are unchanged."""
+        self._put(slots, _packed(slots, blocks, checksums))
+
+    def void(self, slots: Ids) -> None:
+        """`slots`, in order, hold no block. Raises OSError; then some are unchanged."""
+        occupied = self._occupied(slots)
+        self._put(occupied, np.zeros(len(occupied), _RECORD))
+
+    def forget(self, slot: int, record: Any) -> None:
+        """Void the slot's record, unless the slot holds something else by now."""
+        with self._changing, suppress(OSError):
+            if self._records["seal"][slot] == record["seal"]:
+                self._put(np.array([slot]), np.zeros(1, _RECORD))
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Before `open`: these slots hold no block."""
+        self._records[slots] = np.zeros(1, _RECORD)
+
+    def _take_records(self, packed: bytes) -> None:
+        count = min(len(self._records), len(packed) // RECORD_BYTES)
+        read = np.frombuffer(packed, _RECORD, count)
+        slots = np.flatnonzero(read["state"] != VOID)
+        read = read[slots]
+        right = read["seal"] == _seals(slots, read)
+        self._records[slots[right]] = read[right]
+
+    def _occupied(self, slots: Ids) -> Ids:
+        """Those of `slots` that hold a block."""
+        with self._changing:
+            occupied: Ids = slots[self._records["state"][slots] != VOID]
+        return occupied
+
+    def _put(self, slots: Ids, records: Records) -> None:
+        """Write records; those close to each other in one piece, along with what lies between them.
+
+        Raises OSError; then some of them are unchanged.
+        """
+        for near in _cut(slots, np.diff(slots) > PAGE_BYTES // RECORD_BYTES):
+            first, last = int(slots[near][0]), int(slots[near][-1])
+            with self._changing:
+                there = self._records[first : last + 1].view(_WHOLE)
+                piece = there.copy()
+                piece[slots[near] - first] = records[near].view(_WHOLE)
+                write_at(self._file, memoryview(piece.tobytes()), PAGE_BYTES + first * RECORD_BYTES)
+                there[:] = piece
+
+
+def between(starts: Ids, end: int) -> list[slice]:
+    """From each of `starts` to the next one, or to `end`."""
+    bounds = [*starts.tolist(), end]
+    return list(map(slice, bounds, bounds[1:]))
+
+
+def write_at(file: int, data: memoryview, offset: int) -> None:
+    data = data.cast("B")
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def read_at(file: int, into: memoryview, offset: int, flags: int) -> int:
+    """Bytes read: fewer than asked for only at the end of the file."""
+    into = into.cast("B")
+    done = 0
+    while done < into.nbytes:
+        count = os.preadv(file, [into[done:]], offset + done, flags)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _cut(slots: Ids, apart: NDArray[np.bool_]) -> list[slice]:
+    """Ranges of positions in `slots`, cut wherever `apart` is true of a slot and the next one."""
+    return between(np.flatnonzero(np.r_[True, apart][: len(slots)]), len(slots))
+
+
+def _packed(slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
+    records = np.zeros(len(slots), _RECORD)
+    generations, hashes, parents = zip(*blocks, strict=True) if blocks else ((), (), ())
+    records["state"] = [_ROOT if parent is None else _CHILD for parent in parents]
+    records["block"] = hashes
+    records["parent"] = [parent or 0 for parent in parents]
+    records["generation"] = generations
+    records["checksum"] = checksums
+    records["seal"] = _seals(slots, records)
+    return records
+
+
+def _seals(slots: Ids, records: Records) -> NDArray[np.uint64]:
+    """A hash of each record and its slot: in another slot's place the record is invalid."""
+    sealed = records.view(_SEALED)["sealed"].tolist()
+    return np.array(list(map(xxh3_64_intdigest, sealed, slots.tolist())), np.uint64)
+
+
+def _boot_id() -> bytes:
+    """Identifies this boot of the machine; if it cannot be read, an id that no other boot has."""
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return os.urandom(16).hex().encode()
+
+
+def _compare(found: bytes, header: bytes) -> tuple[bool, bool]:
+    """Whether `found` is the header of files like `header`'s, and whether they predate a reboot."""
+    if len(found) != len(header):
+        return False, False
+    *what, boot_id = _HEADER.unpack(found)
+    *what_now, boot_id_now = _HEADER.unpack(header)
+    return what == what_now, boot_id != boot_id_now
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Give `path` this content atomically and durably: a crash of the machine does not undo it."""
+    beside = path.with_suffix(".new")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,50 @@
+"""Events that tell the index which blocks can be found, and which no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.types import Tier
+from workers.kv.slots import Slot, block_of
+
+
+class EventLog:
+    """Changes in order, until they are taken; marks the slots of published blocks."""
+
+    def __init__(self) -> None:
+        self._events: list[CacheEvent] = []
+
+    def publish(self, tier: Tier, slots: Iterable[Slot]) -> None:
+        """These blocks can be found: one event for each contiguous part of a chain."""
+        run: list[Slot] = []
+        for slot in slots:
+            slot.published = True
+            if run and slot.parent != run[-1].block:
+                self._events.append(_stored(run, tier))
+                run = []
+            run.append(slot)
+        if run:
+            self._events.append(_stored(run, tier))
+
+    def withdraw(self, tier: Tier, slots: Iterable[Slot]) -> None:
+        """These blocks leave the tier."""
+        blocks = []
+        for slot in slots:
+            slot.published = False
+            blocks.append(block_of(slot))
+        if blocks:
+            self._events.append(Removed(tuple(blocks), tier))
+
+    def clear(self) -> None:
+        """All blocks are gone."""
+        self._events.append(Cleared())
+
+    def take(self) -> list[CacheEvent]:
+        """Changes since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+
+def _stored(run: Sequence[Slot], tier: Tier) -> Stored:
+    return Stored(tuple(map(block_of, run)), run[0].parent, tier)

@@ -1,0 +1,131 @@
+"""Books of the copies between tiers that are planned or under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from app.core.types import SequenceHash, Tier
+from workers.kv.event_log import EventLog
+from workers.kv.slots import Move, Slot, Slots, block_of
+
+
+class Moves:
+    """Holds the slots of each move until it is finished, and then says what can be found there.
+
+    tiers: fastest first. max_storing: blocks that may be on their way to a slower tier at once.
+    """
+
+    def __init__(self, tiers: Mapping[Tier, Slots], events: EventLog, max_storing: int) -> None:
+        self.below = dict(zip(tiers, [*list(tiers)[1:], None], strict=True))
+        """The next slower tier of each."""
+        self.under_way: set[Move] = set()
+        """Planned, and not finished."""
+        self._tiers = tiers
+        self._events = events
+        self._max_storing = max_storing
+        self._planned: list[Move] = []
+        self._storing: dict[Tier, set[SequenceHash]] = {tier: set() for tier in tiers}
+        """By the tier that they are being stored to."""
+
+    def room_below(self, tier: Tier) -> int:
+        """How many blocks of `tier` could now be stored in the tier below, if there is one."""
+        target = self.below[tier]
+        if target is None:
+            return 0
+        return min(self._tiers[target].num_free, self._max_storing - len(self._storing[target]))
+
+    def is_storing(self, block: SequenceHash, target: Tier) -> bool:
+        return block in self._storing[target]
+
+    def load(self, source: Tier, target: Tier, sources: list[Slot], targets: list[Slot]) -> None:
+        """Plan a load. Its slots are already held; from now on others can find the targets."""
+        fills = dict.fromkeys(slot.filling for slot in sources if slot.filling is not None)
+        blocks = [block_of(slot) for slot in sources]
+        move = Move(source, target, sources, targets, blocks, list(fills))
+        for slot, above in zip(sources, targets, strict=True):
+            self._tiers[target].register(above, block_of(slot), slot.parent)
+            above.filling = move
+            above.inherit(slot)
+        self._plan(move)
+
+    def store(self, source: Tier, target: Tier, sources: list[Slot]) -> Move:
+        """Plan a store into free slots of `target`, of which there must be as many."""
+        for slot in sources:
+            self._tiers[source].hold(slot)
+        targets = self._tiers[target].take(len(sources))
+        move = Move(source, target, sources, targets, [block_of(slot) for slot in sources], [])
+        for slot, below in zip(sources, targets, strict=True):
+            below.parent = slot.parent
+            below.inherit(slot)
+        self._storing[target].update(move.blocks)
+        self._plan(move)
+        return move
+
+    def take_planned(self) -> list[Move]:
+        """Moves planned since the last call, in order."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def end_load(self, move: Move, num_done: int) -> None:
+        """Its first blocks can be read in the targets; the source of the next one is dropped."""
+        self._end(move)
+        source, target = self._tiers[move.source], self._tiers[move.target]
+        loaded = []
+        for n, slot in enumerate(move.targets):
+            slot.filling = None
+            if slot.block is not None and n < num_done:
+                loaded.append(slot)
+            elif slot.block is not None:
+                target.forget(slot)
+        self._events.publish(move.target, loaded)
+        if num_done < len(move.sources):
+            bad = move.sources[num_done]
+            if bad.block is not None:
+                self._events.withdraw(move.source, [bad])
+                source.forget(bad)
+        _release(target, move.targets)
+        _release(source, move.sources)
+
+    def end_store(self, move: Move, num_done: int) -> list[Slot]:
+        """Its first blocks can be found in the targets; returns those slots."""
+        self._end(move)
+        source, target = self._tiers[move.source], self._tiers[move.target]
+        self._storing[move.target].difference_update(move.blocks)
+        stored = {}
+        for slot, block, above in list(zip(move.targets, move.blocks, move.sources, strict=True))[
+            :num_done
+        ]:
+            # A source found bad meanwhile, or fenced off, has forgotten its block.
+            if above.block == block:
+                target.register(slot, block, slot.parent)
+                stored[slot] = above
+        self._events.publish(move.target, stored)
+        _release(target, move.targets)
+        for slot, above in stored.items():
+            if above.leaving:
+                slot.idle_since_s = above.idle_since_s
+        _release(source, move.sources)
+        return list(stored)
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
+        assert not any(move.finished for move in self.under_way)
+        for tier, storing in self._storing.items():
+            stores = (m for m in self.under_way if m.target is tier and not m.is_load)
+            assert storing == {block for move in stores for block in move.blocks}
+            assert len(storing) <= self._max_storing
+
+    def _plan(self, move: Move) -> None:
+        self.under_way.add(move)
+        self._planned.append(move)
+
+    def _end(self, move: Move) -> None:
+        assert not move.finished
+        move.finished = True
+        self.under_way.remove(move)
+
+
+def _release(slots: Slots, released: Sequence[Slot]) -> None:
+    """Tail first; see BlockManager.release."""
+    for slot in reversed(released):
+        slots.release(slot)
