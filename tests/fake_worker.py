@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from app.core import worker_report
@@ -235,7 +236,7 @@ async def running(agent: Agent) -> AsyncIterator[Agent]:
         yield agent
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError):
             await task
 
 

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash
-from app.state import overlap
+from app.state import overlap, reservations
 from app.state.client import Client
 from app.state.connect import check_server, connect
 from app.state.scripts import ScriptRunner
@@ -125,7 +125,7 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
     for _ in range(5):
         await overlap.match(runner, KEYS, chains)
     assert await scripts_run_by(servers.replica) == at_replica + 5
-    await runner.one(REGISTERED)
+    await runner.one(reservations.loads(KEYS))
     assert await scripts_run_by(servers.master) == at_master + 1
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from redis.asyncio import Redis
 
 from app.core import worker_report
@@ -51,19 +49,6 @@ def new_agent(
         lambda: (MEASURED, LEARNED),
         lambda: READ,
     )
-
-
-@asynccontextmanager
-async def running(agent: Agent) -> AsyncIterator[Agent]:
-    """Start the agent and run it; its incarnation is not retired at the end."""
-    await agent.start()
-    task = asyncio.ensure_future(agent.run())
-    try:
-        yield agent
-    finally:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
 
 
 class Observer:

@@ -22,6 +22,7 @@ from app.state.client import Client
 from app.state.connect import connect
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import running
 from tests.workers.agent.harness import (
     CHAIN,
     KEYS,
@@ -35,7 +36,6 @@ from tests.workers.agent.harness import (
     Observer,
     info,
     new_agent,
-    running,
 )
 
 

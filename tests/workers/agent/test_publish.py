@@ -20,6 +20,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import running
 from tests.redis_servers import stopped
 from tests.workers.agent.harness import (
     CHAIN,
@@ -31,7 +32,6 @@ from tests.workers.agent.harness import (
     Observer,
     info,
     new_agent,
-    running,
 )
 from workers.agent.ownership import Ownership
 from workers.agent.publish import BATCH_BLOCKS, Publisher

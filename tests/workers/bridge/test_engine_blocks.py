@@ -17,8 +17,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
-from tests.fake_worker import fake_agent
-from tests.workers.agent.harness import running
+from tests.fake_worker import fake_agent, running
 from tests.workers.bridge.holder import (
     CHAIN,
     SIZE,
