@@ -113,7 +113,8 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
     redis: Client, servers: SentinelServers
 ) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
-    await runner.one(register(KEYS, "a"))
+    release = reservations.release(KEYS, "r1")
+    await runner.run([register(KEYS, "a"), release])
     chains = [[SequenceHash(1)]]
 
     await eventually(lambda: replicated(servers))
@@ -125,7 +126,7 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
     for _ in range(5):
         await overlap.match(runner, KEYS, chains)
     assert await scripts_run_by(servers.replica) == at_replica + 5
-    await runner.one(reservations.loads(KEYS))
+    await runner.one(release)
     assert await scripts_run_by(servers.master) == at_master + 1
 
 
