@@ -19,6 +19,7 @@ from app.core.hashing import U64
 from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.worker_report import GPU, INFO, METRICS, Item
 from app.policy.cost import POLICIES
+from app.policy.locality import Locality
 
 T = TypeVar("T")
 
@@ -193,9 +194,7 @@ class Routed(BaseModel):
     )
     locality: str | None = Field(
         default=None,
-        description="with explain: kept, if the worker with the longest overlap was chosen; none, "
-        "if no worker had any; otherwise, why that worker was not chosen: tie, load, session, "
-        "full, excluded, lease, degraded",
+        description="with explain: " + "; ".join(f"{reason}: {reason.text}" for reason in Locality),
     )
     best_overlap: BestOverlap | None = Field(default=None, description="with explain")
     candidates: list[CandidateModel] | None = Field(default=None, description="with explain")
