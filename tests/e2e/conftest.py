@@ -87,9 +87,9 @@ class Probe:
         answer: dict[str, Any] = response.json()
         return answer
 
-    async def complete(self, tokens: bytes, max_tokens: int = 4) -> str:
+    async def complete(self, tokens: bytes, max_tokens: int = 4, **options: str) -> str:
         """Run a request from routing to release. Returns the id of the worker it ran on."""
-        choice = await self.route(tokens)
+        choice = await self.route(tokens, **options)
         response = await self.http.post(
             f"{choice['address']}/v1/completions",
             params={"max_tokens": str(max_tokens), "request_id": choice["request_id"]},

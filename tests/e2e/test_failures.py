@@ -197,7 +197,8 @@ async def test_a_redis_that_lost_everything_is_refilled_while_requests_are_serve
         assert cluster.redis is not None
         prompts = [prompt(seed, 64 * BLOCK_SIZE) for seed in range(100, 106)]
         for tokens in prompts:
-            await probe.complete(tokens)
+            # By cost, all may go to a worker that learned on a busy machine that it is the fastest.
+            await probe.complete(tokens, policy="round_robin")
         held = [await eventually(partial(probe.overlaps, t)) for t in prompts]
         assert [list(h.values()) for h in held] == [[64]] * 6
         assert len({name for h in held for name in h}) > 1
