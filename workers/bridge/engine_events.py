@@ -37,7 +37,8 @@ class BlockStored:
     of blocks that were, or will be, announced with their tokens.
 
     extra_keys: for each block, what its hash covers besides tokens, or None. If there is no
-    cache_salt, a plain string among those of a chain's first block is the salt.
+    cache_salt, a bare string among those of a chain's first block, other than the adapter's name,
+    is the salt: items have their position with them.
     lora_id: above 0 for an adapter, even one without a name.
     locality: LOCAL or None for this worker's blocks, REMOTE for blocks that lie elsewhere.
     """
@@ -131,7 +132,7 @@ def salt_in(event: BlockStored) -> str | None:
     keys = list(event.extra_keys[0] or ()) if event.extra_keys else []
     if event.lora_name in keys:
         keys.remove(event.lora_name)
-    names = [key for key in keys if isinstance(key, str) and key and not _DIGEST.fullmatch(key)]
+    names = [key for key in keys if isinstance(key, str) and key]
     return names[-1] if names else None
 
 

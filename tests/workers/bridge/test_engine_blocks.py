@@ -293,10 +293,14 @@ def test_a_salt_given_only_in_the_roots_extra_keys_is_recognised(
     assert holder.overlap(chain) == TierOverlap(device=3)
 
 
-def test_a_digest_in_the_roots_extra_keys_is_not_taken_for_a_salt(holder: Holder) -> None:
-    holder.take(replace(stored([11]), extra_keys=[["f" * 64]]))
-    chain = chain_of(TOKENS[:SIZE], items=[[int("f" * 16, 16)]])
-    assert holder.overlap(chain) == TierOverlap(device=1)
+@pytest.mark.parametrize("lora", [None, "e" * 64])
+def test_a_salt_may_look_like_an_images_digest(holder: Holder, lora: str | None) -> None:
+    salt, image = "f" * 64, "d" * 64
+    adapter = [lora] if lora else []
+    keys = [[*adapter, [image, 1], salt], adapter or None]
+    holder.take(replace(stored([11, 12]), lora_name=lora, extra_keys=keys))
+    chain = chain_of(TOKENS[: 2 * SIZE], lora, salt, [[int("d" * 16, 16)], []])
+    assert holder.overlap(chain) == TierOverlap(device=2)
 
 
 @pytest.mark.parametrize(
