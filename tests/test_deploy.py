@@ -1,9 +1,11 @@
-"""The files in deploy/ name what exists: metrics, and variables that the parts read."""
+"""The files in deploy/ name what exists, and give no part more than it needs."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +13,15 @@ import promql_parser
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.retry import Retry
 
 from app.cli import main
+from app.local.redis_server import free_port
 from app.router.metrics import Telemetry
+from tests.redis_servers import newest_kind, require_redis
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import PROFILES
 from workers.engines.sim.runner import EngineRunner
@@ -57,17 +65,23 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     assert asked <= known
 
 
+OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD"}
+"""What the manifest gives a container only for others of its variables."""
+MANIFEST = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+PODS = {r["metadata"]["name"]: r["spec"] for r in MANIFEST if r["kind"] == "Deployment"}
+POLICIES = {r["metadata"]["name"]: r["spec"] for r in MANIFEST if r["kind"] == "NetworkPolicy"}
+
+
 def kubernetes_variables() -> Iterator[tuple[str, str]]:
-    for resource in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()):
-        if resource["kind"] == "Deployment":
-            for container in resource["spec"]["template"]["spec"]["containers"]:
-                for variable in container.get("env", []):
-                    yield container["name"], variable["name"]
+    for deployment in PODS.values():
+        for container in deployment["template"]["spec"]["containers"]:
+            for variable in container.get("env", []):
+                yield container["name"], variable["name"]
 
 
 def compose_variables() -> Iterator[tuple[str, str]]:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    for part, service in services.items():
+    for part, service in SERVICES.items():
         for name in service.get("environment", {}):
             yield part, name
 
@@ -78,6 +92,132 @@ def compose_variables() -> Iterator[tuple[str, str]]:
 def test_each_part_reads_the_variables_that_it_is_given(part: str, variable: str) -> None:
     if part == "balancer":
         assert f"${{{variable}}}" in (DEPLOY / "haproxy.cfg").read_text()
-    elif variable != "POD_IP":  # the manifest itself uses it
+    elif part == "redis":
+        assert variable in REDIS_VARIABLES
+    elif variable not in OWN_VARIABLES:
         command = main.commands[part]
         assert variable in {getattr(option, "envvar", None) for option in command.params}
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_can_do_no_more_than_it_needs(name: str) -> None:
+    pod = PODS[name]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    [container] = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"].keys() == {"cpu", "memory"}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_is_reached_at_its_port_and_reaches_only_redis_and_the_name_server(
+    name: str,
+) -> None:
+    pod = PODS[name]["template"]
+    [container] = pod["spec"]["containers"]
+    policy = POLICIES[name]
+    assert policy["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    [ingress] = policy["ingress"]
+    [port] = container["ports"]
+    assert ingress["ports"] == [{"port": port["containerPort"]}]
+    if name == "redis":
+        assert "egress" not in policy
+        [callers] = ingress["from"]
+        [rule] = callers["podSelector"]["matchExpressions"]
+        assert {*rule["values"]} == PODS.keys() - {"redis"}
+        return
+    to_redis, to_dns = policy["egress"]
+    assert to_redis == {
+        "to": [{"podSelector": {"matchLabels": {"app": "redis"}}}],
+        "ports": [{"port": 6379}],
+    }
+    assert {port["port"] for port in to_dns["ports"]} == {53}
+
+
+@pytest.mark.parametrize("part", SERVICES)
+def test_a_service_can_do_no_more_than_it_needs(part: str) -> None:
+    service = SERVICES[part]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"}
+    assert ("redis" in service["networks"]) == (part != "balancer")
+    assert ("default" in service["networks"]) == (part != "redis")
+
+
+def test_parts_log_in_to_redis_as_their_own_user() -> None:
+    for part in ("router", "worker"):
+        url = SERVICES[part]["environment"]["REDIS_URL"]
+        assert url.startswith(f"redis://kvroute-{part}:${{{part.upper()}_PASSWORD}}@")
+        [container] = PODS[f"kvroute-{part}"]["template"]["spec"]["containers"]
+        env = {variable["name"]: variable for variable in container["env"]}
+        secret = {"name": "kvroute-redis", "key": part}
+        assert env["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"] == secret
+        assert env["REDIS_URL"]["value"].startswith(f"redis://kvroute-{part}:$(REDIS_PASSWORD)@")
+
+
+REDIS_VARIABLES = {
+    "KVROUTE_NAMESPACE": "prod",
+    "WORKER_PASSWORD": "a/b|c&d$e worker",
+    "ROUTER_PASSWORD": "router\\1",
+    "OPERATOR_PASSWORD": "operator",
+}
+
+
+def started(*arguments: str, without: str = "") -> subprocess.Popen[str]:
+    """deploy/redis.sh, started as in the containers."""
+    given = {name: value for name, value in REDIS_VARIABLES.items() if name != without}
+    server = require_redis(newest_kind())
+    folder = Path(arguments[1])
+    (folder / "redis-server").symlink_to(server)
+    return subprocess.Popen(
+        ["sh", str(DEPLOY / "redis.sh"), *arguments],
+        env={"PATH": f"{folder}:{os.environ['PATH']}", **given},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_redis_starts_with_users_confined_to_a_namespace_by_their_passwords(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    users = str(DEPLOY / "users.acl")
+    with started(users, str(tmp_path), "--port", str(port), "--save", "") as process:
+        try:
+            for role in ("worker", "router", "operator"):
+                redis = Redis(
+                    port=port,
+                    username=f"kvroute-{role}",
+                    password=REDIS_VARIABLES[f"{role.upper()}_PASSWORD"],
+                    retry=Retry(ConstantBackoff(0.1), 50),
+                )
+                with redis:
+                    assert redis.ping()
+                    assert redis.hget("kvroute:1:{prod}:meta", "block_size") is None
+                    assert redis.hget("kvroute:1:{prod#3}:blocks:0", "0") is None
+                    with pytest.raises(NoPermissionError):
+                        redis.hget("kvroute:1:{other}:meta", "block_size")
+            with Redis(port=port) as nobody, pytest.raises(AuthenticationError):
+                nobody.ping()
+        finally:
+            process.terminate()
+    assert "router\\1" not in (tmp_path / "users.acl").read_text()
+
+
+def test_redis_does_not_start_without_a_password(tmp_path: Path) -> None:
+    users = str(DEPLOY / "users.acl")
+    with started(users, str(tmp_path), without="ROUTER_PASSWORD") as process:
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "ROUTER_PASSWORD is not set" in output

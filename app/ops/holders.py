@@ -52,12 +52,13 @@ async def prefix(
     """
     control = await read_control(redis, keyspace)
     shards = number_of(keyspace, control.meta, "shards")
-    (overlaps,), _ = await overlap.match(
-        ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, [chain], shards
-    )
-    if overlaps is None:
+    try:
+        overlaps = await overlap.read_whole(
+            ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, chain, shards
+        )
+    except RedisUnavailable as error:
         shard = keyspace.of_shard(shard_of(chain[0], shards))
-        raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}")
+        raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}: {error}") from error
     found = {}
     for name, inc in control.current.items():
         held = overlaps.get(parse_incarnation(inc) or Incarnation(0))

@@ -115,7 +115,12 @@ def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
 async def bucket_bits_of(redis: Client, shard: Keyspace) -> int | None:
     """A shard's bucket bits; None: there are none, or none that make sense."""
     found: Any = await redis.hget(shard["shard"], "bucket_bits")
-    bits = BUCKET_BITS.fullmatch(found or b"")
+    return parse_bucket_bits(found)
+
+
+def parse_bucket_bits(text: bytes | None) -> int | None:
+    """The bucket bits that `text` spells; None: there are none, or none that make sense."""
+    bits = BUCKET_BITS.fullmatch(text or b"")
     return int(bits[1]) if bits else None
 
 

@@ -12,11 +12,12 @@ import pytest
 from click.testing import CliRunner
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.retry import Retry
 
 from app.cli import main
 from app.core.config import RouterSettings
+from app.core.keys import KEYSPACE
 from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from app.policy.decision import RouteRequest
 from app.router.fleet import Fleet
@@ -38,6 +39,7 @@ from tests.redis_servers import ClusterServers, each_kind, newest_kind, require_
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "docs" / "redis.md"
+USERS = ROOT / "docs" / "users.md"
 FILE = ROOT / "deploy" / "users.acl"
 LUA = ROOT / "lua"
 ROLES = ("worker", "router", "operator")
@@ -72,14 +74,16 @@ SCRIPTS = {
         "turns",
         "wait",
     },
-    "operator": {"match"},
+    "operator": set(),
 }
-ALWAYS = {"ping", "select", "info", "cluster|slots", "asking", "evalsha", "script|load"}
+ALWAYS = {"ping", "select", "info", "cluster|slots", "asking"}
+TO_RUN_SCRIPTS = {"evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
     "worker": {"hgetall", "xadd"},
     "router": {"hlen", "hmget", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
         "exec",
+        "hget",
         "hgetall",
         "hkeys",
         "hlen",
@@ -89,6 +93,7 @@ OUTSIDE_SCRIPTS = {
         "multi",
         "readonly",
         "scan",
+        "smembers",
         "time",
         "type",
         "unlink",
@@ -129,13 +134,25 @@ def test_a_role_is_granted_the_commands_of_its_scripts_and_a_few_more(role: str)
             r"redis\.p?call\('([A-Z]+(?:', '[A-Z]+)?)'", load_script(name).text
         )
     }
-    assert granted(role)[1] == called | ALWAYS | OUTSIDE_SCRIPTS[role]
+    to_run_them = TO_RUN_SCRIPTS if SCRIPTS[role] else set()
+    assert granted(role)[1] == called | to_run_them | ALWAYS | OUTSIDE_SCRIPTS[role]
 
 
 def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
     named = {key for name in SCRIPTS["worker"] for key in load_script(name).key_names}
-    patterns = {f"{key}*" if key.endswith(":") else key for key in named | {"metrics"}}
-    assert granted("worker")[0] == {f"kvroute:1:{{*}}:{pattern}" for pattern in patterns}
+    tags = {key.prefix: "{*#*}" if key.in_shard else "{*}" for key in KEYSPACE}
+    assert granted("worker")[0] == {
+        f"kvroute:1:{tags[key]}:{key}{'*' if key.endswith(':') else ''}"
+        for key in named | {"metrics"}
+    }
+
+
+def test_one_substitution_confines_every_user_to_a_namespace() -> None:
+    """The docs and deploy/redis.sh make it."""
+    for role in ROLES:
+        patterns = {pattern.replace("{*", "{prod") for pattern in granted(role)[0]}
+        assert all(re.match(r"kvroute:1:\{prod(#\*)?\}:", pattern) for pattern in patterns)
+    assert r"sed 's/{\*/{prod/g' deploy/users.acl" in USERS.read_text()
 
 
 def test_an_operator_may_run_every_command_of_the_questions_in_the_docs() -> None:
@@ -155,8 +172,9 @@ class Guarded:
         return f"redis://kvroute-{role}:{role}-secret@{LOOPBACK}:{self.server.port}"
 
 
-def add_users(admin: Any) -> None:
-    for line in FILE.read_text().splitlines():
+def add_users(admin: Any, namespace: str = "*") -> None:
+    """namespace: that the users are confined to."""
+    for line in FILE.read_text().replace("{*", "{" + namespace).splitlines():
         _, name, *rules = line.split()
         if name != "default":
             role = name.removeprefix("kvroute-")
@@ -185,6 +203,18 @@ def guarded(guarded_server: Guarded) -> Guarded:
     guarded_server.admin.flushall()
     guarded_server.admin.acl_log_reset()
     return guarded_server
+
+
+@pytest.fixture
+def confined(guarded: Guarded) -> Iterator[Guarded]:
+    """With users that may reach the namespace of the tests alone."""
+    for role in ROLES:
+        guarded.admin.acl_setuser(f"kvroute-{role}", reset=True)
+    add_users(guarded.admin, KEYS.namespace)
+    yield guarded
+    for role in ROLES:
+        guarded.admin.acl_setuser(f"kvroute-{role}", reset=True)
+    add_users(guarded.admin)
 
 
 def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_path: Path) -> None:
@@ -313,6 +343,57 @@ async def test_an_operator_may_inspect_dump_and_reset_and_a_worker_may_restore(
     # To restore is to publish, as workers do.
     assert "restored" in await kvroute("worker", "restore", "--in", file)
     assert denials(guarded.admin) == []
+
+
+async def test_users_may_be_confined_to_one_namespace(confined: Guarded) -> None:
+    url = confined.server.url
+    as_worker, as_router = confined.url("worker"), confined.url("router")
+    async with world(url, agents_url=as_worker, router_url=as_router) as cluster:
+        for name, loss in losses("meta").items():
+            await cluster.suffers(f"meta, {name}", loss)
+    assert denials(confined.admin) == []
+    confined.admin.hset("kvroute:1:{other}:meta", "block_size", "16")
+    confined.admin.hset(f"kvroute:1:{{{KEYS.namespace}2}}:meta", "block_size", "16")
+    for role in ROLES:
+        with Redis.from_url(confined.url(role)) as client:
+            assert client.hget(KEYS["meta"], "block_size")
+            for key in (
+                "kvroute:1:{other}:meta",
+                "kvroute:1:{other#0}:blocks:0",
+                f"kvroute:1:{{{KEYS.namespace}2}}:meta",
+                f"kvroute:1:{{{KEYS.namespace}2#0}}:blocks:0",
+            ):
+                with pytest.raises(NoPermissionError):
+                    client.hget(key, "block_size")
+
+
+LOOP = "while true do end"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("EVAL", LOOP, "0"),
+        ("EVAL_RO", LOOP, "0"),
+        ("SCRIPT", "LOAD", LOOP),
+        ("EVALSHA", load_script("match").sha, "0"),
+        ("EVALSHA_RO", load_script("match").sha, "0"),
+        ("FUNCTION", "LOAD", f"#!lua name=a\n{LOOP}"),
+        ("FCALL", "a", "0"),
+        ("FCALL_RO", "a", "0"),
+        ("WAIT", "1", "0"),
+        ("BLPOP", KEYS["prefills:1"], "0"),
+        ("CLIENT", "PAUSE", "5000"),
+    ],
+    ids=lambda command: " ".join(command[:2]).lower()[:12],
+)
+def test_an_operator_runs_no_script_and_nothing_that_blocks(
+    guarded: Guarded, command: tuple[str, ...]
+) -> None:
+    [known] = guarded.admin.execute_command("COMMAND", "INFO", command[0].lower())
+    refusal = NoPermissionError if known else ResponseError
+    with Redis.from_url(guarded.url("operator")) as client, pytest.raises(refusal):
+        client.execute_command(*command)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -265,6 +265,27 @@ async def test_the_overlap_of_a_long_sampled_chain_is_exact(
     assert await space.match(blocks) == [{inc: TierOverlap(device, host)}]
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_plain_commands_find_what_the_script_finds(space: Namespace, seed: int) -> None:
+    rng = random.Random(seed)
+    chain = chain_of(rng, 1500)
+    space.set_chain(chain)
+    workers = [await space.worker(name, bucket_bits=7) for name in "abcd"]
+    for inc in workers:
+        ends = sorted(rng.randrange(1501) for _ in Tier)
+        tiers = [DEVICE] * ends[0] + [HOST] * (ends[1] - ends[0]) + [DISK] * (ends[2] - ends[1])
+        await space.apply(inc, 1, list(zip(chain, tiers, strict=False)))
+    await space.redis.sadd(space.shard["dead"], workers[3])
+    for asked in (chain, chain[:1], chain[:17], chain_of(rng, 3)):
+        [expected] = await space.match(asked)
+        assert workers[3] not in expected
+        assert await overlap.read_whole(space.runner, space.keys, asked, 1) == expected
+
+
+async def test_plain_commands_find_nothing_in_a_shard_without_a_layout(space: Namespace) -> None:
+    assert await overlap.read_whole(space.runner, space.keys, [A], 1) == {}
+
+
 async def test_a_chain_whose_shard_does_not_answer_has_no_result(space: Namespace) -> None:
     await space.hold(await space.worker("a"), [A])
     await space.redis.set(space.shard["dead"], "not a set")
