@@ -9,16 +9,17 @@
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
 -- ARGV[2...]             str    eight per request, decided one after another:
 --                               inc, the chosen worker's; request_id, any reservation it already
---                               has is given back first; prefill_tokens to compute; prefill_us, the
+--                               has is given back first, unless a later try made it; prefill_tokens to compute; prefill_us, the
 --                               predicted time for them; blocks of KV that the request keeps in
---                               use; attempt, without spaces, distinguishes this reservation from
---                               others of the request; max_requests, at which the worker is full;
+--                               use; attempt, `<began, ms>-<tag>`, without spaces: when the try
+--                               began, by the Redis clock, and what tells it from others of the
+--                               request; max_requests, at which the worker is full;
 --                               seen_total, the reservations ever made on the worker when the
 --                               router looked: if another was made since, this one is refused, and
 --                               so is every later one of this call for the same worker, as it
 --                               counted on this one; -1: reserve regardless
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
---                               "changed"
+--                               "changed"; "superseded" if a later try holds the reservation
 --          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: also fresh
 --                               loads, as of after the last request, to decide again from
 -- Cost     O(requests * log reservations); a refusal O(workers). Writes. Safe to retry.
@@ -39,6 +40,10 @@ unreserve_expired(now, (#ARGV - 1) / 4)
 local overtaken = {}
 
 local function reserve(inc, request_id, tokens, us, blocks, attempt, max_requests, seen_total)
+  local held = record_of(request_id)
+  if held and began_ms_of(held.attempt) > began_ms_of(attempt) then
+    return 'superseded'
+  end
   unreserve(request_id, now)
   local lease = redis.call('ZSCORE', leases, inc)
   local l = parse_load(redis.call('HGET', load, inc))

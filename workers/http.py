@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
 from app.core.types import checked_request_id
-from app.http.body import CLOSE, error_body, header, http_error, hung_up, json_response, read_body
+from app.http.body import CLOSE, Caller, error_body, header, http_error, json_response, read_body
 from workers.engines.base import (
     CompletionRequest,
     Engine,
@@ -273,7 +273,7 @@ async def _answer(request: Request, completion: _Completion) -> Response:
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
     """
     answer = asyncio.create_task(completion.whole())
-    leaving = asyncio.create_task(hung_up(request))
+    leaving = asyncio.create_task(Caller(request).hung_up())
     try:
         await asyncio.wait([answer, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():

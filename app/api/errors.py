@@ -24,6 +24,7 @@ from app.core.errors import (
     PromptTooLarge,
     RedisUnavailable,
     RouterOverloaded,
+    Superseded,
     cut,
     shown,
 )
@@ -38,6 +39,7 @@ ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     BodyTooLarge: (413, "body_too_large", {}),
     BodyTimeout: (408, "body_timeout", CLOSE),
     CallerGone: (499, "caller_gone", {}),
+    Superseded: (409, "superseded", {}),
     PromptTooLarge: (422, "prompt_too_large", {}),
     AllWorkersBusy: (429, "all_workers_busy", _RETRY),
     RouterOverloaded: (429, "router_overloaded", _RETRY),

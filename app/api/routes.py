@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -22,7 +21,7 @@ from app.core.errors import (
     shown,
 )
 from app.core.types import checked_request_id
-from app.http.body import has_hung_up, header, hung_up, json_response, read_body
+from app.http.body import Caller, header, json_response, read_body
 from app.policy.decision import RouteRequest
 from app.policy.view import View, load_statistics
 from app.router.router import Router
@@ -94,12 +93,13 @@ async def find_best_worker(request: Request) -> Response:
     "/v1/route",
     response_model=schemas.Routed,
     response_model_exclude_none=True,
-    responses=_errors(408, 413, 422, 429, 503),
+    responses=_errors(408, 409, 413, 422, 429, 503),
     openapi_extra=_request_body(schemas.RouteBody, raw=True),
 )
 async def route(request: Request) -> Response:
     """Choose a worker for a prompt and reserve capacity on it."""
     router, settings = _parts(request)
+    began_ms = router.fleet.redis_now_ms
     raw = await read_body(request, settings.max_body_bytes)
     if (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS):
         options = _options_in_query(request)
@@ -113,12 +113,14 @@ async def route(request: Request) -> Response:
         prompt = prompts.of_body(body, tokens, settings.max_prompt_tokens)
     policy = options.policy or settings.policy
     chain = prompt.chain(await router.block_size(policy))
+    caller = Caller(request)
     decision = await router.route(
         RouteRequest(
             request_id=_request_id(request, options),
             chain=chain,
             isl_tokens=prompt.num_tokens,
             policy=policy,
+            began_ms=began_ms,
             reserve=options.reserve,
             explain=options.explain,
             exclude=frozenset(options.exclude),
@@ -128,9 +130,9 @@ async def route(request: Request) -> Response:
             tenant=_or_header(request, options, "tenant") if settings.wait_queue else "",
             priority=options.priority,
         ),
-        partial(hung_up, request) if settings.wait_queue else None,
+        caller,
     )
-    if decision.reserved and has_hung_up(request):
+    if decision.reserved and caller.has_hung_up():
         # Nobody would ever end what was reserved for a caller that hung up.
         router.abandon(decision)
     return json_response(views.routed(decision))

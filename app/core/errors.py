@@ -144,9 +144,15 @@ class AllWorkersBusy(RoutingError):
 
 
 class CallerGone(RoutingError):
-    """The caller hung up while its request waited for a worker."""
+    """The caller hung up before a worker was reserved for its request."""
 
     outcome = "gone"
+
+
+class Superseded(RoutingError):
+    """A later try of the same request holds its reservation."""
+
+    outcome = "superseded"
 
 
 class RouterOverloaded(RoutingError):

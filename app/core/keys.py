@@ -113,7 +113,7 @@ KEYSPACE = (
         "requests:<inc>",
         "hash",
         "request id → `prefill_tokens prefill_us blocks state attempt`; state `p` "
-        "prefilling, `d` decoding; attempt distinguishes reservations of the same "
+        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` tells apart tries of the same "
         "request",
         ("reserve", "prefill_complete", "activate"),
         "released or expired",

@@ -52,7 +52,8 @@ class Reservation:
     blocks: int
     """KV blocks in use while the request runs."""
     attempt: str = "-"
-    """Distinguishes this reservation from others of the same request. Without spaces."""
+    """`<began, ms>-<tag>`, without spaces: when the try began, by the Redis clock, and what tells
+    it from others of the same request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """reason: `lapsed`, `full` or `changed`. fresh: loads to decide again from; they include
-    everything that the same call reserved."""
+    """reason: `lapsed`, `full`, `changed` or `superseded`. fresh: loads to decide again from; they
+    include everything that the same call reserved."""
 
     reason: str
     fresh: Snapshot

@@ -15,7 +15,8 @@ from app.policy.locality import Best, Locality
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
-    session: "" for none. tenant, priority: used if it has to wait.
+    began_ms: when it came in, by the Redis clock; None: that is not known yet. session: "" for
+    none. tenant, priority: used if it has to wait.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
     """
@@ -24,6 +25,7 @@ class RouteRequest:
     chain: list[SequenceHash]
     isl_tokens: int
     policy: str
+    began_ms: int | None = None
     reserve: bool = True
     explain: bool = False
     exclude: frozenset[str] = frozenset()
@@ -37,8 +39,10 @@ class Query:
     """One try to decide a request, and what is known for it."""
 
     request: RouteRequest
-    attempt: str
-    """Distinguishes the reservation from others of the same request."""
+    tag: str
+    """Tells it from other tries of the same request."""
+    began_ms: int | None = None
+    """When it came in, by the Redis clock; None: that is not known yet."""
     overlaps: Overlaps = field(default_factory=dict)
     session_at: Incarnation | None = None
     """Where its session last went."""
@@ -46,6 +50,11 @@ class Query:
     """This one included."""
     waited_ms: int = 0
     """How long the request waited for a worker that could take it."""
+
+    @property
+    def attempt(self) -> str:
+        """The name of the try: see Reservation."""
+        return f"{self.began_ms or 0}-{self.tag}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ class Decision:
     degraded: bool
     reserved: bool
     attempt: str
-    """See Query."""
+    """See Reservation."""
     locality: Locality
     best: Best
     waited_ms: int

@@ -9,10 +9,12 @@ import time
 
 from app.core.errors import (
     AllWorkersBusy,
+    CallerGone,
     NamespaceMissing,
     NoWorkers,
     RedisUnavailable,
     RoutingError,
+    Superseded,
 )
 from app.core.loads import Refused, Snapshot, Wish
 from app.core.rate_limit import RateLimit
@@ -96,8 +98,7 @@ class Decider:
             batch = [await self._queue.get()]
             while len(batch) < MAX_BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
-            # A caller may have gone: nothing must be reserved for it then.
-            batch = [pending for pending in batch if not pending.answer.done()]
+            batch = _wanted(batch)
             try:
                 await self._decide(batch)
             except Exception as error:
@@ -116,7 +117,10 @@ class Decider:
                 batch.append(self._queue.get_nowait())
             self._decide_degraded(batch, error)
             return
-        undecided = await self._those_who_need_not_wait(batch, view)
+        for pending in batch:
+            if pending.query.began_ms is None:
+                pending.query.began_ms = view.now_ms
+        undecided = await self._those_who_need_not_wait(_wanted(batch), view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self._replica.telemetry.retries.inc(len(undecided))
@@ -157,7 +161,7 @@ class Decider:
         returned instead.
         """
         plans, refused = [], []
-        for pending in undecided:
+        for pending in _wanted(undecided):
             query = pending.query
             query.tries += 1
             query.waited_ms = pending.waited_ms(time.perf_counter())
@@ -210,12 +214,19 @@ class Decider:
         return going
 
     async def _release_all(self, some: list[Pending]) -> list[bool]:
-        """Release what requests hold from being routed before; whether each held anything."""
+        """Release what requests hold from earlier tries; whether each held anything."""
         if not some:
             return []
         try:
             return await self._replica.runner.run(
-                [reservations.release(self._replica.keyspace, p.request.request_id) for p in some]
+                [
+                    reservations.release(
+                        self._replica.keyspace,
+                        pending.request.request_id,
+                        began_by_ms=pending.query.began_ms,
+                    )
+                    for pending in some
+                ]
             )
         except RedisUnavailable:
             return [False] * len(some)
@@ -271,8 +282,12 @@ class Decider:
                 self._take(pending, plan)
             else:
                 self._replica.telemetry.conflicts.labels(refused.reason).inc()
-                left.append(pending)
                 fresh = refused.fresh
+                if refused.reason == "superseded":
+                    request_id = pending.request.request_id
+                    pending.fail(Superseded(f"a later try of {request_id} holds its reservation"))
+                else:
+                    left.append(pending)
         return left, fresh
 
     def _take(self, pending: Pending, plan: Plan) -> None:
@@ -315,6 +330,17 @@ class Decider:
                 view.add(plan.position, plan.reservation)
                 self._note_decision(plan)
             pending.resolve(plan.decision)
+
+
+def _wanted(batch: list[Pending]) -> list[Pending]:
+    """Those for which somebody still waits: nothing must be reserved for the others."""
+    wanted = []
+    for pending in batch:
+        if pending.is_wanted:
+            wanted.append(pending)
+        else:
+            pending.fail(CallerGone("the caller hung up before a worker was reserved"))
+    return wanted
 
 
 def _wait_on(pending: Pending) -> None:

@@ -29,6 +29,9 @@ PAGE = 512
 """Entries of the metrics stream read at a time, in some 20 ms: two of each of 256 workers."""
 MAX_AHEAD_S = 60.0
 """How far an entry of the metrics stream may be ahead of the Redis clock."""
+CLOCK_SET_BACK_MS = 1000.0
+CLOCK_DRIFT_MS = 0.01
+"""Between two answers of Redis, at most."""
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable. Agents renew a third of a lease after it
 is back, usually 1 s."""
@@ -78,6 +81,14 @@ class Fleet:
         ahead_ms = self._redis_ahead_ms
         return None if ahead_ms is None else round(time.monotonic() * 1000 + ahead_ms)
 
+    def _ahead_ms(self, latest: float) -> float:
+        """The Redis clock minus ours. Each answer is late, which makes it look smaller than it is:
+        so the largest of late counts, unless the clock was set back."""
+        known = self._redis_ahead_ms
+        if known is None or known - latest > CLOCK_SET_BACK_MS:
+            return latest
+        return max(latest, known - CLOCK_DRIFT_MS)
+
     @property
     def metrics_age_s(self) -> float:
         """Age of the newest entry of the metrics stream that was read; 0 before any `view`."""
@@ -105,7 +116,7 @@ class Fleet:
                 f"leases lapsed while Redis failed: {len(snapshot.lapsed)} ({self._failure})"
             )
         self._missed = frozenset()
-        self._redis_ahead_ms = snapshot.now_ms - time.monotonic() * 1000
+        self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
         if snapshot.workers_ms not in (None, self._workers_ms):
             await self._learn(list(snapshot.loads))
             self.forget_except(snapshot.loads)

@@ -74,11 +74,11 @@ class Maintenance:
                     await self._runner.run(list(self._releases))
 
     def release_soon(
-        self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+        self, request_id: str, attempt: str = "", began_by_ms: int | None = None
     ) -> None:
         """Release soon what Redis may hold and nobody else will end; see `reservations.release`."""
         self._releases.append(
-            reservations.release(self._keyspace, request_id, attempt, expires_by_ms)
+            reservations.release(self._keyspace, request_id, attempt, began_by_ms)
         )
 
     async def _maintain_workers(self) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from itertools import count
 
 from app.core.config import RouterSettings
 from app.core.errors import (
@@ -26,7 +24,7 @@ from app.router.history import History
 from app.router.lookup import LookUp
 from app.router.maintenance import Maintenance
 from app.router.metrics import Telemetry
-from app.router.pending import Pending
+from app.router.pending import Caller, Pending
 from app.router.replica import Replica
 from app.router.waiting import Waiting
 from app.state import leases, reservations
@@ -55,7 +53,6 @@ class Router:
             telemetry.decisions_of(settings.policy, error.outcome)
         self._runner = runner
         self._keyspace = keyspace
-        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._history = History(replica)
         self._look_up = LookUp(replica, self._history)
         self._maintenance = Maintenance(replica, self._history.predictions)
@@ -63,8 +60,6 @@ class Router:
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting
         )
-        self._nonce = secrets.token_hex(4)
-        self._attempts = count(1)
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -78,18 +73,19 @@ class Router:
     async def route(
         self,
         request: RouteRequest,
-        hung_up: Callable[[], Awaitable[object]] | None = None,
+        caller: Caller | None = None,
     ) -> Decision:
-        """Choose a worker and reserve it. hung_up: see Pending.
+        """Choose a worker and reserve it. caller: see Pending.
 
-        Raises NoWorkers, PromptTooLarge, AllWorkersBusy, CallerGone, and RouterOverloaded if
-        MAX_QUEUED requests are already waiting for a decision.
+        Raises NoWorkers, PromptTooLarge, AllWorkersBusy, CallerGone, Superseded, and
+        RouterOverloaded if MAX_QUEUED requests are already waiting for a decision.
         """
         started = time.perf_counter()
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        query = Query(request, f"{self._nonce}-{next(self._attempts)}")
-        pending = Pending(query, answer, hung_up)
+        began_ms = self.fleet.redis_now_ms if request.began_ms is None else request.began_ms
+        query = Query(request, secrets.token_hex(8), began_ms)
+        pending = Pending(query, answer, caller)
         try:
             if not self._decider.submit(pending):
                 raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
@@ -162,7 +158,7 @@ class Router:
         except RedisUnavailable:
             if now_ms is not None:
                 # But not what the same id may have been promised by then.
-                self._maintenance.release_soon(request_id, expires_by_ms=now_ms + self._ttl_ms)
+                self._maintenance.release_soon(request_id, began_by_ms=now_ms)
             raise
         self.telemetry.reservations_of("released" if known else "unknown").inc()
         self._look_again()

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from heapq import nsmallest
 from itertools import count
@@ -20,7 +19,7 @@ from typing import Any
 
 from app.core.config import PRIORITIES, parse_weights
 from app.core.errors import AllWorkersBusy, CallerGone, NamespaceMissing, RedisUnavailable
-from app.router.pending import Pending, Waiter
+from app.router.pending import Caller, Pending, Waiter
 from app.router.replica import Replica
 from app.router.waiting_room import Room
 from app.state import line, reservations
@@ -117,8 +116,8 @@ class Waiting:
             self._wake.set()
         crowded_out = self._room.enter(waiter)
         pending.answer.add_done_callback(lambda _: self._leave(waiter))
-        if pending.hung_up is not None:
-            watch = self._watches.create_task(self._watch(waiter, pending.hung_up))
+        if pending.caller is not None:
+            watch = self._watches.create_task(self._watch(waiter, pending.caller))
             pending.answer.add_done_callback(lambda _: watch.cancel())
         if crowded_out is not None:
             busy = f"{len(self._room)} requests are already waiting for a worker"
@@ -249,8 +248,8 @@ class Waiting:
                 late = f"no worker had room within {self._timeout_s:g} s"
                 self._end(waiter, "timed_out", AllWorkersBusy(late, self._retry_after_s))
 
-    async def _watch(self, waiter: Waiter, hung_up: Callable[[], Awaitable[object]]) -> None:
-        await hung_up()
+    async def _watch(self, waiter: Waiter, caller: Caller) -> None:
+        await caller.hung_up()
         self._end(waiter, "gone", CallerGone("the caller hung up while its request waited"))
 
     def _end(self, waiter: Waiter, outcome: str, error: Exception) -> None:
@@ -261,7 +260,8 @@ class Waiting:
     def _leave(self, waiter: Waiter) -> None:
         answer = waiter.pending.answer
         had_turn = not answer.cancelled() and answer.exception() is None
-        ended = "routed" if had_turn else "gone" if answer.cancelled() else "failed"
+        is_gone = answer.cancelled() or isinstance(answer.exception(), CallerGone)
+        ended = "routed" if had_turn else "gone" if is_gone else "failed"
         outcome = waiter.outcome or ended
         self._room.remove(waiter)
         self._left.append((waiter.ticket.flow, waiter.ticket.name, had_turn))

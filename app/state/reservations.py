@@ -67,14 +67,14 @@ def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
 
 
 def release(
-    keyspace: Keyspace, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+    keyspace: Keyspace, request_id: str, attempt: str = "", began_by_ms: int | None = None
 ) -> Call[bool]:
     """End a request's reservation. False: there is no such reservation (any more). Idempotent.
 
-    attempt: only if the reservation is that attempt's; "": any. expires_by_ms: only if it expires
-    by then, by the Redis clock; None: whenever it expires.
+    attempt: only if the reservation is that attempt's; "": any. began_by_ms: only if the try that
+    made it began by then, by the Redis clock; None: whenever that was.
     """
-    by_ms = -1 if expires_by_ms is None else expires_by_ms
+    by_ms = -1 if began_by_ms is None else began_by_ms
     return call("release", keyspace, request_id, attempt, by_ms, parse=bool)
 
 

@@ -10,6 +10,17 @@ local function parse_request(text)
   }
 end
 
+-- When the try that made a reservation began, ms by the Redis clock; 0 if its attempt does not say.
+local function began_ms_of(attempt)
+  return tonumber(string.match(attempt or '', '^(%d+)%-')) or 0
+end
+
+-- The record of a reservation; nil if there is none, or it cannot be read.
+local function record_of(request_id)
+  local inc = redis.call('HGET', reservations, request_id)
+  return inc and parse_request(redis.call('HGET', requests_prefix .. inc, request_id)) or nil
+end
+
 local function format_request(r)
   return string.format('%d %d %d %s %s', r.tokens, r.us, r.blocks, r.state, r.attempt)
 end

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
@@ -192,7 +193,7 @@ async def test_without_redis_the_caller_is_told_to_retry(
 
 
 class TestHangingUp:
-    """The application receives `events`, and after them only http.disconnect."""
+    """The application receives `events`, and http.disconnect once the caller has gone."""
 
     @pytest.fixture
     async def app(
@@ -203,13 +204,18 @@ class TestHangingUp:
         async with app.router.lifespan_context(app):
             yield app
 
-    async def ask(self, app: FastAPI, *events: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages that the application sends in answer."""
+    async def ask(
+        self, app: FastAPI, *events: dict[str, Any], gone: asyncio.Event | None = None
+    ) -> list[dict[str, Any]]:
+        """The messages that the application sends in answer. gone: None: after the events."""
         left = iter(events)
         sent: list[dict[str, Any]] = []
 
         async def receive() -> Any:
-            return next(left, {"type": "http.disconnect"})
+            event = next(left, None)
+            if event is None and gone is not None:
+                await gone.wait()
+            return event or {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -227,9 +233,22 @@ class TestHangingUp:
     async def test_the_reservation_of_a_caller_that_hung_up_is_released(
         self, app: FastAPI, workers: FakeWorkers
     ) -> None:
-        await self.ask(app, {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'})
+        gone = asyncio.Event()
+        app.state.router._decider._note_decision = lambda _: gone.set()
+        asked = {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}
+        await self.ask(app, asked, gone=gone)
+        assert gone.is_set()
         assert (await workers.load("w1")).total == 1
         await eventually(workers.reserved, lambda reserved: reserved == {})
+
+    async def test_nothing_is_reserved_for_a_caller_that_hung_up_before_its_decision(
+        self, app: FastAPI, workers: FakeWorkers
+    ) -> None:
+        start, *_ = await self.ask(
+            app, {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}
+        )
+        assert start["status"] == 499
+        assert (await workers.load("w1")).total == 0
 
     async def test_a_caller_that_hangs_up_in_mid_body_gets_no_answer(
         self, app: FastAPI, workers: FakeWorkers

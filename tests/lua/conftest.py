@@ -211,9 +211,9 @@ class Namespace:
         return await self.do(reservations.prefill_complete(self.keys, request_id))
 
     async def release(
-        self, request_id: str, attempt: str = "", expires_by_ms: int | None = None
+        self, request_id: str, attempt: str = "", began_by_ms: int | None = None
     ) -> bool:
-        return await self.do(reservations.release(self.keys, request_id, attempt, expires_by_ms))
+        return await self.do(reservations.release(self.keys, request_id, attempt, began_by_ms))
 
     async def remember(
         self, session: str, inc: Incarnation, ttl_ms: int = LONG_MS, limit: int = 1000

@@ -127,14 +127,13 @@ async def test_a_load_that_falls_below_zero_is_recounted(space: Namespace) -> No
 
 async def test_a_late_release_leaves_a_newer_reservation_alone(space: Namespace) -> None:
     inc = await space.worker("a")
-    await space.reserve(inc, "r1", ttl_ms=60_000)
-    expires = int(await space.redis.zscore(space.keys["expiry"], "r1") or 0)
+    await space.reserve(inc, "r1", attempt="1000-aa")
     before = await space.contents()
-    assert not await space.release("r1", expires_by_ms=expires - 1)
+    assert not await space.release("r1", began_by_ms=999)
     assert await space.contents() == before
-    assert not await space.release("r2", expires_by_ms=expires)
-    assert await space.release("r1", expires_by_ms=expires)
+    assert not await space.release("r2", began_by_ms=1000)
+    assert await space.release("r1", began_by_ms=1000)
     await space.reserve(inc, "r2")
     await space.redis.zrem(space.key("expiry"), "r2")
-    assert await space.release("r2", expires_by_ms=expires)
+    assert await space.release("r2", began_by_ms=1000), "nobody knows when that one began"
     assert (await space.load(inc)).requests == 0

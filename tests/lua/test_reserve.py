@@ -159,6 +159,29 @@ async def test_reserving_again_takes_the_request_from_another_worker(space: Name
     assert await space.get("reservations", "r1") == str(b)
 
 
+async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refused(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    assert await space.reserve(b, "r1", attempt="2000-bb") is None
+    before = await space.contents()
+    late = await space.reserve(a, "r1", attempt="1999-aa")
+    assert late is not None
+    assert late.reason == "superseded"
+    assert await space.contents() == before
+    assert await space.reserve(b, "r1", attempt="2000-bb") is None, "Redis may be sent it twice"
+    assert await space.reserve(a, "r1", attempt="2001-cc") is None
+    assert await space.get("reservations", "r1") == str(a)
+
+
+async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="2000-bb")
+    await space.prefill_complete("r1")
+    assert await space.reserve(inc, "r1", attempt="1999-aa", max_requests=1) is not None
+    assert (await space.load(inc)).decoding == 1
+
+
 async def test_expired_reservations_are_given_back_first(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r0", blocks=9)

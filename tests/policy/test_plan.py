@@ -52,7 +52,7 @@ def query(
 ) -> Query:
     chain = [SequenceHash(n) for n in range(1, tokens // 16 + 1)]
     request = RouteRequest("r1", chain, tokens, policy, **options)
-    return Query(request, "try-1", overlaps or {}, session_at, tries=1, waited_ms=7)
+    return Query(request, "aa", 1000, overlaps or {}, session_at, tries=1, waited_ms=7)
 
 
 def plan(asked: Query, view: View, *, degraded: bool = False, **settings: Any) -> Plan:
@@ -69,7 +69,7 @@ def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserve
     assert (worker(planned), planned.position, planned.incarnation) == ("b", 1, TWO)
     reserved = planned.reservation
     assert (reserved.prefill_tokens, reserved.prefill_us, reserved.blocks) == (52, 52_000, 7)
-    assert (reserved.request_id, reserved.attempt) == ("r1", "try-1")
+    assert (reserved.request_id, reserved.attempt) == ("r1", "1000-aa")
     assert planned.seen_total == 8
     decision = planned.decision
     assert (decision.isl_tokens, decision.isl_blocks, decision.overlap.total) == (100, 7, 3)

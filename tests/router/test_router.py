@@ -15,7 +15,14 @@ from redis.exceptions import NoScriptError
 from app.api.main import create_app
 from app.core.chains import shard_of
 from app.core.config import RouterSettings
-from app.core.errors import AllWorkersBusy, NoWorkers, RedisUnavailable, RouterOverloaded
+from app.core.errors import (
+    AllWorkersBusy,
+    CallerGone,
+    NoWorkers,
+    RedisUnavailable,
+    RouterOverloaded,
+    Superseded,
+)
 from app.core.hashing import compute_hashes
 from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Speed
@@ -80,6 +87,22 @@ class ScriptedRunner(ScriptRunner):
         if "loads" in names and self.after_look_up:
             await self.after_look_up()
         return replies
+
+
+class FakeCaller:
+    """A caller that is there until a test makes it hang up."""
+
+    def __init__(self) -> None:
+        self._gone = asyncio.Event()
+
+    def hang_up(self) -> None:
+        self._gone.set()
+
+    def has_hung_up(self) -> bool:
+        return self._gone.is_set()
+
+    async def hung_up(self) -> None:
+        await self._gone.wait()
 
 
 class Replica(Router):
@@ -788,6 +811,50 @@ class TestWithoutRedis:
             assert await workers.reserved() == {"r1": "w1:0"}
             other.abandon(again)
             await eventually(workers.reserved, lambda reserved: reserved == {})
+
+    async def test_a_paused_replica_does_not_take_over_the_reservation_of_a_later_try(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name, max_requests=1)
+        await router.refresh()
+        caller = FakeCaller()
+        async with running(one_redis_server.url) as other:
+
+            async def retry_elsewhere() -> None:
+                router.runner.after_look_up = None
+                await asyncio.sleep(0.002)
+                assert (await other.route(request("r1"))).reserved
+
+            router.runner.after_look_up = retry_elsewhere
+            with pytest.raises(Superseded):
+                await router.route(request("r1"), caller)
+        held = await workers.reserved()
+        assert set(held) == {"r1"}
+        assert [(await workers.load(name)).total for name in ("w1", "w2")] in ([1, 0], [0, 1])
+
+    async def test_a_late_try_that_finds_no_room_leaves_the_reservation_of_a_later_one(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=1)
+        await router.route(request("r1"))
+        with pytest.raises(AllWorkersBusy):
+            await router.route(request("r1", began_ms=1))
+        assert await workers.reserved() == {"r1": "w1:0"}
+
+    async def test_nothing_is_reserved_for_a_caller_that_hung_up_during_the_look_up(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        caller = FakeCaller()
+
+        async def hang_up() -> None:
+            caller.hang_up()
+
+        router.runner.after_look_up = hang_up
+        with pytest.raises(CallerGone):
+            await router.route(request("r1"), caller)
+        assert (await workers.load("w1")).total == 0
 
     async def test_failed_releases_are_made_once_redis_accepts_writes(
         self, own_redis_server: EmbeddedRedis

@@ -24,7 +24,7 @@ from app.state import line
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, FakeWorkers
-from tests.router.test_router import Replica, request, running
+from tests.router.test_router import FakeCaller, Replica, request, running
 
 WAITS: dict[str, Any] = {"wait_queue": 100, "wait_timeout_s": 60.0}
 
@@ -69,8 +69,8 @@ class Crowd:
 
     async def join(self, replica: Replica, request_id: str, **options: Any) -> None:
         """Returns once the request is in line."""
-        hung_up = options.pop("hung_up", None)
-        task = asyncio.ensure_future(replica.route(request(request_id, **options), hung_up))
+        caller = options.pop("caller", None)
+        task = asyncio.ensure_future(replica.route(request(request_id, **options), caller))
         task.add_done_callback(lambda _: self.order.append(request_id))
         self.tasks[request_id] = task
         await all_announced(self._redis, next(self._numbers))
@@ -383,11 +383,11 @@ class TestWhoGivesUp:
     async def test_a_caller_that_hangs_up_leaves_the_line_and_gets_no_reservation(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
-        gone = asyncio.Event()
+        gone = FakeCaller()
         crowd = Crowd(redis)
-        await crowd.join(router, "gone", hung_up=gone.wait)
+        await crowd.join(router, "gone", caller=gone)
         await crowd.join(router, "stays")
-        gone.set()
+        gone.hang_up()
         with pytest.raises(CallerGone):
             await crowd.tasks["gone"]
         await all_announced(redis, 1)
@@ -400,16 +400,16 @@ class TestWhoGivesUp:
     async def test_a_caller_that_hangs_up_during_its_decision_keeps_no_reservation(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
-        gone = asyncio.Event()
+        gone = FakeCaller()
         crowd = Crowd(redis)
 
         async def hang_up() -> None:
-            gone.set()
+            gone.hang_up()
             # The watcher sees it before Redis answers.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-        await crowd.join(router, "gone", hung_up=gone.wait)
+        await crowd.join(router, "gone", caller=gone)
         router.runner.before_reserve = hang_up
         await router.release("x")
         with pytest.raises(CallerGone):
