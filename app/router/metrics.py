@@ -157,8 +157,8 @@ class Telemetry:
     decisions = _counter(
         "decisions",
         "Decisions by policy and outcome: routed, no_workers, too_large (for every worker), "
-        "all_busy, overloaded, gone (the caller hung up while waiting), or failed (abandoned, "
-        "or an internal error).",
+        "all_busy, overloaded, gone (the caller hung up), superseded (a later try holds the "
+        "reservation), or failed (abandoned, or an internal error).",
         labels=("policy", "outcome"),
     )
     degraded = _counter("degraded_decisions", "Decisions made without Redis, by load alone.")

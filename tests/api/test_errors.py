@@ -454,7 +454,7 @@ class TestOpenApi:
         error = {"$ref": "#/components/schemas/ErrorBody"}
         of_decisions, of_requests = {"408", "413", "422", "429", "503"}, {"422", "503"}
         for path, method, statuses in (
-            ("/v1/route", "post", of_decisions),
+            ("/v1/route", "post", of_decisions | {"409"}),
             ("/find_best_worker", "post", of_decisions),
             ("/v1/requests/{request_id}", "delete", of_requests),
             ("/v1/requests/{request_id}/prefill_complete", "post", of_requests),
