@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.hashing import compute_local_hashes, next_sequence_hash, seed_for
 from app.core.types import SequenceHash, Tier
+from workers.bridge import references
 from workers.bridge.engine_events import (
     PREFIX_KINDS,
     AllBlocksCleared,
@@ -32,15 +32,13 @@ from workers.bridge.engine_events import (
     unnamed_adapter,
 )
 from workers.bridge.pending_events import PendingEvents
+from workers.bridge.references import References
+from workers.bridge.resumable import ResumableBlocks, joined
+from workers.bridge.windows import Turn, Windows
 
 REMEMBERED = 16_384
 """How many blocks that no tier holds any more are still known: an offload may be announced after
 the block has left the device."""
-
-_Place = tuple[Tier, int | None]
-"""A tier, and a group of the engine's layers."""
-_References = tuple[tuple[_Place, int], ...]
-"""How many copies of a block were announced in each place."""
 
 
 @dataclass(slots=True)
@@ -53,7 +51,11 @@ class _Block:
     """XXH3_64 of the block's tokens."""
     lora_name: str | None
     cache_salt: str | None
-    references: _References = ()
+    references: References = ()
+
+    @property
+    def end(self) -> SequenceHash:
+        return self.blocks[-1]
 
     def lies_in(self, tier: Tier) -> bool:
         return any(held is tier for (held, _), _ in self.references)
@@ -91,7 +93,21 @@ class EngineBlocks:
         """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
         self._group: int | None = None
         """The group that counts, once an event has named a kind."""
+        self._windows = Windows(self._end_of, copies=announces_copies)
+        self._resumable: ResumableBlocks | None = None
+        """None: the engine can resume after each block, as far as is known."""
+        self._is_upper_bound = False
         self._pending = PendingEvents(now, joined_late=joined_late)
+
+    @property
+    def is_upper_bound(self) -> bool:
+        """Whether the engine may reuse less than the overlap with what is shown.
+
+        So it is if not all groups of its layers are the one that counts. Of those with a sliding
+        window or a recurrent state it is known where the engine can resume, and only what leads
+        there is shown; but a prompt that branches off on the way is reused up to an earlier such
+        end. What other groups need, as with chunked attention, events do not say."""
+        return self._is_upper_bound
 
     @property
     def num_left_out(self) -> int:
@@ -126,7 +142,7 @@ class EngineBlocks:
             meant, stored = self._take_one(following)
             changes += meant
             levels.append(self._pending.released(stored))
-        return changes
+        return changes if self._resumable is None else joined(changes)
 
     def _take_one(self, event: EngineEvent) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
         """What `event` alone means, and the blocks that other events may be waiting for."""
@@ -134,20 +150,66 @@ class EngineBlocks:
             case AllBlocksCleared():
                 self._clear()
                 return [Cleared()], ()
+            case BlockStored() | BlockRemoved() if self._windows.concern(event):
+                return self._take_window(event), ()
             case BlockStored() | BlockRemoved() if not self._counts(event):
                 return [], ()
         tier = tier_of(event)
         if tier is None:
             return [], ()
         if isinstance(event, BlockRemoved):
-            return self._remove(event, tier), ()
+            return self._shown(self._remove(event, tier)), ()
         if not event.token_ids:
-            return self._store_announced(event, tier), ()
-        return self._store(event, tier)
+            return self._shown(self._store_announced(event, tier)), ()
+        changes, stored = self._store(event, tier)
+        turns = (
+            turn for name in stored for turn in self._windows.locate(name, self._known[name].end)
+        )
+        return [*self._shown(changes), *self._turned(turns)], stored
+
+    def _take_window(self, event: BlockStored | BlockRemoved) -> list[CacheEvent]:
+        """What an event of a group with a window or a state means."""
+        tier = tier_of(event)
+        if tier is None:
+            return []
+        if isinstance(event, BlockRemoved):
+            return self._turned(self._windows.remove(event, tier))
+        self._is_upper_bound = True
+        changes = self._hide() if self._windows.learn(event, tier) else []
+        return changes + self._turned(self._windows.store(event, tier))
+
+    def _shown(self, changes: list[CacheEvent]) -> list[CacheEvent]:
+        return changes if self._resumable is None else [*self._resumable.take(changes)]
+
+    def _turned(self, turns: Iterable[Turn]) -> list[CacheEvent]:
+        """What it means that the engine can resume after more blocks, or fewer."""
+        return [
+            change
+            for block, more in turns
+            if self._resumable is not None
+            for change in self._resumable.resume(block, more)
+        ]
+
+    def _hide(self) -> list[CacheEvent]:
+        """Show no block until it leads to one that the engine can resume after."""
+        self._resumable = ResumableBlocks(
+            Stored(block.blocks, block.parent, tier)
+            for block in self._known.values()
+            for tier in Tier
+            if block.lies_in(tier)
+        )
+        return [Removed(tuple(held), tier) for tier, held in self._copies.items() if held]
+
+    def _end_of(self, name: BlockHash) -> SequenceHash | None:
+        block = self._known.get(name)
+        return None if block is None else block.end
 
     def _clear(self) -> None:
         self._known.clear()
         self._unreferenced.clear()
+        self._windows.clear()
+        if self._resumable is not None:
+            self._resumable = ResumableBlocks()
         for copies in self._copies.values():
             copies.clear()
         self._pending.clear()
@@ -156,16 +218,19 @@ class EngineBlocks:
         """Is the event's group the one that stands for all?
 
         It is the first one with attention over the whole prefix. vLLM reuses a block only if all
-        groups hold it, and as a rule evicts it from all at about the same time. Groups use the same
-        hashes, even where their blocks differ in size. Offloads without tokens do not name the
+        such groups hold it, and as a rule evicts it from all at about the same time. Groups use the
+        same hashes, even where their blocks differ in size. Offloads without tokens do not name the
         kind.
         """
         group = event.group_idx
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
         if kind is not None and kind.lower() not in PREFIX_KINDS:
+            self._is_upper_bound = True
             return False
         if kind is not None and self._group is None:
             self._group = group
+        elif kind is not None and group != self._group:
+            self._is_upper_bound = True
         return group is None or self._group is None or group == self._group
 
     def _store(
@@ -262,16 +327,16 @@ class EngineBlocks:
             copies = self._copies[tier]
             for own in block.blocks:
                 copies[own] = copies.get(own, 0) + 1
-        place = tier, group
-        if self._announces_copies or all(held != place for held, _ in block.references):
-            block.references = _counted(block.references, place, 1)
+        block.references = references.stored(
+            block.references, (tier, group), copies=self._announces_copies
+        )
         self._unreferenced.pop(name, None)
 
     def _unrefer(
         self, name: BlockHash, block: _Block, tier: Tier, group: int | None
     ) -> Iterator[SequenceHash]:
         """Our blocks that are no longer in `tier`, the last one first."""
-        left = _counted(block.references, (tier, group), -1)
+        left = references.removed(block.references, (tier, group))
         if left == block.references:
             return
         block.references = left
@@ -302,16 +367,3 @@ class EngineBlocks:
                 gone = tuple(self._give_up_copy(block, tier))
                 if gone:
                     yield Removed(gone, tier)
-
-
-@lru_cache(maxsize=4096)
-def _counted(references: _References, place: _Place, change: int) -> _References:
-    """`references` with one more or one less in `place`; the same if there is none to take away.
-
-    Cached, so that blocks share them: a Counter for each would take as much as all the rest.
-    """
-    counts = dict(references)
-    counts[place] = counts.get(place, 0) + change
-    if counts[place] < 0:
-        return references
-    return tuple((held, count) for held, count in counts.items() if count)
