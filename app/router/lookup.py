@@ -67,7 +67,9 @@ class LookUp:
         telemetry.blind.inc(overlaps.count(None))
         for query, found, ahead in zip_longest(queries, overlaps, foreseen):
             known = ahead if isinstance(ahead, dict) else {}
-            query.overlaps = with_predicted(found or {}, known)
+            query.overlaps = view.reusable(
+                with_predicted(found or {}, known), query.request.isl_tokens
+            )
         for visits in recalled:
             if isinstance(visits, list):
                 for query, visit in zip(queries, visits, strict=True):

@@ -940,6 +940,19 @@ async def test_a_replica_follows_changes_of_redis_that_cause_no_errors(
         await follows.wait()
 
 
+async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(
+    router: Replica, workers: FakeWorkers
+) -> None:
+    await workers.register("large", reuse_blocks=2)
+    await workers.register("small")
+    prompt = PROMPT[:8] + PROMPT
+    await workers.publish("large", prompt[:12])
+    await workers.publish("small", prompt[:8])
+    decision = await router.route(request("r1", "latency", prompt=prompt, explain=True))
+    overlaps = {c.info.key.worker_id: c.overlap for c in decision.candidates}
+    assert overlaps == {"large": TierOverlap(device=2), "small": TierOverlap(device=2)}
+
+
 class TestPredictions:
     async def test_without_kv_events_routed_prompts_count_as_overlap_on_every_replica(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
