@@ -166,7 +166,7 @@ def up(**values: Any) -> None:
     from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _log_at(values["log_level"])
-    if values["redis_url"]:
+    if values["redis_url"] is not None:
         asyncio.run(_reach(values["redis_url"]))
     heed_interrupts()
     with (
