@@ -23,6 +23,7 @@ from app.policy.locality import Locality
 
 T = TypeVar("T")
 
+DEGRADED = "decided without Redis, by the last loads seen, or without all of the overlap it knows"
 ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
 
 Array = Annotated[list[T], Field(fail_fast=True)]
@@ -143,7 +144,7 @@ class BestWorker(BaseModel):
     overlap_blocks: int = Field(description="leading blocks of the prompt that the worker holds")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
-    degraded: bool = Field(description="decided without Redis, by the last loads seen")
+    degraded: bool = Field(description=DEGRADED)
 
 
 class CandidateModel(BaseModel):
@@ -178,7 +179,7 @@ class Routed(BaseModel):
     isl_tokens: int = Field(description="length of the prompt")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
-    degraded: bool = Field(description="decided without Redis, by the last loads seen")
+    degraded: bool = Field(description=DEGRADED)
     reserved: bool = Field(description="whether the decision must be released")
     waited_ms: int | None = Field(
         default=None, description="how long the request waited for a worker, if it had to"

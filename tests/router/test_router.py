@@ -991,6 +991,28 @@ class TestPredictions:
 
             await eventually(look, lambda seen: seen.overlap == TierOverlap(device=2))
 
+    async def test_an_answer_whose_overlap_fell_short_says_so(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1")
+        # So long that the block where the overlap ends is found in a second round trip.
+        prompt = list(range(4 * 2000))
+        await workers.publish("w1", prompt[: 4 * 1005])
+        whole = await router.route(request("r1", prompt=prompt, reserve=False))
+        assert (whole.overlap.total, whole.degraded) == (1005, False)
+
+        async def spoil() -> None:
+            async for bucket in redis.scan_iter(match=KEYS.of_shard(0)["blocks:"] + "*"):
+                await redis.set(bucket, "spoilt")
+
+        # One that has not yet learnt where owners change.
+        async with running(one_redis_server.url) as fresh:
+            await fresh.refresh()
+            fresh.runner.after_look_up = spoil
+            short = await fresh.route(request("r2", prompt=prompt))
+        assert 0 < short.overlap.total < 1005
+        assert (short.degraded, short.reserved) == (True, True)
+
     async def test_by_default_only_published_blocks_count_as_overlap(
         self, router: Replica, workers: FakeWorkers
     ) -> None:
