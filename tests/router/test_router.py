@@ -73,7 +73,7 @@ class ScriptedRunner(ScriptRunner):
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls)
         self.round_trips.append(names)
-        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.name == "reserve")
+        self.num_wishes += sum((len(c.args) - 2) // 8 for c in calls if c.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
         turns = [int(c.args[1]) for c in calls if c.name == "turns"]
@@ -855,6 +855,16 @@ class TestWithoutRedis:
         with pytest.raises(CallerGone):
             await router.route(request("r1"), caller)
         assert (await workers.load("w1")).total == 0
+
+    async def test_a_reservation_that_no_worker_confirms_ends_with_its_predicted_prefill(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with running(one_redis_server.url, prefill_ttl_s=0.2) as router:
+            await router.route(request("fake"))
+            await router.route(request("real"))
+            assert await router.prefill_complete("real")
+            await eventually(workers.reserved, lambda reserved: reserved == {"real": "w1:0"})
 
     async def test_failed_releases_are_made_once_redis_accepts_writes(
         self, own_redis_server: EmbeddedRedis
