@@ -202,8 +202,8 @@ class RouterSettings(CommonSettings):
     )
     prefill_ttl_s: float = setting(
         60.0,
-        "A reservation whose first token is not reported expires after this time, plus four times "
-        "what its worker's queue of prefills was predicted to last, or after --reservation-ttl-s.",
+        "A reservation expires after this time, plus four times "
+        "what its worker's queue of prefills was predicted to last, if no first token is reported.",
         POSITIVE_SECONDS,
     )
     wait_queue: int = setting(
