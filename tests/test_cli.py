@@ -287,6 +287,14 @@ def test_a_bad_setting_is_reported_in_one_line(command: list[str], error: str) -
     assert ended.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["router", "worker"])
+def test_a_bad_namespace_is_refused_before_a_port_is_taken(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = kvroute(command, f"--port={taken.getsockname()[1]}", "--namespace=a{b")
+    assert ended.returncode == 1
+    assert "Error: namespace 'a{b': 1-128 letters" in ended.stderr
+
+
 def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line() -> None:
     with socket.socket() as idle:
         number = idle.fileno()
