@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import repeat
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,6 +25,7 @@ from workers.bridge.engine_events import (
     BlockRemoved,
     BlockStored,
     EngineEvent,
+    is_medium_known,
     items_of,
     key_of,
     salt_in,
@@ -92,6 +94,8 @@ class EngineBlocks:
         self._group: int | None = None
         """The group that counts, once an event has named a kind."""
         self._pending = PendingEvents(now, joined_late=joined_late)
+        self.num_unknown_media = 0
+        """Events that were left out, as they name a medium that is not known."""
 
     @property
     def num_left_out(self) -> int:
@@ -138,6 +142,7 @@ class EngineBlocks:
                 return [], ()
         tier = tier_of(event)
         if tier is None:
+            self.num_unknown_media += not is_medium_known(event)
             return [], ()
         if isinstance(event, BlockRemoved):
             return self._remove(event, tier), ()
@@ -248,10 +253,11 @@ class EngineBlocks:
 
     def _remove(self, event: BlockRemoved, tier: Tier) -> list[CacheEvent]:
         gone: list[SequenceHash] = []
-        for name in map(key_of, event.block_hashes):
+        left: Iterable[int | None] = event.remaining_copy_counts or repeat(None)
+        for name, copies in zip(map(key_of, event.block_hashes), left, strict=False):
             known = self._known.get(name)
             if known is not None:
-                gone += self._unrefer(name, known, tier, event.group_idx)
+                gone += self._unrefer(name, known, (tier, event.group_idx), copies)
             else:
                 # It may have been stored, but not be understood yet.
                 self._pending.wait_to_remove(name, event)
@@ -268,12 +274,15 @@ class EngineBlocks:
         self._unreferenced.pop(name, None)
 
     def _unrefer(
-        self, name: BlockHash, block: _Block, tier: Tier, group: int | None
+        self, name: BlockHash, block: _Block, place: _Place, copies: int | None
     ) -> Iterator[SequenceHash]:
-        """Our blocks that are no longer in `tier`, the last one first."""
-        left = _counted(block.references, (tier, group), -1)
+        """Our blocks that are no longer in the place's tier, the last one first. copies: how many
+        of it are left there; None: one less than before."""
+        before = dict(block.references).get(place, 0)
+        left = _counted(block.references, place, -1 if copies is None else copies - before)
         if left == block.references:
             return
+        tier, _ = place
         block.references = left
         if not block.lies_in(tier):
             yield from self._give_up_copy(block, tier)
