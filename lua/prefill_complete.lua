@@ -6,6 +6,7 @@
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] request_id     str
+-- ARGV[2] ttl_ms         int    > 0; how much longer the reservation lasts, if it is not released
 -- Returns  1                    the reservation exists, its prefill is complete
 --          0                    there is no such reservation
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
@@ -23,10 +24,12 @@ end
 local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
 local l = parse_load(redis.call('HGET', load, inc))
 if request and l and request.state == 'p' then
-  end_prefill(l, inc, request_id, request, now_ms())
+  local now = now_ms()
+  end_prefill(l, inc, request_id, request, now)
   l.decoding = l.decoding + 1
   redis.call('HSET', load, inc, format_load(l))
   request.state = 'd'
   redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))
+  redis.call('ZADD', expiry, 'XX', 'GT', string.format('%d', now + tonumber(ARGV[2])), request_id)
 end
 return 1

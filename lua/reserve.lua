@@ -7,7 +7,10 @@
 -- KEYS[5] requests:      hashes inc -> its requests
 -- KEYS[6] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
--- ARGV[2...]             str    eight per request, decided one after another:
+-- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
+--                               prefills is predicted to last, unless the first token is out by
+--                               then; never later than after ttl_ms
+-- ARGV[3...]             str    eight per request, decided one after another:
 --                               inc, the chosen worker's; request_id, any reservation it already
 --                               has is given back first, unless a later try made it; prefill_tokens to compute; prefill_us, the
 --                               predicted time for them; blocks of KV that the request keeps in
@@ -25,7 +28,7 @@
 -- Cost     O(requests * log reservations); a refusal O(workers). Writes. Safe to retry.
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
-local ttl_ms = tonumber(ARGV[1])
+local ttl_ms, prefill_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include load
 -- @include request
@@ -34,9 +37,8 @@ local ttl_ms = tonumber(ARGV[1])
 
 despite_full(load)
 local now = now_ms()
-local expires = string.format('%d', now + ttl_ms)
 -- Two for each request: more than come in, and few enough for one call.
-unreserve_expired(now, (#ARGV - 1) / 4)
+unreserve_expired(now, (#ARGV - 2) / 4)
 local overtaken = {}
 
 local function reserve(inc, request_id, tokens, us, blocks, attempt, max_requests, seen_total)
@@ -68,7 +70,9 @@ local function reserve(inc, request_id, tokens, us, blocks, attempt, max_request
   l.total = l.total + 1
   redis.call('HSET', load, inc, format_load(l))
   redis.call('HSET', reservations, request_id, inc)
-  redis.call('ZADD', expiry, expires, request_id)
+  -- l.us is in microseconds: a 250th of it is four times as long, in ms.
+  local stays_ms = math.min(ttl_ms, prefill_ttl_ms + l.us / 250)
+  redis.call('ZADD', expiry, string.format('%d', now + stays_ms), request_id)
   redis.call('HSET', requests_prefix .. inc, request_id, format_request({
     tokens = tokens, us = us, blocks = blocks, state = 'p', attempt = attempt,
   }))
@@ -77,7 +81,7 @@ local function reserve(inc, request_id, tokens, us, blocks, attempt, max_request
 end
 
 local outcomes, refused = {}, false
-for i = 2, #ARGV, 8 do
+for i = 3, #ARGV, 8 do
   local outcome = reserve(unpack(ARGV, i, i + 7))
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1

@@ -66,7 +66,7 @@ def create_app(
     the query. Unknown fields are ignored. A body larger than the longest prompt that fits could
     need is not read to its end. A client that disconnects cancels its request.
     """
-    app = FastAPI(title="kvroute worker", openapi_url=None)
+    app = FastAPI(title="kvroute worker", openapi_url=None, redirect_slashes=False)
     for kind in (
         InvalidRequest,
         BodyTooLarge,

@@ -38,6 +38,7 @@ async def serve(settings: WorkerSettings) -> None:
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
         )
+    keyspace = Keyspace(settings.namespace)
     for name in ("kv_pool_tokens", "host_pool_tokens", "disk_pool_tokens"):
         tokens = getattr(settings, name)
         if tokens and tokens < settings.block_size:
@@ -61,7 +62,7 @@ async def serve(settings: WorkerSettings) -> None:
             return engine.metrics(), engine.speed()
 
         agent = await _new_agent(
-            settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, gpu
+            settings, keyspace, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, gpu
         )
         engine = hosted.start(agent)
         try:
@@ -96,6 +97,7 @@ async def _run(agent: Agent) -> None:
 
 async def _new_agent(
     settings: WorkerSettings,
+    keyspace: Keyspace,
     hosted: Hosted,
     scripts: ScriptRunner,
     measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
@@ -111,4 +113,4 @@ async def _new_agent(
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)
-    return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure, gpu.latest)
+    return Agent(scripts, keyspace, info, agent_settings, measure, gpu.latest)

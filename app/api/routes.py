@@ -13,6 +13,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import PlainTextResponse
 
 from app.api import prompts, schemas, views
+from app.api.large_bodies import BodyReader
 from app.core.config import RouterSettings
 from app.core.errors import (
     InvalidRequest,
@@ -74,9 +75,11 @@ async def find_best_worker(request: Request) -> Response:
     """Say where a prompt would be routed now, without reserving anything."""
     router, settings = _parts(request)
     raw = await read_body(request, settings.max_body_bytes)
-    body, _ = prompts.parse(schemas.FindBestWorker, raw)
-    prompt = prompts.of_hashes(body.local_hashes, body.num_tokens, settings.max_prompt_tokens)
-    chain = prompt.chain(await router.block_size(settings.policy))
+    body, _ = await _read(request, schemas.FindBestWorker, raw)
+    prompt = prompts.of_hashes(
+        body.local_hashes, body.num_tokens, settings.max_prompt_tokens, may_be_longer=True
+    )
+    chain = await prompt.chain(await router.block_size(settings.policy))
     decision = await router.route(
         RouteRequest(
             request_id=_new_id(),
@@ -105,14 +108,14 @@ async def route(request: Request) -> Response:
         options = _options_in_query(request)
         prompt = prompts.of_tokens(options, raw, settings.max_prompt_tokens)
     else:
-        body, tokens = prompts.parse(schemas.RouteBody, raw)
+        body, tokens = await _read(request, schemas.RouteBody, raw)
         if request.scope["query_string"]:
             query = shown(request.url.query)
             raise InvalidRequest("query", f"with JSON, options belong in the body, got {query}")
         options = body
         prompt = prompts.of_body(body, tokens, settings.max_prompt_tokens)
     policy = options.policy or settings.policy
-    chain = prompt.chain(await router.block_size(policy))
+    chain = await prompt.chain(await router.block_size(policy))
     caller = Caller(request)
     decision = await router.route(
         RouteRequest(
@@ -221,6 +224,14 @@ async def metrics(request: Request) -> Response:
 
 def _parts(request: Request) -> tuple[Router, RouterSettings]:
     return request.app.state.router, request.app.state.settings
+
+
+async def _read(
+    request: Request, model: type[prompts.M], raw: bytes
+) -> tuple[prompts.M, bytes | None]:
+    """As BodyReader.read."""
+    bodies: BodyReader = request.app.state.bodies
+    return await bodies.read(model, raw, _parts(request)[0].fleet.block_size)
 
 
 def _new_id() -> str:

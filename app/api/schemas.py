@@ -23,7 +23,11 @@ from app.policy.locality import Locality
 
 T = TypeVar("T")
 
+DEGRADED = "decided without Redis, by the last loads seen, or without all of the overlap it knows"
 ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
+
+MAX_EXCLUDED = 4096
+"""More workers than a fleet has."""
 
 Array = Annotated[list[T], Field(fail_fast=True)]
 """Only the first bad item is reported: making an error for each of a million takes seconds."""
@@ -52,6 +56,7 @@ HashValue = Annotated[
         }
     ),
 ]
+Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")]
 TenantId = Annotated[str, Field(pattern=f"^{TENANT_ID.pattern}$")]
 Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
@@ -81,7 +86,9 @@ class RouteOptions(_Body):
     cache_namespace: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     policy: PolicyName | None = Field(default=None, description="default: the router's --policy")
     exclude: Array[str] = Field(
-        default_factory=list, description="worker ids, or <worker_id>:<dp_rank>"
+        default_factory=list,
+        max_length=MAX_EXCLUDED,
+        description="worker ids, or <worker_id>:<dp_rank>",
     )
     session_id: RequestId | None = Field(
         default=None,
@@ -101,14 +108,14 @@ class RouteOptions(_Body):
 class RouteBody(RouteOptions):
     """`token_ids`, or `local_hashes` and `num_tokens`."""
 
-    token_ids: Array[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(
-        default=None, description="the prompt"
-    )
+    token_ids: Array[Token] | None = Field(default=None, description="the prompt")
     local_hashes: Array[HashValue] | None = Field(
         default=None, description="instead of token_ids: one per full block, in prompt order"
     )
     num_tokens: int | None = Field(
-        default=None, ge=1, description="with local_hashes: length of the prompt"
+        default=None,
+        ge=1,
+        description="with local_hashes: length of the prompt; less than a block beyond the hashes",
     )
     mm_hashes: Array[Array[HashValue]] | None = Field(
         default=None,
@@ -143,7 +150,7 @@ class BestWorker(BaseModel):
     overlap_blocks: int = Field(description="leading blocks of the prompt that the worker holds")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
-    degraded: bool = Field(description="decided without Redis, by the last loads seen")
+    degraded: bool = Field(description=DEGRADED)
 
 
 class CandidateModel(BaseModel):
@@ -178,7 +185,7 @@ class Routed(BaseModel):
     isl_tokens: int = Field(description="length of the prompt")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
-    degraded: bool = Field(description="decided without Redis, by the last loads seen")
+    degraded: bool = Field(description=DEGRADED)
     reserved: bool = Field(description="whether the decision must be released")
     waited_ms: int | None = Field(
         default=None, description="how long the request waited for a worker, if it had to"

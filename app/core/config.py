@@ -197,7 +197,13 @@ class RouterSettings(CommonSettings):
     )
     reservation_ttl_s: float = setting(
         600.0,
-        "A reservation not released within this time expires.",
+        "A reservation not released within this time of its first token expires.",
+        POSITIVE_SECONDS,
+    )
+    prefill_ttl_s: float = setting(
+        60.0,
+        "A reservation expires after this time, plus four times "
+        "what its worker's queue of prefills was predicted to last, if no first token is reported.",
         POSITIVE_SECONDS,
     )
     wait_queue: int = setting(

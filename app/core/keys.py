@@ -106,7 +106,7 @@ KEYSPACE = (
         "expiry",
         "zset",
         "request id by expiry, ms, Redis clock",
-        ("reserve",),
+        ("reserve", "prefill_complete"),
         "released or expired",
     ),
     Key(

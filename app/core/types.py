@@ -82,5 +82,11 @@ class TierOverlap:
     def total(self) -> int:
         return self.device + self.host + self.disk
 
+    def first(self, blocks: int) -> TierOverlap:
+        """Its first `blocks` blocks, or all of them if there are fewer."""
+        device = min(self.device, blocks)
+        host = min(self.host, blocks - device)
+        return TierOverlap(device, host, min(self.disk, blocks - device - host))
+
 
 NO_OVERLAP = TierOverlap()

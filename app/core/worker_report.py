@@ -102,6 +102,15 @@ class WorkerInfo:
         "with so many requests reserved at once the worker is full", text="up to {}", noun="request"
     )
     accelerator: str = _said("its GPU, or cpu", "cpu", text="{}")
+    reuse_blocks: int = _said(
+        "its engine reuses a prompt's blocks only in whole multiples of so many",
+        1,
+        least=1,
+        text="",
+    )
+    recomputed_blocks: int = _said(
+        "so many last ones of the blocks that it could reuse its engine computes again", 0, text=""
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ class Query:
     began_ms: int | None = None
     """When it came in, by the Redis clock; None: that is not known yet."""
     overlaps: Overlaps = field(default_factory=dict)
+    is_short: bool = False
+    """Whether Redis did not tell all of the overlaps."""
     session_at: Incarnation | None = None
     """Where its session last went."""
     tries: int = 0
@@ -74,7 +76,8 @@ class Candidate:
 class Decision:
     """Where a request goes.
 
-    degraded: decided without Redis, by load alone, from the last loads seen.
+    degraded: decided without Redis, by load alone, from the last loads seen; or without all of the
+    overlaps.
     reserved: capacity is promised to the request until it is released or expires.
     """
 

@@ -123,7 +123,7 @@ class Planner:
             policy=policy,
             tied=choice.tied,
             tries=query.tries,
-            degraded=degraded,
+            degraded=degraded or query.is_short,
             reserved=request.reserve and not degraded,
             attempt=query.attempt,
             locality=Locality.DEGRADED if degraded else locality,

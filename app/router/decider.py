@@ -67,6 +67,7 @@ class Decider:
         self._waiting = waiting
         self._planner = Planner(replica.settings)
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
+        self._prefill_ttl_ms = round(replica.settings.prefill_ttl_s * 1000)
         self._queue: asyncio.Queue[Pending] = asyncio.Queue(MAX_QUEUED)
         self._complaints = RateLimit(COMPLAINTS_PER_S)
         self._complained = False
@@ -268,7 +269,12 @@ class Decider:
             for _, plan in plans
         ]
         return await self._replica.runner.one(
-            reservations.reserve(self._replica.keyspace, wishes, ttl_ms=self._ttl_ms)
+            reservations.reserve(
+                self._replica.keyspace,
+                wishes,
+                ttl_ms=self._ttl_ms,
+                prefill_ttl_ms=self._prefill_ttl_ms,
+            )
         )
 
     def _answer_reserved(

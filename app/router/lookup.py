@@ -33,7 +33,7 @@ class LookUp:
         return await self._replica.fleet.view(await self._replica.runner.one(self._loads))
 
     async def batch(self, queries: list[Query]) -> View:
-        """The workers as they are now; sets `overlaps` and `session_at` of each query.
+        """The workers as they are now; sets what the queries know of their prompts.
 
         Raises RedisUnavailable, NamespaceMissing.
         """
@@ -66,8 +66,13 @@ class LookUp:
                 break
         telemetry.blind.inc(overlaps.count(None))
         for query, found, ahead in zip_longest(queries, overlaps, foreseen):
+            query.is_short = (found is None and self._replica.settings.kv_events) or isinstance(
+                found, overlap.LowerBound
+            )
             known = ahead if isinstance(ahead, dict) else {}
-            query.overlaps = with_predicted(found or {}, known)
+            query.overlaps = view.reusable(
+                with_predicted(found or {}, known), query.request.isl_tokens
+            )
         for visits in recalled:
             if isinstance(visits, list):
                 for query, visit in zip(queries, visits, strict=True):

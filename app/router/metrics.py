@@ -216,6 +216,11 @@ class Telemetry:
         "Workers that got no requests until they renewed their lease, because a request that "
         "they had failed was released with worker_failed.",
     )
+    refusals = _counter(
+        "invalid_requests",
+        "Requests refused as invalid, by the code of the error.",
+        labels=("code",),
+    )
     retries = _counter("decision_retries", "Decisions made again after a refused reservation.")
     waiting = _gauge("waiting_requests", "Requests waiting at this replica for a worker.")
     waited_seconds = _histogram(

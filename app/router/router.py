@@ -53,6 +53,7 @@ class Router:
             telemetry.decisions_of(settings.policy, error.outcome)
         self._runner = runner
         self._keyspace = keyspace
+        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._history = History(replica)
         self._look_up = LookUp(replica, self._history)
         self._maintenance = Maintenance(replica, self._history.predictions)
@@ -132,7 +133,9 @@ class Router:
 
     async def prefill_complete(self, request_id: str) -> bool:
         """False if there is no such reservation. Raises RedisUnavailable."""
-        known = await self._runner.one(reservations.prefill_complete(self._keyspace, request_id))
+        known = await self._runner.one(
+            reservations.prefill_complete(self._keyspace, request_id, ttl_ms=self._ttl_ms)
+        )
         self.telemetry.reservations_of("prefill_complete" if known else "unknown").inc()
         self._look_again()
         return known

@@ -34,9 +34,13 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
 
 
 def reserve(
-    keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int
+    keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int, prefill_ttl_ms: int | None = None
 ) -> Call[list[Refused | None]]:
-    """Promise capacity to each wish in turn, unless its worker has changed; None: promised."""
+    """Promise capacity to each wish in turn, unless its worker has changed; None: promised.
+
+    Ends after ttl_ms. If no first token is reported, it ends prefill_ttl_ms and four times the
+    predicted queue of the worker later, if that is earlier; None: after ttl_ms all the same.
+    """
 
     def parse(reply: list[Any]) -> list[Refused | None]:
         outcomes, *loads_now = reply
@@ -45,7 +49,7 @@ def reserve(
         fresh = _snapshot(loads_now)
         return [None if why == 1 else Refused(why.decode(), fresh) for why in outcomes]
 
-    args: list[int | str] = []
+    args: list[int | str] = [ttl_ms, ttl_ms if prefill_ttl_ms is None else prefill_ttl_ms]
     for wish in wishes:
         promised, seen_total = wish.reservation, wish.seen_total
         args += (
@@ -58,12 +62,15 @@ def reserve(
             wish.max_requests,
             -1 if seen_total is None else seen_total,
         )
-    return call("reserve", keyspace, ttl_ms, *args, parse=parse)
+    return call("reserve", keyspace, *args, parse=parse)
 
 
-def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
-    """Record that the first token is out. False: there is no such reservation. Idempotent."""
-    return call("prefill_complete", keyspace, request_id, parse=bool)
+def prefill_complete(keyspace: Keyspace, request_id: str, *, ttl_ms: int) -> Call[bool]:
+    """Record that the first token is out; the reservation then lasts ttl_ms longer.
+
+    False: there is no such reservation. Idempotent.
+    """
+    return call("prefill_complete", keyspace, request_id, ttl_ms, parse=bool)
 
 
 def release(

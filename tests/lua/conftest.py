@@ -198,17 +198,22 @@ class Namespace:
         ttl_ms: int = LONG_MS,
         max_requests: int = 256,
         seen_total: int | None = None,
+        prefill_ttl_ms: int | None = None,
     ) -> Refused | None:
         reservation = Reservation(request_id, tokens, us, blocks, attempt)
         wish = Wish(inc, reservation, max_requests, seen_total)
-        (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms)
+        (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         return refused
 
-    async def reserve_all(self, *wishes: Wish, ttl_ms: int = LONG_MS) -> list[Refused | None]:
-        return await self.do(reservations.reserve(self.keys, wishes, ttl_ms=ttl_ms))
+    async def reserve_all(
+        self, *wishes: Wish, ttl_ms: int = LONG_MS, prefill_ttl_ms: int | None = None
+    ) -> list[Refused | None]:
+        return await self.do(
+            reservations.reserve(self.keys, wishes, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
+        )
 
-    async def prefill_complete(self, request_id: str) -> bool:
-        return await self.do(reservations.prefill_complete(self.keys, request_id))
+    async def prefill_complete(self, request_id: str, ttl_ms: int = LONG_MS) -> bool:
+        return await self.do(reservations.prefill_complete(self.keys, request_id, ttl_ms=ttl_ms))
 
     async def release(
         self, request_id: str, attempt: str = "", began_by_ms: int | None = None

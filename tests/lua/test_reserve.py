@@ -182,6 +182,19 @@ async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space: 
     assert (await space.load(inc)).decoding == 1
 
 
+async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    lasts = {"r1": 1000 + 4 * 5000, "r2": 1000 + 4 * 7000, "r3": LONG_MS}
+    for request_id, prefill_s in (("r1", 5), ("r2", 2), ("r3", 100)):
+        before = await space.now_ms()
+        await space.reserve(inc, request_id, us=prefill_s * 10**6, prefill_ttl_ms=1000)
+        passed_ms = await space.now_ms() - before
+        ends_ms = await space.expires_ms("expiry", request_id) - before
+        assert lasts[request_id] <= ends_ms <= lasts[request_id] + passed_ms
+
+
 async def test_expired_reservations_are_given_back_first(space: Namespace) -> None:
     inc = await space.worker("a")
     await space.reserve(inc, "r0", blocks=9)

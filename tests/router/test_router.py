@@ -73,7 +73,7 @@ class ScriptedRunner(ScriptRunner):
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls)
         self.round_trips.append(names)
-        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.name == "reserve")
+        self.num_wishes += sum((len(c.args) - 2) // 8 for c in calls if c.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
         turns = [int(c.args[1]) for c in calls if c.name == "turns"]
@@ -856,6 +856,16 @@ class TestWithoutRedis:
             await router.route(request("r1"), caller)
         assert (await workers.load("w1")).total == 0
 
+    async def test_a_reservation_that_no_worker_confirms_ends_with_its_predicted_prefill(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with running(one_redis_server.url, prefill_ttl_s=0.2) as router:
+            await router.route(request("fake"))
+            await router.route(request("real"))
+            assert await router.prefill_complete("real")
+            await eventually(workers.reserved, lambda reserved: reserved == {"real": "w1:0"})
+
     async def test_failed_releases_are_made_once_redis_accepts_writes(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
@@ -940,6 +950,19 @@ async def test_a_replica_follows_changes_of_redis_that_cause_no_errors(
         await follows.wait()
 
 
+async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(
+    router: Replica, workers: FakeWorkers
+) -> None:
+    await workers.register("large", reuse_blocks=2)
+    await workers.register("small")
+    prompt = PROMPT[:8] + PROMPT
+    await workers.publish("large", prompt[:12])
+    await workers.publish("small", prompt[:8])
+    decision = await router.route(request("r1", "latency", prompt=prompt, explain=True))
+    overlaps = {c.info.key.worker_id: c.overlap for c in decision.candidates}
+    assert overlaps == {"large": TierOverlap(device=2), "small": TierOverlap(device=2)}
+
+
 class TestPredictions:
     async def test_without_kv_events_routed_prompts_count_as_overlap_on_every_replica(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
@@ -977,6 +1000,28 @@ class TestPredictions:
                 return await replica.route(request("look", "latency", reserve=False))
 
             await eventually(look, lambda seen: seen.overlap == TierOverlap(device=2))
+
+    async def test_an_answer_whose_overlap_fell_short_says_so(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1")
+        # So long that the block where the overlap ends is found in a second round trip.
+        prompt = list(range(4 * 2000))
+        await workers.publish("w1", prompt[: 4 * 1005])
+        whole = await router.route(request("r1", prompt=prompt, reserve=False))
+        assert (whole.overlap.total, whole.degraded) == (1005, False)
+
+        async def spoil() -> None:
+            async for bucket in redis.scan_iter(match=KEYS.of_shard(0)["blocks:"] + "*"):
+                await redis.set(bucket, "spoilt")
+
+        # One that has not yet learnt where owners change.
+        async with running(one_redis_server.url) as fresh:
+            await fresh.refresh()
+            fresh.runner.after_look_up = spoil
+            short = await fresh.route(request("r2", prompt=prompt))
+        assert 0 < short.overlap.total < 1005
+        assert (short.degraded, short.reserved) == (True, True)
 
     async def test_by_default_only_published_blocks_count_as_overlap(
         self, router: Replica, workers: FakeWorkers

@@ -9,9 +9,9 @@ end that suits all of them, and nothing has to be hashed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 
 from app.core.types import SequenceHash, Tier
-from workers.bridge import references
 from workers.bridge.engine_events import (
     STATE_KINDS,
     WINDOW_KINDS,
@@ -20,7 +20,7 @@ from workers.bridge.engine_events import (
     BlockStored,
     key_of,
 )
-from workers.bridge.references import Place, References
+from workers.bridge.references import Place, References, with_copy, without_copy
 
 Turn = tuple[SequenceHash, int]
 """A block of the index, and 1 or -1: the engine can resume after it from now on, or no longer."""
@@ -89,20 +89,22 @@ class Windows:
     def remove(self, event: BlockRemoved, tier: Tier) -> Iterator[Turn]:
         window = self._window_of(event)
         if window is not None:
-            for name in map(key_of, event.block_hashes):
-                lost = window.remove(name, (tier, event.group_idx))
+            counts: Iterable[int | None] = event.remaining_copy_counts or repeat(None)
+            for name, left in zip(map(key_of, event.block_hashes), counts, strict=False):
+                lost = window.remove(name, (tier, event.group_idx), left)
                 yield from self._turns(window, lost, -1)
 
-    def locate(self, name: BlockHash, end: SequenceHash) -> Iterator[Turn]:
-        """The engine's block of that name is known from now on."""
-        block = self._windows[0].blocks.get(name) if self._windows else None
-        if block is not None and block.end != end:
-            is_resumable = all(window.is_ready(name) for window in self._windows)
-            if is_resumable and block.end is not None:
-                yield block.end, -1
-            block.end = end
-            if is_resumable:
-                yield end, 1
+    def locate(self, names: Iterable[BlockHash]) -> Iterator[Turn]:
+        """The engine's blocks of these names are known from now on."""
+        for name in names if self._windows else ():
+            block, end = self._windows[0].blocks.get(name), self._end_of(name)
+            if block is None or block.end == end:
+                continue
+            ends, block.end = (block.end, end), end
+            if all(window.is_ready(name) for window in self._windows):
+                for one, change in zip(ends, (-1, 1), strict=True):
+                    if one is not None:
+                        yield one, change
 
     def clear(self) -> None:
         """Nothing is held any more; what the groups need stays known."""
@@ -189,7 +191,7 @@ class _Window:
         if not block.references and above is not None and self.num_blocks > 1:
             block.above = above
             self._block(above).adopt(name)
-        block.references = references.stored(block.references, place, copies=self._copies)
+        block.references = with_copy(block.references, place, copies=self._copies)
         return block
 
     def gained(self, block: _Block) -> Iterator[_Block]:
@@ -212,12 +214,12 @@ class _Window:
                 following.is_ready = True
                 yield following
 
-    def remove(self, name: BlockHash, place: Place) -> list[_Block]:
+    def remove(self, name: BlockHash, place: Place, left: int | None) -> list[_Block]:
         """The blocks that are no longer ready."""
         block = self.blocks.get(name)
         if block is None:
             return []
-        block.references = references.removed(block.references, place)
+        block.references = without_copy(block.references, place, left)
         lost: list[_Block] = []
         if block.is_held and not self._is_held(block):
             block.is_held = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier
+from workers.bridge.engine_events import BlockHash, BlockRemoved, BlockStored
+from workers.bridge.windows import Turn, Windows
 
 
 class _Block:
@@ -28,34 +30,75 @@ class _Block:
         return (tier for tier in Tier if self.held >> tier & 1)
 
 
-class ResumableBlocks:
+class ShownBlocks:
     """Shows a block that is held while it is an end to resume after, or one that follows it is
-    shown: so with each block, all that are held of the prefix which ends there.
+    shown: so with each block, all that are held of the prefix which ends there. It shows all blocks
+    until an event names a group of layers with a window or a state.
 
-    held: what is stored already. None of it is shown at first."""
+    end_of and copies: as for Windows."""
 
-    def __init__(self, held: Iterable[CacheEvent] = ()) -> None:
+    def __init__(self, end_of: Callable[[BlockHash], SequenceHash | None], *, copies: bool) -> None:
+        self._windows = Windows(end_of, copies=copies)
+        self.is_partial = False
         self._blocks: dict[SequenceHash, _Block] = {}
-        for _ in self.take(held):
-            raise AssertionError("no block has a reason yet")
 
-    def take(self, changes: Iterable[CacheEvent]) -> Iterator[CacheEvent]:
+    def depends_on(self, event: BlockStored | BlockRemoved) -> bool:
+        return self._windows.concern(event)
+
+    def of(self, held: Iterable[Stored]) -> Iterable[Stored]:
+        """What is shown of `held`, which is all that is held."""
+        if not self.is_partial:
+            return held
+        return (
+            Stored((name,), block.parent, tier)
+            for name, block in self._blocks.items()
+            if block.num_reasons
+            for tier in block.tiers
+        )
+
+    def take_window(
+        self, event: BlockStored | BlockRemoved, tier: Tier, held: Callable[[], Iterable[Stored]]
+    ) -> list[CacheEvent]:
+        """What to show after an event of a group with a window or a state. held: all that is."""
+        if isinstance(event, BlockRemoved):
+            return self._turned(self._windows.remove(event, tier))
+        hidden: list[CacheEvent] = []
+        if self._windows.learn(event, tier):
+            hidden += [Removed(one.blocks, one.tier) for one in self.of(held())]
+            self.is_partial = True
+            self._blocks.clear()
+            self.take([*held()])
+        return hidden + self._turned(self._windows.store(event, tier))
+
+    def take(self, changes: list[CacheEvent]) -> list[CacheEvent]:
         """What to show once this has happened to what is held."""
-        for change in changes:
-            match change:
-                case Stored():
-                    parent = change.parent
-                    for block in change.blocks:
-                        yield from self._store(block, parent, change.tier)
-                        parent = block
-                case Removed():
-                    for block in change.blocks:
-                        yield from self._remove(block, change.tier)
-                case Cleared():
-                    self._blocks.clear()
-                    yield change
+        if not self.is_partial:
+            return changes
+        return [shown for change in changes for shown in self._take(change)]
 
-    def resume(self, block: SequenceHash, change: int) -> list[CacheEvent]:
+    def locate(self, names: Iterable[BlockHash]) -> list[CacheEvent]:
+        """What to show once these blocks of the engine are known."""
+        return self._turned(self._windows.locate(names))
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._windows.clear()
+
+    def _turned(self, turns: Iterable[Turn]) -> list[CacheEvent]:
+        return [shown for block, change in turns for shown in self._resume(block, change)]
+
+    def _take(self, change: CacheEvent) -> Iterator[CacheEvent]:
+        match change:
+            case Stored():
+                parent = change.parent
+                for block in change.blocks:
+                    yield from self._store(block, parent, change.tier)
+                    parent = block
+            case Removed():
+                for block in change.blocks:
+                    yield from self._remove(block, change.tier)
+
+    def _resume(self, block: SequenceHash, change: int) -> list[CacheEvent]:
         """What to show once there is one reason more (1) or less (-1) to show `block`."""
         changes: list[CacheEvent] = []
         above: SequenceHash | None = block
@@ -86,7 +129,7 @@ class ResumableBlocks:
         known.held |= 1 << tier
         if known.num_reasons and known.held != before:
             if not before and parent is not None:
-                yield from self.resume(parent, 1)
+                yield from self._resume(parent, 1)
             yield Stored((block,), parent, tier)
 
     def _remove(self, block: SequenceHash, tier: Tier) -> Iterator[CacheEvent]:
@@ -97,7 +140,7 @@ class ResumableBlocks:
         if known.num_reasons:
             yield Removed((block,), tier)
             if not known.held and known.parent is not None:
-                yield from self.resume(known.parent, -1)
+                yield from self._resume(known.parent, -1)
         elif not known.held:
             del self._blocks[block]
 
