@@ -1,21 +1,28 @@
 -- loads: the live incarnations and the load of each.
 --
--- KEYS[1] meta    hash   workers_ms, shards
+-- KEYS[1] meta    hash   version, workers_ms, shards
 -- KEYS[2] leases  zset   inc -> expiry, ms, Redis clock
 -- KEYS[3] load    hash   inc -> load
 -- KEYS[4] flows   zset   flows that wait for a turn
+-- KEYS[5] workers hash   inc -> info
+-- ARGV[1] version int    of the data model that the caller speaks
 -- Returns  {now_ms, {inc, ...}, {inc, load, ...}, workers_ms, shards, waiting}   live leases; loads
 --                        of routable incarnations; anything else known of workers remains valid as
 --                        long as workers_ms is the same; waiting is 1 if any request waits, else 0
+--          {version}     of the namespace's data model, which the caller does not speak
 --          nil           there is no such namespace, or Redis has just lost it: workers that have
 --                        registered again are not routable yet
 -- Cost     O(workers). Reads only.
-local meta, leases, load, flows = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local meta, leases, load, flows, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 -- @include clock
 -- @include number
 -- @include meta
 -- @include snapshot
 
+local other = other_version(meta, workers, tonumber(ARGV[1]))
+if other then
+  return {other}
+end
 local _, shards, workers_ms = read_meta(meta)
 if not shards then
   return false

@@ -3,7 +3,7 @@
 --
 -- What Redis has lost of the worker since, or of the namespace, comes back with the heartbeat.
 --
--- KEYS[1] meta          hash   block_size, shards, incarnations, workers_ms
+-- KEYS[1] meta          hash   version, block_size, shards, incarnations, workers_ms
 -- KEYS[2] workers       hash   inc -> info
 -- KEYS[3] current       hash   worker -> inc
 -- KEYS[4] leases        zset   inc -> expiry, ms, Redis clock
@@ -22,16 +22,17 @@
 -- ARGV[7] shards        int    that `inc` publishes in
 -- ARGV[8] staged        0|1    1: the worker is not switched over to `inc` yet
 -- ARGV[9] thorough      0|1    1: recount the load even if it can be read
+-- ARGV[10] version      int    of the data model that the worker speaks
 -- Returns  n                   renewed; how many incarnations have a lease, at least 1
---          0                   retired, unknown or replaced, or the index has other shards: the
---                              worker must register again
+--          0                   retired, unknown or replaced, or the index has other shards, or
+--                              the namespace another version: the worker must register again
 -- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry, requests_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local prefills_prefix = KEYS[10]
 local worker, inc, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local info, block_size, shards = ARGV[5], ARGV[6], ARGV[7]
-local staged, thorough = ARGV[8] == '1', ARGV[9] == '1'
+local staged, thorough, version = ARGV[8] == '1', ARGV[9] == '1', ARGV[10]
 -- @include clock
 -- @include number
 -- @include meta
@@ -46,6 +47,14 @@ despite_full(meta)
 local now = now_ms()
 if writer_of(inc) ~= nonce then
   return 0
+end
+local held = whole(redis.call('HGET', meta, 'version'), 1e6)
+if held and held ~= tonumber(version) then
+  return 0
+end
+if not held then
+  -- It was the worker's own when `inc` was registered.
+  redis.call('HSET', meta, 'version', version)
 end
 local _, known_shards = read_meta(meta)
 if not known_shards then

@@ -19,6 +19,7 @@ from app.core.errors import (
     InvalidRequest,
     NamespaceMissing,
     RedisUnavailable,
+    WrongVersion,
     shown,
 )
 from app.core.types import checked_request_id
@@ -192,6 +193,8 @@ async def readiness(request: Request) -> Response:
         view = await router.refresh()
     except NamespaceMissing:
         pass
+    except WrongVersion as error:
+        return json_response({"ready": False, "missing": [f"namespace: {error}"]}, 503)
     except RedisUnavailable as error:
         missing.append(f"redis: {error}")
         # Without Redis a router still routes, by the last loads it saw.
@@ -199,6 +202,7 @@ async def readiness(request: Request) -> Response:
     ready = view is not None and bool(view.infos)
     if not ready:
         missing.append("workers: none is alive")
+        missing += [f"workers: {what}" for what in router.fleet.strangers.values()]
     return json_response({"ready": ready, "missing": missing}, 200 if ready else 503)
 
 
@@ -209,7 +213,7 @@ async def metrics(request: Request) -> Response:
     telemetry, fleet = router.telemetry, router.fleet
     try:
         view = await router.refresh()
-    except (RedisUnavailable, NamespaceMissing):
+    except (RedisUnavailable, NamespaceMissing, WrongVersion):
         # Gauges of workers that nobody can vouch for are left out.
         telemetry.workers.view = None
     else:

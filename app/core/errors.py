@@ -10,6 +10,7 @@ KvrouteError
 │   └── RedisRecovering   leases ran out while Redis was unreachable; they are about to be renewed
 ├── NamespaceMissing      Redis answers but holds no such namespace (yet, or any more)
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
+│   └── WrongVersion      another release wrote the namespace, in another version of the data model
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
 ├── WorkerReplaced        another process registered as the same worker; this one must end
 ├── BlockLost             a slot does not hold, or no longer holds, the block that it should
@@ -84,6 +85,16 @@ class NamespaceMissing(KvrouteError):
 
 class NamespaceMismatch(KvrouteError):
     """A worker does not fit the namespace it registers in."""
+
+
+class WrongVersion(NamespaceMismatch):
+    """A namespace holds a version of the data model that this release does not speak."""
+
+    def __init__(self, namespace: str, held: int, spoken: int) -> None:
+        super().__init__(
+            f"namespace {namespace!r} holds version {held} of the data model, but this release of "
+            f"kvroute speaks version {spoken}: run it in a --namespace of its own"
+        )
 
 
 class IncarnationLost(KvrouteError):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.core.types import Incarnation
 from app.router.replica import Replica
 from app.state import index, leases, predictions, reading, reservations
@@ -94,6 +94,9 @@ class Maintenance:
                 calls.append(leases.retire_lapsed(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             pause = MAINTENANCE_INTERVAL_S
             try:
+                if self._fleet.last_view is None:
+                    # Nothing may be written in a namespace of another version.
+                    await self._fleet.view(await self._runner.one(self._loads))
                 expired, snapshot, *others = await self._runner.run(calls)
                 heard_ms = snapshot.now_ms
                 for sent in releases:
@@ -106,7 +109,7 @@ class Maintenance:
                 self._telemetry.reservations_of("released").inc(released)
                 self._telemetry.reservations_of("expired").inc(expired)
                 await self._fleet.view(snapshot)
-            except (RedisUnavailable, NamespaceMissing) as error:
+            except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:
                 self._fleet.note(error)
                 log.debug("maintenance: %s", error)
             if self._fleet.last_view is not None:

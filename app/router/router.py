@@ -112,13 +112,13 @@ class Router:
             self._waiting.stop()
 
     async def refresh(self) -> View:
-        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
+        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
     async def block_size(self, policy: str) -> int:
         """Tokens per block. A request that finds them unknown counts as a decision for `policy`.
 
-        Raises NoWorkers, RedisUnavailable, NamespaceMissing.
+        Raises NoWorkers, RedisUnavailable, NamespaceMissing, WrongVersion.
         """
         try:
             if self.fleet.block_size is None:
@@ -132,7 +132,8 @@ class Router:
         return size
 
     async def prefill_complete(self, request_id: str) -> bool:
-        """False if there is no such reservation. Raises RedisUnavailable."""
+        """False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
+        self._refuse_wrong_version()
         known = await self._runner.one(
             reservations.prefill_complete(self._keyspace, request_id, ttl_ms=self._ttl_ms)
         )
@@ -149,7 +150,9 @@ class Router:
 
         worker_failed: no request goes to the worker until it has renewed its lease.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
+        Raises WrongVersion.
         """
+        self._refuse_wrong_version()
         now_ms = self.fleet.redis_now_ms
         release = reservations.release(self._keyspace, request_id)
         try:
@@ -166,6 +169,10 @@ class Router:
         self.telemetry.reservations_of("released" if known else "unknown").inc()
         self._look_again()
         return known
+
+    def _refuse_wrong_version(self) -> None:
+        if self.fleet.wrong_version is not None:
+            raise self.fleet.wrong_version
 
     async def _suspend_worker_of(self, request_id: str) -> None:
         suspended = await self._runner.one(leases.suspend(self._keyspace, request_id))

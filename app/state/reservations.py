@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from app.core.errors import NamespaceMissing
-from app.core.keys import Keyspace
+from app.core.errors import NamespaceMissing, WrongVersion
+from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Load, Refused, Snapshot, Wish
 from app.core.types import parse_incarnation
 from app.state.scripts import Call, call
@@ -23,14 +23,17 @@ def parse_load(text: bytes) -> Load | None:
 
 
 def loads(keyspace: Keyspace) -> Call[Snapshot]:
-    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace."""
+    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace,
+    WrongVersion if another release wrote it."""
 
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
+        if len(reply) == 1:
+            raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
         return _snapshot(reply[:3], workers_ms=reply[3], shards=reply[4], waiting=reply[5])
 
-    return call("loads", keyspace, parse=parse)
+    return call("loads", keyspace, DATA_VERSION, parse=parse)
 
 
 def reserve(
