@@ -15,6 +15,7 @@ local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 local request_id = ARGV[1]
 -- @include clock
 -- @include load
+-- @include record
 -- @include request
 
 local inc = redis.call('HGET', reservations, request_id)

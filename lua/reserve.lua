@@ -31,6 +31,7 @@ local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
 local ttl_ms, prefill_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include load
+-- @include record
 -- @include request
 -- @include snapshot
 -- @include despite_full

@@ -163,7 +163,7 @@ async def release(
 
 @routes.get("/v1/workers", response_model=schemas.Workers, responses=_errors(503))
 async def workers(request: Request) -> Mapping[str, Any]:
-    """List the live workers and the load on each."""
+    """List the live workers and the load on each, and those that are left alone for a while."""
     router, _ = _parts(request)
     try:
         view = await router.refresh()
@@ -218,7 +218,7 @@ async def metrics(request: Request) -> Response:
         telemetry.workers.view = None
     else:
         telemetry.workers.view = view
-        telemetry.keep_workers({str(info.key) for info in view.infos})
+        telemetry.keep_workers({str(i.key) for i in (*view.infos, *view.paused.values())})
         load_avg, load_std = load_statistics(view)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)

@@ -81,7 +81,7 @@ KEYSPACE = (
         "leases",
         "zset",
         "`<inc>` by expiry, ms, Redis clock",
-        ("register", "renew", "suspend"),
+        ("register", "renew", "suspend", "activate"),
         "retired",
     ),
     Key(
@@ -98,6 +98,14 @@ KEYSPACE = (
         "decoding total`",
         ("activate", "renew", "reserve", "prefill_complete", "release", "expire"),
         "retired",
+    ),
+    Key(
+        "failures",
+        "hash",
+        "`<inc>` → `count last_ms`: requests that its worker failed, less those that it answered "
+        "since, and when it failed the last one, by the Redis clock",
+        ("suspend", "release", "activate"),
+        "answered or retired",
     ),
     Key(
         "reservations",

@@ -129,17 +129,19 @@ class Fleet:
         self._missed = frozenset()
         self.wrong_version = None
         self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
+        shown = [*snapshot.loads, *snapshot.paused]
         if snapshot.workers_ms not in (None, self._workers_ms):
-            await self._learn(list(snapshot.loads))
-            self.forget_except(snapshot.loads)
+            await self._learn(shown)
+            self.forget_except(shown)
             self._workers_ms = snapshot.workers_ms
         self.shards = snapshot.shards or self.shards
         known = self._infos.keys() | self.strangers.keys()
-        await self._learn([inc for inc in snapshot.loads if inc not in known])
+        await self._learn([inc for inc in shown if inc not in known])
         live = [inc for inc in snapshot.loads if inc in self._infos]
         if self._workers is None or self._workers.incarnations != live:
             self._workers = Workers([(inc, self._infos[inc], self.measured(inc)) for inc in live])
-        self.last_view = View(snapshot, self._workers)
+        paused = {inc: self._infos[inc] for inc in snapshot.paused if inc in self._infos}
+        self.last_view = View(snapshot, self._workers, paused)
         return self.last_view
 
     async def _learn(self, incarnations: list[Incarnation]) -> None:

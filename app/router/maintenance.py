@@ -113,7 +113,8 @@ class Maintenance:
                 self._fleet.note(error)
                 log.debug("maintenance: %s", error)
             if self._fleet.last_view is not None:
-                self._fleet.forget_except(self._fleet.last_view.incarnations)
+                view = self._fleet.last_view
+                self._fleet.forget_except([*view.incarnations, *view.paused])
             await asyncio.sleep(pause)
 
     async def _watch_fill(self) -> None:

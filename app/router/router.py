@@ -148,13 +148,14 @@ class Router:
     async def release(self, request_id: str, *, worker_failed: bool = False) -> bool:
         """False if there is no such reservation (any more).
 
-        worker_failed: no request goes to the worker until it has renewed its lease.
+        worker_failed: no request goes to the worker until it has renewed its lease; longer if it
+        failed others.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
         Raises WrongVersion.
         """
         self._refuse_wrong_version()
         now_ms = self.fleet.redis_now_ms
-        release = reservations.release(self._keyspace, request_id)
+        release = reservations.release(self._keyspace, request_id, answered=not worker_failed)
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
@@ -179,7 +180,8 @@ class Router:
         if suspended is not None:
             self.telemetry.suspensions.inc()
             log.warning(
-                "%s failed request %s: nothing is routed there until it renews its lease",
+                "%s failed request %s: nothing is routed there until it renews its lease, or "
+                "longer, if it failed others before",
                 self.fleet.name_of(suspended),
                 request_id,
             )

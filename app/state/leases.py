@@ -136,7 +136,8 @@ def retire_lapsed(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]
 
 
 def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
-    """Let the lease of the incarnation that failed a request lapse until it is renewed.
+    """Let the lease of the incarnation that failed a request lapse until it is renewed, and longer
+    if it failed others before.
 
     Returns that incarnation. None: nothing has changed, as the request has no reservation, or the
     lease had lapsed, or too many have.

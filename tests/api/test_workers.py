@@ -36,7 +36,7 @@ async def listed_once_fresh(client: httpx.AsyncClient, num_fresh: int) -> dict[s
 
 
 async def test_a_fleet_without_workers_is_an_empty_list(client: httpx.AsyncClient) -> None:
-    assert await listed(client) == {"workers": [], "load_avg": 0.0, "load_std": 0.0}
+    assert await listed(client) == {"workers": [], "paused": [], "load_avg": 0.0, "load_std": 0.0}
 
 
 async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
@@ -58,6 +58,7 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
         "max_requests": 8,
         "active_requests": 2,
         "decoding_requests": 1,
+        "failures": 0,
         "active_blocks": 10,
         "prefill_tokens": 4,
         "kv_active_blocks": 0,

@@ -216,9 +216,15 @@ class Namespace:
         return await self.do(reservations.prefill_complete(self.keys, request_id, ttl_ms=ttl_ms))
 
     async def release(
-        self, request_id: str, attempt: str = "", began_by_ms: int | None = None
+        self,
+        request_id: str,
+        attempt: str = "",
+        began_by_ms: int | None = None,
+        *,
+        answered: bool = False,
     ) -> bool:
-        return await self.do(reservations.release(self.keys, request_id, attempt, began_by_ms))
+        call = reservations.release(self.keys, request_id, attempt, began_by_ms, answered=answered)
+        return await self.do(call)
 
     async def remember(
         self, session: str, inc: Incarnation, ttl_ms: int = LONG_MS, limit: int = 1000
