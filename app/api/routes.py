@@ -200,6 +200,8 @@ async def readiness(request: Request) -> Response:
         # Without Redis a router still routes, by the last loads it saw.
         view = router.fleet.last_view
     ready = view is not None and bool(view.infos)
+    if router.danger_of_eviction:
+        missing.append(f"redis: {router.danger_of_eviction}")
     if not ready:
         missing.append("workers: none is alive")
         missing += [f"workers: {what}" for what in router.fleet.strangers.values()]

@@ -263,7 +263,7 @@ Workers = create_model(
 
 
 class Readiness(BaseModel):
-    """Without Redis, a router may still be ready."""
+    """Without Redis, or with one that may drop keys, a router may still be ready."""
 
     ready: bool
     missing: list[str] = Field(description="each entry is `<what>: <why>`")

@@ -261,6 +261,10 @@ class Telemetry:
         "Blocks in the index over the number it was laid out for, from a sample. Above 4, "
         "changes to the index are slower.",
     )
+    evicting = _gauge(
+        "redis_may_evict",
+        "1 if Redis may drop any key once it is full, by its maxmemory-policy, else 0.",
+    )
     load_mean = _gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
     load_std = _gauge(
         "load_std", "Sample standard deviation of the used fraction of the workers' KV blocks."

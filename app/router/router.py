@@ -111,6 +111,11 @@ class Router:
         if self._waiting is not None:
             self._waiting.stop()
 
+    @property
+    def danger_of_eviction(self) -> str:
+        """What is wrong with the eviction policy of Redis; "": nothing."""
+        return self._maintenance.danger_of_eviction
+
     async def refresh(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
