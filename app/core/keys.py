@@ -98,30 +98,31 @@ KEYSPACE = (
     Key(
         "reservations",
         "hash",
-        "request id → `<inc>`",
+        "reservation → `<inc>`. A reservation is named like its request; if another request had "
+        "that id, `<request id>~<tag>`",
         ("reserve", "activate"),
         "released or expired",
     ),
     Key(
         "expiry",
         "zset",
-        "request id by expiry, ms, Redis clock",
+        "reservation by expiry, ms, Redis clock",
         ("reserve", "prefill_complete"),
         "released or expired",
     ),
     Key(
         "requests:<inc>",
         "hash",
-        "request id → `prefill_tokens prefill_us blocks state attempt`; state `p` "
-        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` tells apart tries of the same "
-        "request",
+        "reservation → `prefill_tokens prefill_us blocks state attempt`; state `p` "
+        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` says when the try began and tells "
+        "it from others with the same request id",
         ("reserve", "prefill_complete", "activate"),
         "released or expired",
     ),
     Key(
         "prefills:<inc>",
         "list",
-        "request ids still prefilling, oldest first",
+        "reservations still prefilling, oldest first",
         ("reserve", "activate", "renew"),
         "released or expired",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
@@ -85,7 +86,7 @@ class Router:
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         began_ms = self.fleet.redis_now_ms if request.began_ms is None else request.began_ms
-        query = Query(request, secrets.token_hex(8), began_ms)
+        query = Query(request, _tag(request.balancer_id), began_ms)
         pending = Pending(query, answer, caller)
         try:
             if not self._decider.submit(pending):
@@ -142,7 +143,7 @@ class Router:
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""
-        self._maintenance.release_soon(decision.request_id, decision.attempt)
+        self._maintenance.release_soon(decision.reservation_id, decision.attempt)
 
     async def release(self, request_id: str, *, worker_failed: bool = False) -> bool:
         """False if there is no such reservation (any more).
@@ -180,3 +181,10 @@ class Router:
     def _look_again(self) -> None:
         if self._waiting is not None:
             self._waiting.look_again()
+
+
+def _tag(balancer_id: str) -> str:
+    """16 hex digits that nobody else can guess; the same for the same balancer_id."""
+    if not balancer_id:
+        return secrets.token_hex(8)
+    return hashlib.blake2b(balancer_id.encode(), digest_size=8).hexdigest()

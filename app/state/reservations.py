@@ -61,6 +61,7 @@ def reserve(
             promised.attempt,
             wish.max_requests,
             -1 if seen_total is None else seen_total,
+            int(promised.retry),
         )
     return call("reserve", keyspace, *args, parse=parse)
 
@@ -76,10 +77,11 @@ def prefill_complete(keyspace: Keyspace, request_id: str, *, ttl_ms: int) -> Cal
 def release(
     keyspace: Keyspace, request_id: str, attempt: str = "", began_by_ms: int | None = None
 ) -> Call[bool]:
-    """End a request's reservation. False: there is no such reservation (any more). Idempotent.
+    """End a reservation. False: there is no such reservation (any more). Idempotent.
 
-    attempt: only if the reservation is that attempt's; "": any. began_by_ms: only if the try that
-    made it began by then, by the Redis clock; None: whenever that was.
+    request_id: that, or the reservation's own id. attempt: only if the reservation is that
+    attempt's; "": any. began_by_ms: only if the try that made it began by then, by the Redis clock;
+    None: whenever that was.
     """
     by_ms = -1 if began_by_ms is None else began_by_ms
     return call("release", keyspace, request_id, attempt, by_ms, parse=bool)

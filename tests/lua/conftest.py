@@ -199,8 +199,9 @@ class Namespace:
         max_requests: int = 256,
         seen_total: int | None = None,
         prefill_ttl_ms: int | None = None,
+        retry: bool = False,
     ) -> Refused | None:
-        reservation = Reservation(request_id, tokens, us, blocks, attempt)
+        reservation = Reservation(request_id, tokens, us, blocks, attempt, retry)
         wish = Wish(inc, reservation, max_requests, seen_total)
         (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         return refused
