@@ -9,8 +9,9 @@
 -- ARGV[2] attempt        str    only the reservation made with this attempt; '': any
 -- ARGV[3] began_by_ms    int    only one whose try began by then: if a release comes late, the id may
 --                               have a newer reservation. -1: any
--- Returns  1                    released
---          0                    there is no such reservation (any more)
+-- Returns  attempt              released before the first token; the attempt that had reserved
+--          "-"                  released; the first token was out, or the record cannot be read
+--          nil                  there is no such reservation (any more)
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
@@ -22,9 +23,10 @@ local attempt, began_by_ms = ARGV[2], tonumber(ARGV[3])
 
 local request_id, request = find(ARGV[1])
 if request and attempt ~= '' and request.attempt ~= attempt then
-  return 0
+  return nil
 end
 if request and began_by_ms >= 0 and began_ms_of(request.attempt) > began_by_ms then
-  return 0
+  return nil
 end
-return unreserve(request_id, now_ms()) and 1 or 0
+local is_early = request and request.state == 'p'
+return unreserve(request_id, now_ms()) and (is_early and request.attempt or '-')

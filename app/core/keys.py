@@ -236,16 +236,26 @@ KEYSPACE = (
         "hash",
         "slice letter → number of its entries; `cutoff`, the oldest slice that counts; "
         "`bucket_bits`; `cursor` of prune",
-        ("predict", "prune"),
+        ("predict", "confirm_predicted", "withdraw_predicted", "prune"),
         "for good",
         in_shard=True,
     ),
     Key(
         "predicted:<bucket>",
         "hash",
-        "sequence hash → `<inc><slice letter>...`, for some of the blocks that were routed",
-        ("predict", "prune"),
+        "sequence hash → `<inc><slice letter>...`, for some of the blocks that were routed; an "
+        "upper-case letter until the first token of a request with them is out",
+        ("predict", "confirm_predicted", "withdraw_predicted", "prune"),
         "pruned",
+        in_shard=True,
+    ),
+    Key(
+        "routed:<attempt>",
+        "hash",
+        "`inc`, `blocks`, the hashes predicted for the request, and `added`, those among them that"
+        " were not predicted before",
+        ("predict",),
+        "its first token or its end is reported, or the reservation would have ended",
         in_shard=True,
     ),
 )

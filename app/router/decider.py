@@ -227,7 +227,10 @@ class Decider:
         except RedisUnavailable:
             replies = []
         released = dict(zip(calls, replies, strict=False))
-        return [released.get(pending, False) for pending in some]
+        for attempt in released.values():
+            if attempt is not None:
+                self._history.withdraw(attempt)
+        return [released.get(pending) is not None for pending in some]
 
     def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
         """No worker can take it now: let it wait, if that is of use, else fail it."""

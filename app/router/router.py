@@ -57,7 +57,7 @@ class Router:
         self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._history = History(replica)
         self._look_up = LookUp(replica, self._history)
-        self._maintenance = Maintenance(replica, self._history.predictions)
+        self._maintenance = Maintenance(replica, self._history)
         self._waiting = Waiting(replica) if settings.wait_queue else None
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting
@@ -134,9 +134,12 @@ class Router:
 
     async def prefill_complete(self, request_id: str) -> bool:
         """False if there is no such reservation. Raises RedisUnavailable."""
-        known = await self._runner.one(
+        attempt = await self._runner.one(
             reservations.prefill_complete(self._keyspace, request_id, ttl_ms=self._ttl_ms)
         )
+        known = attempt is not None
+        if attempt is not None:
+            self._history.confirm(attempt)
         self.telemetry.reservations_of("prefill_complete" if known else "unknown").inc()
         self._look_again()
         return known
@@ -158,12 +161,15 @@ class Router:
             # would come second if Redis had yet to be sent this script, but not the other.
             if worker_failed:
                 await self._suspend_worker_of(request_id)
-            known = await self._runner.one(release)
+            attempt = await self._runner.one(release)
         except RedisUnavailable:
             if now_ms is not None:
                 # But not what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, began_by_ms=now_ms)
             raise
+        known = attempt is not None
+        if attempt is not None:
+            self._history.withdraw(attempt)
         self.telemetry.reservations_of("released" if known else "unknown").inc()
         self._look_again()
         return known

@@ -59,6 +59,8 @@ SCRIPTS = {
     "router": {
         "expire",
         "predicted",
+        "confirm_predicted",
+        "withdraw_predicted",
         "retire_lapsed",
         "leave",
         "loads",

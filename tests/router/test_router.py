@@ -1040,6 +1040,62 @@ class TestPredictions:
             assert warm.overlap == TierOverlap(device=2)
             assert warm.worker == cold.worker
 
+    @pytest.mark.parametrize("by_request_id", [False, True])
+    async def test_what_was_released_before_its_first_token_no_longer_counts(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, by_request_id: bool
+    ) -> None:
+        await workers.register("w1")
+        settings = {"kv_events": False, "prediction_ttl_s": 3600.0}
+        async with (
+            running(one_redis_server.url, **settings) as first,
+            running(one_redis_server.url, **settings) as second,
+        ):
+
+            async def overlap() -> int:
+                seen = await first.route(request("look", "latency", reserve=False))
+                return seen.overlap.total
+
+            def name(decision: Decision) -> str:
+                return decision.request_id if by_request_id else decision.reservation_id
+
+            fake = await first.route(request("r1", "latency"))
+            await eventually(overlap, lambda total: total == 2)
+            assert await second.release(name(fake))
+            await eventually(overlap, lambda total: total == 0)
+
+            real = await first.route(request("r2", "latency"))
+            await eventually(overlap, lambda total: total == 2)
+            assert await second.prefill_complete(name(real))
+            assert await second.release(name(real))
+            fake = await first.route(request("r3", "latency"))
+            assert await second.release(name(fake))
+            # Written in order, so what was to be withdrawn has been once this one counts.
+            await second.route(request("r4", "latency", prompt=PROMPT[::-1]))
+
+            async def other() -> int:
+                seen = await first.route(
+                    request("look", "latency", reserve=False, prompt=PROMPT[::-1])
+                )
+                return seen.overlap.total
+
+            await eventually(other, lambda total: total == 2)
+            assert await overlap() == 2
+
+    async def test_a_caller_that_hangs_up_leaves_no_overlap(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with running(one_redis_server.url, kv_events=False) as replica:
+
+            async def overlap() -> int:
+                seen = await replica.route(request("look", "latency", reserve=False))
+                return seen.overlap.total
+
+            decision = await replica.route(request("r1", "latency"))
+            await eventually(overlap, lambda total: total == 2)
+            replica.abandon(decision)
+            await eventually(overlap, lambda total: total == 0)
+
     async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
