@@ -12,13 +12,13 @@
 -- KEYS[3] reservations  hash  request_id -> inc
 -- KEYS[4] requests:     hashes inc -> its requests
 -- KEYS[5] failures      hash  inc -> count and time of the last
--- ARGV[1] request_id    str
+-- ARGV[1] id            str   of the reservation, or of the request
 -- Returns  inc                the lease of this one lapses now
 --          nil                there is no such reservation, the lease has lapsed already, or too many
 --                             have
 -- Cost     O(log workers). Writes. Safe to retry.
 local leases, load, reservations, requests_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local failures, request_id = KEYS[5], ARGV[1]
+local failures = KEYS[5]
 -- @include clock
 -- @include number
 -- @include record
@@ -27,7 +27,7 @@ local failures, request_id = KEYS[5], ARGV[1]
 
 despite_full(reservations)
 local now = now_ms()
-local inc = redis.call('HGET', reservations, request_id)
+local _, request, inc = find(ARGV[1])
 local expiry_ms = tonumber(inc and redis.call('ZSCORE', leases, inc) or 0)
 local all = redis.call('HLEN', load)
 local lapsed = redis.call('ZCOUNT', leases, '-inf', now)
@@ -36,7 +36,6 @@ if expiry_ms <= now or all - lapsed < 2 or lapsed >= math.max(1, math.floor(all 
 end
 redis.call('ZADD', leases, string.format('%d', now), inc)
 local count, last_ms = failures_of(inc, now)
-local request = record_of(request_id, inc)
 -- A request routed before the last failure says nothing new of the worker.
 if count == 0 or request and began_ms_of(request.attempt) > last_ms then
   redis.call('HSET', failures, inc, string.format('%d %d', math.min(count + 1, 7), now))

@@ -37,7 +37,7 @@ from workers.agent.agent import Agent
 
 ROOT = Path(__file__).parents[2]
 PREVIOUS = "7bd4502f4629da249539bcb193504b4c030a290b"
-"""The last commit before namespaces recorded the version of their data model."""
+"""A commit from before namespaces recorded the version of their data model."""
 PARTS = ("app", "lua", "workers", "loadtest", "deploy")
 OLD_META = {"block_size": "4", "shards": "1", "incarnations": "1", "workers_ms": "1795476033353"}
 OLD_LOAD = "0 0 0 0 0 0 0 0"

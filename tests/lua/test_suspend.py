@@ -216,3 +216,11 @@ async def test_a_spoilt_count_of_failures_counts_for_nothing(space: Namespace, t
     assert await live(space) == [failing, other]
     assert await space.suspend("r0") == failing
     assert (await space.get("failures", failing) or "").startswith("1 ")
+
+
+async def test_the_worker_is_found_by_the_id_of_the_reservation(space: Namespace) -> None:
+    first, second, _ = await fleet(space, 3)
+    await space.reserve(first, "r", attempt="1000-aa")
+    await space.reserve(second, "r", attempt="1000-bb")
+    assert await space.suspend("r~bb") == second
+    assert await space.suspend("r~cc") is None

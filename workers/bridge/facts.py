@@ -1,0 +1,80 @@
+"""What is known of an engine that runs beside an agent, and what it says of its load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EngineKind = Literal["vllm", "sglang"]
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one data-parallel rank publishes its KV events.
+
+    endpoint, replay: ZMQ addresses to connect to, such as tcp://127.0.0.1:5557. replay: None if the
+    engine keeps nothing to be asked for again.
+    """
+
+    rank: int
+    endpoint: str
+    replay: str | None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine is; it changes only when the engine is started again.
+
+    models: the ids that requests may name, without those of adapters; the first is the model's own.
+    block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device.
+    reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
+    what it could reuse are computed again. announces_copies: see EngineBlocks.
+    started_s: when its process started, seconds since 1970; None: it does not say.
+    """
+
+    kind: EngineKind
+    version: str
+    models: tuple[str, ...]
+    adapters: tuple[str, ...]
+    max_model_len: int | None
+    block_size: int
+    capacity_tokens: int
+    reuse_tokens: int
+    recomputed_tokens: int
+    max_requests: int | None
+    sources: tuple[EventSource, ...]
+    announces_copies: bool
+    started_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What one rank of an engine says of its load, and counters that its speed is learned from.
+
+    kv_usage: share of its KV blocks in use, 0-1. idle_before_evict_s: how long evicted blocks had
+    gone unused, None if it does not say. Each counter only grows while the engine runs; None: the
+    engine has none.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    asleep: bool = False
+    idle_before_evict_s: float | None = None
+    prompt_tokens: float | None = None
+    cached_tokens: float | None = None
+    """Of the prompt tokens, those whose KV was reused."""
+    generated_tokens: float | None = None
+    finished_requests: float | None = None
+    prefill_s: float | None = None
+    """Seconds that prompts took from their first step to their first token, added up."""
+    prefills: float | None = None
+    """Prompts that `prefill_s` covers."""
+    prefill_busy_s: float | None = None
+    """Seconds in which prompts were computed, each counted once."""
+    computed_tokens: float | None = None
+    """Prompt tokens that were computed in `prefill_busy_s`."""
+    inter_token_s: float | None = None
+    inter_tokens: float | None = None
+    """Gaps between two tokens of a request that `inter_token_s` covers."""
