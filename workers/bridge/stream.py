@@ -31,6 +31,8 @@ PROBE_S = 1.0
 REPLY_S = 2.0
 """For each message of an answer. An engine looks for questions every 100 ms."""
 RETRY_S = 0.5
+MAX_UNANSWERED = 4
+"""Questions in a row without an answer; then what is known may be out of date."""
 QUEUED_BATCHES = 100_000
 MAX_BATCH_BYTES = 64 * 1024 * 1024
 BATCHES_AT_ONCE = 64
@@ -109,6 +111,7 @@ class EventStream:
         # asyncio's future for each message would cost more than the message.
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self._subscriber.underlying)
         self._dealer: zmq.asyncio.Socket | None = None
+        self._unanswered = 0
         self._lost_s = -FOLLOWING_S
         self._wait_s = 0.0
 
@@ -249,9 +252,13 @@ class EventStream:
                     yield self._taken(message, batch)
         except TimeoutError:
             self.answers = False
+            self._unanswered += 1
+            if self._unanswered >= MAX_UNANSWERED:
+                raise _Lost("the engine does not say whether it has published anything") from None
             await asyncio.sleep(RETRY_S)
             return
         self.answers = True
+        self._unanswered = 0
         if is_first:
             raise _Lost("the engine was started again")
 
