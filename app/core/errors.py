@@ -12,6 +12,7 @@ KvrouteError
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
 ├── WorkerReplaced        another process registered as the same worker; this one must end
+├── EngineUnavailable     the engine beside an agent does not answer, or is not ready yet
 ├── BlockLost             a slot does not hold, or no longer holds, the block that it should
 ├── NotEnoughBlocks       a request needs more slots of a tier than are free
 ├── ClusterError          a process of `kvroute up` did not come up (app/local/cluster.py)
@@ -92,6 +93,10 @@ class IncarnationLost(KvrouteError):
 
 class WorkerReplaced(KvrouteError):
     """Another process registered as the same worker; this one must end."""
+
+
+class EngineUnavailable(KvrouteError):
+    """The engine beside an agent does not answer, or is not ready yet; it may be, later."""
 
 
 class BlockLost(KvrouteError):
