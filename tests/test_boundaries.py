@@ -156,7 +156,7 @@ def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path: P
         loaded("shop", frozenset(), root=tmp_path)
 
 
-def test_the_wall_clock_is_read_only_to_date_an_answer() -> None:
+def test_the_wall_clock_is_read_only_to_date_an_answer_and_for_a_metric() -> None:
     """Machines compare times by the Redis clock alone, so no other clock has to be right."""
     reads = re.compile(
         r"time\.(time|gmtime|localtime|ctime)|(?<!_m)time_ns|datetime|from time |import time as"
@@ -168,4 +168,7 @@ def test_the_wall_clock_is_read_only_to_date_an_answer() -> None:
         for line in path.read_text().splitlines()
         if reads.search(line)
     ]
-    assert found == [("workers/http.py", '"created": int(time.time()),')]
+    assert found == [
+        ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
+        ("workers/http.py", '"created": int(time.time()),'),
+    ]
