@@ -26,7 +26,7 @@ local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include writer
 -- @include serving
 -- @include load
--- @include request
+-- @include record
 -- @include retire
 -- @include recount
 

@@ -38,7 +38,7 @@ local staged, thorough = ARGV[8] == '1', ARGV[9] == '1'
 -- @include writer
 -- @include serving
 -- @include load
--- @include request
+-- @include record
 -- @include recount
 -- @include despite_full
 

@@ -8,18 +8,20 @@
 -- KEYS[1] leases        zset  inc -> expiry, ms
 -- KEYS[2] load          hash  inc -> load
 -- KEYS[3] reservations  hash  request_id -> inc
--- ARGV[1] request_id    str
+-- KEYS[4] requests:     hashes inc -> its requests
+-- ARGV[1] id            str   of the reservation, or of the request
 -- Returns  inc                the lease of this one lapses now
 --          nil                there is no such reservation, the lease has lapsed already, or too many
 --                             have
 -- Cost     O(log workers). Writes. Safe to retry.
-local leases, load, reservations, request_id = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
+local leases, load, reservations, requests_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 -- @include clock
+-- @include record
 -- @include despite_full
 
 despite_full(reservations)
 local now = now_ms()
-local inc = redis.call('HGET', reservations, request_id)
+local _, _, inc = find(ARGV[1])
 local expiry_ms = tonumber(inc and redis.call('ZSCORE', leases, inc) or 0)
 local all = redis.call('HLEN', load)
 local lapsed = redis.call('ZCOUNT', leases, '-inf', now)

@@ -21,7 +21,7 @@ from app.core.errors import (
     RedisUnavailable,
     shown,
 )
-from app.core.types import checked_request_id
+from app.core.types import checked_request_id, checked_reservation_id
 from app.http.body import Caller, header, json_response, read_body
 from app.policy.decision import RouteRequest
 from app.policy.view import View, load_statistics
@@ -30,6 +30,10 @@ from app.router.router import Router
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 """Headers that proxies may set if the client sends no such field."""
+
+BALANCER_ID = b"x-balancer-id"
+"""Header in which a balancer names each request that it takes, and which it repeats if it sends
+that request again to another replica."""
 
 
 class AnyText(PathConvertor):
@@ -132,6 +136,8 @@ async def route(request: Request) -> Response:
             ),
             tenant=_or_header(request, options, "tenant") if settings.wait_queue else "",
             priority=options.priority,
+            retry=options.retry,
+            balancer_id=header(request, BALANCER_ID) or "",
         ),
         caller,
     )
@@ -144,7 +150,7 @@ async def route(request: Request) -> Response:
 @routes.post("/v1/requests/{request_id:any_text}/prefill_complete", responses=_errors(422, 503))
 async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
     """Report that a request's first token is out. Idempotent."""
-    found = await _parts(request)[0].prefill_complete(checked_request_id(request_id))
+    found = await _parts(request)[0].prefill_complete(checked_reservation_id(request_id))
     return schemas.RequestState(request_id=request_id, found=found)
 
 
@@ -155,7 +161,7 @@ async def release(
     """Report that a request has ended, and release its reservation. Idempotent."""
     router, _ = _parts(request)
     found = await router.release(
-        checked_request_id(request_id), worker_failed=options.worker_failed
+        checked_reservation_id(request_id), worker_failed=options.worker_failed
     )
     return schemas.RequestState(request_id=request_id, found=found)
 

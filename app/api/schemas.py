@@ -79,8 +79,12 @@ class RouteOptions(_Body):
 
     request_id: RequestId | None = Field(
         default=None,
-        description="routing the same id again moves its reservation; default: the header "
-        "x-request-id, or else a generated id",
+        description="default: the header x-request-id, or else a generated id",
+    )
+    retry: bool = Field(
+        default=False,
+        description="the same request_id was sent before: take the place of what it has reserved; "
+        "otherwise requests with the same id have a reservation each",
     )
     lora_name: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     cache_namespace: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
@@ -178,6 +182,10 @@ class BestOverlap(BaseModel):
 
 class Routed(BaseModel):
     request_id: str
+    reservation_id: str | None = Field(
+        default=None,
+        description="if reserved: by this id the reservation is confirmed and released",
+    )
     worker_id: str
     dp_rank: int
     address: str = Field(description="base URL of the worker")

@@ -35,6 +35,8 @@ def routed(decision: Decision) -> dict[str, Any]:
         "degraded": decision.degraded,
         "reserved": decision.reserved,
     }
+    if decision.reserved:
+        answer["reservation_id"] = decision.reservation_id
     if decision.waited_ms:
         answer["waited_ms"] = decision.waited_ms
     if decision.candidates:

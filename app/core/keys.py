@@ -98,30 +98,31 @@ KEYSPACE = (
     Key(
         "reservations",
         "hash",
-        "request id → `<inc>`",
+        "reservation → `<inc>`. A reservation is named like its request; if another request had "
+        "that id, `<request id>~<tag>`",
         ("reserve", "activate"),
         "released or expired",
     ),
     Key(
         "expiry",
         "zset",
-        "request id by expiry, ms, Redis clock",
+        "reservation by expiry, ms, Redis clock",
         ("reserve", "prefill_complete"),
         "released or expired",
     ),
     Key(
         "requests:<inc>",
         "hash",
-        "request id → `prefill_tokens prefill_us blocks state attempt`; state `p` "
-        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` tells apart tries of the same "
-        "request",
+        "reservation → `prefill_tokens prefill_us blocks state attempt`; state `p` "
+        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` says when the try began and tells "
+        "it from others with the same request id",
         ("reserve", "prefill_complete", "activate"),
         "released or expired",
     ),
     Key(
         "prefills:<inc>",
         "list",
-        "request ids still prefilling, oldest first",
+        "reservations still prefilling, oldest first",
         ("reserve", "activate", "renew"),
         "released or expired",
     ),
@@ -235,16 +236,26 @@ KEYSPACE = (
         "hash",
         "slice letter → number of its entries; `cutoff`, the oldest slice that counts; "
         "`bucket_bits`; `cursor` of prune",
-        ("predict", "prune"),
+        ("predict", "confirm_predicted", "withdraw_predicted", "prune"),
         "for good",
         in_shard=True,
     ),
     Key(
         "predicted:<bucket>",
         "hash",
-        "sequence hash → `<inc><slice letter>...`, for some of the blocks that were routed",
-        ("predict", "prune"),
+        "sequence hash → `<inc><slice letter>...`, for some of the blocks that were routed; an "
+        "upper-case letter until the first token of a request with them is out",
+        ("predict", "confirm_predicted", "withdraw_predicted", "prune"),
         "pruned",
+        in_shard=True,
+    ),
+    Key(
+        "routed:<attempt>",
+        "hash",
+        "`inc`, `blocks`, the hashes predicted for the request, and `added`, those among them that"
+        " were not predicted before",
+        ("predict",),
+        "its first token or its end is reported, or the reservation would have ended",
         in_shard=True,
     ),
 )

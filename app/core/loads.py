@@ -54,6 +54,8 @@ class Reservation:
     attempt: str = "-"
     """`<began, ms>-<tag>`, without spaces: when the try began, by the Redis clock, and what tells
     it from others of the same request."""
+    retry: bool = False
+    """Whether it takes the place of what earlier tries of the request hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.types import Incarnation
+from app.router.history import History
 from app.router.replica import Replica
 from app.state import index, leases, predictions, reading, reservations
 from app.state.predictions import PredictionSettings
@@ -44,20 +45,17 @@ MAX_RELEASES = 4096
 
 
 class Maintenance:
-    """Expires reservations, retires lapsed leases and sweeps up after the dead, while `run` runs.
+    """Expires reservations, retires lapsed leases, sweeps up after the dead, while `run` runs."""
 
-    predicted: how predictions are kept; None: none are.
-    """
-
-    def __init__(self, replica: Replica, predicted: PredictionSettings | None) -> None:
+    def __init__(self, replica: Replica, history: History) -> None:
         self._runner = replica.runner
         self._keyspace = replica.keyspace
         self._fleet = replica.fleet
         self._telemetry = replica.telemetry
-        self._predictions = predicted
+        self._history = history
         self._loads = reservations.loads(replica.keyspace)
         # Beyond the limit, the oldest are left to expire.
-        self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
+        self._releases: deque[Call[str | None]] = deque(maxlen=MAX_RELEASES)
 
     async def run(self) -> None:
         """Run until cancelled; pending releases are still made then."""
@@ -66,8 +64,8 @@ class Maintenance:
                 tasks.create_task(self._maintain_workers())
                 tasks.create_task(self._maintain_index())
                 tasks.create_task(self._watch_fill())
-                if self._predictions is not None:
-                    tasks.create_task(self._prune(self._predictions))
+                if self._history.predictions is not None:
+                    tasks.create_task(self._prune(self._history.predictions))
         finally:
             if self._releases:
                 with suppress(RedisUnavailable):
@@ -102,8 +100,10 @@ class Maintenance:
                         self._releases.popleft()
                 if self._releases:
                     pause = 0.0
-                released = sum(others[: len(releases)])
-                self._telemetry.reservations_of("released").inc(released)
+                released = [ended for ended in others[: len(releases)] if ended is not None]
+                for attempt in released:
+                    self._history.withdraw(attempt)
+                self._telemetry.reservations_of("released").inc(len(released))
                 self._telemetry.reservations_of("expired").inc(expired)
                 await self._fleet.view(snapshot)
             except (RedisUnavailable, NamespaceMissing) as error:

@@ -61,33 +61,43 @@ def reserve(
             promised.attempt,
             wish.max_requests,
             -1 if seen_total is None else seen_total,
+            int(promised.retry),
         )
     return call("reserve", keyspace, *args, parse=parse)
 
 
-def prefill_complete(keyspace: Keyspace, request_id: str, *, ttl_ms: int) -> Call[bool]:
+def prefill_complete(keyspace: Keyspace, request_id: str, *, ttl_ms: int) -> Call[str | None]:
     """Record that the first token is out; the reservation then lasts ttl_ms longer.
 
-    False: there is no such reservation. Idempotent.
+    Returns the attempt that made it, "-" if that is unknown; None: there is no such reservation.
+    Idempotent.
     """
-    return call("prefill_complete", keyspace, request_id, ttl_ms, parse=bool)
+    return call("prefill_complete", keyspace, request_id, ttl_ms, parse=_attempt)
 
 
 def release(
     keyspace: Keyspace, request_id: str, attempt: str = "", began_by_ms: int | None = None
-) -> Call[bool]:
-    """End a request's reservation. False: there is no such reservation (any more). Idempotent.
+) -> Call[str | None]:
+    """End a reservation. Idempotent.
 
-    attempt: only if the reservation is that attempt's; "": any. began_by_ms: only if the try that
-    made it began by then, by the Redis clock; None: whenever that was.
+    Returns the attempt that made it if its first token was not out yet, else "-"; None: there is no
+    such reservation (any more).
+
+    request_id: that, or the reservation's own id. attempt: only if the reservation is that
+    attempt's; "": any. began_by_ms: only if the try that made it began by then, by the Redis clock;
+    None: whenever that was.
     """
     by_ms = -1 if began_by_ms is None else began_by_ms
-    return call("release", keyspace, request_id, attempt, by_ms, parse=bool)
+    return call("release", keyspace, request_id, attempt, by_ms, parse=_attempt)
 
 
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:
     """Forget at most `limit` reservations whose time is up; returns how many."""
     return call("expire", keyspace, limit, parse=int)
+
+
+def _attempt(reply: bytes | None) -> str | None:
+    return None if reply is None else reply.decode()
 
 
 def _snapshot(

@@ -97,3 +97,11 @@ async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(
         assert await space.suspend("r0") is None
     assert await live(space) == both
     assert (await space.loads()).loads[both[1]] != NO_LOAD
+
+
+async def test_the_worker_is_found_by_the_id_of_the_reservation(space: Namespace) -> None:
+    first, second, _ = await fleet(space, 3)
+    await space.reserve(first, "r", attempt="1000-aa")
+    await space.reserve(second, "r", attempt="1000-bb")
+    assert await space.suspend("r~bb") == second
+    assert await space.suspend("r~cc") is None

@@ -75,7 +75,7 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
         )
 
 
-class _Removed(msgspec.Struct, tag="BlockRemoved"):
+class _RemovedInArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
     block_hashes: list[_Hash]
     medium: str | None = None
     group_idx: int | None = None
@@ -85,16 +85,25 @@ class _Removed(msgspec.Struct, tag="BlockRemoved"):
         return BlockRemoved(self.block_hashes, self.medium, self.group_idx, self.locality)
 
 
+class _Removed(_RemovedInArray, array_like=False, tag="BlockRemoved"):
+    remaining_copy_counts: list[int] | None = None
+
+    def event(self) -> BlockRemoved:
+        return BlockRemoved(
+            self.block_hashes,
+            self.medium,
+            self.group_idx,
+            self.locality,
+            self.remaining_copy_counts,
+        )
+
+
 class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
     def event(self) -> AllBlocksCleared:
         return AllBlocksCleared()
 
 
 class _StoredInArray(_Stored, array_like=True, tag="BlockStored"):
-    pass
-
-
-class _RemovedInArray(_Removed, array_like=True, tag="BlockRemoved"):
     pass
 
 
