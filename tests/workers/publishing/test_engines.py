@@ -191,12 +191,15 @@ async def test_a_reset_of_an_idle_engine_is_told_at_once_and_of_a_busy_one_is_re
         tasks.create_task(runner.run())
         async with mirrored(published.socket, SIZE) as mirror:
             prompt = list(range(12))
-            generation = runner.complete(CompletionRequest("r", token_bytes(prompt), 8))
-            async for _ in generation:
-                assert generation._finished or not runner.reset_cache()
-            _, chain = compute_hashes([*prompt, *generation._tokens(0, 8)], SIZE)
+            generation = runner.complete(CompletionRequest("r", token_bytes(prompt), 50))
+            outputs = aiter(generation)
+            tokens = (await anext(outputs)).token_ids
+            assert not runner.reset_cache()
+            async for output in outputs:
+                tokens += output.token_ids
+            _, chain = compute_hashes([*prompt, *tokens], SIZE)
             # The KV of the last token is never computed.
-            await shows(mirror, published, {DEVICE: {*chain[:4]}, HOST: set(), DISK: set()})
+            await shows(mirror, published, {DEVICE: {*chain[:15]}, HOST: set(), DISK: set()})
             assert runner.reset_cache()
             await shows(mirror, published, {tier: set() for tier in Tier})
         runner.stop()
