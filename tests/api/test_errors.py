@@ -433,6 +433,7 @@ class TestOpenApi:
             "num_tokens",
             "mm_hashes",
             "request_id",
+            "retry",
             "lora_name",
             "session_id",
             "tenant",

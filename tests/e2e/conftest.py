@@ -18,7 +18,7 @@ from app.core.chains import parse_owners
 from app.core.config import RouterSettings, WorkerSettings
 from app.local.cluster import Cluster
 from tests.eventually import eventually
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 
 LEASE_TTL_S = 1.0
 RESERVATION_TTL_S = 2.0
@@ -34,7 +34,7 @@ def small_cluster(
     drain_s: float = 2.0,
 ) -> Cluster:
     """A cluster, not started yet; the test is skipped if there is no Redis."""
-    require_redis(newest_kind())
+    require_redis(default_kind())
     return Cluster(
         num_workers=num_workers,
         num_replicas=num_replicas,

@@ -35,7 +35,7 @@ from tests.e2e.test_healing import (
     world,
 )
 from tests.eventually import eventually
-from tests.redis_servers import ClusterServers, each_kind, newest_kind, require_redis
+from tests.redis_servers import ClusterServers, default_kind, each_kind, require_redis
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "docs" / "redis.md"
@@ -59,6 +59,8 @@ SCRIPTS = {
     "router": {
         "expire",
         "predicted",
+        "confirm_predicted",
+        "withdraw_predicted",
         "retire_lapsed",
         "leave",
         "loads",
@@ -79,7 +81,7 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking"}
 TO_RUN_SCRIPTS = {"evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
-    "worker": {"hgetall", "xadd"},
+    "worker": {"hgetall", "xadd", "zrangebyscore"},
     "router": {"hlen", "hmget", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
         "exec",
@@ -222,7 +224,7 @@ def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_pat
     file = tmp_path / "users.acl"
     admin = "user admin on >secret ~* &* +@all\n"
     file.write_text(admin)
-    server = EmbeddedRedis(require_redis(newest_kind()), options=["--aclfile", str(file)])
+    server = EmbeddedRedis(require_redis(default_kind()), options=["--aclfile", str(file)])
     with server, Redis(port=server.port, retry=Retry(NoBackoff(), 0)) as nobody:
         assert nobody.ping()
         file.write_text(admin + FILE.read_text())
@@ -442,7 +444,7 @@ def test_no_role_may_do_the_work_of_another(guarded: Guarded, role: str, command
 
 
 async def test_the_same_users_suffice_on_a_redis_cluster() -> None:
-    with ClusterServers(newest_kind()) as servers:
+    with ClusterServers(default_kind()) as servers:
         admins: list[Any] = [Redis.from_url(server.url) for server in servers.servers]
         for admin in admins:
             add_users(admin)

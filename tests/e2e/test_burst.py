@@ -31,7 +31,7 @@ from loadtest.bench_burst import (
     measure,
 )
 from loadtest.holders import BLOCK_SIZE, Holders
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 
 ALLOWED_DIFFERENCE = 2
 
@@ -45,7 +45,7 @@ ALLOWED_DIFFERENCE = 2
 async def test_many_replicas_put_as_much_of_a_burst_on_its_owner_as_one_does(
     count: int, allowed_less: int
 ) -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     placed = await measure([1, count], rounds=8)
     on_owner = {n: [burst.on_owner for burst in bursts] for n, bursts in placed.items()}
     alone = median(on_owner[1])

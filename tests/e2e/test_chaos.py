@@ -33,7 +33,7 @@ from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind, Outcome
 from loadtest.topologies import SERVICE
 from tests.e2e.conftest import BLOCK_SIZE, LEASE_TTL_S, prompt
 from tests.eventually import eventually
-from tests.redis_servers import SentinelServers, newest_kind, stopped
+from tests.redis_servers import SentinelServers, default_kind, stopped
 
 T = TypeVar("T")
 
@@ -343,7 +343,7 @@ async def strays(redis: Client, cluster: Cluster) -> set[str]:
 
 async def survive(seed: int, *, disruptions: int, failovers: int) -> None:
     """Put a cluster through this many failures; then check that it recovers in full."""
-    kind = newest_kind()
+    kind = default_kind()
     async with AsyncExitStack() as stack:
         servers = stack.enter_context(SentinelServers(kind))
         cluster = stack.enter_context(

@@ -15,7 +15,7 @@ from app.local.cluster import Cluster, ClusterError
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.conftest import OpenProbe, listens, prompt, small_cluster
 from tests.eventually import eventually
-from tests.redis_servers import newest_kind, require_binary, require_redis
+from tests.redis_servers import default_kind, require_binary, require_redis
 
 BALANCERS = ["haproxy", "shared socket"]
 
@@ -112,7 +112,7 @@ def has_ipv6() -> bool:
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize(("host", "kind"), [("::1", "haproxy"), ("::", "shared socket")])
 async def test_a_cluster_can_listen_on_ipv6(host: str, kind: str, open_probe: OpenProbe) -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     if kind == "haproxy":
         require_binary("haproxy")
     with Cluster(
@@ -162,7 +162,7 @@ def test_no_command_line_shows_the_redis_password(own_redis_server: EmbeddedRedi
 
 
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing_running() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     cluster = Cluster(
         num_workers=1,
         num_replicas=1,

@@ -33,7 +33,7 @@ from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
 from tests.fake_worker import register, registered
-from tests.redis_servers import ClusterServers, newest_kind, stopped
+from tests.redis_servers import ClusterServers, default_kind, stopped
 
 TIMEOUT_S = 5.0
 FAILOVER_S = 15.0
@@ -42,7 +42,7 @@ FAILOVER_S = 15.0
 
 @pytest.fixture(scope="module")
 def shared_servers() -> Iterator[ClusterServers]:
-    with ClusterServers(newest_kind()) as servers:
+    with ClusterServers(default_kind()) as servers:
         yield servers
 
 
@@ -58,7 +58,7 @@ def servers(shared_servers: ClusterServers) -> ClusterServers:
 @pytest.fixture
 def own_servers() -> Iterator[ClusterServers]:
     """A cluster for this test alone, which may kill its nodes."""
-    with ClusterServers(newest_kind()) as servers:
+    with ClusterServers(default_kind()) as servers:
         yield servers
 
 

@@ -24,8 +24,8 @@ from tests.fake_worker import register, registered
 from tests.redis_servers import (
     KINDS,
     SentinelServers,
+    default_kind,
     installed,
-    newest_kind,
     scripts_run_by,
     stopped,
 )
@@ -46,7 +46,7 @@ async def replicated(servers: SentinelServers) -> bool:
 @pytest.fixture(scope="module")
 def servers() -> Iterator[SentinelServers]:
     """Shared servers of the oldest kind, whose sentinels find one another fastest; kill none."""
-    with SentinelServers(KINDS[-1] if installed(KINDS[-1]) else newest_kind()) as started:
+    with SentinelServers(KINDS[-1] if installed(KINDS[-1]) else default_kind()) as started:
         with BlockingRedis(port=started.master.port) as client:
             client.flushall()
         yield started
@@ -158,7 +158,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
 async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(
     servers: SentinelServers,
 ) -> None:
-    with SentinelServers(newest_kind()) as others:
+    with SentinelServers(default_kind()) as others:
         await others.hand_over(within_s=FAILOVER_S)
         behind, ahead = servers.url.removesuffix(f"/{SERVICE}"), others.url.partition("://")[2]
         async with connect(f"{behind},{ahead}") as redis:
@@ -167,7 +167,7 @@ async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(
 
 @pytest.mark.slow
 async def test_a_replaced_master_is_abandoned_although_it_still_takes_writes() -> None:
-    with SentinelServers(newest_kind()) as servers:
+    with SentinelServers(default_kind()) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S)
             await runner.run([register(KEYS, "a"), REGISTERED])

@@ -23,7 +23,7 @@ from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent, running
-from tests.redis_servers import ClusterServers, newest_kind
+from tests.redis_servers import ClusterServers, default_kind
 from workers.agent.agent import Agent
 
 SHARDS = 12
@@ -38,7 +38,7 @@ FAILOVER_S = 30.0
 
 @pytest.mark.slow
 async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_while() -> None:
-    with ClusterServers(newest_kind()) as servers:
+    with ClusterServers(default_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)
         async with AsyncExitStack() as stack:
             agents = [await started_agent(stack, servers.url, keyspace, n) for n in range(2)]
@@ -70,7 +70,7 @@ async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_
 
 
 async def test_an_unreachable_shard_does_not_keep_others_from_being_updated() -> None:
-    with ClusterServers(newest_kind()) as servers:
+    with ClusterServers(default_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)
         async with AsyncExitStack() as stack:
             agent = await started_agent(stack, servers.url, keyspace, 0)

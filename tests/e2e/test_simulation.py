@@ -13,7 +13,7 @@ from loadtest.report import PolicySummary, summarise
 from loadtest.simulate import Scenario, simulate
 from loadtest.traces import Trace, read_trace
 from loadtest.virtual import Setting
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 
 SLICE = Path(__file__).parents[1] / "data" / "agentic-slice.jsonl"
 WORKERS = 4
@@ -41,7 +41,7 @@ async def live(trace: Trace, policy: str) -> PolicySummary:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_replay_and_its_simulation_agree_on_hit_rate_and_the_order_of_policies() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     trace = read_trace(SLICE)
     scenario = Scenario(
         trace, Setting(num_workers=WORKERS, replicas=REPLICAS, block_size=BLOCK_SIZE)

@@ -14,7 +14,7 @@ from app.core.config import RouterSettings, WorkerSettings
 from app.local.cluster import Cluster
 from tests.e2e.conftest import OpenProbe, Probe
 from tests.eventually import eventually
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 from tests.workers.engines.torch.checkpoints import library, reference
 
 CHUNK = 32
@@ -23,7 +23,7 @@ REUSED = 192
 
 
 def torch_cluster(folder: Path, num_workers: int, model: str = "tiny") -> Cluster:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     return Cluster(
         num_workers=num_workers,
         num_replicas=1,

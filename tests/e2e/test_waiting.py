@@ -17,7 +17,7 @@ from app.state.connect import connect
 from tests.e2e.conftest import BLOCK_SIZE
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
-from tests.redis_servers import ClusterServers, newest_kind, require_redis
+from tests.redis_servers import ClusterServers, default_kind, require_redis
 from tests.router.test_router import request, running
 
 NUM_REPLICAS = 3
@@ -26,7 +26,7 @@ NUM_REPLICAS = 3
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """One worker that takes one request at a time, and three replicas at which requests wait."""
-    require_redis(newest_kind())
+    require_redis(default_kind())
     with Cluster(
         num_workers=1,
         num_replicas=NUM_REPLICAS,
@@ -138,7 +138,7 @@ async def test_a_stopped_replica_refuses_the_requests_that_wait_there(cluster: C
 
 async def test_requests_wait_in_line_on_a_redis_cluster_too() -> None:
     settings: dict[str, Any] = {"wait_queue": 50, "wait_timeout_s": 60.0}
-    with ClusterServers(newest_kind()) as servers:
+    with ClusterServers(default_kind()) as servers:
         async with (
             connect(servers.url) as redis,
             running(servers.url, **settings) as one,

@@ -6,11 +6,11 @@ from rich.console import Console
 
 from loadtest.bench_replicas import compare, measure, show
 from loadtest.traces import DEMO_TRACE, read_trace
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 
 
 def test_a_short_replay_is_measured_for_each_number_of_replicas_and_compared() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     trace = read_trace(DEMO_TRACE).cut(requests=30)
     made = measure(trace, (1, 2), rounds=1, num_workers=2, load=3.0, speedup=30.0)
     assert list(made) == [1, 2]

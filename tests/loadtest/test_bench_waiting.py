@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from loadtest.bench_waiting import NUM_WORKERS, SLOTS, WEIGHTS, Turns, measure
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 
 
 def test_tenants_at_different_replicas_share_turns_by_their_weights() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     found = measure([3], seconds=4.0)[3]
     assert found["turns"] > 30
     for tenant, weight in WEIGHTS.items():

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from loadtest import demo_torch
 from loadtest.traces import VOCABULARY
-from tests.redis_servers import newest_kind, require_redis
+from tests.redis_servers import default_kind, require_redis
 from tests.workers.engines.torch.checkpoints import reference
 
 
@@ -30,7 +30,7 @@ async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path: Path) -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     model = tmp_path / "model"
     reference(vocab_size=VOCABULARY, max_position_embeddings=4096).save_pretrained(model)
     options = ["--rounds=1", "--conversations=2", "--turns=2", "--every-s=0.2"]

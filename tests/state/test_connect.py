@@ -18,7 +18,7 @@ from app.core.errors import ConfigError, RedisUnavailable
 from app.local.redis_server import LOOPBACK, EmbeddedRedis, free_port
 from app.state.connect import check_server, connect, deadline
 from loadtest.topologies import SERVICE
-from tests.redis_servers import newest_kind, require_binary, require_redis
+from tests.redis_servers import default_kind, require_binary, require_redis
 
 USER, PASSWORD = "router", "p@ss/w?rd#1:%"
 IN_URL = "router:p%40ss%2Fw%3Frd%231%3A%25@"
@@ -82,7 +82,7 @@ async def test_a_database_is_chosen_in_the_path(one_redis_server: EmbeddedRedis)
 async def test_a_unix_socket_is_reached_by_its_url(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     options = ["--unixsocket", str(path)]
-    with EmbeddedRedis(require_redis(newest_kind()), options=options):
+    with EmbeddedRedis(require_redis(default_kind()), options=options):
         async with connect(f"unix://{path}?db=2") as redis:
             assert await redis.ping()
 
@@ -228,7 +228,7 @@ async def test_hosts_may_be_names_or_ipv6_addresses(host: str, address: tuple[st
 @pytest.fixture
 def server_with_policy(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
     options = ["--maxmemory-policy", request.param]
-    with EmbeddedRedis(require_redis(newest_kind()), options=options) as server:
+    with EmbeddedRedis(require_redis(default_kind()), options=options) as server:
         yield server
 
 
