@@ -453,7 +453,7 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 def test_killing_up_ends_all_its_processes() -> None:
-    require_redis(newest_kind())
+    require_redis(default_kind())
     require_binary("haproxy")
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", *UP, "--haproxy", "--port=0"],

@@ -119,7 +119,7 @@ async def _serve_published(
         publisher = EventPublisher(BlockEvents(settings.block_size), events, requests)
         engine = hosted.start(publisher)
         engine.watcher = publisher
-        log.info("events on %s, again on %s", events.endpoint, events.replay_endpoint)
+        log.info("events on port %d, again on port %d", events.events_port, events.replay_port)
         app = create_vllm_app(engine, settings, hosted, events, registry)
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(events.run())

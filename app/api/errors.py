@@ -25,6 +25,7 @@ from app.core.errors import (
     RedisUnavailable,
     RouterOverloaded,
     Superseded,
+    WrongVersion,
     cut,
     shown,
 )
@@ -45,6 +46,7 @@ ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     RouterOverloaded: (429, "router_overloaded", _RETRY),
     NoWorkers: (503, "no_workers", _RETRY),
     NamespaceMissing: (503, "no_workers", _RETRY),
+    WrongVersion: (503, "wrong_version", _RETRY),
     RedisUnavailable: (503, "redis_unavailable", _RETRY),
 }
 """Status, code (stable, part of the interface) and headers."""

@@ -19,6 +19,7 @@ from app.core.errors import (
     InvalidRequest,
     NamespaceMissing,
     RedisUnavailable,
+    WrongVersion,
     shown,
 )
 from app.core.types import checked_request_id, checked_reservation_id
@@ -168,7 +169,7 @@ async def release(
 
 @routes.get("/v1/workers", response_model=schemas.Workers, responses=_errors(503))
 async def workers(request: Request) -> Mapping[str, Any]:
-    """List the live workers and the load on each."""
+    """List the live workers and the load on each, and those that are left alone for a while."""
     router, _ = _parts(request)
     try:
         view = await router.refresh()
@@ -198,13 +199,18 @@ async def readiness(request: Request) -> Response:
         view = await router.refresh()
     except NamespaceMissing:
         pass
+    except WrongVersion as error:
+        return json_response({"ready": False, "missing": [f"namespace: {error}"]}, 503)
     except RedisUnavailable as error:
         missing.append(f"redis: {error}")
         # Without Redis a router still routes, by the last loads it saw.
         view = router.fleet.last_view
     ready = view is not None and bool(view.infos)
+    if router.danger_of_eviction:
+        missing.append(f"redis: {router.danger_of_eviction}")
     if not ready:
         missing.append("workers: none is alive")
+        missing += [f"workers: {what}" for what in router.fleet.strangers.values()]
     return json_response({"ready": ready, "missing": missing}, 200 if ready else 503)
 
 
@@ -215,12 +221,12 @@ async def metrics(request: Request) -> Response:
     telemetry, fleet = router.telemetry, router.fleet
     try:
         view = await router.refresh()
-    except (RedisUnavailable, NamespaceMissing):
+    except (RedisUnavailable, NamespaceMissing, WrongVersion):
         # Gauges of workers that nobody can vouch for are left out.
         telemetry.workers.view = None
     else:
         telemetry.workers.view = view
-        telemetry.keep_workers({str(info.key) for info in view.infos})
+        telemetry.keep_workers({str(i.key) for i in (*view.infos, *view.paused.values())})
         load_avg, load_std = load_statistics(view)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)

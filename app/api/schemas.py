@@ -135,7 +135,8 @@ class ReleaseOptions(BaseModel):
 
     worker_failed: bool = Field(
         default=False,
-        description="no request goes to the worker until it has renewed its lease",
+        description="no request goes to the worker until it has renewed its lease; longer if it "
+        "failed others before",
     )
 
 
@@ -241,22 +242,36 @@ WorkerModel = create_model(
     active_blocks=_field(int, "KV blocks reserved"),
     prefill_tokens=_field(int, "prompt tokens reserved and still to be computed"),
     queue_s=_field(float, "predicted length of the queue of prefills"),
+    failures=_field(int, "requests that it failed, less those that it answered since"),
     **_reported(METRICS),
     gpu=_field(GpuModel | None, "null if nothing was read"),
     stale=_field(
         bool, "the measurements are older than a second; longer with more than 256 workers"
     ),
 )
+
+
+class PausedWorker(BaseModel):
+    """A worker that failed requests, and gets none until it renews its lease after a pause."""
+
+    worker_id: str
+    dp_rank: int
+    incarnation: int
+    failures: int = Field(description="requests that it failed, less those that it answered since")
+    pause_s: float = Field(description="seconds left of the pause")
+
+
 Workers = create_model(
     "Workers",
     workers=(list[WorkerModel], ...),  # type: ignore[valid-type]
+    paused=(list[PausedWorker], ...),
     load_avg=_field(float, "mean used fraction of KV blocks, over the workers that are not stale"),
     load_std=_field(float, "its sample standard deviation"),
 )
 
 
 class Readiness(BaseModel):
-    """Without Redis, a router may still be ready."""
+    """Without Redis, or with one that may drop keys, a router may still be ready."""
 
     ready: bool
     missing: list[str] = Field(description="each entry is `<what>: <why>`")

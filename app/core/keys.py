@@ -3,7 +3,7 @@
 A namespace is one model, block size and hash settings. Its keys share a hash tag, except those of
 the index, which are in shards, each with its own tag. A script touches the keys of only one tag, so
 a namespace may be spread over a Redis Cluster. The names are a public contract; the `1` in them is
-its version. Fields and values are text.
+its version, and DATA_VERSION that of what they hold. Fields and values are text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _KEY = re.compile(
     r"kvroute:1:\{(?P<namespace>[^#}]+)(?:#(?P<shard>\d{1,9}))?\}:(?P<name>.*)", re.DOTALL
 )
+DATA_VERSION = 2
+"""Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
+read, or reads wrongly: raise it with the first such change after a release. Version 1
+recorded none."""
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 METRICS_WORKERS = 256
@@ -54,15 +58,15 @@ KEYSPACE = (
     Key(
         "meta",
         "hash",
-        "`block_size`, `shards`, `incarnations` (last number given), `workers_ms` (when"
-        " a worker was last registered or its entry restored)",
+        "`version` of the data model, `block_size`, `shards`, `incarnations` (last number given),"
+        " `workers_ms` (when a worker was last registered or its entry restored)",
         ("register", "renew"),
         "for good",
     ),
     Key(
         "workers",
         "hash",
-        "`<inc>` → JSON: worker, address, block size, capacity, lease",
+        "`<inc>` → JSON: worker, address, block size, capacity, lease, version of the data model",
         ("register", "renew"),
         "retired",
     ),
@@ -77,7 +81,7 @@ KEYSPACE = (
         "leases",
         "zset",
         "`<inc>` by expiry, ms, Redis clock",
-        ("register", "renew", "suspend"),
+        ("register", "renew", "suspend", "activate"),
         "retired",
     ),
     Key(
@@ -94,6 +98,14 @@ KEYSPACE = (
         "decoding total`",
         ("activate", "renew", "reserve", "prefill_complete", "release", "expire"),
         "retired",
+    ),
+    Key(
+        "failures",
+        "hash",
+        "`<inc>` → `count last_ms`: requests that its worker failed, less those that it answered "
+        "since, and when it failed the last one, by the Redis clock",
+        ("suspend", "release", "activate"),
+        "answered or retired",
     ),
     Key(
         "reservations",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.core.types import Incarnation
 
@@ -71,6 +71,22 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
+class Failing:
+    """failures: requests that a worker failed, less those that it answered since. until_ms: before
+    that it gets no requests, as long as there is another worker."""
+
+    failures: int
+    until_ms: int
+
+    def pause_s(self, now_ms: int) -> float:
+        """Seconds left of the pause."""
+        return max(0, self.until_ms - now_ms) / 1000
+
+
+NOT_FAILING = Failing(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Loads of the live, routable incarnations at one moment of the Redis clock."""
 
@@ -84,6 +100,13 @@ class Snapshot:
     """Whether any request waits for a turn, at any replica; also False if not asked."""
     lapsed: frozenset[Incarnation] = frozenset()
     """Incarnations that would be routable if their leases had not run out."""
+    failing: dict[Incarnation, Failing] = field(default_factory=dict)
+    """Those whose workers failed requests; empty if not asked."""
+
+    @property
+    def paused(self) -> list[Incarnation]:
+        """Those that get no requests because they failed some."""
+        return [inc for inc in self.failing if inc in self.lapsed]
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ async def _look_at_shard(redis: Client, shard: Keyspace) -> list[tuple[str, str]
 def _unreadable(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
     """(what, where) for every value that no part of kvroute would write."""
     block_size = number_in(c.meta, b"block_size")
-    for name in (b"block_size", b"shards", b"incarnations"):
+    for name in (b"version", b"block_size", b"shards", b"incarnations"):
         if c.meta and number_in(c.meta, name) is None:
             yield "a number of the namespace that cannot be read", readable(name)
     for inc, text in c.workers.items():

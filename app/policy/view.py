@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,8 +117,16 @@ class Workers:
 class View:
     """The live workers at one moment, in a fixed order; decisions add what they reserve."""
 
-    def __init__(self, snapshot: Snapshot, workers: Workers) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        workers: Workers,
+        paused: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
+    ) -> None:
+        """paused: workers that are live, but get no requests because they failed some."""
         self.now_ms = snapshot.now_ms
+        self.failing = snapshot.failing
+        self.paused = paused
         self.somebody_waits = snapshot.somebody_waits
         self.incarnations = workers.incarnations
         self.infos = workers.infos

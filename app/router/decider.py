@@ -15,6 +15,7 @@ from app.core.errors import (
     RedisUnavailable,
     RoutingError,
     Superseded,
+    WrongVersion,
 )
 from app.core.loads import Refused, Snapshot, Wish
 from app.core.rate_limit import RateLimit
@@ -111,6 +112,11 @@ class Decider:
     async def _decide(self, batch: list[Pending]) -> None:
         try:
             view = await self._look_up.batch([pending.query for pending in batch])
+        except WrongVersion as error:
+            self._replica.fleet.note(error)
+            for pending in batch:
+                pending.fail(error)
+            return
         except (RedisUnavailable, NamespaceMissing) as error:
             self._replica.fleet.note(error)
             # Requests that came meanwhile must not each wait for a deadline.

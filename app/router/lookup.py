@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from app.core.chains import Overlaps
-from app.core.errors import RedisUnavailable
+from app.core.errors import RedisUnavailable, WrongVersion
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
 from app.policy.view import View
@@ -29,13 +29,18 @@ class LookUp:
         self._boundaries = overlap.Boundaries()
 
     async def workers(self) -> View:
-        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
-        return await self._replica.fleet.view(await self._replica.runner.one(self._loads))
+        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
+        try:
+            snapshot = await self._replica.runner.one(self._loads)
+        except WrongVersion as error:
+            self._replica.fleet.note(error)
+            raise
+        return await self._replica.fleet.view(snapshot)
 
     async def batch(self, queries: list[Query]) -> View:
         """The workers as they are now; sets what the queries know of their prompts.
 
-        Raises RedisUnavailable, NamespaceMissing.
+        Raises RedisUnavailable, NamespaceMissing, WrongVersion.
         """
         runner, fleet, telemetry = (
             self._replica.runner,

@@ -112,14 +112,19 @@ class Router:
         if self._waiting is not None:
             self._waiting.stop()
 
+    @property
+    def danger_of_eviction(self) -> str:
+        """What is wrong with the eviction policy of Redis; "": nothing."""
+        return self._maintenance.danger_of_eviction
+
     async def refresh(self) -> View:
-        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
+        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
     async def block_size(self, policy: str) -> int:
         """Tokens per block. A request that finds them unknown counts as a decision for `policy`.
 
-        Raises NoWorkers, RedisUnavailable, NamespaceMissing.
+        Raises NoWorkers, RedisUnavailable, NamespaceMissing, WrongVersion.
         """
         try:
             if self.fleet.block_size is None:
@@ -133,7 +138,8 @@ class Router:
         return size
 
     async def prefill_complete(self, request_id: str) -> bool:
-        """False if there is no such reservation. Raises RedisUnavailable."""
+        """False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
+        self._refuse_wrong_version()
         attempt = await self._runner.one(
             reservations.prefill_complete(self._keyspace, request_id, ttl_ms=self._ttl_ms)
         )
@@ -151,11 +157,14 @@ class Router:
     async def release(self, request_id: str, *, worker_failed: bool = False) -> bool:
         """False if there is no such reservation (any more).
 
-        worker_failed: no request goes to the worker until it has renewed its lease.
+        worker_failed: no request goes to the worker until it has renewed its lease; longer if it
+        failed others.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
+        Raises WrongVersion.
         """
+        self._refuse_wrong_version()
         now_ms = self.fleet.redis_now_ms
-        release = reservations.release(self._keyspace, request_id)
+        release = reservations.release(self._keyspace, request_id, answered=not worker_failed)
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
@@ -174,12 +183,17 @@ class Router:
         self._look_again()
         return known
 
+    def _refuse_wrong_version(self) -> None:
+        if self.fleet.wrong_version is not None:
+            raise self.fleet.wrong_version
+
     async def _suspend_worker_of(self, request_id: str) -> None:
         suspended = await self._runner.one(leases.suspend(self._keyspace, request_id))
         if suspended is not None:
             self.telemetry.suspensions.inc()
             log.warning(
-                "%s failed request %s: nothing is routed there until it renews its lease",
+                "%s failed request %s: nothing is routed there until it renews its lease, or "
+                "longer, if it failed others before",
                 self.fleet.name_of(suspended),
                 request_id,
             )

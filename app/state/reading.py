@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import OutOfMemoryError
 
+from app.core import worker_report
 from app.core.chains import BLOCKS_PER_BUCKET, bucket_name
-from app.core.errors import ConfigError, RedisUnavailable
-from app.core.keys import Keyspace
+from app.core.errors import ConfigError, RedisUnavailable, WrongVersion
+from app.core.keys import DATA_VERSION, Keyspace
 from app.state.client import Client
 from app.state.connect import deadline
 
@@ -64,7 +66,7 @@ async def _execute(
 
 
 async def read_control(redis: Client, keyspace: Keyspace) -> Control:
-    """Reads the keys as `read_together` does."""
+    """Reads the keys as `read_together` does. Raises WrongVersion, RedisUnavailable."""
 
     def queue(pipe: Pipeline) -> None:
         pipe.time()
@@ -75,6 +77,7 @@ async def read_control(redis: Client, keyspace: Keyspace) -> Control:
     node = redis.node_of(keyspace["meta"]).client
     (seconds, micros), *replies = await read_together(node, queue)
     meta, workers, current, writers, load, lease_list = replies
+    check_version(keyspace, meta, workers.values())
     now_ms = seconds * 1000 + micros // 1000
     return Control(now_ms, meta, workers, current, dict(lease_list), writers, load)
 
@@ -134,8 +137,29 @@ def readable(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
+def check_version(
+    keyspace: Keyspace, meta: dict[bytes, bytes], workers: Iterable[bytes] = ()
+) -> None:
+    """Raises WrongVersion if another release wrote the namespace. Like other_version in
+    lua/lib/meta.lua.
+
+    workers: their entries, which say it if `meta` has lost it."""
+    text = meta.get(b"version", b"")
+    if META_NUMBER.fullmatch(text):
+        held = {int(text)}
+    else:
+        held = set()
+        for entry in workers:
+            with suppress(ValueError):
+                held.add(worker_report.version_in(entry))
+    if held and DATA_VERSION not in held:
+        raise WrongVersion(keyspace.namespace, max(held), DATA_VERSION)
+
+
 def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
-    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there."""
+    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there, and
+    WrongVersion if another release wrote it."""
+    check_version(keyspace, meta)
     text = meta.get(field.encode(), b"")
     if not META_NUMBER.fullmatch(text):
         raise ConfigError(f"{keyspace['meta']}: {field} is {readable(text)!r}")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from app.core.errors import NamespaceMissing
-from app.core.keys import Keyspace
-from app.core.loads import Load, Refused, Snapshot, Wish
+from app.core.errors import NamespaceMissing, WrongVersion
+from app.core.keys import DATA_VERSION, Keyspace
+from app.core.loads import Failing, Load, Refused, Snapshot, Wish
 from app.core.types import parse_incarnation
 from app.state.scripts import Call, call
 
@@ -23,14 +23,22 @@ def parse_load(text: bytes) -> Load | None:
 
 
 def loads(keyspace: Keyspace) -> Call[Snapshot]:
-    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace."""
+    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace,
+    WrongVersion if another release wrote it."""
 
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        return _snapshot(reply[:3], workers_ms=reply[3], shards=reply[4], waiting=reply[5])
+        if len(reply) == 1:
+            raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
+        *loads_now, workers_ms, shards, waiting, failing = reply
+        snapshot = _snapshot(loads_now, workers_ms, shards, waiting)
+        for text, failures, until_ms in zip(*[iter(failing)] * 3, strict=True):
+            if inc := parse_incarnation(text):
+                snapshot.failing[inc] = Failing(failures, until_ms)
+        return snapshot
 
-    return call("loads", keyspace, parse=parse)
+    return call("loads", keyspace, DATA_VERSION, parse=parse)
 
 
 def reserve(
@@ -76,7 +84,12 @@ def prefill_complete(keyspace: Keyspace, request_id: str, *, ttl_ms: int) -> Cal
 
 
 def release(
-    keyspace: Keyspace, request_id: str, attempt: str = "", began_by_ms: int | None = None
+    keyspace: Keyspace,
+    request_id: str,
+    attempt: str = "",
+    began_by_ms: int | None = None,
+    *,
+    answered: bool = False,
 ) -> Call[str | None]:
     """End a reservation. Idempotent.
 
@@ -85,10 +98,11 @@ def release(
 
     request_id: that, or the reservation's own id. attempt: only if the reservation is that
     attempt's; "": any. began_by_ms: only if the try that made it began by then, by the Redis clock;
-    None: whenever that was.
+    None: whenever that was. answered: its worker did not fail it, which makes up for a failure, if
+    the first token was reported.
     """
     by_ms = -1 if began_by_ms is None else began_by_ms
-    return call("release", keyspace, request_id, attempt, by_ms, parse=_attempt)
+    return call("release", keyspace, request_id, attempt, by_ms, int(answered), parse=_attempt)
 
 
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:

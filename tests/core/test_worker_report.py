@@ -27,6 +27,7 @@ from app.core.worker_report import (
     encode,
     encode_info,
     read_info,
+    version_in,
 )
 
 WORKER = WorkerInfo(
@@ -42,7 +43,7 @@ WORKER = WorkerInfo(
 WORKER_TEXT = (
     b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
     b'"kv_total_blocks":25000,"max_requests":256,"accelerator":"NVIDIA H100",'
-    b'"reuse_blocks":4,"recomputed_blocks":2,"lease_ttl_ms":3000}'
+    b'"reuse_blocks":4,"recomputed_blocks":2,"lease_ttl_ms":3000,"version":2}'
 )
 METRICS_SEEN = ForwardPassMetrics(
     request_active_slots=3,
@@ -128,6 +129,14 @@ def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
     assert encode_info(WORKER, 3000) == WORKER_TEXT
     assert decode_info(WORKER_TEXT) == WORKER
     assert decode_info(WORKER_TEXT.decode()) == WORKER
+    assert version_in(WORKER_TEXT) == 2
+
+
+def test_a_registration_without_a_version_is_of_the_first() -> None:
+    assert version_in(b'{"worker":"gpu-7:3"}') == 1
+    for text in (b'{"version":"2"}', b'{"version":true}', b"[]", b"2"):
+        with pytest.raises(ValueError, match=r"version is .*, not a whole number"):
+            version_in(text)
 
 
 def test_routers_show_what_workers_say_under_these_names() -> None:

@@ -218,9 +218,14 @@ class Namespace:
         return await self.do(call) is not None
 
     async def release(
-        self, request_id: str, attempt: str = "", began_by_ms: int | None = None
+        self,
+        request_id: str,
+        attempt: str = "",
+        began_by_ms: int | None = None,
+        *,
+        answered: bool = False,
     ) -> bool:
-        call = reservations.release(self.keys, request_id, attempt, began_by_ms)
+        call = reservations.release(self.keys, request_id, attempt, began_by_ms, answered=answered)
         return await self.do(call) is not None
 
     async def remember(

@@ -35,6 +35,7 @@ OWN = {
     "kvroute_waits": ("counter", "tenant", "priority", "outcome"),
     "kvroute_metrics_stream_lag_seconds": ("gauge",),
     "kvroute_index_fill": ("gauge",),
+    "kvroute_redis_may_evict": ("gauge",),
     "kvroute_load_avg": ("gauge",),
     "kvroute_load_std": ("gauge",),
 }

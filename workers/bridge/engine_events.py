@@ -28,8 +28,11 @@ _TIERS: dict[str, Tier | None] = {
 }
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Attention over the whole prefix: what a sliding window or a recurrent state keeps cannot be
-reused block by block."""
+"""Attention over the whole prefix."""
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+"""To go on after a block, such layers need the blocks within the window before that point."""
+STATE_KINDS = frozenset({"mamba"})
+"""Such layers need the state at that point only: their last block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class BlockStored:
     cache_salt, a bare string among those of a chain's first block, other than the adapter's name,
     is the salt: items have their position with them.
     lora_id: above 0 for an adapter, even one without a name.
+    kv_cache_spec_sliding_window: tokens that a layer of the group sees, the current one included.
     locality: LOCAL or None for this worker's blocks, REMOTE for blocks that lie elsewhere.
     """
 
@@ -56,6 +60,7 @@ class BlockStored:
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
     lora_id: int | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

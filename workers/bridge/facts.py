@@ -49,6 +49,28 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Overrides:
+    """What is taken as given instead of what the engine says: each is a flag of the agent with the
+    same name. None: the engine must say it.
+
+    events_endpoint, replay_endpoint: of the engine's first rank; each further one has the next
+    port. engine_block_size, capacity_tokens: as block_size and capacity_tokens of EngineFacts.
+    model: an id that requests may name, in place of all those that the engine lists.
+    """
+
+    engine_kind: EngineKind | None = None
+    events_endpoint: str | None = None
+    replay_endpoint: str | None = None
+    engine_block_size: int | None = None
+    capacity_tokens: int | None = None
+    data_parallel_size: int | None = None
+    model: tuple[str, ...] = ()
+
+
+NO_OVERRIDES = Overrides()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """What one rank of an engine says of its load, and counters that its speed is learned from.
 
