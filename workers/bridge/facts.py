@@ -74,29 +74,46 @@ NO_OVERRIDES = Overrides()
 class EngineLoad:
     """What one rank of an engine says of its load, and counters that its speed is learned from.
 
-    kv_usage: share of its KV blocks in use, 0-1. idle_before_evict_s: how long evicted blocks had
-    gone unused, None if it does not say. Each counter only grows while the engine runs; None: the
-    engine has none.
+    kv_usage: share of its KV blocks in use, 0-1. hit_rate: share of recent prompt tokens whose KV
+    was reused. idle_before_evict_s: how long recently evicted blocks had gone unused. Each counter
+    only grows while the engine runs; None: the engine has none.
     """
 
     running: int
     waiting: int
     kv_usage: float
     asleep: bool = False
+    hit_rate: float | None = None
     idle_before_evict_s: float | None = None
     prompt_tokens: float | None = None
     cached_tokens: float | None = None
     """Of the prompt tokens, those whose KV was reused."""
     generated_tokens: float | None = None
     finished_requests: float | None = None
+    prefills: float | None = None
+    """Prompts that `prefill_s`, `prefill_prompt_tokens` and `prefill_computed_tokens` cover."""
     prefill_s: float | None = None
     """Seconds that prompts took from their first step to their first token, added up."""
-    prefills: float | None = None
-    """Prompts that `prefill_s` covers."""
+    prefill_prompt_tokens: float | None = None
+    prefill_computed_tokens: float | None = None
     prefill_busy_s: float | None = None
     """Seconds in which prompts were computed, each counted once."""
-    computed_tokens: float | None = None
+    busy_tokens: float | None = None
     """Prompt tokens that were computed in `prefill_busy_s`."""
-    inter_token_s: float | None = None
     inter_tokens: float | None = None
     """Gaps between two tokens of a request that `inter_token_s` covers."""
+    inter_token_s: float | None = None
+    steps: float | None = None
+    """Steps in which `inter_tokens` were generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """What an engine says of itself at one time. loads: by rank; empty if it says nothing.
+
+    adapters: those that requests of now use. started_s: as in EngineFacts.
+    """
+
+    loads: dict[int, EngineLoad]
+    adapters: frozenset[str] = frozenset()
+    started_s: float | None = None

@@ -21,6 +21,8 @@ from app.core.types import Tier
 from tests.eventually import eventually
 from tests.workers.publishing.mirror import Mirror
 from workers.bridge.discovery import discover
+from workers.bridge.engine_http import EngineHttp
+from workers.bridge.load import LoadReader
 from workers.bridge.stream import EventStream
 
 ROOT = Path(__file__).parents[3]
@@ -152,3 +154,21 @@ async def test_its_metrics_have_vllms_names_and_count_requests(http: httpx.Async
     )
     assert 0 < spent_s <= now["vllm:e2e_request_latency_seconds_sum"]
     assert now["process_start_time_seconds"] > 0
+
+
+async def test_an_agent_reads_its_load(url: str, http: httpx.AsyncClient) -> None:
+    await complete(http, 5)
+    await complete(http, 3)
+    async with aiohttp.ClientSession() as session:
+        reading = await LoadReader(EngineHttp(session, url), "vllm").read()
+    load = reading.loads[1]
+    assert (load.running, load.waiting, load.kv_usage, load.asleep) == (0, 0, 0.0, False)
+    assert (load.prompt_tokens, load.cached_tokens, load.hit_rate) == (80, 32, 0.4)
+    assert (load.prefill_prompt_tokens, load.prefill_computed_tokens) == (80, 48)
+    assert (load.prefills, load.finished_requests) == (2, 2)
+    assert (load.generated_tokens, load.inter_tokens) == (8, 6)
+    assert load.steps is not None
+    assert load.steps >= 8
+    assert load.prefill_s is not None
+    assert load.prefill_s > 0
+    assert reading.started_s is not None
