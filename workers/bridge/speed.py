@@ -209,7 +209,6 @@ class EngineSpeed:
         self._prompted.restart(load, now)
         gaps, total_s, steps = grown.values
         seqs = gaps / max(steps, 1.0)
-        weight = gaps / 100
         if load.prefill_busy_s is None and prompted is not None:
             # All that decode wait while a prompt is computed.
             tokens = max(0.0, prompted.values[0] - prompted.values[1])
@@ -219,14 +218,13 @@ class EngineSpeed:
             waited_s = prefill_s * seqs
             if waited_s > MOSTLY_PREFILL * total_s:
                 return
-            weight *= (1 - waited_s / total_s) ** 2
             total_s -= waited_s
         features = np.array([[seqs, load.kv_usage * self._capacity_tokens]])
         if self._is_learned("decode_s_per_seq"):
             expected = self._decode.weights() @ np.array([1.0, *features[0]])
             self._note_error(_DECODE, float(expected), total_s / gaps)
         self._gaps += gaps
-        self._decode.add(features, np.array([total_s / gaps]), weight)
+        self._decode.add(features, np.array([total_s / gaps]), gaps / 100)
 
     def _prefill_constants(self) -> tuple[float, float]:
         if self._busy.count:

@@ -154,16 +154,25 @@ def test_prompts_that_share_their_time_do_not_each_need_all_of_it() -> None:
     assert 0.5 / 6 < predicted_s(engine.learner.speed(), 1000) < 0.5 / 3
 
 
+def test_prompts_that_take_longer_than_a_reading_are_seen_together() -> None:
+    engine = Vllm()
+    for _ in range(100):
+        for _ in range(2):
+            engine.prefill(5.0, 1000)  # ten at a time
+        engine.read()
+    assert predicted_s(engine.learner.speed(), 1000) == pytest.approx(0.5, rel=0.2)
+
+
 def test_what_is_read_of_a_quiet_time_counts_more() -> None:
     engine = Vllm()
     for _ in range(20):
-        for _ in range(10):
-            engine.prefill(1.0, 1000)
-        engine.read()
-    for _ in range(20):
         engine.prefill(0.1, 1000)
         engine.read()
-    assert predicted_s(engine.learner.speed(), 1000) == pytest.approx(0.1, rel=0.2)
+    for _ in range(20):
+        for _ in range(3):
+            engine.prefill(1.5, 1000)
+        engine.read()
+    assert predicted_s(engine.learner.speed(), 1000) == pytest.approx(0.1, rel=0.25)
 
 
 def test_what_is_computed_of_nearly_cached_prompts_does_not_make_tokens_seem_slow() -> None:
@@ -231,10 +240,9 @@ def test_what_decoding_waits_for_prompts_is_not_its_own() -> None:
     engine, choose = Vllm(), random.Random(3)
     prompts(engine, 100)
     for _ in range(200):
-        tokens = choose.randrange(200, 2000)
-        engine.decode(
-            choose.randrange(1, 50), choose.randrange(1000, 50_000), waited_s=prefill_s(tokens)
-        )
+        seqs = choose.randrange(5, 50)
+        tokens = 40 * seqs  # the busier it is, the longer are the prompts
+        engine.decode(seqs, choose.randrange(1000, 50_000), 20, waited_s=prefill_s(tokens))
         engine.prefill(prefill_s(tokens), tokens)
         engine.read()
     speed = engine.learner.speed()
