@@ -1,4 +1,4 @@
-"""Learns how fast an engine is from what it says of its load from time to time.
+"""Learns how fast an engine is from what it says of its load now and then.
 
 SGLang counts the time of its steps, so that its speed is a quotient. vLLM adds up how long prompts
 took from their first step to their first token, and several prompts at once are each said to take
