@@ -38,7 +38,7 @@ PROMPT_TOKENS = 1_000.0
 on: otherwise only the longest prompts would."""
 LEAST_WEIGHT = 0.02
 """Of a reading in which all prompts came at once, if they always do."""
-STALL = 3.0
+STALL = 2.0
 """Prompts count as taking at most so many times what was predicted, if that was learned."""
 FEWEST_GAPS = 10
 """A reading with fewer says little."""
@@ -212,6 +212,8 @@ class EngineSpeed:
         if load.prefill_busy_s is None and prompted is not None:
             # All that decode wait while a prompt is computed.
             tokens = max(0.0, prompted.values[0] - prompted.values[1])
+            if tokens and not self._is_learned("prefill_s_per_token"):
+                return
             speed = self.speed()
             mean = self._prompts.mean
             prefill_s = tokens * (speed.prefill_s_per_token + speed.prefill_s_per_token2 * mean / 2)

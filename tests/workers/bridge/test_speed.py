@@ -250,6 +250,15 @@ def test_what_decoding_waits_for_prompts_is_not_its_own() -> None:
     assert speed.decode_s_per_kv_token == pytest.approx(KV_TOKEN_S, rel=0.2)
 
 
+def test_nothing_is_taken_off_for_prompts_before_it_is_known_how_long_they_take() -> None:
+    engine = Vllm()
+    for _ in range(30):
+        engine.decode(30, 10_000)
+        engine.count(prompt_tokens=10)
+        engine.read()
+    assert constant(engine.learner, "decode_s_per_seq").source == "default"
+
+
 def test_outputs_are_as_long_as_they_were() -> None:
     engine = Vllm()
     for _ in range(20):
