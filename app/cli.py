@@ -16,6 +16,7 @@ import click
 
 from app.core.config import LOG_LEVELS, RouterSettings, WorkerSettings, base_url
 from app.core.errors import ConfigError
+from app.core.keys import Keyspace
 from app.options import PORT, Command, cluster_size, options, pick
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -89,6 +90,7 @@ def router(**values: Any) -> None:
 
     settings = RouterSettings(**values)
     _log_at(settings.log_level)
+    Keyspace(settings.namespace)  # a bad one is refused before a port is taken
     # First, while the number cannot yet be that of a socket of our own.
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
     sockets = [listen(settings.host, settings.port), *shared]
@@ -149,7 +151,10 @@ def worker(**values: Any) -> None:
 @options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
 @options(
     WorkerSettings,
-    without=("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
+    without=(
+        *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
+        *("publish_events", "events_port", "replay_port"),
+    ),
 )
 @click.option(
     "--log-level",
@@ -166,7 +171,7 @@ def up(**values: Any) -> None:
     from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _log_at(values["log_level"])
-    if values["redis_url"]:
+    if values["redis_url"] is not None:
         asyncio.run(_reach(values["redis_url"]))
     heed_interrupts()
     with (

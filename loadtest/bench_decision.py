@@ -5,7 +5,7 @@
 Each server has a core to itself, as long as there are enough; the client and Redis share the first
 one. The same run also measures a bare FastAPI endpoint that has pydantic check the same token ids
 and decides nothing. Workers are registrations without engines that hold the beginnings of the
-prompts. Each request makes a reservation. Request ids repeat, which moves their reservations, so
+prompts. Each request makes a reservation. The balancer's ids repeat, which moves reservations, so
 the number of reservations stays constant.
 
 Which core is busy shows what limits several replicas. The CPU time that Redis takes for a decision
@@ -220,7 +220,8 @@ class Connection(asyncio.Protocol):
 def requests_of(shape: Shape) -> list[bytes]:
     return [
         b"POST /v1/route HTTP/1.1\r\nHost: bench\r\nContent-Type: %s\r\nX-Request-ID: r%d\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (shape.content_type.encode(), n, len(body), body)
+        b"X-Balancer-ID: r%d\r\nContent-Length: %d\r\n\r\n%s"
+        % (shape.content_type.encode(), n, n, len(body), body)
         for n, body in enumerate(shape.bodies)
     ]
 

@@ -122,6 +122,7 @@ class _Request:
     first_token_s: float | None = None
     end_s: float | None = None
     usage: dict[str, Any] | None = None
+    reservation_id: str | None = None
     failed_worker: str | None = None
     """The worker of the previous attempt, if the worker failed."""
     last_error: RequestError | None = None
@@ -257,7 +258,7 @@ class ClusterClient:
         except asyncio.CancelledError:  # the deadline; the answer may be under way
             await self._tell_router("DELETE", f"/v1/requests/{request.request_id}")
             raise
-        ended = f"/v1/requests/{request.request_id}"
+        ended = f"/v1/requests/{request.reservation_id}"
         try:
             await self._complete(address, request)
         except RequestError as error:
@@ -270,6 +271,8 @@ class ClusterClient:
 
     async def _route(self, request: _Request) -> str:
         params = {"request_id": request.request_id}
+        if request.attempts > 1:
+            params["retry"] = "true"
         if request.policy is not None:
             params["policy"] = request.policy
         if request.failed_worker is not None:
@@ -290,6 +293,7 @@ class ClusterClient:
             request.decision_s = clock() - asked
             request.worker = _worker_name(choice)
             request.degraded = choice["degraded"]
+            request.reservation_id = choice.get("reservation_id", request.request_id)
             return str(choice["address"])
 
     async def _complete(self, address: str, request: _Request) -> None:
@@ -329,7 +333,7 @@ class ClusterClient:
             if request.first_token_s is None:
                 request.first_token_s = clock()
                 await self._tell_router(
-                    "POST", f"/v1/requests/{request.request_id}/prefill_complete"
+                    "POST", f"/v1/requests/{request.reservation_id}/prefill_complete"
                 )
             request.usage = chunk.get("usage") or request.usage
 

@@ -97,6 +97,11 @@ SYSTEM_PROMPTS = system_prompts()
 POPULARITY = [1 / rank for rank in range(1, NUM_SYSTEM_PROMPTS + 1)]
 
 
+def reserved_path(choice: dict[str, Any]) -> str:
+    # A decision made without Redis has reserved nothing.
+    return f"/v1/requests/{choice.get('reservation_id', choice['request_id'])}"
+
+
 class Chat(FastHttpUser):
     """One caller; its next turn comes after the answer and a pause."""
 
@@ -122,7 +127,7 @@ class Chat(FastHttpUser):
         try:
             self.history += self.complete(choice, request_id, prompt, started)
         finally:
-            self.client.delete(f"/v1/requests/{request_id}", name="release")
+            self.client.delete(reserved_path(choice), name="release")
         if self.rng.random() < 1 / MEAN_TURNS:
             self.history = self.new_conversation()
 
@@ -168,7 +173,7 @@ class Chat(FastHttpUser):
             if response.status_code != 200:
                 return []
             try:
-                answer, usage = self.read_answer(response, request_id, started)
+                answer, usage = self.read_answer(response, choice, started)
             except (*FAILURE_EXCEPTIONS, ValueError) as error:
                 response.failure(error)
                 return []
@@ -180,7 +185,7 @@ class Chat(FastHttpUser):
         return answer
 
     def read_answer(
-        self, response: ResponseContextManager, request_id: str, started: float
+        self, response: ResponseContextManager, choice: dict[str, Any], started: float
     ) -> tuple[Tokens, dict[str, Any]]:
         """Tokens and usage. Raises ValueError for an error or if no usage arrives."""
         answer: Tokens = []
@@ -196,7 +201,7 @@ class Chat(FastHttpUser):
                 first = False
                 self.note_first_token((time.perf_counter() - started) * 1000)
                 self.client.post(
-                    f"/v1/requests/{request_id}/prefill_complete", name="prefill_complete"
+                    f"{reserved_path(choice)}/prefill_complete", name="prefill_complete"
                 )
             for part in chunk["choices"]:
                 answer += part.get("token_ids", [])

@@ -10,6 +10,7 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
+-- KEYS[10] failures     hash   inc -> count and time of the last
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -21,14 +22,18 @@
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local failures = KEYS[10]
 local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
+-- @include number
 -- @include writer
 -- @include serving
 -- @include load
--- @include request
+-- @include record
 -- @include retire
 -- @include recount
+-- @include failures
+-- @include pause
 
 local function take_over(old)
   for _, request_id in ipairs(redis.call('HKEYS', requests_prefix .. old)) do
@@ -42,6 +47,10 @@ local function take_over(old)
     end
   end
   redis.call('HSET', load, inc, redis.call('HGET', load, old) or '')
+  local failed = redis.call('HGET', failures, old)
+  if failed then
+    redis.call('HSET', failures, inc, failed)
+  end
 end
 
 local now = now_ms()
@@ -62,4 +71,7 @@ if old then
   retire(old, worker)
 end
 redis.call('HSET', current, worker, inc)
+if is_paused(inc, now) then
+  redis.call('ZADD', leases, string.format('%d', now), inc)
+end
 return 1

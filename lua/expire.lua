@@ -12,6 +12,7 @@ local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 -- @include clock
 -- @include load
+-- @include record
 -- @include request
 -- @include despite_full
 

@@ -1,28 +1,48 @@
 -- loads: the live incarnations and the load of each.
 --
--- KEYS[1] meta    hash   workers_ms, shards
+-- KEYS[1] meta    hash   version, workers_ms, shards
 -- KEYS[2] leases  zset   inc -> expiry, ms, Redis clock
 -- KEYS[3] load    hash   inc -> load
 -- KEYS[4] flows   zset   flows that wait for a turn
--- Returns  {now_ms, {inc, ...}, {inc, load, ...}, workers_ms, shards, waiting}   live leases; loads
---                        of routable incarnations; anything else known of workers remains valid as
---                        long as workers_ms is the same; waiting is 1 if any request waits, else 0
+-- KEYS[5] workers hash   inc -> info
+-- KEYS[6] failures hash  inc -> count and time of the last
+-- ARGV[1] version int    of the data model that the caller speaks
+-- Returns  {now_ms, {inc, ...}, {inc, load, ...}, workers_ms, shards, waiting, failing}   live
+--                        leases; loads of routable incarnations; anything else known of workers
+--                        remains valid as long as workers_ms is the same; waiting is 1 if any
+--                        request waits, else 0; failing, of each worker that failed requests: inc,
+--                        how many, and until when it is paused, ms
+--          {version}     of the namespace's data model, which the caller does not speak
 --          nil           there is no such namespace, or Redis has just lost it: workers that have
 --                        registered again are not routable yet
 -- Cost     O(workers). Reads only.
-local meta, leases, load, flows = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local meta, leases, load, flows, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local failures = KEYS[6]
 -- @include clock
 -- @include number
 -- @include meta
 -- @include snapshot
+-- @include failures
+-- @include pause
 
+local other = other_version(meta, workers, tonumber(ARGV[1]))
+if other then
+  return {other}
+end
 local _, shards, workers_ms = read_meta(meta)
 if not shards then
   return false
 end
-local found = snapshot(now_ms())
+local now = now_ms()
+local found = snapshot(now)
 if #found[2] > 0 and #found[3] == 0 then
   return false
 end
 found[4], found[5], found[6] = workers_ms, shards, redis.call('EXISTS', flows)
+found[7] = {}
+for i, inc in ipairs(redis.call('HKEYS', failures)) do
+  local count, last_ms = failures_of(inc, now)
+  found[7][3 * i - 2], found[7][3 * i - 1] = inc, count
+  found[7][3 * i] = pause_ends_ms(count, last_ms)
+end
 return found

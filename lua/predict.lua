@@ -6,17 +6,22 @@
 -- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; an incarnation not in it has ended
 -- KEYS[2] predictions  hash    slice letter -> entries; cutoff; bucket_bits; cursor
 -- KEYS[3] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."
+-- KEYS[4] routed:      hashes  attempt -> what is predicted for it
 -- ARGV[1] inc          int     the chosen worker's
 -- ARGV[2] blocks       str     sequence hashes from the root outward, 16 hex digits each
 -- ARGV[3] slice_ms     int     > 0, a quarter of an entry's lifetime
 -- ARGV[4] bucket_bits  int     1-24; counts only if nothing was predicted before
 -- ARGV[5] max_entries  int     above this many, the oldest slices are given up ...
 -- ARGV[6] target       int     ... until this many are left
+-- ARGV[7] attempt      str     of the request's reservation, by which its first token confirms the
+--                              prediction, or its end before that withdraws it ...
+-- ARGV[8] ttl_ms       int     > 0; ... within this time
 -- Returns  how many entries were created or refreshed
 -- Cost     O(blocks). Writes. Safe to retry.
-local applied, predictions, predicted_prefix = KEYS[1], KEYS[2], KEYS[3]
+local applied, predictions, predicted_prefix, routed_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local inc, blocks, slice_ms, bucket_bits = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local max_entries, target = tonumber(ARGV[5]), tonumber(ARGV[6])
+local attempt, ttl_ms = ARGV[7], tonumber(ARGV[8])
 -- @include clock
 -- @include number
 -- @include bucket
@@ -35,29 +40,11 @@ local present, is_over = slice_reader(predictions, slice_ms, now)
 if (tonumber(redis.call('HGET', predictions, present) or '') or 0) >= max_entries then
   return 0
 end
-local own_entry = '%f[%d]' .. inc .. '(%l)'
-
--- From the leaf inward: nothing before a block of the current slice is older.
-local moved, count = {}, 0
-for at = #blocks - 15, 1, -16 do
-  local hash = string.sub(blocks, at, at + 15)
-  local key = bucket_of(blocks, at)
-  local owners = redis.call('HGET', key, hash) or ''
-  local from, to, slice = string.find(owners, own_entry)
-  if slice == present then
-    break
-  end
-  if slice then
-    owners = string.sub(owners, 1, from - 1) .. string.sub(owners, to + 1)
-    moved[slice] = (moved[slice] or 0) + 1
-  end
-  redis.call('HSET', key, hash, owners .. inc .. present)
-  count = count + 1
-end
-for slice, entries in pairs(moved) do
-  redis.call('HINCRBY', predictions, slice, -entries)
-end
-redis.call('HINCRBY', predictions, present, count)
+-- @include foresee
+local count, added = foresee(inc, blocks, false)
+local routed = routed_prefix .. attempt
+redis.call('HSET', routed, 'inc', inc, 'blocks', blocks, 'added', table.concat(added))
+redis.call('PEXPIRE', routed, ttl_ms)
 
 local entries, total = {}, 0
 local counted = redis.call('HGETALL', predictions)

@@ -27,7 +27,7 @@ local parsed = {}
 local function parse(owners)
   if not parsed[owners] then
     local found = {}
-    for inc, slice in string.gmatch(owners, '(%d+)(%l)') do
+    for inc, slice in string.gmatch(owners, '(%d+)(%a)') do
       found[inc] = not is_over(slice) or nil
     end
     parsed[owners] = found

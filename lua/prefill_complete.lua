@@ -5,28 +5,31 @@
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
--- ARGV[1] request_id     str
--- Returns  1                    the reservation exists, its prefill is complete
---          0                    there is no such reservation
+-- ARGV[1] id             str    of the reservation, or of the request
+-- ARGV[2] ttl_ms         int    > 0; how much longer the reservation lasts, if it is not released
+-- Returns  attempt              the attempt that had reserved; its prefill is complete
+--          "-"                  as above, but the record cannot be read
+--          nil                  there is no such reservation
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
-local request_id = ARGV[1]
 -- @include clock
 -- @include load
+-- @include record
 -- @include request
 
-local inc = redis.call('HGET', reservations, request_id)
+local request_id, request, inc = find(ARGV[1])
 if not inc then
-  return 0
+  return nil
 end
-local request = parse_request(redis.call('HGET', requests_prefix .. inc, request_id))
 local l = parse_load(redis.call('HGET', load, inc))
 if request and l and request.state == 'p' then
-  end_prefill(l, inc, request_id, request, now_ms())
+  local now = now_ms()
+  end_prefill(l, inc, request_id, request, now)
   l.decoding = l.decoding + 1
   redis.call('HSET', load, inc, format_load(l))
   request.state = 'd'
   redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))
+  redis.call('ZADD', expiry, 'XX', 'GT', string.format('%d', now + tonumber(ARGV[2])), request_id)
 end
-return 1
+return request and request.attempt or '-'

@@ -41,11 +41,12 @@ end
 
 local removed, total = {}, 0
 local function living(owners)
-  return (string.gsub(owners, '(%d+)(%l)', function(inc, slice)
+  return (string.gsub(owners, '(%d+)(%a)', function(inc, slice)
     if is_writer[inc] and not is_over(slice) then
       return nil
     end
-    removed[slice] = (removed[slice] or 0) + 1
+    local letter = string.lower(slice)
+    removed[letter] = (removed[letter] or 0) + 1
     total = total + 1
     return ''
   end))

@@ -16,15 +16,17 @@
 -- ARGV[5] block_size    int    tokens
 -- ARGV[6] shards        int    1-1,024, of the index; counts only if the namespace is new
 -- ARGV[7] previous      str    inc that the same process acted as; '': the process is new
+-- ARGV[8] version       int    of the data model that the worker speaks
 -- Returns  {1, inc, lives, shards}    lives: 1 if the incarnation to be replaced is of the same
 --                              process and is routed to meanwhile; shards: of the namespace
 --          {0, block_size}     of the namespace, which differs
+--          {-2, version}       of the namespace's data model, which the worker does not speak
 --          {-1}                another process has taken over the worker, and is alive
 -- Cost     O(log workers). Writes.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry = KEYS[6], KEYS[7], KEYS[8]
 local worker, nonce, ttl_ms, info = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local block_size, shards, previous = ARGV[5], ARGV[6], ARGV[7]
+local block_size, shards, previous, version = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 -- @include clock
 -- @include number
 -- @include meta
@@ -35,6 +37,10 @@ local block_size, shards, previous = ARGV[5], ARGV[6], ARGV[7]
 despite_full(meta)
 
 local now = now_ms()
+local other = other_version(meta, workers, tonumber(version))
+if other then
+  return {-2, other}
+end
 local known, known_shards = read_meta(meta)
 if known and known ~= tonumber(block_size) then
   return {0, known}
@@ -46,6 +52,7 @@ local lives = previous ~= '' and is_alive(predecessor(worker, previous), now)
 if not known then
   redis.call('HSET', meta, 'block_size', block_size, 'shards', shards)
 end
+redis.call('HSET', meta, 'version', version)
 
 -- A Redis that lost data may count from a number that is in use.
 local function is_known(inc)

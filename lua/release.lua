@@ -5,25 +5,47 @@
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
--- ARGV[1] request_id     str
+-- KEYS[6] failures       hash   inc -> count and time of the last
+-- ARGV[1] id             str    of the reservation, or of the request
 -- ARGV[2] attempt        str    only the reservation made with this attempt; '': any
 -- ARGV[3] began_by_ms    int    only one whose try began by then: if a release comes late, the id may
 --                               have a newer reservation. -1: any
--- Returns  1                    released
---          0                    there is no such reservation (any more)
+-- ARGV[4] answered       0|1    1: if its first token came, its worker has answered it, which makes up
+--                               for one failure before it was routed
+-- Returns  attempt              released before the first token; the attempt that had reserved
+--          "-"                  released; the first token was out, or the record cannot be read
+--          nil                  there is no such reservation (any more)
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
-local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
-local request_id, attempt, began_by_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local requests_prefix, prefills_prefix, failures = KEYS[4], KEYS[5], KEYS[6]
+local attempt, began_by_ms, answered = ARGV[2], tonumber(ARGV[3]), ARGV[4] == '1'
 -- @include clock
+-- @include number
 -- @include load
+-- @include record
 -- @include request
+-- @include failures
 
-local request = record_of(request_id)
+local request_id, request, inc = find(ARGV[1])
 if request and attempt ~= '' and request.attempt ~= attempt then
-  return 0
+  return nil
 end
 if request and began_by_ms >= 0 and began_ms_of(request.attempt) > began_by_ms then
-  return 0
+  return nil
 end
-return unreserve(request_id, now_ms()) and 1 or 0
+local now = now_ms()
+if not unreserve(request_id, now) then
+  return nil
+end
+if request and request.state == 'p' then
+  return request.attempt
+end
+if answered and request then
+  local count, last_ms = failures_of(inc, now)
+  if began_ms_of(request.attempt) > last_ms and count > 1 then
+    redis.call('HSET', failures, inc, string.format('%d %d', count - 1, last_ms))
+  elseif began_ms_of(request.attempt) > last_ms and count == 1 then
+    redis.call('HDEL', failures, inc)
+  end
+end
+return '-'

@@ -7,17 +7,23 @@
 -- KEYS[5] requests:      hashes inc -> its requests
 -- KEYS[6] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
--- ARGV[2...]             str    eight per request, decided one after another:
---                               inc, the chosen worker's; request_id, any reservation it already
---                               has is given back first, unless a later try made it; prefill_tokens to compute; prefill_us, the
---                               predicted time for them; blocks of KV that the request keeps in
---                               use; attempt, `<began, ms>-<tag>`, without spaces: when the try
---                               began, by the Redis clock, and what tells it from others of the
---                               request; max_requests, at which the worker is full;
+-- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
+--                               prefills is predicted to last, unless the first token is out by
+--                               then; never later than after ttl_ms
+-- ARGV[3...]             str    nine per request, decided one after another:
+--                               inc, the chosen worker's; request_id, the reservation's key,
+--                               or, if another tag has that, `<request_id>~<tag>`; what is there
+--                               is given back first, unless a later try made it; prefill_tokens
+--                               to compute; prefill_us, the predicted time for them; blocks of KV
+--                               that the request keeps in use; attempt, `<began, ms>-<tag>`,
+--                               without spaces: when the try began, by the Redis clock, and what
+--                               tells it from others with its id, the same if a balancer sends it
+--                               again; max_requests, at which the worker is full;
 --                               seen_total, the reservations ever made on the worker when the
 --                               router looked: if another was made since, this one is refused, and
 --                               so is every later one of this call for the same worker, as it
---                               counted on this one; -1: reserve regardless
+--                               counted on this one; -1: reserve regardless; retry, 0 or 1: take
+--                               the request_id, whichever tag has it
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
 --          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: also fresh
@@ -25,22 +31,31 @@
 -- Cost     O(requests * log reservations); a refusal O(workers). Writes. Safe to retry.
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
-local ttl_ms = tonumber(ARGV[1])
+local ttl_ms, prefill_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include load
+-- @include record
 -- @include request
 -- @include snapshot
 -- @include despite_full
 
 despite_full(load)
 local now = now_ms()
-local expires = string.format('%d', now + ttl_ms)
 -- Two for each request: more than come in, and few enough for one call.
-unreserve_expired(now, (#ARGV - 1) / 4)
+unreserve_expired(now, 2 * (#ARGV - 2) / 9)
 local overtaken = {}
 
-local function reserve(inc, request_id, tokens, us, blocks, attempt, max_requests, seen_total)
-  local held = record_of(request_id)
+-- The key that a try's reservation gets, and the record that is there.
+local function place(request_id, attempt, retry)
+  local tag = tag_of(attempt)
+  if retry == '1' or not tag then
+    return request_id, record_of(request_id)
+  end
+  return find(request_id .. '~' .. tag)
+end
+
+local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry)
+  local request_id, held = place(id, attempt, retry)
   if held and began_ms_of(held.attempt) > began_ms_of(attempt) then
     return 'superseded'
   end
@@ -68,7 +83,9 @@ local function reserve(inc, request_id, tokens, us, blocks, attempt, max_request
   l.total = l.total + 1
   redis.call('HSET', load, inc, format_load(l))
   redis.call('HSET', reservations, request_id, inc)
-  redis.call('ZADD', expiry, expires, request_id)
+  -- l.us is in microseconds: a 250th of it is four times as long, in ms.
+  local stays_ms = math.min(ttl_ms, prefill_ttl_ms + l.us / 250)
+  redis.call('ZADD', expiry, string.format('%d', now + stays_ms), request_id)
   redis.call('HSET', requests_prefix .. inc, request_id, format_request({
     tokens = tokens, us = us, blocks = blocks, state = 'p', attempt = attempt,
   }))
@@ -77,8 +94,8 @@ local function reserve(inc, request_id, tokens, us, blocks, attempt, max_request
 end
 
 local outcomes, refused = {}, false
-for i = 2, #ARGV, 8 do
-  local outcome = reserve(unpack(ARGV, i, i + 7))
+for i = 3, #ARGV, 9 do
+  local outcome = reserve(unpack(ARGV, i, i + 8))
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1
 end

@@ -1,6 +1,8 @@
--- suspend: a request's worker has failed it; let the worker's lease lapse until it renews.
+-- suspend: a request's worker has failed it; let the worker's lease lapse until it renews, and if it
+-- has failed others before, for longer.
 --
--- A worker that is alive after all renews within two seconds and loses nothing. No more than a
+-- A worker that is alive after all renews within two seconds and loses nothing. One that goes on
+-- failing stays lapsed for a pause that doubles with each failure, up to a minute. No more than a
 -- quarter of all workers, or one, are suspended, and never the last: a client that reaches no
 -- worker at all must not take them from all others. Incarnations that are not routed to yet have
 -- leases too, but nothing in `load`.
@@ -8,18 +10,24 @@
 -- KEYS[1] leases        zset  inc -> expiry, ms
 -- KEYS[2] load          hash  inc -> load
 -- KEYS[3] reservations  hash  request_id -> inc
--- ARGV[1] request_id    str
+-- KEYS[4] requests:     hashes inc -> its requests
+-- KEYS[5] failures      hash  inc -> count and time of the last
+-- ARGV[1] id            str   of the reservation, or of the request
 -- Returns  inc                the lease of this one lapses now
 --          nil                there is no such reservation, the lease has lapsed already, or too many
 --                             have
 -- Cost     O(log workers). Writes. Safe to retry.
-local leases, load, reservations, request_id = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
+local leases, load, reservations, requests_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local failures = KEYS[5]
 -- @include clock
+-- @include number
+-- @include record
+-- @include failures
 -- @include despite_full
 
 despite_full(reservations)
 local now = now_ms()
-local inc = redis.call('HGET', reservations, request_id)
+local _, request, inc = find(ARGV[1])
 local expiry_ms = tonumber(inc and redis.call('ZSCORE', leases, inc) or 0)
 local all = redis.call('HLEN', load)
 local lapsed = redis.call('ZCOUNT', leases, '-inf', now)
@@ -27,4 +35,9 @@ if expiry_ms <= now or all - lapsed < 2 or lapsed >= math.max(1, math.floor(all 
   return false
 end
 redis.call('ZADD', leases, string.format('%d', now), inc)
+local count, last_ms = failures_of(inc, now)
+-- A request routed before the last failure says nothing new of the worker.
+if count == 0 or request and began_ms_of(request.attempt) > last_ms then
+  redis.call('HSET', failures, inc, string.format('%d %d', math.min(count + 1, 7), now))
+end
 return inc

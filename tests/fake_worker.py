@@ -47,11 +47,15 @@ def worker_info(
     block_size: int = BLOCK_SIZE,
     kv_total_blocks: int = 1000,
     max_requests: int = 256,
+    **reuse: int,
 ) -> WorkerInfo:
-    """A worker at http://<worker_id>-<dp_rank>:80, named by its key; `w1` means `w1:0`."""
+    """A worker at http://<worker_id>-<dp_rank>:80, named by its key; `w1` means `w1:0`.
+
+    reuse: reuse_blocks and recomputed_blocks, if they are not the defaults.
+    """
     key = _key(name)
     address = f"http://{key.worker_id}-{key.dp_rank}:80"
-    return WorkerInfo(key, address, block_size, kv_total_blocks, max_requests)
+    return WorkerInfo(key, address, block_size, kv_total_blocks, max_requests, **reuse)
 
 
 def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
@@ -137,10 +141,17 @@ class FakeWorkers:
         self._workers: dict[WorkerKey, FakeWorker] = {}
 
     async def register(
-        self, name: str, *, max_requests: int = 256, kv_total_blocks: int = 100_000
+        self,
+        name: str,
+        *,
+        max_requests: int = 256,
+        kv_total_blocks: int = 100_000,
+        **reuse: int,
     ) -> Incarnation:
         """A new process of `name`, whose incarnation is routed to."""
-        info = worker_info(name, kv_total_blocks=kv_total_blocks, max_requests=max_requests)
+        info = worker_info(
+            name, kv_total_blocks=kv_total_blocks, max_requests=max_requests, **reuse
+        )
         worker = FakeWorker(self._runner, KEYS, info)
         await worker.register()
         await worker.activate()

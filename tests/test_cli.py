@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -286,6 +287,14 @@ def test_a_bad_setting_is_reported_in_one_line(command: list[str], error: str) -
     assert ended.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["router", "worker"])
+def test_a_bad_namespace_is_refused_before_a_port_is_taken(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = kvroute(command, f"--port={taken.getsockname()[1]}", "--namespace=a{b")
+    assert ended.returncode == 1
+    assert "Error: namespace 'a{b': 1-128 letters" in ended.stderr
+
+
 def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line() -> None:
     with socket.socket() as idle:
         number = idle.fileno()
@@ -329,6 +338,12 @@ def test_a_redis_that_cannot_be_reached_is_named_in_one_line(command: list[str])
     assert ended.exit_code == 1
     [line] = ended.stderr.splitlines()
     assert line.startswith("Error: REDIS_URL 'redis://127.0.0.1:1': ConnectionError: ")
+
+
+def test_up_refuses_an_empty_redis_url() -> None:
+    ended = CliRunner().invoke(main, [*UP, "--port=0", "--redis="])
+    assert ended.exit_code == 1
+    assert ended.stderr.startswith("Error: REDIS_URL '': must begin with one of redis://, ")
 
 
 def test_up_does_not_print_the_redis_password() -> None:
@@ -428,6 +443,43 @@ def test_up_reports_once_that_its_redis_has_ended(
         with pytest.raises(StopIteration):
             _until_stopped(cluster)
     assert capsys.readouterr().err == "redis exited with status -9\n"
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended. An orphan that has may stay, if nobody waits for it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and not stat.read_text().rpartition(")")[2].startswith(" Z")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_killing_up_ends_all_its_processes() -> None:
+    require_redis(default_kind())
+    require_binary("haproxy")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", *UP, "--haproxy", "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        while process.stdout.readline() != "Press Ctrl-C to stop.\n":
+            assert process.poll() is None
+        children = descendants(process.pid)
+        assert len(children) == 4
+        process.kill()
+        deadline = time.monotonic() + 20
+        while any(map(runs, children)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        left = [pid for pid in children if runs(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -55,7 +55,11 @@ _SAMPLING = tuple(field.name for field in fields_of(Sampling))
 
 
 def create_app(
-    engine: Engine, *, model: str = "simulated", tokenizer: Tokenizer | None = None
+    engine: Engine,
+    *,
+    model: str = "simulated",
+    tokenizer: Tokenizer | None = None,
+    registry: CollectorRegistry | None = None,
 ) -> FastAPI:
     """The HTTP interface of `engine`; the caller runs it.
 
@@ -65,8 +69,10 @@ def create_app(
     or, as `application/octet-stream`, the prompt in raw little-endian u32 with the other fields in
     the query. Unknown fields are ignored. A body larger than the longest prompt that fits could
     need is not read to its end. A client that disconnects cancels its request.
+
+    registry: of the metrics; None: the engine's.
     """
-    app = FastAPI(title="kvroute worker", openapi_url=None)
+    app = FastAPI(title="kvroute worker", openapi_url=None, redirect_slashes=False)
     for kind in (
         InvalidRequest,
         BodyTooLarge,
@@ -85,11 +91,11 @@ def create_app(
             return json_response({"status": "ok"})
         return json_response({"status": "the engine is not running"}, 503)
 
-    registry = registry_of(engine)
+    collected = registry_of(engine) if registry is None else registry
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(collected), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 from app.core.config import WorkerSettings, base_url
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import WORKER_ID, Tier, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
-from app.http.server import listen
+from app.http.server import listen, nothing
 from app.http.server import serve as serve_http
 from app.state.connect import check_server, connect, shown_url
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
-from workers.engines.base import Hosted
+from workers.engines.base import Engine, Hosted
 from workers.engines.hosting import host
 
 log = logging.getLogger(__name__)
@@ -32,12 +34,11 @@ CAPACITY_WORKERS = 16
 
 async def serve(settings: WorkerSettings) -> None:
     """Run a worker until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
-    from workers.http import create_app  # the only module here that loads FastAPI
-
     if not WORKER_ID.fullmatch(settings.resolved_id()):
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
         )
+    keyspace = Keyspace(settings.namespace)
     for name in ("kv_pool_tokens", "host_pool_tokens", "disk_pool_tokens"):
         tokens = getattr(settings, name)
         if tokens and tokens < settings.block_size:
@@ -50,10 +51,22 @@ async def serve(settings: WorkerSettings) -> None:
         # Listen before the worker is registered, so that whoever is routed here can connect.
         listening = opened.enter_context(listen(settings.host, settings.port))
         settings = replace(settings, port=listening.getsockname()[1])
+        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
+        if settings.publish_events:
+            await _serve_published(settings, hosted, listening)
+        else:
+            await _serve_with_agent(settings, keyspace, hosted, listening)
+
+
+async def _serve_with_agent(
+    settings: WorkerSettings, keyspace: Keyspace, hosted: Hosted, listening: socket.socket
+) -> None:
+    from workers.http import create_app  # only the modules imported so load FastAPI
+
+    async with AsyncExitStack() as opened:
         redis = await opened.enter_async_context(
             connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         )
-        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
         gpu = GpuMonitor(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
         opened.push_async_callback(asyncio.to_thread, gpu.stop)
 
@@ -61,7 +74,7 @@ async def serve(settings: WorkerSettings) -> None:
             return engine.metrics(), engine.speed()
 
         agent = await _new_agent(
-            settings, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, gpu
+            settings, keyspace, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, gpu
         )
         engine = hosted.start(agent)
         try:
@@ -70,7 +83,6 @@ async def serve(settings: WorkerSettings) -> None:
             log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
         app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
         async with asyncio.TaskGroup() as tasks:
-            running_engine = tasks.create_task(engine.run())
             running_agent = tasks.create_task(_run(agent))
 
             async def leave() -> None:
@@ -79,13 +91,60 @@ async def serve(settings: WorkerSettings) -> None:
                 await asyncio.wait([running_agent])
                 await agent.stop()
 
-            def end() -> None:
-                # Cancelled a second time, the engine would not wait for the step it is in.
-                if not running_engine.cancelling():
-                    running_engine.cancel()
+            await _serve_engine(app, engine, listening, settings.drain_s, leave)
 
-            await serve_http(app, listening, on_stop=leave, on_late=end, drain_s=settings.drain_s)
-            end()
+
+async def _serve_published(
+    settings: WorkerSettings, hosted: Hosted, listening: socket.socket
+) -> None:
+    """Without agent and Redis: whoever wants to know of the engine subscribes to it."""
+    from prometheus_client import CollectorRegistry
+
+    from workers.publishing.block_events import BlockEvents
+    from workers.publishing.event_socket import EventSocket
+    from workers.publishing.publisher import EventPublisher
+    from workers.publishing.request_metrics import RequestMetrics
+    from workers.publishing.vllm_http import create_vllm_app, labels_of
+
+    registry = CollectorRegistry()
+    requests = RequestMetrics(registry, labels_of(settings, hosted))
+    with closing(
+        EventSocket(
+            settings.host,
+            events_port=settings.events_port,
+            replay_port=settings.replay_port,
+            rank=settings.dp_rank,
+        )
+    ) as events:
+        publisher = EventPublisher(BlockEvents(settings.block_size), events, requests)
+        engine = hosted.start(publisher)
+        engine.watcher = publisher
+        log.info("events on %s, again on %s", events.endpoint, events.replay_endpoint)
+        app = create_vllm_app(engine, settings, hosted, events, registry)
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(events.run())
+            await _serve_engine(app, engine, listening, settings.drain_s)
+            answering.cancel()
+
+
+async def _serve_engine(
+    app: Any,
+    engine: Engine,
+    listening: socket.socket,
+    drain_s: float,
+    leave: Callable[[], Awaitable[None]] = nothing,
+) -> None:
+    """Run the engine, and serve it until the process is told to stop. leave: see `serve_http`."""
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(engine.run())
+
+        def end() -> None:
+            # Cancelled a second time, the engine would not wait for the step it is in.
+            if not running.cancelling():
+                running.cancel()
+
+        await serve_http(app, listening, on_stop=leave, on_late=end, drain_s=drain_s)
+        end()
 
 
 async def _run(agent: Agent) -> None:
@@ -96,6 +155,7 @@ async def _run(agent: Agent) -> None:
 
 async def _new_agent(
     settings: WorkerSettings,
+    keyspace: Keyspace,
     hosted: Hosted,
     scripts: ScriptRunner,
     measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
@@ -111,4 +171,4 @@ async def _new_agent(
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)
-    return Agent(scripts, Keyspace(settings.namespace), info, agent_settings, measure, gpu.latest)
+    return Agent(scripts, keyspace, info, agent_settings, measure, gpu.latest)

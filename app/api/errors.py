@@ -25,6 +25,7 @@ from app.core.errors import (
     RedisUnavailable,
     RouterOverloaded,
     Superseded,
+    WrongVersion,
     cut,
     shown,
 )
@@ -45,9 +46,12 @@ ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
     RouterOverloaded: (429, "router_overloaded", _RETRY),
     NoWorkers: (503, "no_workers", _RETRY),
     NamespaceMissing: (503, "no_workers", _RETRY),
+    WrongVersion: (503, "wrong_version", _RETRY),
     RedisUnavailable: (503, "redis_unavailable", _RETRY),
 }
 """Status, code (stable, part of the interface) and headers."""
+INVALID = (408, 413, 422)
+"""Statuses that count as invalid requests."""
 MAX_RETRY_AFTER_S = 60
 MAX_ERRORS = 100
 """Only a body with so many unknown fields has more. pydantic lists all of them or none, and a
@@ -71,23 +75,30 @@ async def answer(request: Request, error: Exception) -> Response:
     if isinstance(error, KvrouteError):
         return await _kvroute_error(request, error)
     if isinstance(error, ValidationError):
+        _count(request, "invalid_request")
         return _validation_error(error)
     log.error("%s failed", request.url.path, exc_info=error)
     return await _fault(request, error)
 
 
-async def _kvroute_error(_: Request, error: Exception) -> Response:
+async def _kvroute_error(request: Request, error: Exception) -> Response:
     known = (ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
     status, code, headers = next(known, (500, "internal", {}))
     field = error.field if isinstance(error, InvalidRequest) else None
     if isinstance(error, AllWorkersBusy):
         headers = {"Retry-After": str(_retry_after_s(error.retry_after_s))}
+    if status in INVALID:
+        _count(request, code)
     return json_response(error_body(code, str(error), field), status, headers)
 
 
 def _retry_after_s(seconds: float) -> int:
     """Whole seconds, as the header requires."""
     return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))
+
+
+def _count(request: Request, code: str) -> None:
+    request.app.state.router.telemetry.refusals.labels(code).inc()
 
 
 def _validation_error(error: ValidationError) -> Response:
@@ -100,8 +111,9 @@ def _validation_error(error: ValidationError) -> Response:
     return _invalid(cut(".".join(map(str, first["loc"]))) or "body", first)
 
 
-async def _query_error(_: Request, error: Exception) -> Response:
+async def _query_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    _count(request, "invalid_request")
     first = error.errors()[0]
     return _invalid(str(first["loc"][-1]), first)
 

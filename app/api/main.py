@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.api import errors
+from app.api.large_bodies import BodyReader
 from app.api.routes import HOT_ROUTES, routes
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
@@ -41,7 +42,13 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
             await check_server(redis, CHECK_TIMEOUT_S)
         except RedisUnavailable as error:
             log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
-    await serve(app, *sockets, on_stop=app.state.router.stop)
+    router: Router = app.state.router
+    await serve(
+        app,
+        *sockets,
+        on_stop=router.stop,
+        on_refused=lambda code: router.telemetry.refusals.labels(code).inc(),
+    )
 
 
 def create_app(settings: RouterSettings) -> FastAPI:
@@ -67,9 +74,11 @@ def create_app(settings: RouterSettings) -> FastAPI:
         finally:
             await redis.aclose()
 
-    app = Application(title="kvroute router", lifespan=lifespan)
+    # A redirect to the path with or without a slash would repeat the caller's Host header.
+    app = Application(title="kvroute router", lifespan=lifespan, redirect_slashes=False)
     app.state.router = router
     app.state.settings = settings
+    app.state.bodies = BodyReader(settings.max_prompt_tokens)
     errors.install(app)
     app.include_router(routes)
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -27,6 +28,9 @@ except ImportError:  # there is no wheel for the newest Python yet
     simdjson = None  # type: ignore[assignment]
 
 M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
+
+BLOCKS_AT_ONCE = 8192
+"""How many blocks are hashed before others have a turn: some 5 ms."""
 
 
 def parse(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
@@ -79,6 +83,19 @@ def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     return body, tokens
 
 
+def unsigned_of(array: bytes) -> NDArray[np.uint64] | None:
+    """The numbers of an array in JSON; None if one is not an integer in [0, 2^64), or there are
+    none, or only pydantic can say."""
+    # Buffers are flat, so the array must not contain others.
+    if simdjson is not None and array.rfind(b"[") == 0:
+        with suppress(RuntimeError, TypeError, ValueError):
+            # The parser must outlive what it has parsed.
+            parser = simdjson.Parser()
+            numbers: Any = parser.parse(array)
+            return _unsigned(numbers)
+    return None
+
+
 def _unsigned(numbers: simdjson.Array) -> NDArray[np.uint64]:
     """Raises TypeError or ValueError if one is not an integer in [0, 2^64), or there are none."""
     return np.frombuffer(numbers.as_buffer(of_type="u"), np.uint64)
@@ -100,33 +117,64 @@ class Prompt:
     num_tokens: int
     tokens: Tokens | None = None
     local_hashes: list[int] | None = None
+    may_be_longer: bool = False
+    """Whether it may have full blocks without a hash, as in a lookup, which reserves nothing."""
     mm_hashes: list[list[int]] | None = None
     """For each full block, those of images and the like that touch it."""
     lora_name: str | None = None
     cache_namespace: str | None = None
 
-    def chain(self, block_size: int) -> list[SequenceHash]:
-        """Sequence hashes of the full blocks. Raises InvalidRequest if the hashes that the client
-        gave do not fit `block_size`."""
+    async def chain(self, block_size: int) -> list[SequenceHash]:
+        """Sequence hashes of the full blocks; other tasks run after every BLOCKS_AT_ONCE.
+
+        Raises InvalidRequest if the hashes that the client gave do not fit `block_size`.
+        """
         num_blocks = self.num_tokens // block_size
+        self._check(num_blocks, block_size)
         if self.local_hashes is not None:
-            if len(self.local_hashes) > num_blocks:
+            num_blocks = len(self.local_hashes)
+        if num_blocks <= BLOCKS_AT_ONCE:
+            return compute_sequence_hashes(self._local(0, num_blocks, block_size))
+        chain: list[SequenceHash] = []
+        for start in range(0, num_blocks, BLOCKS_AT_ONCE):
+            local = self._local(start, min(start + BLOCKS_AT_ONCE, num_blocks), block_size)
+            # A chain begins with its first local hash, so this one goes on from the last.
+            last = cast(list[LocalHash], chain[-1:])
+            chain += compute_sequence_hashes(last + local)[len(last) :]
+            await asyncio.sleep(0)
+        return chain
+
+    def _check(self, num_blocks: int, block_size: int) -> None:
+        if self.local_hashes is not None:
+            given = len(self.local_hashes)
+            if given > num_blocks or (given < num_blocks and not self.may_be_longer):
+                relation = "do not fit into" if given > num_blocks else "do not fill"
                 raise InvalidRequest(
                     "local_hashes",
-                    f"{len(self.local_hashes)} full blocks of {block_size} tokens do not fit "
-                    f"into num_tokens {self.num_tokens}",
+                    f"{given} full blocks of {block_size} tokens {relation} "
+                    f"num_tokens {self.num_tokens}",
                 )
-            return compute_sequence_hashes(cast(list[LocalHash], self.local_hashes))
         if self.mm_hashes is not None and len(self.mm_hashes) != num_blocks:
             raise InvalidRequest(
                 "mm_hashes",
                 f"got {len(self.mm_hashes)} lists, but {self.num_tokens} tokens are {num_blocks} "
                 f"full blocks of {block_size}",
             )
+        if isinstance(self.tokens, bytes):
+            token_bytes(self.tokens)
+
+    def _local(self, start: int, end: int, block_size: int) -> list[LocalHash]:
+        """Local hashes of the blocks from `start` to `end`, `end` excluded."""
+        if self.local_hashes is not None:
+            return cast(list[LocalHash], self.local_hashes[start:end])
         assert self.tokens is not None
-        seed = seed_for(self.lora_name, self.cache_namespace)
-        local = compute_local_hashes(self.tokens, block_size, seed=seed, mm_hashes=self.mm_hashes)
-        return compute_sequence_hashes(local)
+        stride = (4 if isinstance(self.tokens, bytes) else 1) * block_size
+        return compute_local_hashes(
+            self.tokens[start * stride : end * stride],
+            block_size,
+            seed=seed_for(self.lora_name, self.cache_namespace),
+            mm_hashes=self.mm_hashes[start:end] if self.mm_hashes else None,
+        )
 
 
 def of_body(body: schemas.RouteBody, tokens: bytes | None, max_tokens: int) -> Prompt:
@@ -170,11 +218,13 @@ def of_tokens(
     )
 
 
-def of_hashes(local_hashes: list[int], num_tokens: int, max_tokens: int) -> Prompt:
+def of_hashes(
+    local_hashes: list[int], num_tokens: int, max_tokens: int, *, may_be_longer: bool = False
+) -> Prompt:
     """The prompt with these hashes, which the client computed. Raises InvalidRequest if it is too
     long."""
     _check_length("num_tokens", num_tokens, max_tokens)
-    return Prompt(num_tokens, local_hashes=local_hashes)
+    return Prompt(num_tokens, local_hashes=local_hashes, may_be_longer=may_be_longer)
 
 
 def _check_length(field: str, num_tokens: int, max_tokens: int) -> None:

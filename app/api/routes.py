@@ -13,14 +13,16 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import PlainTextResponse
 
 from app.api import prompts, schemas, views
+from app.api.large_bodies import BodyReader
 from app.core.config import RouterSettings
 from app.core.errors import (
     InvalidRequest,
     NamespaceMissing,
     RedisUnavailable,
+    WrongVersion,
     shown,
 )
-from app.core.types import checked_request_id
+from app.core.types import checked_request_id, checked_reservation_id
 from app.http.body import Caller, header, json_response, read_body
 from app.policy.decision import RouteRequest
 from app.policy.view import View, load_statistics
@@ -29,6 +31,10 @@ from app.router.router import Router
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 """Headers that proxies may set if the client sends no such field."""
+
+BALANCER_ID = b"x-balancer-id"
+"""Header in which a balancer names each request that it takes, and which it repeats if it sends
+that request again to another replica."""
 
 
 class AnyText(PathConvertor):
@@ -74,9 +80,11 @@ async def find_best_worker(request: Request) -> Response:
     """Say where a prompt would be routed now, without reserving anything."""
     router, settings = _parts(request)
     raw = await read_body(request, settings.max_body_bytes)
-    body, _ = prompts.parse(schemas.FindBestWorker, raw)
-    prompt = prompts.of_hashes(body.local_hashes, body.num_tokens, settings.max_prompt_tokens)
-    chain = prompt.chain(await router.block_size(settings.policy))
+    body, _ = await _read(request, schemas.FindBestWorker, raw)
+    prompt = prompts.of_hashes(
+        body.local_hashes, body.num_tokens, settings.max_prompt_tokens, may_be_longer=True
+    )
+    chain = await prompt.chain(await router.block_size(settings.policy))
     decision = await router.route(
         RouteRequest(
             request_id=_new_id(),
@@ -105,14 +113,14 @@ async def route(request: Request) -> Response:
         options = _options_in_query(request)
         prompt = prompts.of_tokens(options, raw, settings.max_prompt_tokens)
     else:
-        body, tokens = prompts.parse(schemas.RouteBody, raw)
+        body, tokens = await _read(request, schemas.RouteBody, raw)
         if request.scope["query_string"]:
             query = shown(request.url.query)
             raise InvalidRequest("query", f"with JSON, options belong in the body, got {query}")
         options = body
         prompt = prompts.of_body(body, tokens, settings.max_prompt_tokens)
     policy = options.policy or settings.policy
-    chain = prompt.chain(await router.block_size(policy))
+    chain = await prompt.chain(await router.block_size(policy))
     caller = Caller(request)
     decision = await router.route(
         RouteRequest(
@@ -129,6 +137,8 @@ async def route(request: Request) -> Response:
             ),
             tenant=_or_header(request, options, "tenant") if settings.wait_queue else "",
             priority=options.priority,
+            retry=options.retry,
+            balancer_id=header(request, BALANCER_ID) or "",
         ),
         caller,
     )
@@ -141,7 +151,7 @@ async def route(request: Request) -> Response:
 @routes.post("/v1/requests/{request_id:any_text}/prefill_complete", responses=_errors(422, 503))
 async def prefill_complete(request: Request, request_id: str) -> schemas.RequestState:
     """Report that a request's first token is out. Idempotent."""
-    found = await _parts(request)[0].prefill_complete(checked_request_id(request_id))
+    found = await _parts(request)[0].prefill_complete(checked_reservation_id(request_id))
     return schemas.RequestState(request_id=request_id, found=found)
 
 
@@ -152,14 +162,14 @@ async def release(
     """Report that a request has ended, and release its reservation. Idempotent."""
     router, _ = _parts(request)
     found = await router.release(
-        checked_request_id(request_id), worker_failed=options.worker_failed
+        checked_reservation_id(request_id), worker_failed=options.worker_failed
     )
     return schemas.RequestState(request_id=request_id, found=found)
 
 
 @routes.get("/v1/workers", response_model=schemas.Workers, responses=_errors(503))
 async def workers(request: Request) -> Mapping[str, Any]:
-    """List the live workers and the load on each."""
+    """List the live workers and the load on each, and those that are left alone for a while."""
     router, _ = _parts(request)
     try:
         view = await router.refresh()
@@ -189,13 +199,18 @@ async def readiness(request: Request) -> Response:
         view = await router.refresh()
     except NamespaceMissing:
         pass
+    except WrongVersion as error:
+        return json_response({"ready": False, "missing": [f"namespace: {error}"]}, 503)
     except RedisUnavailable as error:
         missing.append(f"redis: {error}")
         # Without Redis a router still routes, by the last loads it saw.
         view = router.fleet.last_view
     ready = view is not None and bool(view.infos)
+    if router.danger_of_eviction:
+        missing.append(f"redis: {router.danger_of_eviction}")
     if not ready:
         missing.append("workers: none is alive")
+        missing += [f"workers: {what}" for what in router.fleet.strangers.values()]
     return json_response({"ready": ready, "missing": missing}, 200 if ready else 503)
 
 
@@ -206,12 +221,12 @@ async def metrics(request: Request) -> Response:
     telemetry, fleet = router.telemetry, router.fleet
     try:
         view = await router.refresh()
-    except (RedisUnavailable, NamespaceMissing):
+    except (RedisUnavailable, NamespaceMissing, WrongVersion):
         # Gauges of workers that nobody can vouch for are left out.
         telemetry.workers.view = None
     else:
         telemetry.workers.view = view
-        telemetry.keep_workers({str(info.key) for info in view.infos})
+        telemetry.keep_workers({str(i.key) for i in (*view.infos, *view.paused.values())})
         load_avg, load_std = load_statistics(view)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)
@@ -221,6 +236,14 @@ async def metrics(request: Request) -> Response:
 
 def _parts(request: Request) -> tuple[Router, RouterSettings]:
     return request.app.state.router, request.app.state.settings
+
+
+async def _read(
+    request: Request, model: type[prompts.M], raw: bytes
+) -> tuple[prompts.M, bytes | None]:
+    """As BodyReader.read."""
+    bodies: BodyReader = request.app.state.bodies
+    return await bodies.read(model, raw, _parts(request)[0].fleet.block_size)
 
 
 def _new_id() -> str:

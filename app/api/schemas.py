@@ -23,7 +23,11 @@ from app.policy.locality import Locality
 
 T = TypeVar("T")
 
+DEGRADED = "decided without Redis, by the last loads seen, or without all of the overlap it knows"
 ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
+
+MAX_EXCLUDED = 4096
+"""More workers than a fleet has."""
 
 Array = Annotated[list[T], Field(fail_fast=True)]
 """Only the first bad item is reported: making an error for each of a million takes seconds."""
@@ -52,6 +56,7 @@ HashValue = Annotated[
         }
     ),
 ]
+Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")]
 TenantId = Annotated[str, Field(pattern=f"^{TENANT_ID.pattern}$")]
 Priority = Annotated[str, Field(pattern=f"^({'|'.join(PRIORITIES)})$")]
@@ -74,14 +79,20 @@ class RouteOptions(_Body):
 
     request_id: RequestId | None = Field(
         default=None,
-        description="routing the same id again moves its reservation; default: the header "
-        "x-request-id, or else a generated id",
+        description="default: the header x-request-id, or else a generated id",
+    )
+    retry: bool = Field(
+        default=False,
+        description="the same request_id was sent before: take the place of what it has reserved; "
+        "otherwise requests with the same id have a reservation each",
     )
     lora_name: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     cache_namespace: str | None = Field(default=None, description=ONLY_WITH_TOKENS)
     policy: PolicyName | None = Field(default=None, description="default: the router's --policy")
     exclude: Array[str] = Field(
-        default_factory=list, description="worker ids, or <worker_id>:<dp_rank>"
+        default_factory=list,
+        max_length=MAX_EXCLUDED,
+        description="worker ids, or <worker_id>:<dp_rank>",
     )
     session_id: RequestId | None = Field(
         default=None,
@@ -101,14 +112,14 @@ class RouteOptions(_Body):
 class RouteBody(RouteOptions):
     """`token_ids`, or `local_hashes` and `num_tokens`."""
 
-    token_ids: Array[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(
-        default=None, description="the prompt"
-    )
+    token_ids: Array[Token] | None = Field(default=None, description="the prompt")
     local_hashes: Array[HashValue] | None = Field(
         default=None, description="instead of token_ids: one per full block, in prompt order"
     )
     num_tokens: int | None = Field(
-        default=None, ge=1, description="with local_hashes: length of the prompt"
+        default=None,
+        ge=1,
+        description="with local_hashes: length of the prompt; less than a block beyond the hashes",
     )
     mm_hashes: Array[Array[HashValue]] | None = Field(
         default=None,
@@ -124,7 +135,8 @@ class ReleaseOptions(BaseModel):
 
     worker_failed: bool = Field(
         default=False,
-        description="no request goes to the worker until it has renewed its lease",
+        description="no request goes to the worker until it has renewed its lease; longer if it "
+        "failed others before",
     )
 
 
@@ -143,7 +155,7 @@ class BestWorker(BaseModel):
     overlap_blocks: int = Field(description="leading blocks of the prompt that the worker holds")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
-    degraded: bool = Field(description="decided without Redis, by the last loads seen")
+    degraded: bool = Field(description=DEGRADED)
 
 
 class CandidateModel(BaseModel):
@@ -171,6 +183,10 @@ class BestOverlap(BaseModel):
 
 class Routed(BaseModel):
     request_id: str
+    reservation_id: str | None = Field(
+        default=None,
+        description="if reserved: by this id the reservation is confirmed and released",
+    )
     worker_id: str
     dp_rank: int
     address: str = Field(description="base URL of the worker")
@@ -178,7 +194,7 @@ class Routed(BaseModel):
     isl_tokens: int = Field(description="length of the prompt")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
-    degraded: bool = Field(description="decided without Redis, by the last loads seen")
+    degraded: bool = Field(description=DEGRADED)
     reserved: bool = Field(description="whether the decision must be released")
     waited_ms: int | None = Field(
         default=None, description="how long the request waited for a worker, if it had to"
@@ -226,22 +242,36 @@ WorkerModel = create_model(
     active_blocks=_field(int, "KV blocks reserved"),
     prefill_tokens=_field(int, "prompt tokens reserved and still to be computed"),
     queue_s=_field(float, "predicted length of the queue of prefills"),
+    failures=_field(int, "requests that it failed, less those that it answered since"),
     **_reported(METRICS),
     gpu=_field(GpuModel | None, "null if nothing was read"),
     stale=_field(
         bool, "the measurements are older than a second; longer with more than 256 workers"
     ),
 )
+
+
+class PausedWorker(BaseModel):
+    """A worker that failed requests, and gets none until it renews its lease after a pause."""
+
+    worker_id: str
+    dp_rank: int
+    incarnation: int
+    failures: int = Field(description="requests that it failed, less those that it answered since")
+    pause_s: float = Field(description="seconds left of the pause")
+
+
 Workers = create_model(
     "Workers",
     workers=(list[WorkerModel], ...),  # type: ignore[valid-type]
+    paused=(list[PausedWorker], ...),
     load_avg=_field(float, "mean used fraction of KV blocks, over the workers that are not stale"),
     load_std=_field(float, "its sample standard deviation"),
 )
 
 
 class Readiness(BaseModel):
-    """Without Redis, a router may still be ready."""
+    """Without Redis, or with one that may drop keys, a router may still be ready."""
 
     ready: bool
     missing: list[str] = Field(description="each entry is `<what>: <why>`")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
+from app.core.loads import NOT_FAILING
 from app.core.types import WorkerKey
 from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS, Item
 from app.policy.decision import Candidate, Decision
@@ -35,6 +36,8 @@ def routed(decision: Decision) -> dict[str, Any]:
         "degraded": decision.degraded,
         "reserved": decision.reserved,
     }
+    if decision.reserved:
+        answer["reservation_id"] = decision.reservation_id
     if decision.waited_ms:
         answer["waited_ms"] = decision.waited_ms
     if decision.candidates:
@@ -81,6 +84,7 @@ def workers(view: View, load_avg: float, load_std: float) -> dict[str, Any]:
             "active_blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_s": load.queue_s(view.now_ms),
+            "failures": view.failing.get(inc, NOT_FAILING).failures,
             **_reported(METRICS, measured.metrics),
             "gpu": None if measured.gpu == NO_READINGS else _reported(GPU, measured.gpu),
             "stale": measured.is_stale(view.now_ms, len(view.infos)),
@@ -89,10 +93,19 @@ def workers(view: View, load_avg: float, load_std: float) -> dict[str, Any]:
             view.incarnations, view.infos, view.loads, view.measured, strict=True
         )
     ]
-    return {"workers": found, "load_avg": load_avg, "load_std": load_std}
+    paused = [
+        {
+            **_key(info.key),
+            "incarnation": inc,
+            "failures": view.failing[inc].failures,
+            "pause_s": view.failing[inc].pause_s(view.now_ms),
+        }
+        for inc, info in view.paused.items()
+    ]
+    return {"workers": found, "paused": paused, "load_avg": load_avg, "load_std": load_std}
 
 
-NO_WORKERS = {"workers": [], "load_avg": 0.0, "load_std": 0.0}
+NO_WORKERS = {"workers": [], "paused": [], "load_avg": 0.0, "load_std": 0.0}
 """As schemas.Workers, of a namespace that does not exist."""
 
 

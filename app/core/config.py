@@ -197,7 +197,13 @@ class RouterSettings(CommonSettings):
     )
     reservation_ttl_s: float = setting(
         600.0,
-        "A reservation not released within this time expires.",
+        "A reservation not released within this time of its first token expires.",
+        POSITIVE_SECONDS,
+    )
+    prefill_ttl_s: float = setting(
+        60.0,
+        "A reservation expires after this time, plus four times "
+        "what its worker's queue of prefills was predicted to last, if no first token is reported.",
         POSITIVE_SECONDS,
     )
     wait_queue: int = setting(
@@ -323,6 +329,18 @@ class WorkerSettings(CommonSettings):
         256,
         "Requests that may be reserved on the worker at once; then it is full.",
         Whole(1, 1_000_000),
+    )
+    publish_events: str = setting(
+        "",
+        "vllm: the engine publishes its KV events and metrics as vLLM does, for `kvroute agent`; "
+        "empty: the worker registers itself in Redis.",
+        OneOf(("", "vllm")),
+    )
+    events_port: int = setting(
+        0, "Port for published KV events (ZeroMQ); 0 takes a free one.", PORT
+    )
+    replay_port: int = setting(
+        0, "Port to ask for published KV events again (ZeroMQ); 0 takes a free one.", PORT
     )
     lease_ttl_s: float = setting(
         3.0, "How long the worker is routed to after its last sign of life.", POSITIVE_SECONDS

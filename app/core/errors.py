@@ -10,8 +10,10 @@ KvrouteError
 │   └── RedisRecovering   leases ran out while Redis was unreachable; they are about to be renewed
 ├── NamespaceMissing      Redis answers but holds no such namespace (yet, or any more)
 ├── NamespaceMismatch     a worker's block size or hash settings differ from its namespace's
+│   └── WrongVersion      another release wrote the namespace, in another version of the data model
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
 ├── WorkerReplaced        another process registered as the same worker; this one must end
+├── EngineUnavailable     the engine beside an agent does not answer, or is not ready yet
 ├── BlockLost             a slot does not hold, or no longer holds, the block that it should
 ├── NotEnoughBlocks       a request needs more slots of a tier than are free
 ├── ClusterError          a process of `kvroute up` did not come up (app/local/cluster.py)
@@ -86,12 +88,26 @@ class NamespaceMismatch(KvrouteError):
     """A worker does not fit the namespace it registers in."""
 
 
+class WrongVersion(NamespaceMismatch):
+    """A namespace holds a version of the data model that this release does not speak."""
+
+    def __init__(self, namespace: str, held: int, spoken: int) -> None:
+        super().__init__(
+            f"namespace {namespace!r} holds version {held} of the data model, but this release of "
+            f"kvroute speaks version {spoken}: run it in a --namespace of its own"
+        )
+
+
 class IncarnationLost(KvrouteError):
     """Another incarnation has replaced this one, its lease lapsed, or Redis lost it."""
 
 
 class WorkerReplaced(KvrouteError):
     """Another process registered as the same worker; this one must end."""
+
+
+class EngineUnavailable(KvrouteError):
+    """The engine beside an agent does not answer, or is not ready yet; it may be, later."""
 
 
 class BlockLost(KvrouteError):

@@ -3,7 +3,7 @@
 A namespace is one model, block size and hash settings. Its keys share a hash tag, except those of
 the index, which are in shards, each with its own tag. A script touches the keys of only one tag, so
 a namespace may be spread over a Redis Cluster. The names are a public contract; the `1` in them is
-its version. Fields and values are text.
+its version, and DATA_VERSION that of what they hold. Fields and values are text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _KEY = re.compile(
     r"kvroute:1:\{(?P<namespace>[^#}]+)(?:#(?P<shard>\d{1,9}))?\}:(?P<name>.*)", re.DOTALL
 )
+DATA_VERSION = 2
+"""Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
+read, or reads wrongly: raise it with the first such change after a release. Version 1
+recorded none."""
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 METRICS_WORKERS = 256
@@ -54,15 +58,15 @@ KEYSPACE = (
     Key(
         "meta",
         "hash",
-        "`block_size`, `shards`, `incarnations` (last number given), `workers_ms` (when"
-        " a worker was last registered or its entry restored)",
+        "`version` of the data model, `block_size`, `shards`, `incarnations` (last number given),"
+        " `workers_ms` (when a worker was last registered or its entry restored)",
         ("register", "renew"),
         "for good",
     ),
     Key(
         "workers",
         "hash",
-        "`<inc>` → JSON: worker, address, block size, capacity, lease",
+        "`<inc>` → JSON: worker, address, block size, capacity, lease, version of the data model",
         ("register", "renew"),
         "retired",
     ),
@@ -77,7 +81,7 @@ KEYSPACE = (
         "leases",
         "zset",
         "`<inc>` by expiry, ms, Redis clock",
-        ("register", "renew", "suspend"),
+        ("register", "renew", "suspend", "activate"),
         "retired",
     ),
     Key(
@@ -96,32 +100,41 @@ KEYSPACE = (
         "retired",
     ),
     Key(
+        "failures",
+        "hash",
+        "`<inc>` → `count last_ms`: requests that its worker failed, less those that it answered "
+        "since, and when it failed the last one, by the Redis clock",
+        ("suspend", "release", "activate"),
+        "answered or retired",
+    ),
+    Key(
         "reservations",
         "hash",
-        "request id → `<inc>`",
+        "reservation → `<inc>`. A reservation is named like its request; if another request had "
+        "that id, `<request id>~<tag>`",
         ("reserve", "activate"),
         "released or expired",
     ),
     Key(
         "expiry",
         "zset",
-        "request id by expiry, ms, Redis clock",
-        ("reserve",),
+        "reservation by expiry, ms, Redis clock",
+        ("reserve", "prefill_complete"),
         "released or expired",
     ),
     Key(
         "requests:<inc>",
         "hash",
-        "request id → `prefill_tokens prefill_us blocks state attempt`; state `p` "
-        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` tells apart tries of the same "
-        "request",
+        "reservation → `prefill_tokens prefill_us blocks state attempt`; state `p` "
+        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` says when the try began and tells "
+        "it from others with the same request id",
         ("reserve", "prefill_complete", "activate"),
         "released or expired",
     ),
     Key(
         "prefills:<inc>",
         "list",
-        "request ids still prefilling, oldest first",
+        "reservations still prefilling, oldest first",
         ("reserve", "activate", "renew"),
         "released or expired",
     ),
@@ -235,16 +248,26 @@ KEYSPACE = (
         "hash",
         "slice letter → number of its entries; `cutoff`, the oldest slice that counts; "
         "`bucket_bits`; `cursor` of prune",
-        ("predict", "prune"),
+        ("predict", "confirm_predicted", "withdraw_predicted", "prune"),
         "for good",
         in_shard=True,
     ),
     Key(
         "predicted:<bucket>",
         "hash",
-        "sequence hash → `<inc><slice letter>...`, for some of the blocks that were routed",
-        ("predict", "prune"),
+        "sequence hash → `<inc><slice letter>...`, for some of the blocks that were routed; an "
+        "upper-case letter until the first token of a request with them is out",
+        ("predict", "confirm_predicted", "withdraw_predicted", "prune"),
         "pruned",
+        in_shard=True,
+    ),
+    Key(
+        "routed:<attempt>",
+        "hash",
+        "`inc`, `blocks`, the hashes predicted for the request, and `added`, those among them that"
+        " were not predicted before",
+        ("predict",),
+        "its first token or its end is reported, or the reservation would have ended",
         in_shard=True,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.core.types import Incarnation
 
@@ -54,6 +54,8 @@ class Reservation:
     attempt: str = "-"
     """`<began, ms>-<tag>`, without spaces: when the try began, by the Redis clock, and what tells
     it from others of the same request."""
+    retry: bool = False
+    """Whether it takes the place of what earlier tries of the request hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,22 @@ class Wish:
     """At this many the worker is full."""
     seen_total: int | None
     """`Load.total` when it was read; None: take the worker as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """failures: requests that a worker failed, less those that it answered since. until_ms: before
+    that it gets no requests, as long as there is another worker."""
+
+    failures: int
+    until_ms: int
+
+    def pause_s(self, now_ms: int) -> float:
+        """Seconds left of the pause."""
+        return max(0, self.until_ms - now_ms) / 1000
+
+
+NOT_FAILING = Failing(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +100,13 @@ class Snapshot:
     """Whether any request waits for a turn, at any replica; also False if not asked."""
     lapsed: frozenset[Incarnation] = frozenset()
     """Incarnations that would be routable if their leases had not run out."""
+    failing: dict[Incarnation, Failing] = field(default_factory=dict)
+    """Those whose workers failed requests; empty if not asked."""
+
+    @property
+    def paused(self) -> list[Incarnation]:
+        """Those that get no requests because they failed some."""
+        return [inc for inc in self.failing if inc in self.lapsed]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ its data or its last writes."""
 _INCARNATION = re.compile(rb"\d{1,15}")
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+RESERVATION_ID = re.compile(r"[\x21-\x7e]{1,128}(~[0-9a-f]{16})?")
+"""`<request_id>~<tag>`; or a request's id, for the reservation that has it to itself."""
 TENANT_ID = re.compile(r"[\x21-\x7e]{1,64}")
 
 
@@ -42,6 +44,14 @@ def checked_request_id(value: object) -> str:
             "request_id", f"needs 1 to 128 visible ASCII characters, got {shown(value)}"
         )
     return value
+
+
+def checked_reservation_id(value: str) -> str:
+    """`value`, which a caller gave as the id of a reservation, or of its request.
+
+    Raises InvalidRequest if it can be neither.
+    """
+    return value if RESERVATION_ID.fullmatch(value) else checked_request_id(value)
 
 
 class WorkerKey(NamedTuple):
@@ -81,6 +91,12 @@ class TierOverlap:
     @property
     def total(self) -> int:
         return self.device + self.host + self.disk
+
+    def first(self, blocks: int) -> TierOverlap:
+        """Its first `blocks` blocks, or all of them if there are fewer."""
+        device = min(self.device, blocks)
+        host = min(self.host, blocks - device)
+        return TierOverlap(device, host, min(self.disk, blocks - device - host))
 
 
 NO_OVERLAP = TierOverlap()

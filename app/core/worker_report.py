@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import orjson
 
 from app.core.errors import shown
+from app.core.keys import DATA_VERSION
 from app.core.types import WorkerKey
 
 MAX_COUNT = 10**12
@@ -102,6 +103,15 @@ class WorkerInfo:
         "with so many requests reserved at once the worker is full", text="up to {}", noun="request"
     )
     accelerator: str = _said("its GPU, or cpu", "cpu", text="{}")
+    reuse_blocks: int = _said(
+        "its engine reuses a prompt's blocks only in whole multiples of so many",
+        1,
+        least=1,
+        text="",
+    )
+    recomputed_blocks: int = _said(
+        "so many last ones of the blocks that it could reuse its engine computes again", 0, text=""
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +217,20 @@ NO_READINGS = GpuReadings()
 
 
 def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
-    """JSON: an object with each field of `info`, and `lease_ttl_ms`."""
+    """JSON: an object with each field of `info`, `lease_ttl_ms`, and the data model's `version`."""
     values = {item.wire: getattr(info, item.name) for item in INFO}
-    return orjson.dumps(values | {"lease_ttl_ms": lease_ttl_ms}, default=WorkerKey.__str__)
+    values |= {"lease_ttl_ms": lease_ttl_ms, "version": DATA_VERSION}
+    return orjson.dumps(values, default=WorkerKey.__str__)
+
+
+def version_in(text: bytes | str) -> int:
+    """The version of the data model that the worker speaks which wrote `text`; 1 if that does not
+    say. Raises ValueError if nothing of the kind wrote it."""
+    values = orjson.loads(text)
+    version = values.get("version", 1) if isinstance(values, dict) else None
+    if type(version) is not int:
+        raise ValueError(f"version is {shown(version)}, not a whole number")
+    return version
 
 
 def decode_info(text: bytes | str) -> WorkerInfo:

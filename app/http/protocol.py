@@ -9,7 +9,8 @@ import asyncio
 import logging
 import resource
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -46,10 +47,15 @@ def max_connections() -> int:
 
 
 class Connections(ServerState):
-    """All connections of one server, and those without a request, the longest idle first."""
+    """All connections of one server, and those without a request, the longest idle first.
 
-    def __init__(self) -> None:
+    on_refused: called with the code of the error for each request that is refused here.
+    """
+
+    def __init__(self, on_refused: Callable[[str], object] = lambda _: None) -> None:
         super().__init__()
+        self.on_refused = on_refused
+        self.log: Any = _SeldomWarning(logging.getLogger("uvicorn.error"))
         self.idle: dict[Protocol, None] = {}
         self.limit = max_connections()
         self._complaints = RateLimit(COMPLAINTS_PER_S)
@@ -66,12 +72,36 @@ class Connections(ServerState):
         gone.transport.abort()
 
 
+class _SeldomWarning(logging.LoggerAdapter[logging.Logger]):
+    """A logger with COMPLAINTS_PER_S warnings at most; each says how many before it went unsaid."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger)
+        self._limit = RateLimit(COMPLAINTS_PER_S)
+        self._unsaid = 0
+
+    @property
+    def level(self) -> int:
+        return self.logger.level
+
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
+        if level == logging.WARNING:
+            if not self._limit.allows(time.monotonic()):
+                self._unsaid += 1
+                return
+            if self._unsaid:
+                msg, self._unsaid = f"{msg} ({self._unsaid} warnings before it went unsaid)", 0
+        self.logger.log(level, msg, *args, **options)
+
+
 class Protocol(HttpToolsProtocol):
     """One connection. Refuses what is too large or too slow, in the shape of all other errors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._state: Any = self.server_state
+        # uvicorn logs each request that is not HTTP, and a caller can send any number.
+        self.logger = cast(Any, self.server_state).log
         self._refusal = (400, "bad_request", "Invalid HTTP request received.")
         self._in_head = True
         self._framing = 0
@@ -143,6 +173,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(*self._refusal)
 
     def _refuse(self, status: int, code: str, message: str) -> None:
+        self._state.on_refused(code)
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             body = orjson.dumps(error_body(code, message))
             self.transport.write(

@@ -72,9 +72,10 @@ class _Server(uvicorn.Server):
         on_stop: Callable[[], Awaitable[None]],
         on_late: Callable[[], object],
         drain_s: float,
+        on_refused: Callable[[str], object],
     ) -> None:
         super().__init__(config)
-        self.server_state = Connections()
+        self.server_state = Connections(on_refused)
         self._drain_s = drain_s
         self._on_stop = on_stop
         self._on_late = on_late
@@ -95,7 +96,7 @@ class _Server(uvicorn.Server):
             late.cancel()
 
 
-async def _nothing() -> None:
+async def nothing() -> None:
     pass
 
 
@@ -111,15 +112,18 @@ def collect_seldom() -> None:
 async def serve(
     app: Any,
     *sockets: socket.socket,
-    on_stop: Callable[[], Awaitable[None]] = _nothing,
+    on_stop: Callable[[], Awaitable[None]] = nothing,
     on_late: Callable[[], object] = lambda: None,
     drain_s: float = DRAIN_S,
+    on_refused: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation; return when the open responses have ended.
 
     on_stop: awaited first, while requests are still accepted, to leave the rotation.
     on_late: called if responses are still open after `drain_s`, so that they end by themselves;
     ENDING_S later they are cut off.
+    on_refused: called with the code of the error for each request that is refused before the
+    application sees it.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
     collect_seldom()
@@ -138,6 +142,7 @@ async def serve(
         on_stop,
         on_late,
         drain_s,
+        on_refused,
     )
     # uvicorn raises the signal again when it is done, which would end the process before its
     # owner has cleaned up; these handlers absorb it.

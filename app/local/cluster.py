@@ -21,6 +21,7 @@ from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.http.server import listen
+from app.local.child import start_child
 from app.local.interrupts import interrupts_held
 from app.local.redis_server import (
     LOOPBACK,
@@ -54,6 +55,8 @@ class Member:
 
 class Cluster:
     """A cluster, started as a whole on entry and stopped as a whole on exit.
+
+    On Linux its processes end with this one even if it is killed.
 
     router, worker: what all replicas and workers share; ports and names are filled in here.
     redis_url: an existing Redis; None starts an embedded one.
@@ -188,10 +191,7 @@ class Cluster:
             "KVROUTE_BALANCER_TIMEOUT": f"{patience_s}s",
         }
         command = [str(binary), "-db", "-f", str(config)]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=environment, process_group=0
-        )
-        return Member("balancer", self.balancer_url, process)
+        return Member("balancer", self.balancer_url, start_child(command, env=environment))
 
     def _spawn(
         self, name: str, url: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
@@ -203,15 +203,7 @@ class Cluster:
             "REDIS_URL": self.redis_url,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=pass_fds,
-            # Ctrl-C in a terminal reaches only the owner, which stops these in their order.
-            process_group=0,
-        )
-        return Member(name, url, process)
+        return Member(name, url, start_child(command, env=environment, pass_fds=pass_fds))
 
     def _stop_all(self) -> None:
         """Ask all processes to stop, wait, and kill those that do not."""

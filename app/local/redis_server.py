@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from app.core.errors import RedisUnavailable
+from app.local.child import start_child
 from app.local.interrupts import interrupts_held
 
 LOOPBACK = "127.0.0.1"
@@ -165,14 +166,7 @@ class EmbeddedRedis:
         command = [str(binary), *self.options, "--bind", LOOPBACK, "--port", str(self.port)]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._log.parent)]
         with open(self._log, "wb") as log, interrupts_held():
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal then reaches only the owner, which stops this server last.
-                process_group=0,
-            )
+            self._process = start_child(command, output=log)
 
     def _wait_until_answering(self) -> None:
         assert self._process is not None

@@ -10,6 +10,7 @@ from itertools import islice
 
 import orjson
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 
 from app.core.chains import parse_owners
 from app.core.config import LONGEST_S
@@ -29,6 +30,7 @@ from app.state.reading import (
     contents,
     read_control,
     read_promised,
+    read_together,
     readable,
     scan,
 )
@@ -150,13 +152,15 @@ async def _look_at_names(
 
 async def _look_at_shard(redis: Client, shard: Keyspace) -> list[tuple[str, str]]:
     """What is wrong with the keys of a shard other than its buckets."""
-    node = redis.node_of(shard["shard"]).client
-    async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
+
+    def queue(pipe: Pipeline) -> None:
         pipe.hget(shard["shard"], "bucket_bits")
         pipe.hkeys(shard["applied"])
         pipe.smembers(shard["dead"])
         pipe.hgetall(shard["predictions"])
-        bits, applied, dead, predictions = await pipe.execute()
+
+    node = redis.node_of(shard["shard"]).client
+    bits, applied, dead, predictions = await read_together(node, queue)
     found = []
     if applied and not BUCKET_BITS.fullmatch(bits or b""):
         found.append(("bucket bits that cannot be read", shard["shard"]))
@@ -172,7 +176,7 @@ async def _look_at_shard(redis: Client, shard: Keyspace) -> list[tuple[str, str]
 def _unreadable(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
     """(what, where) for every value that no part of kvroute would write."""
     block_size = number_in(c.meta, b"block_size")
-    for name in (b"block_size", b"shards", b"incarnations"):
+    for name in (b"version", b"block_size", b"shards", b"incarnations"):
         if c.meta and number_in(c.meta, name) is None:
             yield "a number of the namespace that cannot be read", readable(name)
     for inc, text in c.workers.items():

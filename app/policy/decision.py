@@ -16,7 +16,8 @@ class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
     began_ms: when it came in, by the Redis clock; None: that is not known yet. session: "" for
-    none. tenant, priority: used if it has to wait.
+    none. tenant, priority: used if it has to wait. retry: it takes the place of what earlier tries
+    with its id hold. balancer_id: the same if a balancer sends a request again; "" for none.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
     """
@@ -32,6 +33,8 @@ class RouteRequest:
     session: str = ""
     tenant: str = ""
     priority: str = "normal"
+    retry: bool = False
+    balancer_id: str = ""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class Query:
     began_ms: int | None = None
     """When it came in, by the Redis clock; None: that is not known yet."""
     overlaps: Overlaps = field(default_factory=dict)
+    is_short: bool = False
+    """Whether Redis did not tell all of the overlaps."""
     session_at: Incarnation | None = None
     """Where its session last went."""
     tries: int = 0
@@ -55,6 +60,17 @@ class Query:
     def attempt(self) -> str:
         """The name of the try: see Reservation."""
         return f"{self.began_ms or 0}-{self.tag}"
+
+    @property
+    def reservation_id(self) -> str:
+        return f"{self.request.request_id}~{self.tag}"
+
+    @property
+    def replaces(self) -> str | None:
+        """The id of what an earlier try may hold; None: there was none."""
+        if self.request.retry:
+            return self.request.request_id
+        return self.reservation_id if self.request.balancer_id else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +90,10 @@ class Candidate:
 class Decision:
     """Where a request goes.
 
-    degraded: decided without Redis, by load alone, from the last loads seen.
+    degraded: decided without Redis, by load alone, from the last loads seen; or without all of the
+    overlaps.
     reserved: capacity is promised to the request until it is released or expires.
+    reservation_id: that of the promise, which nobody else can guess.
     """
 
     request_id: str
@@ -88,6 +106,7 @@ class Decision:
     tries: int
     degraded: bool
     reserved: bool
+    reservation_id: str
     attempt: str
     """See Reservation."""
     locality: Locality

@@ -123,8 +123,9 @@ class Planner:
             policy=policy,
             tied=choice.tied,
             tries=query.tries,
-            degraded=degraded,
+            degraded=degraded or query.is_short,
             reserved=request.reserve and not degraded,
+            reservation_id=query.reservation_id,
             attempt=query.attempt,
             locality=Locality.DEGRADED if degraded else locality,
             best=best,
@@ -136,7 +137,7 @@ class Planner:
             position,
             view.incarnations[position],
             view.loads[position].total,
-            _reservation(decision, size, choice, candidates),
+            _reservation(decision, size, choice, candidates, retry=request.retry),
             decision,
             view,
             candidates,
@@ -163,7 +164,7 @@ def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
 
 
 def _reservation(
-    decision: Decision, size: RequestSize, choice: Choice, candidates: Candidates
+    decision: Decision, size: RequestSize, choice: Choice, candidates: Candidates, *, retry: bool
 ) -> Reservation:
     """What the decision reserves on its worker."""
     prefill_s = choice.costs.terms.get("prefill_s")
@@ -176,6 +177,7 @@ def _reservation(
         prefill_us=round(1e6 * min(float(prefill_s[choice.index]), MAX_PREFILL_S)),
         blocks=size.isl_blocks,
         attempt=decision.attempt,
+        retry=retry,
     )
 
 

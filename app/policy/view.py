@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from app.core.chains import Overlaps
 from app.core.keys import metrics_interval_s
 from app.core.loads import Load, Reservation, Snapshot
-from app.core.types import Incarnation
+from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
@@ -98,6 +99,10 @@ class Workers:
         self.measured = [measured for _, _, measured in known]
         self.everybody = np.ones(len(known), dtype=np.bool_)
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
+        self.reuse_less = {
+            inc: info for inc, info, _ in known if info.reuse_blocks > 1 or info.recomputed_blocks
+        }
+        """Those whose engines do not reuse each block that they hold."""
         self.rows = _matrix(
             [measured_rows(m.metrics, m.speed) for m in self.measured],
             len(METRICS_ROWS) + len(SPEED_ROWS),
@@ -112,8 +117,16 @@ class Workers:
 class View:
     """The live workers at one moment, in a fixed order; decisions add what they reserve."""
 
-    def __init__(self, snapshot: Snapshot, workers: Workers) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        workers: Workers,
+        paused: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
+    ) -> None:
+        """paused: workers that are live, but get no requests because they failed some."""
         self.now_ms = snapshot.now_ms
+        self.failing = snapshot.failing
+        self.paused = paused
         self.somebody_waits = snapshot.somebody_waits
         self.incarnations = workers.incarnations
         self.infos = workers.infos
@@ -168,6 +181,14 @@ class View:
                 disk[position] = overlap.disk
         return Candidates(device, host, disk, *loads, *self._workers.rows)
 
+    def reusable(self, overlaps: Overlaps, isl_tokens: int) -> Overlaps:
+        """What the engines would reuse of `overlaps`, those of a prompt of `isl_tokens`."""
+        reused: Overlaps = {}
+        for inc, info in self._workers.reuse_less.items():
+            if inc in overlaps:
+                reused[inc] = _reused(overlaps[inc], info, isl_tokens)
+        return {inc: o for inc, o in (overlaps | reused).items() if o.total} if reused else overlaps
+
     def position(self, inc: Incarnation) -> int | None:
         """The index of an incarnation in this view; None: it is not routed to."""
         return self._workers.position.get(inc)
@@ -178,6 +199,13 @@ class View:
         load.add(reservation, self.now_ms)
         max_requests = self.infos[position].max_requests
         self._rows[len(OVERLAP_ROWS) :, position] = load_rows(load, self.now_ms, max_requests)
+
+
+def _reused(overlap: TierOverlap, info: WorkerInfo, isl_tokens: int) -> TierOverlap:
+    # The last token is always computed, and with it the block of the engine that it is in.
+    most = (isl_tokens - 1) // info.block_size
+    whole = min(overlap.total, most) // info.reuse_blocks * info.reuse_blocks
+    return overlap.first(max(whole - info.recomputed_blocks, 0))
 
 
 def load_statistics(view: View) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from app.core.errors import (
     RedisUnavailable,
     RoutingError,
     Superseded,
+    WrongVersion,
 )
 from app.core.loads import Refused, Snapshot, Wish
 from app.core.rate_limit import RateLimit
@@ -67,6 +68,7 @@ class Decider:
         self._waiting = waiting
         self._planner = Planner(replica.settings)
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
+        self._prefill_ttl_ms = round(replica.settings.prefill_ttl_s * 1000)
         self._queue: asyncio.Queue[Pending] = asyncio.Queue(MAX_QUEUED)
         self._complaints = RateLimit(COMPLAINTS_PER_S)
         self._complained = False
@@ -110,6 +112,11 @@ class Decider:
     async def _decide(self, batch: list[Pending]) -> None:
         try:
             view = await self._look_up.batch([pending.query for pending in batch])
+        except WrongVersion as error:
+            self._replica.fleet.note(error)
+            for pending in batch:
+                pending.fail(error)
+            return
         except (RedisUnavailable, NamespaceMissing) as error:
             self._replica.fleet.note(error)
             # Requests that came meanwhile must not each wait for a deadline.
@@ -144,7 +151,7 @@ class Decider:
                 # Redis may still run what it was sent, also for callers who have gone since.
                 for pending in lost:
                     self._maintenance.release_soon(
-                        pending.request.request_id, pending.query.attempt
+                        pending.query.reservation_id, pending.query.attempt
                     )
                 self._decide_degraded(lost, error)
                 return
@@ -188,8 +195,8 @@ class Decider:
     ) -> None:
         """Release what refused requests hold, and decide again those that held something.
 
-        A request id that is routed again gives up its reservation, which may be the very reason why
-        it was refused.
+        A retry gives up the reservation of the try before, which may be the very reason why it was
+        refused.
         """
         released = await self._release_all([pending for pending, _ in refused])
         for (pending, error), had_one in zip(refused, released, strict=True):
@@ -215,21 +222,21 @@ class Decider:
 
     async def _release_all(self, some: list[Pending]) -> list[bool]:
         """Release what requests hold from earlier tries; whether each held anything."""
-        if not some:
-            return []
+        keyspace = self._replica.keyspace
+        calls = {
+            pending: reservations.release(keyspace, held, began_by_ms=pending.query.began_ms)
+            for pending in some
+            if (held := pending.query.replaces)
+        }
         try:
-            return await self._replica.runner.run(
-                [
-                    reservations.release(
-                        self._replica.keyspace,
-                        pending.request.request_id,
-                        began_by_ms=pending.query.began_ms,
-                    )
-                    for pending in some
-                ]
-            )
+            replies = await self._replica.runner.run(list(calls.values())) if calls else []
         except RedisUnavailable:
-            return [False] * len(some)
+            replies = []
+        released = dict(zip(calls, replies, strict=False))
+        for attempt in released.values():
+            if attempt is not None:
+                self._history.withdraw(attempt)
+        return [released.get(pending) is not None for pending in some]
 
     def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
         """No worker can take it now: let it wait, if that is of use, else fail it."""
@@ -268,7 +275,12 @@ class Decider:
             for _, plan in plans
         ]
         return await self._replica.runner.one(
-            reservations.reserve(self._replica.keyspace, wishes, ttl_ms=self._ttl_ms)
+            reservations.reserve(
+                self._replica.keyspace,
+                wishes,
+                ttl_ms=self._ttl_ms,
+                prefill_ttl_ms=self._prefill_ttl_ms,
+            )
         )
 
     def _answer_reserved(
@@ -299,7 +311,7 @@ class Decider:
         self._note_decision(plan)
         if pending.answer.done():
             # The caller has hung up meanwhile.
-            self._maintenance.release_soon(decision.request_id, decision.attempt)
+            self._maintenance.release_soon(decision.reservation_id, decision.attempt)
         pending.resolve(decision)
 
     def _note_decision(self, plan: Plan) -> None:

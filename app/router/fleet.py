@@ -15,8 +15,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from app.core import worker_report
-from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable
-from app.core.keys import METRICS_INTERVAL_S, Keyspace
+from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable, WrongVersion
+from app.core.keys import DATA_VERSION, METRICS_INTERVAL_S, Keyspace
 from app.core.loads import Snapshot
 from app.core.types import Incarnation
 from app.core.worker_report import WorkerInfo
@@ -42,6 +42,11 @@ class Fleet:
 
     def __init__(self, redis: Redis, keyspace: Keyspace, timeout_s: float) -> None:
         self.last_view: View | None = None
+        self.wrong_version: WrongVersion | None = None
+        """Why nothing may be written in the namespace; None: nothing speaks against it."""
+        self.strangers: dict[Incarnation, str] = {}
+        """Incarnations of workers that another release runs, and what is wrong with each: they are
+        not routed to."""
         self._redis = redis
         self._keyspace = keyspace
         self._timeout_s = timeout_s
@@ -99,6 +104,12 @@ class Fleet:
 
     def note(self, error: KvrouteError) -> None:
         """Record that a query to Redis failed with `error`."""
+        if isinstance(error, WrongVersion):
+            if self.wrong_version is None:
+                log.error("not ready: %s", error)
+            # Nothing that was known of the namespace still holds.
+            self.wrong_version, self.last_view, self.shards = error, None, None
+            return
         if not isinstance(error, RedisUnavailable) or isinstance(error, RedisRecovering):
             return
         self._recovers_until = time.monotonic() + RECOVERY_S
@@ -116,17 +127,21 @@ class Fleet:
                 f"leases lapsed while Redis failed: {len(snapshot.lapsed)} ({self._failure})"
             )
         self._missed = frozenset()
+        self.wrong_version = None
         self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
+        shown = [*snapshot.loads, *snapshot.paused]
         if snapshot.workers_ms not in (None, self._workers_ms):
-            await self._learn(list(snapshot.loads))
-            self.forget_except(snapshot.loads)
+            await self._learn(shown)
+            self.forget_except(shown)
             self._workers_ms = snapshot.workers_ms
         self.shards = snapshot.shards or self.shards
-        await self._learn([inc for inc in snapshot.loads if inc not in self._infos])
+        known = self._infos.keys() | self.strangers.keys()
+        await self._learn([inc for inc in shown if inc not in known])
         live = [inc for inc in snapshot.loads if inc in self._infos]
         if self._workers is None or self._workers.incarnations != live:
             self._workers = Workers([(inc, self._infos[inc], self.measured(inc)) for inc in live])
-        self.last_view = View(snapshot, self._workers)
+        paused = {inc: self._infos[inc] for inc in snapshot.paused if inc in self._infos}
+        self.last_view = View(snapshot, self._workers, paused)
         return self.last_view
 
     async def _learn(self, incarnations: list[Incarnation]) -> None:
@@ -140,15 +155,28 @@ class Fleet:
             if text is None or text == self._texts.get(inc):
                 continue
             try:
-                info = worker_report.decode_info(text)
+                info, version = worker_report.decode_info(text), worker_report.version_in(text)
             except ValueError as error:
                 log.warning("ignoring the worker of incarnation %d: %s", inc, error)
                 continue
+            if version != DATA_VERSION:
+                self._estrange(inc, info, version)
+                continue
+            self.strangers.pop(inc, None)
             if self._infos.get(inc, info) != info:
                 # The number is another worker's now, because Redis lost data.
                 self._measured.pop(inc, None)
             self._infos[inc], self._texts[inc] = info, text
             self._workers = None
+
+    def _estrange(self, inc: Incarnation, info: WorkerInfo, version: int) -> None:
+        what = f"worker {info.key} speaks version {version} of the data model, not {DATA_VERSION}"
+        if self.strangers.get(inc) != what:
+            log.error("nothing is routed to an incarnation, %d: %s", inc, what)
+        self.strangers[inc] = what
+        self._infos.pop(inc, None)
+        self._texts.pop(inc, None)
+        self._workers = None
 
     def name_of(self, incarnation: Incarnation) -> str:
         """The worker it is of, for a log."""
@@ -159,6 +187,7 @@ class Fleet:
         """Drop what is known about incarnations that are not among `live`."""
         keep = set(live)
         self._infos = {inc: info for inc, info in self._infos.items() if inc in keep}
+        self.strangers = {inc: what for inc, what in self.strangers.items() if inc in keep}
         self._texts = {inc: text for inc, text in self._texts.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
 

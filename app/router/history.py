@@ -40,6 +40,7 @@ class History:
         )
         """None: not kept."""
         self._replica = replica
+        self._reservation_ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._session_affinity = settings.session_affinity
         self._session_ttl_ms = round(settings.session_ttl_s * 1000)
         self._unwritten: deque[Call[int]] = deque(maxlen=MAX_UNWRITTEN)
@@ -77,12 +78,33 @@ class History:
         request, incarnation = plan.request, plan.incarnation
         if self.predictions is not None and request.chain:
             shard = self._shard_of(request.chain, shards)
-            self._write(predictions.predict(shard, incarnation, request.chain, self.predictions))
+            self._write(
+                predictions.predict(
+                    shard,
+                    incarnation,
+                    request.chain,
+                    self.predictions,
+                    plan.decision.attempt,
+                    self._reservation_ttl_ms,
+                )
+            )
         if self._session_affinity and request.session:
             keyspace = self._replica.keyspace
             self._write(
                 sessions.remember(keyspace, request.session, incarnation, self._session_ttl_ms)
             )
+
+    def confirm(self, attempt: str) -> None:
+        """Write down that the first token of a request is out."""
+        if self.predictions is not None:
+            for shard in self._shards:
+                self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
+
+    def withdraw(self, attempt: str) -> None:
+        """Take back what was foreseen for a request that ended before its first token."""
+        if self.predictions is not None:
+            for shard in self._shards:
+                self._write(predictions.withdraw_predicted(shard, attempt))
 
     def record(self, plan: Plan) -> None:
         """Have a decision recorded."""
@@ -128,6 +150,12 @@ class History:
                 except RedisUnavailable as error:
                     log.debug("decisions not recorded: %s", error)
             await asyncio.sleep(RECORD_PAUSE_S)
+
+    @property
+    def _shards(self) -> list[Keyspace]:
+        """All of them: an attempt does not say in which one its chain lies."""
+        replica = self._replica
+        return [replica.keyspace.of_shard(n) for n in range(replica.fleet.shards or 1)]
 
     def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
         shard = shard_of(chain[0], shards) if chain else 0

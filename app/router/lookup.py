@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from app.core.chains import Overlaps
-from app.core.errors import RedisUnavailable
+from app.core.errors import RedisUnavailable, WrongVersion
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
 from app.policy.view import View
@@ -29,13 +29,18 @@ class LookUp:
         self._boundaries = overlap.Boundaries()
 
     async def workers(self) -> View:
-        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
-        return await self._replica.fleet.view(await self._replica.runner.one(self._loads))
+        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
+        try:
+            snapshot = await self._replica.runner.one(self._loads)
+        except WrongVersion as error:
+            self._replica.fleet.note(error)
+            raise
+        return await self._replica.fleet.view(snapshot)
 
     async def batch(self, queries: list[Query]) -> View:
-        """The workers as they are now; sets `overlaps` and `session_at` of each query.
+        """The workers as they are now; sets what the queries know of their prompts.
 
-        Raises RedisUnavailable, NamespaceMissing.
+        Raises RedisUnavailable, NamespaceMissing, WrongVersion.
         """
         runner, fleet, telemetry = (
             self._replica.runner,
@@ -66,8 +71,13 @@ class LookUp:
                 break
         telemetry.blind.inc(overlaps.count(None))
         for query, found, ahead in zip_longest(queries, overlaps, foreseen):
+            query.is_short = (found is None and self._replica.settings.kv_events) or isinstance(
+                found, overlap.LowerBound
+            )
             known = ahead if isinstance(ahead, dict) else {}
-            query.overlaps = with_predicted(found or {}, known)
+            query.overlaps = view.reusable(
+                with_predicted(found or {}, known), query.request.isl_tokens
+            )
         for visits in recalled:
             if isinstance(visits, list):
                 for query, visit in zip(queries, visits, strict=True):

@@ -14,10 +14,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.core.types import Incarnation
+from app.router.history import History
 from app.router.replica import Replica
 from app.state import index, leases, predictions, reading, reservations
+from app.state.connect import danger_of_eviction
 from app.state.predictions import PredictionSettings
 from app.state.scripts import Call
 
@@ -34,6 +36,7 @@ SWEEP_PAUSE_MS, SWEEP_IDLE_MS = 4, 200
 """Steps of all routers are this far apart, with and without something to sweep, so that more of
 them cost Redis no more. Both are a little less than the pauses that a router makes."""
 FILL_INTERVAL_S = 10.0
+POLICY_INTERVAL_S, POLICY_TIMEOUT_S = 10.0, 2.0
 PRUNE_BUCKETS = 64
 """All of 8,192 buckets are then searched every 32 s, or more often if that is too slow for the
 lifetime of predictions."""
@@ -44,20 +47,19 @@ MAX_RELEASES = 4096
 
 
 class Maintenance:
-    """Expires reservations, retires lapsed leases and sweeps up after the dead, while `run` runs.
+    """Expires reservations, retires lapsed leases, sweeps up after the dead, while `run` runs."""
 
-    predicted: how predictions are kept; None: none are.
-    """
-
-    def __init__(self, replica: Replica, predicted: PredictionSettings | None) -> None:
+    def __init__(self, replica: Replica, history: History) -> None:
         self._runner = replica.runner
         self._keyspace = replica.keyspace
         self._fleet = replica.fleet
         self._telemetry = replica.telemetry
-        self._predictions = predicted
+        self._history = history
         self._loads = reservations.loads(replica.keyspace)
         # Beyond the limit, the oldest are left to expire.
-        self._releases: deque[Call[bool]] = deque(maxlen=MAX_RELEASES)
+        self._releases: deque[Call[str | None]] = deque(maxlen=MAX_RELEASES)
+        self.danger_of_eviction = ""
+        """What is wrong with the eviction policy of Redis; "": nothing."""
 
     async def run(self) -> None:
         """Run until cancelled; pending releases are still made then."""
@@ -66,8 +68,9 @@ class Maintenance:
                 tasks.create_task(self._maintain_workers())
                 tasks.create_task(self._maintain_index())
                 tasks.create_task(self._watch_fill())
-                if self._predictions is not None:
-                    tasks.create_task(self._prune(self._predictions))
+                tasks.create_task(self._watch_eviction_policy())
+                if self._history.predictions is not None:
+                    tasks.create_task(self._prune(self._history.predictions))
         finally:
             if self._releases:
                 with suppress(RedisUnavailable):
@@ -94,6 +97,9 @@ class Maintenance:
                 calls.append(leases.retire_lapsed(self._keyspace, RETIRE_GRACE_MS, heard_ms))
             pause = MAINTENANCE_INTERVAL_S
             try:
+                if self._fleet.last_view is None:
+                    # Nothing may be written in a namespace of another version.
+                    await self._fleet.view(await self._runner.one(self._loads))
                 expired, snapshot, *others = await self._runner.run(calls)
                 heard_ms = snapshot.now_ms
                 for sent in releases:
@@ -102,15 +108,18 @@ class Maintenance:
                         self._releases.popleft()
                 if self._releases:
                     pause = 0.0
-                released = sum(others[: len(releases)])
-                self._telemetry.reservations_of("released").inc(released)
+                released = [ended for ended in others[: len(releases)] if ended is not None]
+                for attempt in released:
+                    self._history.withdraw(attempt)
+                self._telemetry.reservations_of("released").inc(len(released))
                 self._telemetry.reservations_of("expired").inc(expired)
                 await self._fleet.view(snapshot)
-            except (RedisUnavailable, NamespaceMissing) as error:
+            except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:
                 self._fleet.note(error)
                 log.debug("maintenance: %s", error)
             if self._fleet.last_view is not None:
-                self._fleet.forget_except(self._fleet.last_view.incarnations)
+                view = self._fleet.last_view
+                self._fleet.forget_except([*view.incarnations, *view.paused])
             await asyncio.sleep(pause)
 
     async def _watch_fill(self) -> None:
@@ -124,6 +133,17 @@ class Maintenance:
                     fill = await reading.fill(self._runner.redis, self._keyspace, shards, rng)
                     self._telemetry.index_fill.set(fill)
             await asyncio.sleep(pause)
+
+    async def _watch_eviction_policy(self) -> None:
+        """As at the start, when a dangerous one is refused: it may be changed at any time."""
+        while True:
+            with suppress(RedisUnavailable):
+                danger = await danger_of_eviction(self._runner.redis, POLICY_TIMEOUT_S)
+                if danger != self.danger_of_eviction:
+                    log.warning("%s", danger or "Redis drops no keys any more when it is full")
+                self.danger_of_eviction = danger
+                self._telemetry.evicting.set(bool(danger))
+            await asyncio.sleep(POLICY_INTERVAL_S)
 
     async def _prune(self, settings: PredictionSettings) -> None:
         """Go through all predictions in steps, endlessly, and remove those that have expired."""

@@ -20,7 +20,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from app.core.types import TierOverlap
+from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import GPU, METRICS, Item
 from app.policy.view import View
 
@@ -75,6 +75,12 @@ WORKER_FAMILIES = {
     "queue_seconds": _of_worker(
         "queue_seconds", "Predicted length of a worker's queue of prefills."
     ),
+    "failures": _of_worker(
+        "failures", "Requests that a worker failed, less those that it answered since, up to 7."
+    ),
+    "pause_seconds": _of_worker(
+        "pause_seconds", "How long a worker that failed requests gets no further ones."
+    ),
     **_reported(METRICS),
     "stale": _of_worker(
         "stale",
@@ -84,7 +90,7 @@ WORKER_FAMILIES = {
     **_reported(GPU),
 }
 """By their names in what `_shown` yields. What a GPU does not report, or not lately, has no
-sample."""
+sample; nor do failures without any."""
 
 
 class WorkerGauges(Collector):
@@ -106,19 +112,31 @@ class WorkerGauges(Collector):
 
 def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Each worker with its values, by the names of WORKER_FAMILIES."""
-    for info, load, measured in zip(view.infos, view.loads, view.measured, strict=True):
+    for inc, info in view.paused.items():
+        yield str(info.key), _failures(view, inc)
+    for inc, info, load, measured in zip(
+        view.incarnations, view.infos, view.loads, view.measured, strict=True
+    ):
         is_stale = measured.is_stale(view.now_ms, len(view.infos))
         values = {
             "requests": load.requests,
             "blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_seconds": load.queue_s(view.now_ms),
+            **_failures(view, inc),
             **_values(METRICS, measured.metrics),
             "stale": is_stale,
         }
         if not is_stale:
             values |= _values(GPU, measured.gpu)
         yield str(info.key), values
+
+
+def _failures(view: View, inc: Incarnation) -> dict[str, float | None]:
+    failing = view.failing.get(inc)
+    if failing is None:
+        return {}
+    return {"failures": failing.failures, "pause_seconds": failing.pause_s(view.now_ms)}
 
 
 def _values(items: Iterable[Item], report: object) -> dict[str, float | None]:
@@ -216,6 +234,11 @@ class Telemetry:
         "Workers that got no requests until they renewed their lease, because a request that "
         "they had failed was released with worker_failed.",
     )
+    refusals = _counter(
+        "invalid_requests",
+        "Requests refused as invalid, by the code of the error.",
+        labels=("code",),
+    )
     retries = _counter("decision_retries", "Decisions made again after a refused reservation.")
     waiting = _gauge("waiting_requests", "Requests waiting at this replica for a worker.")
     waited_seconds = _histogram(
@@ -237,6 +260,10 @@ class Telemetry:
         "index_fill",
         "Blocks in the index over the number it was laid out for, from a sample. Above 4, "
         "changes to the index are slower.",
+    )
+    evicting = _gauge(
+        "redis_may_evict",
+        "1 if Redis may drop any key once it is full, by its maxmemory-policy, else 0.",
     )
     load_mean = _gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
     load_std = _gauge(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
@@ -53,9 +54,10 @@ class Router:
             telemetry.decisions_of(settings.policy, error.outcome)
         self._runner = runner
         self._keyspace = keyspace
+        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._history = History(replica)
         self._look_up = LookUp(replica, self._history)
-        self._maintenance = Maintenance(replica, self._history.predictions)
+        self._maintenance = Maintenance(replica, self._history)
         self._waiting = Waiting(replica) if settings.wait_queue else None
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting
@@ -84,7 +86,7 @@ class Router:
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         began_ms = self.fleet.redis_now_ms if request.began_ms is None else request.began_ms
-        query = Query(request, secrets.token_hex(8), began_ms)
+        query = Query(request, _tag(request.balancer_id), began_ms)
         pending = Pending(query, answer, caller)
         try:
             if not self._decider.submit(pending):
@@ -110,14 +112,19 @@ class Router:
         if self._waiting is not None:
             self._waiting.stop()
 
+    @property
+    def danger_of_eviction(self) -> str:
+        """What is wrong with the eviction policy of Redis; "": nothing."""
+        return self._maintenance.danger_of_eviction
+
     async def refresh(self) -> View:
-        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing."""
+        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
     async def block_size(self, policy: str) -> int:
         """Tokens per block. A request that finds them unknown counts as a decision for `policy`.
 
-        Raises NoWorkers, RedisUnavailable, NamespaceMissing.
+        Raises NoWorkers, RedisUnavailable, NamespaceMissing, WrongVersion.
         """
         try:
             if self.fleet.block_size is None:
@@ -131,45 +138,62 @@ class Router:
         return size
 
     async def prefill_complete(self, request_id: str) -> bool:
-        """False if there is no such reservation. Raises RedisUnavailable."""
-        known = await self._runner.one(reservations.prefill_complete(self._keyspace, request_id))
+        """False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
+        self._refuse_wrong_version()
+        attempt = await self._runner.one(
+            reservations.prefill_complete(self._keyspace, request_id, ttl_ms=self._ttl_ms)
+        )
+        known = attempt is not None
+        if attempt is not None:
+            self._history.confirm(attempt)
         self.telemetry.reservations_of("prefill_complete" if known else "unknown").inc()
         self._look_again()
         return known
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""
-        self._maintenance.release_soon(decision.request_id, decision.attempt)
+        self._maintenance.release_soon(decision.reservation_id, decision.attempt)
 
     async def release(self, request_id: str, *, worker_failed: bool = False) -> bool:
         """False if there is no such reservation (any more).
 
-        worker_failed: no request goes to the worker until it has renewed its lease.
+        worker_failed: no request goes to the worker until it has renewed its lease; longer if it
+        failed others.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
+        Raises WrongVersion.
         """
+        self._refuse_wrong_version()
         now_ms = self.fleet.redis_now_ms
-        release = reservations.release(self._keyspace, request_id)
+        release = reservations.release(self._keyspace, request_id, answered=not worker_failed)
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
             if worker_failed:
                 await self._suspend_worker_of(request_id)
-            known = await self._runner.one(release)
+            attempt = await self._runner.one(release)
         except RedisUnavailable:
             if now_ms is not None:
                 # But not what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, began_by_ms=now_ms)
             raise
+        known = attempt is not None
+        if attempt is not None:
+            self._history.withdraw(attempt)
         self.telemetry.reservations_of("released" if known else "unknown").inc()
         self._look_again()
         return known
+
+    def _refuse_wrong_version(self) -> None:
+        if self.fleet.wrong_version is not None:
+            raise self.fleet.wrong_version
 
     async def _suspend_worker_of(self, request_id: str) -> None:
         suspended = await self._runner.one(leases.suspend(self._keyspace, request_id))
         if suspended is not None:
             self.telemetry.suspensions.inc()
             log.warning(
-                "%s failed request %s: nothing is routed there until it renews its lease",
+                "%s failed request %s: nothing is routed there until it renews its lease, or "
+                "longer, if it failed others before",
                 self.fleet.name_of(suspended),
                 request_id,
             )
@@ -177,3 +201,10 @@ class Router:
     def _look_again(self) -> None:
         if self._waiting is not None:
             self._waiting.look_again()
+
+
+def _tag(balancer_id: str) -> str:
+    """16 hex digits that nobody else can guess; the same for the same balancer_id."""
+    if not balancer_id:
+        return secrets.token_hex(8)
+    return hashlib.blake2b(balancer_id.encode(), digest_size=8).hexdigest()

@@ -18,7 +18,13 @@ from types import TracebackType
 from typing import Any
 
 from app.core.config import PRIORITIES, parse_weights
-from app.core.errors import AllWorkersBusy, CallerGone, NamespaceMissing, RedisUnavailable
+from app.core.errors import (
+    AllWorkersBusy,
+    CallerGone,
+    NamespaceMissing,
+    RedisUnavailable,
+    WrongVersion,
+)
 from app.router.pending import Caller, Pending, Waiter
 from app.router.replica import Replica
 from app.router.waiting_room import Room
@@ -176,7 +182,7 @@ class Waiting:
         self._wake.clear()
         try:
             due = await self._step()
-        except (RedisUnavailable, NamespaceMissing) as error:
+        except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:
             log.debug("cannot tell whose turn it is: %s", error)
             due = self._without_redis()
         for waiter in due:

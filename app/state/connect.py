@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -230,9 +230,28 @@ async def check_server(redis: Client, timeout_s: float) -> None:
             version = re.match(r"(\d+)\.(\d+)", str(info.get("redis_version", "")))
             if version and (int(version[1]), int(version[2])) < OLDEST:
                 raise ConfigError(f"Redis has version {info['redis_version']}; needs 6.2 or newer")
-            policy = str(info.get("maxmemory_policy", ""))
-            if policy.startswith("allkeys-"):
-                raise ConfigError(
-                    f"Redis has maxmemory-policy {policy}: once full, it would silently drop keys "
-                    "that routers must agree on; set it to noeviction"
-                )
+            if danger := _danger_of_eviction(info):
+                raise ConfigError(danger)
+
+
+async def danger_of_eviction(redis: Client, timeout_s: float) -> str:
+    """What is wrong with the eviction policy of a master; "" if nothing is, or none will say.
+
+    Raises RedisUnavailable.
+    """
+    async with deadline(timeout_s):
+        for master in await redis.masters():
+            with suppress(NoPermissionError):
+                if danger := _danger_of_eviction(await master.info("memory")):
+                    return danger
+    return ""
+
+
+def _danger_of_eviction(info: dict[str, Any]) -> str:
+    policy = str(info.get("maxmemory_policy", ""))
+    if not policy.startswith("allkeys-"):
+        return ""
+    return (
+        f"Redis has maxmemory-policy {policy}: once full, it would silently drop keys "
+        "that routers must agree on; set it to noeviction"
+    )

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from app.core.errors import NamespaceMismatch, WorkerReplaced
-from app.core.keys import Keyspace
+from app.core.errors import NamespaceMismatch, WorkerReplaced, WrongVersion
+from app.core.keys import DATA_VERSION, Keyspace
 from app.core.types import Incarnation, WorkerKey, parse_incarnation
 from app.core.worker_report import WorkerInfo, encode_info
 from app.state.scripts import Call, call, command
@@ -39,7 +39,8 @@ def register(
 
     nonce: distinguishes this process from any other. shards: used only if the namespace is new.
     previous: the incarnation that the process has acted as until now; None: the process is new.
-    The reply's parser raises NamespaceMismatch if the namespace has another block size and, with
+    The reply's parser raises NamespaceMismatch if the namespace has another block size,
+    WrongVersion if another release wrote it and, with
     `previous`, WorkerReplaced if another process has taken over `info.key` and is live.
     """
 
@@ -49,6 +50,8 @@ def register(
                 f"worker {info.key} has block_size {info.block_size}, "
                 f"but namespace {keyspace.namespace} has {int(reply[1])}"
             )
+        if reply[0] == -2:
+            raise WrongVersion(keyspace.namespace, int(reply[1]), DATA_VERSION)
         if reply[0] == -1:
             raise WorkerReplaced(f"another process has registered as worker {info.key}")
         return Registration(Incarnation(int(reply[1])), bool(reply[2]), int(reply[3]))
@@ -63,6 +66,7 @@ def register(
         info.block_size,
         shards,
         previous or "",
+        DATA_VERSION,
         parse=parse,
     )
 
@@ -98,7 +102,7 @@ def renew(
 
     shards: how many `inc` publishes in. thorough: recount its load as well. Returns how many
     incarnations have a lease. 0: `inc` is retired or replaced, or the index has another number of
-    shards; register again.
+    shards, or the namespace another version; register again.
     """
     return call(
         "renew",
@@ -112,6 +116,7 @@ def renew(
         shards,
         int(staged),
         int(thorough),
+        DATA_VERSION,
         parse=int,
     )
 
@@ -131,7 +136,8 @@ def retire_lapsed(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]
 
 
 def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
-    """Let the lease of the incarnation that failed a request lapse until it is renewed.
+    """Let the lease of the incarnation that failed a request lapse until it is renewed, and longer
+    if it failed others before.
 
     Returns that incarnation. None: nothing has changed, as the request has no reservation, or the
     lease had lapsed, or too many have.

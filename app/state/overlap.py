@@ -66,6 +66,10 @@ class Gap(NamedTuple):
     owners: bytes
 
 
+class LowerBound(dict[Incarnation, TierOverlap]):
+    """Overlaps that may fall short of the truth, as a round trip failed."""
+
+
 class Boundaries:
     """Where owners changed along the prompts looked up last: where to look first.
 
@@ -120,7 +124,7 @@ async def match(
     boundaries: what was learnt from other chains; it also learns from these.
     Incarnations without overlap are absent; incarnations that are not live may be present. The
     result for a chain whose shard cannot be reached is None; if only the second round trip fails,
-    it is what the first one proved, which may fall short of the truth.
+    it is a LowerBound: what the first one proved.
     """
     guesses = [boundaries.recall(chain) if boundaries else [] for chain in chains]
     samples = [_sample(len(chain), guess) for chain, guess in zip(chains, guesses, strict=True)]
@@ -138,6 +142,7 @@ async def match(
     answers, replies = replies[: len(along)], replies[len(along) :]
     found: dict[int, list[Run]] = {}
     reads: list[tuple[int, Gap, Call[list[bytes | None]]]] = []
+    short: set[int] = set()
     for (shard, which), reply in zip(groups, replies, strict=True):
         if isinstance(reply, RedisUnavailable):
             continue
@@ -151,11 +156,15 @@ async def match(
         owners_in_gaps = await runner.run_each([read for _, _, read in reads])
         for (i, gap, _), owners in zip(reads, owners_in_gaps, strict=True):
             found[i] += _within(gap, owners)
+            if isinstance(owners, RedisUnavailable):
+                short.add(i)
     for i, runs in found.items():
         runs.sort()
         if boundaries:
             boundaries.learn(chains[i], runs)
-    overlaps = [_overlaps(found[i]) if i in found else None for i in range(len(chains))]
+    overlaps: list[Overlaps | None] = [None] * len(chains)
+    for i, runs in found.items():
+        overlaps[i] = LowerBound(_overlaps(runs)) if i in short else _overlaps(runs)
     return overlaps, answers
 
 

@@ -60,8 +60,13 @@ def predict(
     incarnation: Incarnation,
     chain: Sequence[SequenceHash],
     settings: PredictionSettings,
+    attempt: str,
+    ttl_ms: int,
 ) -> Call[int]:
-    """Record that `incarnation` gets a request with `chain`; returns how many entries it took."""
+    """Record that `incarnation` gets a request with `chain`; returns how many entries it took.
+
+    attempt: see Reservation; for ttl_ms, the prediction can be confirmed or withdrawn by it.
+    """
     return call(
         "predict",
         shard,
@@ -71,8 +76,23 @@ def predict(
         bucket_bits_for(settings.max_entries, ENTRIES_PER_BUCKET),
         settings.max_entries,
         round(settings.max_entries * TARGET_FRACTION),
+        attempt,
+        ttl_ms,
         parse=int,
     )
+
+
+def confirm_predicted(shard: Keyspace, attempt: str, settings: PredictionSettings) -> Call[int]:
+    """The first token of a request is out; returns how many entries that changed."""
+    return call("confirm_predicted", shard, attempt, settings.slice_ms, parse=int)
+
+
+def withdraw_predicted(shard: Keyspace, attempt: str) -> Call[int]:
+    """Forget what a request that ended before its first token has added; returns how many entries.
+
+    What another request has confirmed since stays.
+    """
+    return call("withdraw_predicted", shard, attempt, parse=int)
 
 
 def predicted(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.exceptions import OutOfMemoryError
 
+from app.core import worker_report
 from app.core.chains import BLOCKS_PER_BUCKET, bucket_name
-from app.core.errors import ConfigError, RedisUnavailable
-from app.core.keys import Keyspace
+from app.core.errors import ConfigError, RedisUnavailable, WrongVersion
+from app.core.keys import DATA_VERSION, Keyspace
 from app.state.client import Client
 from app.state.connect import deadline
 
@@ -37,16 +42,42 @@ class Control:
     load: dict[bytes, bytes]
 
 
+async def read_together(node: Redis, queue: Callable[[Pipeline], object]) -> list[Any]:
+    """The replies to the commands that `queue` puts into a pipeline, all from one moment.
+
+    A Redis whose memory is full refuses transactions, as it would have to keep their commands.
+    Then the commands are only sent together: it seldom serves others in between, but may.
+    Raises RedisUnavailable.
+    """
+    async with deadline(STEP_TIMEOUT_S):
+        try:
+            return await _execute(node, queue, transaction=True)
+        except OutOfMemoryError:
+            return await _execute(node, queue, transaction=False)
+
+
+async def _execute(
+    node: Redis, queue: Callable[[Pipeline], object], *, transaction: bool
+) -> list[Any]:
+    async with node.pipeline(transaction=transaction) as pipe:
+        queue(pipe)
+        replies: list[Any] = await pipe.execute()
+    return replies
+
+
 async def read_control(redis: Client, keyspace: Keyspace) -> Control:
-    """Reads the keys in one transaction."""
-    node = redis.node_of(keyspace["meta"]).client
-    async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
+    """Reads the keys as `read_together` does. Raises WrongVersion, RedisUnavailable."""
+
+    def queue(pipe: Pipeline) -> None:
         pipe.time()
         for name in ("meta", "workers", "current", "writers", "load"):
             pipe.hgetall(keyspace[name])
         pipe.zrange(keyspace["leases"], 0, -1, withscores=True)
-        (seconds, micros), *replies = await pipe.execute()
+
+    node = redis.node_of(keyspace["meta"]).client
+    (seconds, micros), *replies = await read_together(node, queue)
     meta, workers, current, writers, load, lease_list = replies
+    check_version(keyspace, meta, workers.values())
     now_ms = seconds * 1000 + micros // 1000
     return Control(now_ms, meta, workers, current, dict(lease_list), writers, load)
 
@@ -82,12 +113,14 @@ async def read_promised(
         expiry |= dict(members)
     on: dict[bytes, OnWorker] = {}
     for inc in incarnations:
-        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=True) as pipe:
-            pipe.hget(keyspace["load"], readable(inc))
-            pipe.hgetall(keyspace[f"requests:{readable(inc)}"])
-            pipe.lrange(keyspace[f"prefills:{readable(inc)}"], 0, -1)
-            on[inc] = OnWorker(*await pipe.execute())
+        on[inc] = OnWorker(*await read_together(node, partial(_queue_promised, keyspace, inc)))
     return Promised(reservations, expiry, on)
+
+
+def _queue_promised(keyspace: Keyspace, inc: bytes, pipe: Pipeline) -> None:
+    pipe.hget(keyspace["load"], readable(inc))
+    pipe.hgetall(keyspace[f"requests:{readable(inc)}"])
+    pipe.lrange(keyspace[f"prefills:{readable(inc)}"], 0, -1)
 
 
 async def _parts(scan_part: Callable[..., Awaitable[Any]], key: str) -> AsyncIterator[Any]:
@@ -104,8 +137,29 @@ def readable(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
+def check_version(
+    keyspace: Keyspace, meta: dict[bytes, bytes], workers: Iterable[bytes] = ()
+) -> None:
+    """Raises WrongVersion if another release wrote the namespace. Like other_version in
+    lua/lib/meta.lua.
+
+    workers: their entries, which say it if `meta` has lost it."""
+    text = meta.get(b"version", b"")
+    if META_NUMBER.fullmatch(text):
+        held = {int(text)}
+    else:
+        held = set()
+        for entry in workers:
+            with suppress(ValueError):
+                held.add(worker_report.version_in(entry))
+    if held and DATA_VERSION not in held:
+        raise WrongVersion(keyspace.namespace, max(held), DATA_VERSION)
+
+
 def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
-    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there."""
+    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there, and
+    WrongVersion if another release wrote it."""
+    check_version(keyspace, meta)
     text = meta.get(field.encode(), b"")
     if not META_NUMBER.fullmatch(text):
         raise ConfigError(f"{keyspace['meta']}: {field} is {readable(text)!r}")

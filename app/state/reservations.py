@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from app.core.errors import NamespaceMissing
-from app.core.keys import Keyspace
-from app.core.loads import Load, Refused, Snapshot, Wish
+from app.core.errors import NamespaceMissing, WrongVersion
+from app.core.keys import DATA_VERSION, Keyspace
+from app.core.loads import Failing, Load, Refused, Snapshot, Wish
 from app.core.types import parse_incarnation
 from app.state.scripts import Call, call
 
@@ -23,20 +23,32 @@ def parse_load(text: bytes) -> Load | None:
 
 
 def loads(keyspace: Keyspace) -> Call[Snapshot]:
-    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace."""
+    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace,
+    WrongVersion if another release wrote it."""
 
     def parse(reply: list[Any] | None) -> Snapshot:
         if reply is None:
             raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        return _snapshot(reply[:3], workers_ms=reply[3], shards=reply[4], waiting=reply[5])
+        if len(reply) == 1:
+            raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
+        *loads_now, workers_ms, shards, waiting, failing = reply
+        snapshot = _snapshot(loads_now, workers_ms, shards, waiting)
+        for text, failures, until_ms in zip(*[iter(failing)] * 3, strict=True):
+            if inc := parse_incarnation(text):
+                snapshot.failing[inc] = Failing(failures, until_ms)
+        return snapshot
 
-    return call("loads", keyspace, parse=parse)
+    return call("loads", keyspace, DATA_VERSION, parse=parse)
 
 
 def reserve(
-    keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int
+    keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int, prefill_ttl_ms: int | None = None
 ) -> Call[list[Refused | None]]:
-    """Promise capacity to each wish in turn, unless its worker has changed; None: promised."""
+    """Promise capacity to each wish in turn, unless its worker has changed; None: promised.
+
+    Ends after ttl_ms. If no first token is reported, it ends prefill_ttl_ms and four times the
+    predicted queue of the worker later, if that is earlier; None: after ttl_ms all the same.
+    """
 
     def parse(reply: list[Any]) -> list[Refused | None]:
         outcomes, *loads_now = reply
@@ -45,7 +57,7 @@ def reserve(
         fresh = _snapshot(loads_now)
         return [None if why == 1 else Refused(why.decode(), fresh) for why in outcomes]
 
-    args: list[int | str] = []
+    args: list[int | str] = [ttl_ms, ttl_ms if prefill_ttl_ms is None else prefill_ttl_ms]
     for wish in wishes:
         promised, seen_total = wish.reservation, wish.seen_total
         args += (
@@ -57,30 +69,49 @@ def reserve(
             promised.attempt,
             wish.max_requests,
             -1 if seen_total is None else seen_total,
+            int(promised.retry),
         )
-    return call("reserve", keyspace, ttl_ms, *args, parse=parse)
+    return call("reserve", keyspace, *args, parse=parse)
 
 
-def prefill_complete(keyspace: Keyspace, request_id: str) -> Call[bool]:
-    """Record that the first token is out. False: there is no such reservation. Idempotent."""
-    return call("prefill_complete", keyspace, request_id, parse=bool)
+def prefill_complete(keyspace: Keyspace, request_id: str, *, ttl_ms: int) -> Call[str | None]:
+    """Record that the first token is out; the reservation then lasts ttl_ms longer.
+
+    Returns the attempt that made it, "-" if that is unknown; None: there is no such reservation.
+    Idempotent.
+    """
+    return call("prefill_complete", keyspace, request_id, ttl_ms, parse=_attempt)
 
 
 def release(
-    keyspace: Keyspace, request_id: str, attempt: str = "", began_by_ms: int | None = None
-) -> Call[bool]:
-    """End a request's reservation. False: there is no such reservation (any more). Idempotent.
+    keyspace: Keyspace,
+    request_id: str,
+    attempt: str = "",
+    began_by_ms: int | None = None,
+    *,
+    answered: bool = False,
+) -> Call[str | None]:
+    """End a reservation. Idempotent.
 
-    attempt: only if the reservation is that attempt's; "": any. began_by_ms: only if the try that
-    made it began by then, by the Redis clock; None: whenever that was.
+    Returns the attempt that made it if its first token was not out yet, else "-"; None: there is no
+    such reservation (any more).
+
+    request_id: that, or the reservation's own id. attempt: only if the reservation is that
+    attempt's; "": any. began_by_ms: only if the try that made it began by then, by the Redis clock;
+    None: whenever that was. answered: its worker did not fail it, which makes up for a failure, if
+    the first token was reported.
     """
     by_ms = -1 if began_by_ms is None else began_by_ms
-    return call("release", keyspace, request_id, attempt, by_ms, parse=bool)
+    return call("release", keyspace, request_id, attempt, by_ms, int(answered), parse=_attempt)
 
 
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:
     """Forget at most `limit` reservations whose time is up; returns how many."""
     return call("expire", keyspace, limit, parse=int)
+
+
+def _attempt(reply: bytes | None) -> str | None:
+    return None if reply is None else reply.decode()
 
 
 def _snapshot(

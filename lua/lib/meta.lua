@@ -1,5 +1,8 @@
 -- read_meta(meta): its block_size, shards and workers_ms, which is 0 if it cannot be read; nothing
 -- if one of the others cannot.
+-- other_version(meta, workers, mine): the version of the data model that the namespace holds, if that
+-- is not `mine`. Redis may have lost what `meta` says of it: then the workers' entries say it, of which
+-- one that is `mine` will do; one without a version is of the first. If nothing says, then nothing.
 -- Wants lib: number.
 local function read_meta(meta)
   local texts = redis.call('HMGET', meta, 'block_size', 'shards', 'workers_ms')
@@ -7,4 +10,21 @@ local function read_meta(meta)
   if block_size and shards and block_size > 0 and shards > 0 then
     return block_size, shards, whole(texts[3], 1e15) or 0
   end
+end
+
+local function other_version(meta, workers, mine)
+  local held = whole(redis.call('HGET', meta, 'version'), 1e6)
+  if held then
+    return held ~= mine and held
+  end
+  for _, text in ipairs(redis.call('HVALS', workers)) do
+    local is_json, info = pcall(cjson.decode, text)
+    if is_json and type(info) == 'table' then
+      held = tonumber(info.version) or 1
+      if held == mine then
+        return
+      end
+    end
+  end
+  return held
 end

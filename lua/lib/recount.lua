@@ -1,7 +1,7 @@
 -- recount(inc, now): rebuilds the load of `inc` and the queue of its prefills from its requests. A
 -- request of which Redis has lost the record, the reservation or the expiry is forgotten. Writes
 -- only what differs. Bounded by the requests of a worker.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, request.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record.
 local function forget(inc, request_id, owner)
   redis.call('HDEL', requests_prefix .. inc, request_id)
   if owner == inc or not owner then

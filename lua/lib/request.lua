@@ -1,30 +1,5 @@
--- A reservation's record, and taking a reservation back. A corrupted record counts for nothing: the
--- worker's heartbeat finds out, and recounts its load.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and lib load.
-local function parse_request(text)
-  local tokens, us, blocks, state, attempt = string.match(text or '',
-    '^(%d+) (%d+) (%d+) ([pd]) (%S+)$')
-  tokens, us, blocks = tonumber(tokens), tonumber(us), tonumber(blocks)
-  return tokens and math.max(tokens, us, blocks) < 1e12 and {
-    tokens = tokens, us = us, blocks = blocks, state = state, attempt = attempt,
-  }
-end
-
--- When the try that made a reservation began, ms by the Redis clock; 0 if its attempt does not say.
-local function began_ms_of(attempt)
-  return tonumber(string.match(attempt or '', '^(%d+)%-')) or 0
-end
-
--- The record of a reservation; nil if there is none, or it cannot be read.
-local function record_of(request_id)
-  local inc = redis.call('HGET', reservations, request_id)
-  return inc and parse_request(redis.call('HGET', requests_prefix .. inc, request_id)) or nil
-end
-
-local function format_request(r)
-  return string.format('%d %d %d %s %s', r.tokens, r.us, r.blocks, r.state, r.attempt)
-end
-
+-- Taking a reservation back.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record.
 -- Takes a request's prefill out of `l`, its worker's load; the next one in line becomes the head.
 local function end_prefill(l, inc, request_id, request, now)
   local prefills = prefills_prefix .. inc

@@ -83,6 +83,12 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
         "local_hashes",
         "2 full blocks of 4 tokens do not fit into num_tokens 7",
     ),
+    "too few hashes": (
+        HASHES | {"num_tokens": 12},
+        "local_hashes",
+        "2 full blocks of 4 tokens do not fill num_tokens 12",
+    ),
+    "too many excluded": (TOKENS | {"exclude": ["w2"] * 4097}, "exclude", "at most 4096 items"),
     "hash a list": (HASHES | {"local_hashes": [[1]]}, "local_hashes.0", "got [1]"),
     "hash too large": (HASHES | {"local_hashes": [1, 2**64]}, "local_hashes.1", f"{2**64}"),
     "hash too negative": (
@@ -337,6 +343,14 @@ async def test_an_unknown_path_gets_an_error_in_the_common_format(
     }
 
 
+@pytest.mark.parametrize("path", ["/v1/workers/", "/v1/route/", "/find_best_worker/"])
+async def test_no_answer_repeats_the_callers_host(client: httpx.AsyncClient, path: str) -> None:
+    for method in ("GET", "POST"):
+        answer = await client.request(method, path, headers={"host": "evil.example"})
+        assert answer.status_code == 404
+        assert "evil" not in f"{answer.headers}{answer.text}"
+
+
 async def test_a_wrong_method_gets_an_error_in_the_common_format(client: httpx.AsyncClient) -> None:
     response = await client.get("/v1/route")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
@@ -419,6 +433,7 @@ class TestOpenApi:
             "num_tokens",
             "mm_hashes",
             "request_id",
+            "retry",
             "lora_name",
             "session_id",
             "tenant",

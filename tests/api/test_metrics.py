@@ -136,6 +136,20 @@ async def test_a_refused_body_does_not_count_as_a_decision(
     assert [s for s in decisions if s.name == "kvroute_decisions_total" and s.value] == []
 
 
+async def test_invalid_requests_are_counted_by_the_code_of_their_error(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
+) -> None:
+    async with replica(one_redis_server.url, max_body_bytes=64) as client:
+        await route(client, polcy="logit")
+        await client.post("/v1/route", content=b"{")
+        await client.post("/v1/route", json={"token_ids": []})
+        await client.delete("/v1/requests/a", params={"worker_failed": "perhaps"})
+        await client.post("/v1/route", content=bytes(65))
+        found = await scrape(client)
+    assert found("invalid_requests_total", code="invalid_request") == 4
+    assert found("invalid_requests_total", code="body_too_large") == 1
+
+
 async def test_hits_are_counted_only_for_requests_that_reserve(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:

@@ -25,57 +25,86 @@ def body_of(text: bytes, max_tokens: int = MAX) -> Prompt:
     return prompts.of_body(body, tokens, max_tokens)
 
 
-def test_ten_tokens_are_two_full_blocks_of_four() -> None:
+async def test_ten_tokens_are_two_full_blocks_of_four() -> None:
     prompt = prompts.of_tokens(RouteOptions(), PACKED, MAX)
     assert prompt.num_tokens == 10
-    assert prompt.chain(4) == CHAIN
+    assert await prompt.chain(4) == CHAIN
     assert len(CHAIN) == 2
-    assert prompt.chain(11) == []
+    assert await prompt.chain(11) == []
 
 
-def test_tokens_in_json_and_packed_tokens_give_the_same_chain() -> None:
+async def test_tokens_in_json_and_packed_tokens_give_the_same_chain() -> None:
     prompt = body_of(b'{"token_ids": [65, 66, 67, 68, 69, 70, 71, 72, 73, 74]}')
-    assert (prompt.num_tokens, prompt.chain(4)) == (10, CHAIN)
+    assert (prompt.num_tokens, await prompt.chain(4)) == (10, CHAIN)
 
 
-def test_hashes_of_the_client_give_the_same_chain() -> None:
+async def test_hashes_of_the_client_give_the_same_chain() -> None:
     first, second = LOCAL
     text = f'{{"local_hashes": [{first}, "{second:016x}"], "num_tokens": 10}}'
     prompt = body_of(text.encode())
-    assert (prompt.num_tokens, prompt.chain(4)) == (10, CHAIN)
+    assert (prompt.num_tokens, await prompt.chain(4)) == (10, CHAIN)
     body, _ = prompts.parse(FindBestWorker, text.encode())
-    assert prompts.of_hashes(body.local_hashes, body.num_tokens, MAX).chain(4) == CHAIN
+    assert await prompts.of_hashes(body.local_hashes, body.num_tokens, MAX).chain(4) == CHAIN
 
 
-def test_adapter_and_cache_namespace_change_the_chain() -> None:
+async def test_adapter_and_cache_namespace_change_the_chain() -> None:
     options = RouteOptions(lora_name="sql", cache_namespace="tenant")
-    chain = prompts.of_tokens(options, PACKED, MAX).chain(4)
+    chain = await prompts.of_tokens(options, PACKED, MAX).chain(4)
     assert chain == compute_hashes(ABCDEFGHIJ, 4, seed=seed_for("sql", "tenant"))[1]
     assert chain != CHAIN
 
 
-def test_images_change_the_chain_from_the_block_on_that_they_touch() -> None:
+async def test_images_change_the_chain_from_the_block_on_that_they_touch() -> None:
     text = b'{"token_ids": [65, 66, 67, 68, 69, 70, 71, 72, 73, 74], "mm_hashes": [[], [7]]}'
-    first, second = body_of(text).chain(4)
+    first, second = await body_of(text).chain(4)
     assert first == CHAIN[0]
     assert second != CHAIN[1]
 
 
 @pytest.mark.parametrize("block_size", [3, 5, 11])
-def test_images_need_a_list_for_each_full_block(block_size: int) -> None:
+async def test_images_need_a_list_for_each_full_block(block_size: int) -> None:
     prompt = Prompt(10, tokens=PACKED, mm_hashes=[[], [7], [], []][: 10 // block_size + 1])
     with pytest.raises(InvalidRequest, match="mm_hashes: got") as refused:
-        prompt.chain(block_size)
+        await prompt.chain(block_size)
     assert refused.value.field == "mm_hashes"
 
 
-def test_more_hashes_than_the_prompt_has_full_blocks_are_refused() -> None:
+async def test_more_hashes_than_the_prompt_has_full_blocks_are_refused() -> None:
     prompt = prompts.of_hashes([1, 2, 3], 11, MAX)
     with pytest.raises(
         InvalidRequest, match="3 full blocks of 4 tokens do not fit into num_tokens"
     ):
-        prompt.chain(4)
-    assert len(prompt.chain(3)) == 3
+        await prompt.chain(4)
+    assert len(await prompt.chain(3)) == 3
+
+
+async def test_a_prompt_is_less_than_a_block_longer_than_its_hashes() -> None:
+    for num_tokens in (8, 11):
+        assert len(await prompts.of_hashes([1, 2], num_tokens, MAX).chain(4)) == 2
+    prompt = prompts.of_hashes([1, 2], 12, MAX)
+    with pytest.raises(InvalidRequest, match="2 full blocks of 4 tokens do not fill num_tokens 12"):
+        await prompt.chain(4)
+    lookup = prompts.of_hashes([1, 2], 12, MAX, may_be_longer=True)
+    assert len(await lookup.chain(4)) == 2
+
+
+async def test_a_chain_computed_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = list(range(1003))
+    packed = struct.pack("<1003I", *tokens)
+    items = [[n % 3] * (n % 2) for n in range(250)]
+    local, chain = compute_hashes(tokens, 4)
+    given = [
+        Prompt(1003, tokens=packed),
+        Prompt(1003, tokens=tokens),
+        Prompt(1003, local_hashes=list(local)),
+        Prompt(1003, tokens=packed, lora_name="sql", mm_hashes=items),
+    ]
+    whole = [await prompt.chain(4) for prompt in given]
+    assert whole[:3] == [chain] * 3
+    monkeypatch.setattr(prompts, "BLOCKS_AT_ONCE", 100)
+    assert [await prompt.chain(4) for prompt in given] == whole
+    with pytest.raises(InvalidRequest, match="4011 bytes are not a whole number of u32"):
+        await Prompt(1003, tokens=packed[:-1]).chain(4)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +126,9 @@ def test_a_body_without_exactly_one_prompt_is_refused(text: bytes, field: str) -
     assert refused.value.field == field
 
 
-def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
+async def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
     assert prompts.of_tokens(RouteOptions(), PACKED, 10).num_tokens == 10
-    assert prompts.of_hashes([], 10, 10).chain(4) == []
+    assert len(await prompts.of_hashes([1, 2], 10, 10).chain(4)) == 2
     for too_long in (
         lambda: prompts.of_tokens(RouteOptions(), PACKED, 9),
         lambda: prompts.of_hashes([], 10, 9),
@@ -109,9 +138,9 @@ def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
             too_long()
 
 
-def test_bytes_that_are_no_whole_tokens_are_refused() -> None:
+async def test_bytes_that_are_no_whole_tokens_are_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        prompts.of_tokens(RouteOptions(), PACKED + b"x", MAX).chain(4)
+        await prompts.of_tokens(RouteOptions(), PACKED + b"x", MAX).chain(4)
     assert refused.value.field == "token_ids"
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from typing import Any
 
@@ -44,7 +45,9 @@ async def two(workers: FakeWorkers) -> FakeWorkers:
 async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
-    assert await routed(client, request_id="r1") == {
+    answer = await routed(client, request_id="r1")
+    assert re.fullmatch("r1~[0-9a-f]{16}", answer.pop("reservation_id"))
+    assert answer == {
         "request_id": "r1",
         "worker_id": "w1",
         "dp_rank": 0,
@@ -199,14 +202,49 @@ async def test_a_reservation_counts_in_the_next_decision_of_every_replica(
         ][1]["active_requests"] == 1
 
 
-async def test_a_request_routed_again_moves_its_reservation(
+async def test_a_retry_moves_the_reservation_of_its_request(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:
     await routed(client, request_id="r1", exclude=["w2"])
-    await routed(client, request_id="r1", exclude=["w1"])
+    await routed(client, request_id="r1", exclude=["w1"], retry=True)
     assert await two.reserved() == {"r1": "w2:0"}
     assert ((await two.load("w1")).requests, (await two.load("w2")).requests) == (0, 1)
     assert ((await two.load("w1")).blocks, (await two.load("w2")).blocks) == (0, 3)
+
+
+async def test_requests_with_one_id_are_each_confirmed_and_released_by_their_reservation(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    longest = 128 * "r"
+    answers = [await routed(client, request_id=longest, exclude=["w2"]) for _ in range(2)]
+    assert (await two.load("w1")).requests == 2
+    for answer in answers:
+        path = f"/v1/requests/{answer['reservation_id']}"
+        assert (await client.post(f"{path}/prefill_complete")).json()["found"]
+        assert (await two.load("w1")).decoding == 1
+        assert (await client.delete(path)).json()["found"]
+        assert not (await client.delete(path)).json()["found"]
+    assert await two.reserved() == {}
+
+
+async def test_only_a_reserved_answer_has_the_id_of_a_reservation(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    assert "reservation_id" not in await routed(client, reserve=False)
+
+
+async def test_a_request_that_its_balancer_sends_again_keeps_one_reservation(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    for excluded in ("w2", "w1"):
+        answer = await client.post(
+            "/v1/route",
+            json={"token_ids": PROMPT, "request_id": "r1", "exclude": [excluded]},
+            headers={"x-balancer-id": "b1"},
+        )
+        assert answer.status_code == 200
+    assert await two.reserved() == {"r1": "w2:0"}
+    assert "b1" not in answer.text
 
 
 async def test_the_request_id_comes_from_the_body_or_else_the_header_or_else_is_generated(

@@ -17,6 +17,7 @@ from app.core.worker_report import (
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
+from tests.eventually import eventually
 from tests.fake_worker import FakeWorkers
 
 
@@ -36,7 +37,7 @@ async def listed_once_fresh(client: httpx.AsyncClient, num_fresh: int) -> dict[s
 
 
 async def test_a_fleet_without_workers_is_an_empty_list(client: httpx.AsyncClient) -> None:
-    assert await listed(client) == {"workers": [], "load_avg": 0.0, "load_std": 0.0}
+    assert await listed(client) == {"workers": [], "paused": [], "load_avg": 0.0, "load_std": 0.0}
 
 
 async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
@@ -58,6 +59,7 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
         "max_requests": 8,
         "active_requests": 2,
         "decoding_requests": 1,
+        "failures": 0,
         "active_blocks": 10,
         "prefill_tokens": 4,
         "kv_active_blocks": 0,
@@ -192,6 +194,37 @@ async def test_without_redis_a_router_that_knows_workers_is_ready_and_says_what_
         assert (response.status_code, response.json()["ready"]) == (200, True)
         (missing,) = response.json()["missing"]
         assert missing.startswith("redis: ")
+
+
+async def test_an_eviction_policy_that_becomes_dangerous_is_told_once_each_time(
+    own_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("app.router.maintenance.POLICY_INTERVAL_S", 0.01)
+    async with (
+        connect(own_redis_server.url) as redis,
+        replica(own_redis_server.url) as client,
+    ):
+        await FakeWorkers(redis).register("w1")
+
+        async def told() -> tuple[list[str], bool]:
+            ready = await client.get("/readiness")
+            assert (ready.status_code, ready.json()["ready"]) == (200, True)
+            shown = (await client.get("/metrics")).text
+            return ready.json()["missing"], "kvroute_redis_may_evict 1.0" in shown
+
+        for n, policy in enumerate(("allkeys-lru", "allkeys-lfu"), start=1):
+            await redis.config_set("maxmemory-policy", policy)
+            [missing], _ = await eventually(told, all)
+            assert missing.startswith(f"redis: Redis has maxmemory-policy {policy}: once full")
+            await redis.config_set("maxmemory-policy", "volatile-lru")
+            await eventually(told, lambda found: found == ([], False))
+            warnings = [r.message for r in caplog.records if r.name == "app.router.maintenance"]
+            assert len(warnings) == 2 * n
+            assert policy in warnings[-2]
+            assert "no keys any more" in warnings[-1]
 
 
 async def test_without_redis_a_router_that_knows_no_worker_is_not_ready(

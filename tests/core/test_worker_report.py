@@ -27,6 +27,7 @@ from app.core.worker_report import (
     encode,
     encode_info,
     read_info,
+    version_in,
 )
 
 WORKER = WorkerInfo(
@@ -36,10 +37,13 @@ WORKER = WorkerInfo(
     kv_total_blocks=25_000,
     max_requests=256,
     accelerator="NVIDIA H100",
+    reuse_blocks=4,
+    recomputed_blocks=2,
 )
 WORKER_TEXT = (
     b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
-    b'"kv_total_blocks":25000,"max_requests":256,"accelerator":"NVIDIA H100","lease_ttl_ms":3000}'
+    b'"kv_total_blocks":25000,"max_requests":256,"accelerator":"NVIDIA H100",'
+    b'"reuse_blocks":4,"recomputed_blocks":2,"lease_ttl_ms":3000,"version":2}'
 )
 METRICS_SEEN = ForwardPassMetrics(
     request_active_slots=3,
@@ -93,6 +97,8 @@ SHOWN = {
     "kv_total_blocks": ("kv_total_blocks", ""),
     "max_requests": ("max_requests", ""),
     "accelerator": ("accelerator", ""),
+    "reuse_blocks": ("reuse_blocks", ""),
+    "recomputed_blocks": ("recomputed_blocks", ""),
     "request_active_slots": ("", ""),
     "request_total_slots": ("", ""),
     "kv_active_blocks": ("kv_active_blocks", "kv_active_blocks"),
@@ -123,6 +129,14 @@ def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
     assert encode_info(WORKER, 3000) == WORKER_TEXT
     assert decode_info(WORKER_TEXT) == WORKER
     assert decode_info(WORKER_TEXT.decode()) == WORKER
+    assert version_in(WORKER_TEXT) == 2
+
+
+def test_a_registration_without_a_version_is_of_the_first() -> None:
+    assert version_in(b'{"worker":"gpu-7:3"}') == 1
+    for text in (b'{"version":"2"}', b'{"version":true}', b"[]", b"2"):
+        with pytest.raises(ValueError, match=r"version is .*, not a whole number"):
+            version_in(text)
 
 
 def test_routers_show_what_workers_say_under_these_names() -> None:
@@ -152,9 +166,11 @@ def test_a_field_missing_from_a_registration_takes_its_default_or_is_refused(ite
         assert read_info(values) == replace(WORKER, **{item.name: item.default})
 
 
-def test_only_the_accelerator_of_a_registration_has_a_default() -> None:
+def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration() -> None:
     assert {item.wire: item.default for item in INFO if item.default is not None} == {
-        "accelerator": "cpu"
+        "accelerator": "cpu",
+        "reuse_blocks": 1,
+        "recomputed_blocks": 0,
     }
 
 

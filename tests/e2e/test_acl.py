@@ -59,6 +59,8 @@ SCRIPTS = {
     "router": {
         "expire",
         "predicted",
+        "confirm_predicted",
+        "withdraw_predicted",
         "retire_lapsed",
         "leave",
         "loads",
@@ -79,7 +81,7 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking"}
 TO_RUN_SCRIPTS = {"evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
-    "worker": {"hgetall", "xadd"},
+    "worker": {"hgetall", "xadd", "zrangebyscore"},
     "router": {"hlen", "hmget", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
     "operator": {
         "exec",

@@ -106,6 +106,25 @@ async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
         assert await probe.reserved() == set()
 
 
+async def test_callers_that_share_a_request_id_free_only_what_is_their_own(
+    open_probe: OpenProbe,
+) -> None:
+    with small_cluster(num_workers=1, num_replicas=2) as cluster:
+        probe = open_probe(cluster)
+
+        async def route() -> str:
+            answer = await probe.http.post(
+                "/v1/route", json={"token_ids": [1, 2, 3]}, headers={"x-request-id": "shared"}
+            )
+            reservation_id: str = answer.json()["reservation_id"]
+            return reservation_id
+
+        held = await asyncio.gather(*(route() for _ in range(4)))
+        for left in (3, 2, 1, 0):
+            assert await probe.release(held[left])
+            assert (await probe.workers())["w0"]["active_requests"] == left
+
+
 @pytest.mark.slow
 async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
     open_probe: OpenProbe,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,6 +37,8 @@ class Replica:
         self.client_gone = asyncio.Event()
         self.held = 0
         """Requests to /hold so far."""
+        self.balancer_ids: list[str] = []
+        """Of all requests, as far as they have one."""
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
@@ -63,6 +66,7 @@ class Replica:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         if "content-length: " in head:
             await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))
+        self.balancer_ids += re.findall(r"^x-balancer-id: (\S+)\r$", head, re.MULTILINE)
         path = head.split()[1]
         if path in ("/hold", "/hang"):
             self.reached.set()
@@ -206,9 +210,15 @@ async def test_requests_held_by_a_frozen_replica_are_answered_by_another(
     client = await balancer(frozen, other)
     other.go.set()
     async with asyncio.timeout(10):
-        answers = [await client.post("/hold", content=b"prompt") for _ in range(2)]
+        answers = [
+            await client.post("/hold", content=b"prompt", headers={"X-Balancer-ID": "chosen"})
+            for _ in range(2)
+        ]
     assert [(a.status_code, a.text) for a in answers] == [(200, str(other.port))] * 2
     assert frozen.held > 0
+    # A router thus knows that a request was sent before, and which; and no client can pretend to.
+    assert len(set(other.balancer_ids)) == 2
+    assert set(frozen.balancer_ids) <= set(other.balancer_ids) - {"chosen"}
 
 
 async def test_a_replica_that_comes_back_is_used_again(balancer: Balancer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,7 +20,9 @@ Answer = tuple[int, Any]
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[str, int]]:
+async def serving(
+    on_refused: Callable[[str], object] = lambda _: None,
+) -> AsyncIterator[tuple[str, int]]:
     """Address of a server that answers with the size of a body, or refuses it unread."""
     app = FastAPI()
 
@@ -37,7 +39,7 @@ async def serving() -> AsyncIterator[tuple[str, int]]:
         return json_response("refused", 413, CLOSE)
 
     with listen("127.0.0.1", 0) as socket:
-        task = asyncio.create_task(serve(app, socket))
+        task = asyncio.create_task(serve(app, socket, on_refused=on_refused))
         try:
             async with asyncio.timeout(30.0):
                 yield socket.getsockname()
@@ -92,6 +94,32 @@ async def test_headers_that_trickle_in_are_counted_together() -> None:
     async with serving() as address:
         status, _ = await ask(address, [GET, *[lines(10, 100)] * 100, b"\r\n"])
     assert status == 431
+
+
+async def test_requests_that_are_not_http_are_counted_and_seldom_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refused: list[str] = []
+    async with serving(refused.append) as address:
+        for _ in range(30):
+            assert (await ask(address, [b"nonsense\r\n\r\n"]))[0] == 400
+        await ask(address, [GET + lines(1000, 100)])
+        assert refused == ["bad_request"] * 30 + ["headers_too_large"]
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert 1 <= len(warnings) <= 5
+
+
+async def test_a_warning_says_how_many_before_it_went_unsaid(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving() as address:
+        for _ in range(4):
+            await ask(address, [b"nonsense\r\n\r\n"])
+        await asyncio.sleep(1 / protocol.COMPLAINTS_PER_S)
+        await ask(address, [b"nonsense\r\n\r\n"])
+    assert caplog.records[-1].getMessage() == (
+        "Invalid HTTP request received. (3 warnings before it went unsaid)"
+    )
 
 
 async def test_a_long_url_is_refused() -> None:

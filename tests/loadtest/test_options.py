@@ -16,8 +16,15 @@ from loadtest.demo import demo
 from loadtest.replay import replay
 
 WITH_A_FILE = (
-    *("simulate", "bench_agent", "bench_burst", "bench_decision", "bench_failover"),
-    *("bench_index", "bench_index_sweeps", "bench_replicas", "bench_shards", "bench_tiers"),
+    *("simulate", "bench_agent", "bench_bodies", "bench_burst", "bench_decision"),
+    *(
+        "bench_failover",
+        "bench_index",
+        "bench_index_sweeps",
+        "bench_replicas",
+        "bench_shards",
+        "bench_tiers",
+    ),
     "bench_waiting",
 )
 

@@ -198,22 +198,35 @@ class Namespace:
         ttl_ms: int = LONG_MS,
         max_requests: int = 256,
         seen_total: int | None = None,
+        prefill_ttl_ms: int | None = None,
+        retry: bool = False,
     ) -> Refused | None:
-        reservation = Reservation(request_id, tokens, us, blocks, attempt)
+        reservation = Reservation(request_id, tokens, us, blocks, attempt, retry)
         wish = Wish(inc, reservation, max_requests, seen_total)
-        (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms)
+        (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         return refused
 
-    async def reserve_all(self, *wishes: Wish, ttl_ms: int = LONG_MS) -> list[Refused | None]:
-        return await self.do(reservations.reserve(self.keys, wishes, ttl_ms=ttl_ms))
+    async def reserve_all(
+        self, *wishes: Wish, ttl_ms: int = LONG_MS, prefill_ttl_ms: int | None = None
+    ) -> list[Refused | None]:
+        return await self.do(
+            reservations.reserve(self.keys, wishes, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
+        )
 
-    async def prefill_complete(self, request_id: str) -> bool:
-        return await self.do(reservations.prefill_complete(self.keys, request_id))
+    async def prefill_complete(self, request_id: str, ttl_ms: int = LONG_MS) -> bool:
+        call = reservations.prefill_complete(self.keys, request_id, ttl_ms=ttl_ms)
+        return await self.do(call) is not None
 
     async def release(
-        self, request_id: str, attempt: str = "", began_by_ms: int | None = None
+        self,
+        request_id: str,
+        attempt: str = "",
+        began_by_ms: int | None = None,
+        *,
+        answered: bool = False,
     ) -> bool:
-        return await self.do(reservations.release(self.keys, request_id, attempt, began_by_ms))
+        call = reservations.release(self.keys, request_id, attempt, began_by_ms, answered=answered)
+        return await self.do(call) is not None
 
     async def remember(
         self, session: str, inc: Incarnation, ttl_ms: int = LONG_MS, limit: int = 1000
@@ -265,9 +278,25 @@ class Namespace:
         return await self.get(f"blocks:{bucket}", f"{block:016x}")
 
     async def predict(
-        self, inc: Incarnation, chain: Sequence[SequenceHash], settings: PredictionSettings
+        self,
+        inc: Incarnation,
+        chain: Sequence[SequenceHash],
+        settings: PredictionSettings,
+        attempt: str = "1000-aa",
+        *,
+        confirmed: bool = True,
     ) -> int:
-        return await self.do(predictions.predict(self.shard, inc, chain, settings))
+        call = predictions.predict(self.shard, inc, chain, settings, attempt, LONG_MS)
+        count = await self.do(call)
+        if confirmed:
+            await self.do(predictions.confirm_predicted(self.shard, attempt, settings))
+        return count
+
+    async def confirm_predicted(self, attempt: str, settings: PredictionSettings) -> int:
+        return await self.do(predictions.confirm_predicted(self.shard, attempt, settings))
+
+    async def withdraw_predicted(self, attempt: str) -> int:
+        return await self.do(predictions.withdraw_predicted(self.shard, attempt))
 
     async def predicted(
         self, chain: Sequence[SequenceHash], settings: PredictionSettings
@@ -283,7 +312,7 @@ class Namespace:
         counted = sum(int(n) for name, n in counters.items() if len(name) == 1)
         stored = 0
         async for key in self.redis.scan_iter(match=self.key("predicted:") + "*"):
-            stored += sum(len(re.findall(rb"\d+[a-z]", v)) for v in await self.redis.hvals(key))
+            stored += sum(len(re.findall(rb"\d+[a-zA-Z]", v)) for v in await self.redis.hvals(key))
         assert counted == stored
         return stored
 
@@ -291,7 +320,8 @@ class Namespace:
         """Make every prediction older by `slices` slices of time."""
 
         def older(letter: str) -> str:
-            return chr(97 + (ord(letter) - 97 - slices) % 26)
+            first = ord("a" if letter.islower() else "A")
+            return chr(first + (ord(letter) - first - slices) % 26)
 
         counters = await self.redis.hgetall(self.key("predictions"))
         letters = {name.decode(): n for name, n in counters.items() if len(name) == 1}
@@ -301,7 +331,7 @@ class Namespace:
             await self.redis.hset(self.key("predictions"), mapping=moved)
         async for key in self.redis.scan_iter(match=self.key("predicted:") + "*"):
             for block, owners in (await self.redis.hgetall(key)).items():
-                text = re.sub(r"[a-z]", lambda m: older(m[0]), owners.decode())
+                text = re.sub(r"[a-zA-Z]", lambda m: older(m[0]), owners.decode())
                 await self.redis.hset(key, block, text)
 
     async def get(self, key: str, field: object) -> str | None:
@@ -312,7 +342,7 @@ class Namespace:
     def key(self, name: str) -> str:
         """The full name of a key, which is the shard's or the namespace's."""
         of_shard = name in ("shard", "applied", "dead", "sweep", "predictions")
-        of_shard = of_shard or name.startswith(("blocks:", "predicted:"))
+        of_shard = of_shard or name.startswith(("blocks:", "predicted:", "routed:"))
         return (self.shard if of_shard else self.keys)[name]
 
     async def expires_ms(self, key: str, member: object) -> float:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.errors import NamespaceMissing
+from app.core.errors import NamespaceMissing, WrongVersion
 from app.core.types import WorkerKey
 from app.state import index, leases
 from tests.eventually import eventually
@@ -52,6 +52,37 @@ async def test_a_namespace_without_live_workers_has_no_loads(space: Namespace) -
     inc = await space.worker("a")
     await space.retire("a", inc)
     assert (await space.loads()).loads == {}
+
+
+@pytest.mark.parametrize(("text", "held"), [("1", 1), ("3", 3), ("0", 0)])
+async def test_a_namespace_of_another_version_is_an_error(
+    space: Namespace, text: str, held: int
+) -> None:
+    await space.worker("a")
+    await space.redis.hset(space.key("meta"), "version", text)
+    with pytest.raises(WrongVersion, match=f"namespace 'test' holds version {held} of the data"):
+        await space.loads()
+
+
+async def test_the_entries_of_workers_say_what_version_a_namespace_has_that_lost_it(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    before = await space.loads()
+    for lost in (None, "x"):
+        await space.redis.hdel(space.key("meta"), "version")
+        if lost is not None:
+            await space.redis.hset(space.key("meta"), "version", lost)
+        assert (await space.loads()).loads == before.loads
+        await space.redis.hset(space.key("workers"), "8", '{"worker":"old:0"}')
+        assert (await space.loads()).loads == before.loads
+        entry = await space.get("workers", inc)
+        await space.redis.hdel(space.key("workers"), str(inc))
+        with pytest.raises(WrongVersion, match="holds version 1 of the data model"):
+            await space.loads()
+        await space.redis.hset(space.key("workers"), "8", "junk")
+        assert (await space.loads()).loads == before.loads
+        await space.redis.hset(space.key("workers"), str(inc), entry)
 
 
 async def test_a_missing_namespace_is_an_error(space: Namespace) -> None:

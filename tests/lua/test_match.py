@@ -319,6 +319,7 @@ async def test_where_the_second_round_trip_fails_the_first_still_counts(space: N
     found, _ = await overlap.match(runner, space.keys, [blocks])
     # Of that group only the first block was looked up before.
     assert found == [{a: TierOverlap(device=group + 1), b: TierOverlap(device=2000)}]
+    assert isinstance(found[0], overlap.LowerBound)
     assert runner.trips == 2
 
 

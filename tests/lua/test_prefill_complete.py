@@ -86,3 +86,24 @@ async def test_a_first_token_of_a_released_request_is_rejected(space: Namespace)
     before = await space.contents()
     assert not await space.prefill_complete("r1")
     assert await space.contents() == before
+
+
+async def test_the_first_token_extends_the_reservation_once(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", us=1000, prefill_ttl_ms=500)
+    before = await space.now_ms()
+    assert await space.prefill_complete("r1", ttl_ms=9000)
+    ends_ms = await space.expires_ms("expiry", "r1")
+    assert before + 9000 <= ends_ms <= await space.now_ms() + 9000
+    assert await space.prefill_complete("r1", ttl_ms=20_000)
+    assert await space.expires_ms("expiry", "r1") == ends_ms
+
+
+async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="1000-aa")
+    await space.reserve(inc, "r1", attempt="1000-bb")
+    assert not await space.prefill_complete("r1~cc")
+    for decoding, tag in enumerate(("bb", "aa"), start=1):
+        assert await space.prefill_complete(f"r1~{tag}")
+        assert (await space.load(inc)).decoding == decoding

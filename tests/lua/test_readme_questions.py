@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.core.types import SequenceHash
-from tests.lua.conftest import A, B, C, Namespace, ticket
+from tests.lua.conftest import LONG_MS, A, B, C, Namespace, ticket
 from tests.redis_servers import require_binary
 
 TEXT = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
@@ -30,7 +30,7 @@ async def filled(space: Namespace) -> Namespace:
     inc = await space.worker("w3")
     await space.hold(inc, [BLOCK, B, C])
     await space.reserve(inc, "req-7", tokens=100, us=5000, blocks=7)
-    await space.reserve(inc, "req-8", tokens=300, us=7000, blocks=9)
+    await space.reserve(inc, "req-8", ttl_ms=2 * LONG_MS, tokens=300, us=7000, blocks=9)
     await space.prefill_complete("req-7")
     await space.redis.xadd(space.keys["metrics"], {"worker": "w3:0", "incarnation": str(inc)})
     await space.until_lease_lapses(stale)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.errors import NamespaceMismatch, WorkerReplaced
+from app.core.errors import NamespaceMismatch, WorkerReplaced, WrongVersion
+from app.core.keys import DATA_VERSION
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import decode_info
 from app.state import leases
@@ -15,6 +16,7 @@ async def test_the_first_registration_creates_the_namespace(space: Namespace) ->
     before = await space.now_ms()
     registration = await space.register("a", block_size=4, shards=3)
     assert registration == Registration(Incarnation(1), predecessor_lives=False, shards=3)
+    assert await space.get("meta", "version") == str(DATA_VERSION)
     assert await space.get("meta", "block_size") == "4"
     assert await space.get("meta", "shards") == "3"
     assert await space.get("meta", "incarnations") == "1"
@@ -61,6 +63,34 @@ async def test_a_block_size_that_differs_from_the_namespace_is_refused(space: Na
         await space.register("b", block_size=16)
     assert await space.get("current", "b:0") is None
     assert await space.get("meta", "incarnations") == "1"
+
+
+@pytest.mark.parametrize(("text", "held"), [("1", 1), ("3", 3), (None, 1)])
+async def test_a_namespace_of_another_version_is_left_as_it_is(
+    space: Namespace, text: str | None, held: int
+) -> None:
+    inc = await space.worker("a")
+    if text is None:
+        await space.redis.hdel(space.key("meta"), "version")
+        await space.redis.hset(space.key("workers"), str(inc), '{"worker":"a:0"}')
+    else:
+        await space.redis.hset(space.key("meta"), "version", text)
+    before = await space.contents()
+    with pytest.raises(WrongVersion, match=f"holds version {held} of the data model"):
+        await space.register("b", block_size=16)
+    assert await space.contents() == before
+
+
+@pytest.mark.parametrize("known", [("a",), ()])
+async def test_a_version_that_was_lost_is_unknown_and_comes_back_with_a_registration(
+    space: Namespace, known: tuple[str, ...]
+) -> None:
+    await space.worker("a")
+    await space.redis.hdel(space.key("meta"), "version")
+    if not known:
+        await space.redis.delete(space.key("workers"))
+    await space.register("b")
+    assert await space.get("meta", "version") == str(DATA_VERSION)
 
 
 async def test_a_new_process_replaces_the_previous_incarnation_at_once(space: Namespace) -> None:

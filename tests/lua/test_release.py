@@ -137,3 +137,29 @@ async def test_a_late_release_leaves_a_newer_reservation_alone(space: Namespace)
     await space.redis.zrem(space.key("expiry"), "r2")
     assert await space.release("r2", began_by_ms=1000), "nobody knows when that one began"
     assert (await space.load(inc)).requests == 0
+
+
+async def test_a_reservation_is_released_by_its_own_id_and_nobody_elses(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="1000-aa")
+    await space.reserve(inc, "r1", attempt="1000-bb")
+    before = await space.contents()
+    assert not await space.release("r1~cc")
+    assert await space.contents() == before
+    assert await space.release("r1~aa")
+    assert not await space.release("r1~aa")
+    # Although the request id is free again, it does not name the reservation that is left.
+    assert not await space.release("r1")
+    assert await space.release("r1~bb")
+    assert (await space.load(inc)).requests == 0
+
+
+async def test_a_request_id_that_was_given_out_again_is_not_released_by_the_first_ones_reservation(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="1000-aa")
+    assert await space.release("r1~aa")
+    await space.reserve(inc, "r1", attempt="2000-bb")
+    assert not await space.release("r1~aa")
+    assert await space.release("r1~bb")

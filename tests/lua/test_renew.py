@@ -7,6 +7,7 @@ import pytest
 
 from app.core import worker_report
 from app.core.errors import NamespaceMissing
+from app.core.keys import DATA_VERSION
 from app.core.loads import Load
 from app.core.types import Incarnation
 from app.state import leases
@@ -292,6 +293,25 @@ async def test_a_process_replaced_after_redis_lost_it_cannot_renew(space: Namesp
     other = await space.worker("a", nonce="second")
     assert not await space.renew(inc, nonce="first")
     assert await space.get("current", "a:0") == str(other)
+
+
+async def test_workers_register_again_if_the_namespace_has_another_version(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    await space.redis.hset(space.key("meta"), "version", "3")
+    assert not await space.renew(inc)
+    assert await space.get("meta", "version") == "3"
+
+
+async def test_a_version_that_was_lost_is_that_of_the_workers(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.redis.hdel(space.key("meta"), "version")
+    assert await space.renew(inc)
+    assert await space.get("meta", "version") == str(DATA_VERSION)
+    await space.redis.delete(space.key("meta"))
+    assert await space.renew(inc)
+    assert await space.get("meta", "version") == str(DATA_VERSION)
 
 
 async def test_workers_register_again_if_the_number_of_shards_changed(space: Namespace) -> None:

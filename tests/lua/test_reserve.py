@@ -165,12 +165,14 @@ async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refus
     a, b = await space.worker("a"), await space.worker("b")
     assert await space.reserve(b, "r1", attempt="2000-bb") is None
     before = await space.contents()
-    late = await space.reserve(a, "r1", attempt="1999-aa")
+    late = await space.reserve(a, "r1", attempt="1999-aa", retry=True)
     assert late is not None
     assert late.reason == "superseded"
     assert await space.contents() == before
-    assert await space.reserve(b, "r1", attempt="2000-bb") is None, "Redis may be sent it twice"
-    assert await space.reserve(a, "r1", attempt="2001-cc") is None
+    assert await space.reserve(b, "r1", attempt="2000-bb", retry=True) is None, (
+        "Redis may be sent it twice"
+    )
+    assert await space.reserve(a, "r1", attempt="2001-cc", retry=True) is None
     assert await space.get("reservations", "r1") == str(a)
 
 
@@ -178,8 +180,21 @@ async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space: 
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="2000-bb")
     await space.prefill_complete("r1")
-    assert await space.reserve(inc, "r1", attempt="1999-aa", max_requests=1) is not None
+    assert await space.reserve(inc, "r1", attempt="1999-aa", retry=True, max_requests=1) is not None
     assert (await space.load(inc)).decoding == 1
+
+
+async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    lasts = {"r1": 1000 + 4 * 5000, "r2": 1000 + 4 * 7000, "r3": LONG_MS}
+    for request_id, prefill_s in (("r1", 5), ("r2", 2), ("r3", 100)):
+        before = await space.now_ms()
+        await space.reserve(inc, request_id, us=prefill_s * 10**6, prefill_ttl_ms=1000)
+        passed_ms = await space.now_ms() - before
+        ends_ms = await space.expires_ms("expiry", request_id) - before
+        assert lasts[request_id] <= ends_ms <= lasts[request_id] + passed_ms
 
 
 async def test_expired_reservations_are_given_back_first(space: Namespace) -> None:
@@ -321,3 +336,59 @@ def wish(
 ) -> Wish:
     reservation = Reservation(request_id, prefill_tokens=100, prefill_us=5000, blocks=7)
     return Wish(inc, reservation, max_requests, seen_total)
+
+
+async def test_requests_with_one_id_have_a_reservation_each(space: Namespace) -> None:
+    inc = await space.worker("a")
+    for attempt in ("2000-aa", "1000-bb", "3000-cc"):
+        assert await space.reserve(inc, "r1", attempt=attempt) is None
+    assert (await space.load(inc)).requests == 3
+    held = await space.redis.hkeys(space.key("reservations"))
+    assert set(held) == {b"r1", b"r1~bb", b"r1~cc"}
+
+
+async def test_a_request_that_is_sent_again_keeps_to_its_place(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(a, "r1", attempt="1000-aa")
+    await space.reserve(a, "r1", attempt="1000-bb")
+    for began_ms in (2000, 3000):
+        for tag in ("aa", "bb"):
+            assert await space.reserve(b, "r1", attempt=f"{began_ms}-{tag}") is None
+        assert ((await space.load(a)).requests, (await space.load(b)).requests) == (0, 2)
+        # Now only the second is left, whose id nobody else has any more.
+        await space.release("r1")
+        assert await space.reserve(a, "r1", attempt=f"{began_ms}-bb") is None
+        assert ((await space.load(a)).requests, (await space.load(b)).requests) == (1, 0)
+        assert await space.reserve(a, "r1", attempt=f"{began_ms}-aa") is None
+
+
+async def test_a_late_sending_of_a_request_is_refused(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="1000-aa")
+    await space.reserve(inc, "r1", attempt="2000-bb")
+    late = await space.reserve(inc, "r1", attempt="1999-bb")
+    assert late is not None
+    assert late.reason == "superseded"
+    assert (await space.load(inc)).requests == 2
+
+
+async def test_a_retry_takes_the_place_of_the_first_request_with_its_id(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.reserve(a, "r1", attempt="1000-aa")
+    await space.reserve(a, "r1", attempt="2000-bb")
+    await space.reserve(b, "r1", attempt="3000-cc", retry=True)
+    assert not await space.release("r1~aa")
+    assert await space.release("r1~bb")
+    assert await space.release("r1~cc")
+
+
+async def test_an_id_that_looks_like_a_reservations_is_one_like_any_other(space: Namespace) -> None:
+    inc = await space.worker("a")
+    await space.reserve(inc, "r1", attempt="1000-aa")
+    await space.reserve(inc, "r1~bb", attempt="1000-dd", retry=True)
+    await space.reserve(inc, "r1~cc", attempt="1000-ee")
+    held = await space.redis.hkeys(space.key("reservations"))
+    assert set(held) == {b"r1", b"r1~bb", b"r1~cc"}
+    assert await space.release("r1~cc~ee")
+    assert await space.release("r1~bb")
+    assert await space.release("r1~aa")

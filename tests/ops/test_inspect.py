@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,34 @@ def test_an_index_that_cannot_be_read_is_not_taken_for_an_empty_one(
     result = kvroute(url, "inspect", "prefix", str(tokens))
     assert result.exit_code == 1
     assert "the index cannot be read in 'test#0'" in result.output
+
+
+def steady(shown: object) -> str:
+    """What a command shows, without what changes with time and with the server's buffers."""
+    return re.sub(r'"(lease_ms|memory_bytes|metrics_age_s)": [^,}]+', "", json.dumps(shown))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["summary"],
+        ["worker", "w1"],
+        ["block", f"{CHAIN[0]:016x}"],
+        ["prefix", "prompt.json"],
+        ["verify"],
+        ["waiting"],
+        ["usage"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_full_redis_is_inspected_like_any_other(
+    command: list[str], url: str, raw: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompt.json").write_text(json.dumps(PROMPT))
+    before = steady(as_json(url, "inspect", *command))
+    raw.config_set("maxmemory", 1)
+    try:
+        assert steady(as_json(url, "inspect", *command)) == before
+    finally:
+        raw.config_set("maxmemory", 0)

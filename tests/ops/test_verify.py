@@ -81,6 +81,7 @@ Damage = Callable[[Redis], object]
             "a shard past the last one",
         ),
         (lambda r: r.hset(KEYS["meta"], "incarnations", "x"), "a number of the namespace"),
+        (lambda r: r.hset(KEYS["meta"], "version", "x"), "a number of the namespace"),
         (lambda r: r.hset(KEYS["meta"], "block_size", "8"), "another block size"),
         (lambda r: r.hset(KEYS["workers"], "1", "spoilt"), "a worker's entry that cannot be read"),
         (lambda r: r.zadd(KEYS["leases"], {"1": 9e15}), "a lease that ends later"),

@@ -52,7 +52,7 @@ def query(
 ) -> Query:
     chain = [SequenceHash(n) for n in range(1, tokens // 16 + 1)]
     request = RouteRequest("r1", chain, tokens, policy, **options)
-    return Query(request, "aa", 1000, overlaps or {}, session_at, tries=1, waited_ms=7)
+    return Query(request, "aa", 1000, overlaps or {}, session_at=session_at, tries=1, waited_ms=7)
 
 
 def plan(asked: Query, view: View, *, degraded: bool = False, **settings: Any) -> Plan:

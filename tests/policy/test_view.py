@@ -141,3 +141,46 @@ def test_one_worker_has_a_mean_load_but_no_spread() -> None:
     view = View(Snapshot(0, {ONE: Load()}), Workers([(ONE, info("a"), measured(report))]))
     assert load_statistics(view) == (0.25, 0.0)
     assert load_statistics(View(Snapshot(0, {}), Workers([]))) == (0.0, 0.0)
+
+
+def view_of(*infos: WorkerInfo) -> View:
+    known = [(Incarnation(n), info, UNMEASURED) for n, info in enumerate(infos, 1)]
+    return View(Snapshot(0, {inc: Load() for inc, _, _ in known}), Workers(known))
+
+
+@pytest.mark.parametrize(
+    ("held", "isl_tokens", "reused"),
+    [
+        (TierOverlap(device=7), 200, TierOverlap(device=4)),
+        (TierOverlap(device=8), 200, TierOverlap(device=8)),
+        (TierOverlap(device=3), 200, None),
+        # The slowest blocks are the last ones.
+        (TierOverlap(device=2, host=3, disk=2), 200, TierOverlap(device=2, host=2)),
+        # The last token is always computed, and with it all of its engine's block.
+        (TierOverlap(device=8), 8 * 16, TierOverlap(device=4)),
+        (TierOverlap(device=8), 8 * 16 + 1, TierOverlap(device=8)),
+    ],
+)
+def test_an_engine_reuses_only_whole_blocks_of_its_own(
+    held: TierOverlap, isl_tokens: int, reused: TierOverlap | None
+) -> None:
+    view = view_of(info("a"), replace(info("b"), reuse_blocks=4))
+    overlaps = view.reusable({ONE: held, TWO: held}, isl_tokens)
+    assert overlaps == {ONE: held} | ({TWO: reused} if reused else {})
+
+
+@pytest.mark.parametrize(
+    ("reuse_blocks", "recomputed_blocks", "num_held", "num_reused"),
+    [(1, 1, 5, 4), (1, 1, 1, 0), (4, 4, 11, 4), (4, 4, 7, 0)],
+)
+def test_an_engine_that_looks_ahead_computes_its_last_blocks_again(
+    reuse_blocks: int, recomputed_blocks: int, num_held: int, num_reused: int
+) -> None:
+    worker = replace(info("a"), reuse_blocks=reuse_blocks, recomputed_blocks=recomputed_blocks)
+    overlaps = view_of(worker).reusable({ONE: TierOverlap(num_held)}, 1000)
+    assert overlaps.get(ONE, TierOverlap()) == TierOverlap(num_reused)
+
+
+def test_overlaps_of_workers_that_reuse_every_block_are_passed_on() -> None:
+    overlaps = {ONE: TierOverlap(5, 3, 1), THREE: TierOverlap(9)}
+    assert view_of(info("a"), info("b")).reusable(overlaps, 1000) is overlaps

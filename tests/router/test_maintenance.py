@@ -18,6 +18,7 @@ from app.core.errors import RedisUnavailable
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet
+from app.router.history import History
 from app.router.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.router.metrics import Telemetry
 from app.router.replica import Replica
@@ -43,7 +44,9 @@ def maintenance_of(
         fleet or Fleet(redis, KEYS, 5.0),
         telemetry or Telemetry(),
     )
-    return Maintenance(replica, predicted)
+    history = History(replica)
+    history.predictions = predicted
+    return Maintenance(replica, history)
 
 
 class CountingRunner(ScriptRunner):
@@ -107,7 +110,9 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
         return sum(map(len, found))
 
     async with running(maintenance_of(redis, predicted=settings)):
-        await runner.run([predict(SHARD, inc, chain, settings) for chain in chains])
+        await runner.run(
+            [predict(SHARD, inc, chain, settings, "1-aa", 600_000) for chain in chains]
+        )
         begun = time.monotonic()
         assert await num_foreseen() == 256
         await eventually(num_foreseen, lambda number: number == 0)
@@ -226,7 +231,9 @@ async def test_every_shard_is_swept_and_pruned(redis: Client) -> None:
     last = KEYS.of_shard(1)
     await redis.hset(last["applied"], mapping={str(inc): "0 nonce-w1", "7": "0 gone"})
     chains = [[SequenceHash(n << 56)] for n in range(256)]
-    await ScriptRunner(redis, 5.0).run([predict(last, inc, chain, settings) for chain in chains])
+    await ScriptRunner(redis, 5.0).run(
+        [predict(last, inc, chain, settings, "1-aa", 600_000) for chain in chains]
+    )
 
     async def left() -> int:
         return len(await redis.keys(last["predicted:"] + "*")) + await redis.hlen(last["applied"])

@@ -25,6 +25,7 @@ OWN = {
     "kvroute_worker_routed_blocks": ("counter", "worker", "what"),
     "kvroute_isl_blocks": ("counter",),
     "kvroute_overlap_blocks": ("counter", "tier"),
+    "kvroute_invalid_requests": ("counter", "code"),
     "kvroute_reservations": ("counter", "event"),
     "kvroute_reserve_conflicts": ("counter", "reason"),
     "kvroute_worker_suspensions": ("counter",),
@@ -34,6 +35,7 @@ OWN = {
     "kvroute_waits": ("counter", "tenant", "priority", "outcome"),
     "kvroute_metrics_stream_lag_seconds": ("gauge",),
     "kvroute_index_fill": ("gauge",),
+    "kvroute_redis_may_evict": ("gauge",),
     "kvroute_load_avg": ("gauge",),
     "kvroute_load_std": ("gauge",),
 }

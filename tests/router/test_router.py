@@ -73,7 +73,7 @@ class ScriptedRunner(ScriptRunner):
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls)
         self.round_trips.append(names)
-        self.num_wishes += sum(len(c.args) // 8 for c in calls if c.name == "reserve")
+        self.num_wishes += sum((len(c.args) - 2) // 9 for c in calls if c.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
         turns = [int(c.args[1]) for c in calls if c.name == "turns"]
@@ -229,7 +229,9 @@ class TestRoundTrips:
         await router.route(request("r1", reserve=False))
         assert [trip for trip in router.runner.round_trips if trip] == [["loads", "match"]]
 
-    async def test_a_refusal_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
+    async def test_a_refusal_costs_one_and_that_of_a_retry_two(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
         await workers.register("w1", max_requests=1)
         # Refusing the second loads the script into Redis.
         assert placed(await route_all(router, request("r0"), request("r1"))) == {
@@ -239,6 +241,10 @@ class TestRoundTrips:
         router.runner.round_trips.clear()
         with pytest.raises(AllWorkersBusy):
             await router.route(request("r2"))
+        assert router.runner.round_trips == [["loads", "match"]]
+        router.runner.round_trips.clear()
+        with pytest.raises(AllWorkersBusy):
+            await router.route(request("r2", retry=True))
         # Releases what it may hold itself: that could be why it was refused.
         assert router.runner.round_trips == [["loads", "match"], ["release"]]
 
@@ -320,13 +326,15 @@ class TestOneReplica:
     ) -> None:
         await workers.register("w1", max_requests=2)
         await route_all(router, request("a"), request("b"))
-        answers = await route_all(router, request("a"), request("c"), request("b"))
+        asked = [request("a", retry=True), request("c"), request("b", retry=True)]
+        answers = await route_all(router, *asked)
         # All three find w1 full; a and b then give up what they hold and are decided again.
         assert placed(answers) == {"w1": 2, "AllWorkersBusy": 1}
         assert len(await workers.reserved()) == 2
         for _ in range(2):
             held = set(await workers.reserved())
-            again = await route_all(router, *(request(name) for name in sorted(held)))
+            asked = [request(name, retry=True) for name in sorted(held)]
+            again = await route_all(router, *asked)
             assert placed(again) == {"w1": 2}
             assert set(await workers.reserved()) == held
 
@@ -802,7 +810,7 @@ class TestWithoutRedis:
         given_up = await router.route(request("r1"))
         assert given_up.degraded
         async with running(one_redis_server.url) as other:
-            again = await other.route(request("r1"))
+            again = await other.route(request("r1", retry=True))
             assert again.reserved
             router.abandon(given_up)
             # Releases are made in order, so the others have been made once this one has.
@@ -824,11 +832,11 @@ class TestWithoutRedis:
             async def retry_elsewhere() -> None:
                 router.runner.after_look_up = None
                 await asyncio.sleep(0.002)
-                assert (await other.route(request("r1"))).reserved
+                assert (await other.route(request("r1", retry=True))).reserved
 
             router.runner.after_look_up = retry_elsewhere
             with pytest.raises(Superseded):
-                await router.route(request("r1"), caller)
+                await router.route(request("r1", retry=True), caller)
         held = await workers.reserved()
         assert set(held) == {"r1"}
         assert [(await workers.load(name)).total for name in ("w1", "w2")] in ([1, 0], [0, 1])
@@ -839,7 +847,7 @@ class TestWithoutRedis:
         await workers.register("w1", max_requests=1)
         await router.route(request("r1"))
         with pytest.raises(AllWorkersBusy):
-            await router.route(request("r1", began_ms=1))
+            await router.route(request("r1", began_ms=1, retry=True))
         assert await workers.reserved() == {"r1": "w1:0"}
 
     async def test_nothing_is_reserved_for_a_caller_that_hung_up_during_the_look_up(
@@ -855,6 +863,60 @@ class TestWithoutRedis:
         with pytest.raises(CallerGone):
             await router.route(request("r1"), caller)
         assert (await workers.load("w1")).total == 0
+
+    async def test_a_reservation_that_no_worker_confirms_ends_with_its_predicted_prefill(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with running(one_redis_server.url, prefill_ttl_s=0.2) as router:
+            await router.route(request("fake"))
+            await router.route(request("real"))
+            assert await router.prefill_complete("real")
+            await eventually(workers.reserved, lambda reserved: reserved == {"real": "w1:0"})
+
+    async def test_requests_with_one_id_have_a_reservation_each_unless_one_is_a_retry(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1", max_requests=3)
+        one, other = await route_all(router, request("r1"), request("r1"))
+        assert isinstance(one, Decision)
+        assert isinstance(other, Decision)
+        assert one.reservation_id != other.reservation_id
+        assert (await workers.load("w1")).requests == 2
+        retried = await router.route(request("r1", retry=True))
+        assert (await workers.load("w1")).requests == 2
+        assert [await router.release(d.reservation_id) for d in (one, other, retried)] == [
+            False,
+            True,
+            True,
+        ]
+        assert await workers.reserved() == {}
+
+    async def test_a_request_that_its_balancer_sends_again_moves_its_reservation(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        await router.route(request("r1", balancer_id="other"))
+        for _ in range(2):
+            decision = await router.route(request("r1", balancer_id="mine"))
+            assert (await workers.load("w1")).requests == 2
+        assert await router.release("r1")
+        # Its place is free, but the reservation stays where it is.
+        await router.route(request("r1", balancer_id="mine"))
+        assert (await workers.load("w1")).requests == 1
+        assert await router.release(decision.reservation_id)
+        assert await workers.reserved() == {}
+
+    async def test_a_worker_that_failed_is_found_by_the_id_of_the_reservation(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        for name in ("w1", "w2"):
+            await workers.register(name)
+        decision = await router.route(request("r1"))
+        assert await router.prefill_complete(decision.reservation_id)
+        assert await router.release(decision.reservation_id, worker_failed=True)
+        (left,) = (await router.refresh()).infos
+        assert left.key != decision.worker.key
 
     async def test_failed_releases_are_made_once_redis_accepts_writes(
         self, own_redis_server: EmbeddedRedis
@@ -872,7 +934,9 @@ class TestWithoutRedis:
                 with pytest.raises(RedisUnavailable):
                     await router.release(name)
             await redis.execute_command("REPLICAOF", "NO", "ONE")
-            await eventually(lambda: other.route(request("r2")), lambda decision: decision.reserved)
+            await eventually(
+                lambda: other.route(request("r2", retry=True)), lambda decision: decision.reserved
+            )
             catching_up = tasks.create_task(router.run())
             # Releases are made in order, so the others have been made once this one has.
             router.abandon(await other.route(request("r4")))
@@ -940,6 +1004,19 @@ async def test_a_replica_follows_changes_of_redis_that_cause_no_errors(
         await follows.wait()
 
 
+async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(
+    router: Replica, workers: FakeWorkers
+) -> None:
+    await workers.register("large", reuse_blocks=2)
+    await workers.register("small")
+    prompt = PROMPT[:8] + PROMPT
+    await workers.publish("large", prompt[:12])
+    await workers.publish("small", prompt[:8])
+    decision = await router.route(request("r1", "latency", prompt=prompt, explain=True))
+    overlaps = {c.info.key.worker_id: c.overlap for c in decision.candidates}
+    assert overlaps == {"large": TierOverlap(device=2), "small": TierOverlap(device=2)}
+
+
 class TestPredictions:
     async def test_without_kv_events_routed_prompts_count_as_overlap_on_every_replica(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
@@ -963,6 +1040,62 @@ class TestPredictions:
             assert warm.overlap == TierOverlap(device=2)
             assert warm.worker == cold.worker
 
+    @pytest.mark.parametrize("by_request_id", [False, True])
+    async def test_what_was_released_before_its_first_token_no_longer_counts(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, by_request_id: bool
+    ) -> None:
+        await workers.register("w1")
+        settings = {"kv_events": False, "prediction_ttl_s": 3600.0}
+        async with (
+            running(one_redis_server.url, **settings) as first,
+            running(one_redis_server.url, **settings) as second,
+        ):
+
+            async def overlap() -> int:
+                seen = await first.route(request("look", "latency", reserve=False))
+                return seen.overlap.total
+
+            def name(decision: Decision) -> str:
+                return decision.request_id if by_request_id else decision.reservation_id
+
+            fake = await first.route(request("r1", "latency"))
+            await eventually(overlap, lambda total: total == 2)
+            assert await second.release(name(fake))
+            await eventually(overlap, lambda total: total == 0)
+
+            real = await first.route(request("r2", "latency"))
+            await eventually(overlap, lambda total: total == 2)
+            assert await second.prefill_complete(name(real))
+            assert await second.release(name(real))
+            fake = await first.route(request("r3", "latency"))
+            assert await second.release(name(fake))
+            # Written in order, so what was to be withdrawn has been once this one counts.
+            await second.route(request("r4", "latency", prompt=PROMPT[::-1]))
+
+            async def other() -> int:
+                seen = await first.route(
+                    request("look", "latency", reserve=False, prompt=PROMPT[::-1])
+                )
+                return seen.overlap.total
+
+            await eventually(other, lambda total: total == 2)
+            assert await overlap() == 2
+
+    async def test_a_caller_that_hangs_up_leaves_no_overlap(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        async with running(one_redis_server.url, kv_events=False) as replica:
+
+            async def overlap() -> int:
+                seen = await replica.route(request("look", "latency", reserve=False))
+                return seen.overlap.total
+
+            decision = await replica.route(request("r1", "latency"))
+            await eventually(overlap, lambda total: total == 2)
+            replica.abandon(decision)
+            await eventually(overlap, lambda total: total == 0)
+
     async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
@@ -977,6 +1110,28 @@ class TestPredictions:
                 return await replica.route(request("look", "latency", reserve=False))
 
             await eventually(look, lambda seen: seen.overlap == TierOverlap(device=2))
+
+    async def test_an_answer_whose_overlap_fell_short_says_so(
+        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
+    ) -> None:
+        await workers.register("w1")
+        # So long that the block where the overlap ends is found in a second round trip.
+        prompt = list(range(4 * 2000))
+        await workers.publish("w1", prompt[: 4 * 1005])
+        whole = await router.route(request("r1", prompt=prompt, reserve=False))
+        assert (whole.overlap.total, whole.degraded) == (1005, False)
+
+        async def spoil() -> None:
+            async for bucket in redis.scan_iter(match=KEYS.of_shard(0)["blocks:"] + "*"):
+                await redis.set(bucket, "spoilt")
+
+        # One that has not yet learnt where owners change.
+        async with running(one_redis_server.url) as fresh:
+            await fresh.refresh()
+            fresh.runner.after_look_up = spoil
+            short = await fresh.route(request("r2", prompt=prompt))
+        assert 0 < short.overlap.total < 1005
+        assert (short.degraded, short.reserved) == (True, True)
 
     async def test_by_default_only_published_blocks_count_as_overlap(
         self, router: Replica, workers: FakeWorkers

@@ -19,6 +19,7 @@ from app.core.errors import (
     IncarnationLost,
     RedisUnavailable,
     WorkerReplaced,
+    WrongVersion,
 )
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
@@ -136,7 +137,7 @@ class Agent:
         """A new incarnation, which may publish in every shard and has published nothing.
 
         previous: this process's last incarnation. Raises WorkerReplaced if another process has the
-        key, and still renews its lease; NamespaceMismatch.
+        key, and still renews its lease; NamespaceMismatch; WrongVersion only if there is none.
         """
         call = leases.register(
             self._keyspace,
@@ -156,6 +157,13 @@ class Agent:
                 # A Redis that lost data may show the process before this one, which has ended: then
                 # nobody renews its lease.
                 waited = True
+                await asyncio.sleep(self._ttl_ms / 1000)
+                continue
+            except WrongVersion as error:
+                if previous is None:
+                    raise
+                # The engine's requests go on, and whoever mends the namespace need not restart it.
+                log.error("%s is not routed to: %s", self.info.key, error)
                 await asyncio.sleep(self._ttl_ms / 1000)
                 continue
             if await self._publisher.open(registration.incarnation, registration.shards):

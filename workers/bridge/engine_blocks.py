@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from itertools import repeat
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,6 +25,7 @@ from workers.bridge.engine_events import (
     BlockRemoved,
     BlockStored,
     EngineEvent,
+    is_medium_known,
     items_of,
     key_of,
     salt_in,
@@ -32,19 +34,16 @@ from workers.bridge.engine_events import (
     unnamed_adapter,
 )
 from workers.bridge.pending_events import PendingEvents
+from workers.bridge.references import Place, References, with_copy, without_copy
+from workers.bridge.shown_blocks import ShownBlocks, joined
 
 REMEMBERED = 16_384
 """How many blocks that no tier holds any more are still known: an offload may be announced after
 the block has left the device."""
 
-_Place = tuple[Tier, int | None]
-"""A tier, and a group of the engine's layers."""
-_References = tuple[tuple[_Place, int], ...]
-"""How many copies of a block were announced in each place."""
-
 
 @dataclass(slots=True)
-class _Block:
+class Block:
     """A block of the engine: one or more of ours, and what its children inherit."""
 
     blocks: tuple[SequenceHash, ...]
@@ -53,13 +52,25 @@ class _Block:
     """XXH3_64 of the block's tokens."""
     lora_name: str | None
     cache_salt: str | None
-    references: _References = ()
+    references: References = ()
+
+    @property
+    def end(self) -> SequenceHash:
+        return self.blocks[-1]
 
     def lies_in(self, tier: Tier) -> bool:
         return any(held is tier for (held, _), _ in self.references)
 
     def is_of(self, tokens: int, parent: SequenceHash | None) -> bool:
         return self.tokens == tokens and self.parent == parent
+
+
+class Snapshot(NamedTuple):
+    """group: the one that counts. rows: each block that is held, by its name at the engine, with
+    its references at that moment: blocks change later, references are replaced."""
+
+    group: int | None
+    rows: list[tuple[BlockHash, Block, References]]
 
 
 class EngineBlocks:
@@ -85,13 +96,60 @@ class EngineBlocks:
     ) -> None:
         self._block_size = block_size
         self._announces_copies = announces_copies
-        self._known: dict[BlockHash, _Block] = {}
+        self._known: dict[BlockHash, Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
         self._copies: dict[Tier, dict[SequenceHash, int]] = {tier: {} for tier in Tier}
         """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
         self._group: int | None = None
         """The group that counts, once an event has named a kind."""
+        self._shown = ShownBlocks(self._end_of, copies=announces_copies)
+        self._is_upper_bound = False
         self._pending = PendingEvents(now, joined_late=joined_late)
+        self.num_unknown_media = 0
+        """Events that were left out, as they name a medium that is not known."""
+
+    @property
+    def num_held(self) -> int:
+        """How many blocks of the index its device holds."""
+        return len(self._copies[Tier.DEVICE])
+
+    def held(self) -> Iterable[Stored]:
+        """What is shown of what it holds, as if stored just now."""
+        return self._shown.of(self._all_held())
+
+    def _all_held(self) -> Iterator[Stored]:
+        for block in self._known.values():
+            for tier in Tier:
+                if block.lies_in(tier):
+                    yield Stored(block.blocks, block.parent, tier)
+
+    def snapshot(self) -> Snapshot | None:
+        """What is known, for `restore`; None while events wait, as they would be lost, and of an
+        engine with windows, as what those hold would be."""
+        if self._pending.num_waiting or self._shown.is_partial:
+            return None
+        rows = [(name, b, b.references) for name, b in self._known.items() if b.references]
+        return Snapshot(self._group, rows)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Know what an EngineBlocks with the same arguments knew; this one knows nothing yet."""
+        self._group = snapshot.group
+        for name, block, references in snapshot.rows:
+            block.references = references
+            self._known[name] = block
+            for tier in Tier:
+                if block.lies_in(tier):
+                    self._count_copy(block, tier)
+
+    @property
+    def is_upper_bound(self) -> bool:
+        """Whether the engine may reuse less than the overlap with what is shown.
+
+        So it is if not all groups of its layers are the one that counts. Of those with a sliding
+        window or a recurrent state it is known where the engine can resume, and only what leads
+        there is shown; but a prompt that branches off on the way is reused up to an earlier such
+        end. What other groups need, as with chunked attention, events do not say."""
+        return self._is_upper_bound
 
     @property
     def num_left_out(self) -> int:
@@ -126,7 +184,7 @@ class EngineBlocks:
             meant, stored = self._take_one(following)
             changes += meant
             levels.append(self._pending.released(stored))
-        return changes
+        return joined(changes) if self._shown.is_partial else changes
 
     def _take_one(self, event: EngineEvent) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
         """What `event` alone means, and the blocks that other events may be waiting for."""
@@ -134,20 +192,37 @@ class EngineBlocks:
             case AllBlocksCleared():
                 self._clear()
                 return [Cleared()], ()
+            case BlockStored() | BlockRemoved() if self._shown.depends_on(event):
+                return self._take_window(event), ()
             case BlockStored() | BlockRemoved() if not self._counts(event):
                 return [], ()
         tier = tier_of(event)
         if tier is None:
+            self.num_unknown_media += not is_medium_known(event)
             return [], ()
         if isinstance(event, BlockRemoved):
-            return self._remove(event, tier), ()
+            return self._shown.take(self._remove(event, tier)), ()
         if not event.token_ids:
-            return self._store_announced(event, tier), ()
-        return self._store(event, tier)
+            return self._shown.take(self._store_announced(event, tier)), ()
+        changes, stored = self._store(event, tier)
+        return self._shown.take(changes) + self._shown.locate(stored), stored
+
+    def _take_window(self, event: BlockStored | BlockRemoved) -> list[CacheEvent]:
+        """What an event of a group with a window or a state means."""
+        tier = tier_of(event)
+        if tier is None:
+            return []
+        self._is_upper_bound = True
+        return self._shown.take_window(event, tier, self._all_held)
+
+    def _end_of(self, name: BlockHash) -> SequenceHash | None:
+        block = self._known.get(name)
+        return None if block is None else block.end
 
     def _clear(self) -> None:
         self._known.clear()
         self._unreferenced.clear()
+        self._shown.clear()
         for copies in self._copies.values():
             copies.clear()
         self._pending.clear()
@@ -156,16 +231,19 @@ class EngineBlocks:
         """Is the event's group the one that stands for all?
 
         It is the first one with attention over the whole prefix. vLLM reuses a block only if all
-        groups hold it, and as a rule evicts it from all at about the same time. Groups use the same
-        hashes, even where their blocks differ in size. Offloads without tokens do not name the
+        such groups hold it, and as a rule evicts it from all at about the same time. Groups use the
+        same hashes, even where their blocks differ in size. Offloads without tokens do not name the
         kind.
         """
         group = event.group_idx
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
         if kind is not None and kind.lower() not in PREFIX_KINDS:
+            self._is_upper_bound = True
             return False
         if kind is not None and self._group is None:
             self._group = group
+        elif kind is not None and group != self._group:
+            self._is_upper_bound = True
         return group is None or self._group is None or group == self._group
 
     def _store(
@@ -174,7 +252,7 @@ class EngineBlocks:
         """Also returns the blocks that are known from now on."""
         hashes = [key_of(h) for h in event.block_hashes]
         tokens = tokens_of(event, self._block_size)
-        parent: _Block | None = None
+        parent: Block | None = None
         if event.parent_block_hash is not None:
             wanted = key_of(event.parent_block_hash)
             parent = self._known.get(wanted)
@@ -197,8 +275,8 @@ class EngineBlocks:
         event: BlockStored,
         hashes: Sequence[BlockHash],
         tokens: bytes,
-        parent: _Block | None,
-    ) -> list[_Block]:
+        parent: Block | None,
+    ) -> list[Block]:
         """What each of the event's blocks is in the index: as known, or made of its tokens."""
         last = parent.blocks[-1] if parent else None
         size = len(tokens) // len(hashes)
@@ -218,7 +296,7 @@ class EngineBlocks:
             seed=seed_for(lora_name, cache_salt),
             mm_hashes=items_of(event, lora_name, cache_salt, per_block),
         )
-        stored: list[_Block] = []
+        stored: list[Block] = []
         for at, block in enumerate(known):
             if (
                 block is None
@@ -230,7 +308,7 @@ class EngineBlocks:
                 for one in local[at * per_block : (at + 1) * per_block]:
                     above = next_sequence_hash(above, one)
                     own.append(above)
-                block = _Block(tuple(own), last, digests[at], lora_name, cache_salt)
+                block = Block(tuple(own), last, digests[at], lora_name, cache_salt)
             stored.append(block)
             last = block.blocks[-1]
         return stored
@@ -248,32 +326,36 @@ class EngineBlocks:
 
     def _remove(self, event: BlockRemoved, tier: Tier) -> list[CacheEvent]:
         gone: list[SequenceHash] = []
-        for name in map(key_of, event.block_hashes):
+        left: Iterable[int | None] = event.remaining_copy_counts or repeat(None)
+        for name, copies in zip(map(key_of, event.block_hashes), left, strict=False):
             known = self._known.get(name)
             if known is not None:
-                gone += self._unrefer(name, known, tier, event.group_idx)
+                gone += self._unrefer(name, known, (tier, event.group_idx), copies)
             else:
                 # It may have been stored, but not be understood yet.
                 self._pending.wait_to_remove(name, event)
         return [Removed(tuple(gone), tier)] if gone else []
 
-    def _refer(self, name: BlockHash, block: _Block, tier: Tier, group: int | None) -> None:
+    def _refer(self, name: BlockHash, block: Block, tier: Tier, group: int | None) -> None:
         if not block.lies_in(tier):
-            copies = self._copies[tier]
-            for own in block.blocks:
-                copies[own] = copies.get(own, 0) + 1
-        place = tier, group
-        if self._announces_copies or all(held != place for held, _ in block.references):
-            block.references = _counted(block.references, place, 1)
+            self._count_copy(block, tier)
+        block.references = with_copy(block.references, (tier, group), copies=self._announces_copies)
         self._unreferenced.pop(name, None)
 
+    def _count_copy(self, block: Block, tier: Tier) -> None:
+        copies = self._copies[tier]
+        for own in block.blocks:
+            copies[own] = copies.get(own, 0) + 1
+
     def _unrefer(
-        self, name: BlockHash, block: _Block, tier: Tier, group: int | None
+        self, name: BlockHash, block: Block, place: Place, copies: int | None
     ) -> Iterator[SequenceHash]:
-        """Our blocks that are no longer in `tier`, the last one first."""
-        left = _counted(block.references, (tier, group), -1)
+        """Our blocks that are no longer in the place's tier, the last one first. copies: how many
+        of it are left there; None: one less than before."""
+        left = without_copy(block.references, place, copies)
         if left == block.references:
             return
+        tier, _ = place
         block.references = left
         if not block.lies_in(tier):
             yield from self._give_up_copy(block, tier)
@@ -283,7 +365,7 @@ class EngineBlocks:
                 oldest, _ = self._unreferenced.popitem(last=False)
                 del self._known[oldest]
 
-    def _give_up_copy(self, block: _Block, tier: Tier) -> Iterator[SequenceHash]:
+    def _give_up_copy(self, block: Block, tier: Tier) -> Iterator[SequenceHash]:
         copies = self._copies[tier]
         for own in reversed(block.blocks):
             copies[own] -= 1
@@ -302,16 +384,3 @@ class EngineBlocks:
                 gone = tuple(self._give_up_copy(block, tier))
                 if gone:
                     yield Removed(gone, tier)
-
-
-@lru_cache(maxsize=4096)
-def _counted(references: _References, place: _Place, change: int) -> _References:
-    """`references` with one more or one less in `place`; the same if there is none to take away.
-
-    Cached, so that blocks share them: a Counter for each would take as much as all the rest.
-    """
-    counts = dict(references)
-    counts[place] = counts.get(place, 0) + change
-    if counts[place] < 0:
-        return references
-    return tuple((held, count) for held, count in counts.items() if count)

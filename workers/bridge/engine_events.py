@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from xxhash import xxh3_64_intdigest
 
@@ -27,8 +28,11 @@ _TIERS: dict[str, Tier | None] = {
 }
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Attention over the whole prefix: what a sliding window or a recurrent state keeps cannot be
-reused block by block."""
+"""Attention over the whole prefix."""
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+"""To go on after a block, such layers need the blocks within the window before that point."""
+STATE_KINDS = frozenset({"mamba"})
+"""Such layers need the state at that point only: their last block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class BlockStored:
     cache_salt, a bare string among those of a chain's first block, other than the adapter's name,
     is the salt: items have their position with them.
     lora_id: above 0 for an adapter, even one without a name.
+    kv_cache_spec_sliding_window: tokens that a layer of the group sees, the current one included.
     locality: LOCAL or None for this worker's blocks, REMOTE for blocks that lie elsewhere.
     """
 
@@ -55,14 +60,18 @@ class BlockStored:
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
     lora_id: int | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
+    """remaining_copy_counts: how many copies of each block are left; None: one less than before."""
+
     block_hashes: Sequence[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
+    remaining_copy_counts: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +89,18 @@ def key_of(block_hash: BlockHash) -> int:
 
 
 def tier_of(event: BlockStored | BlockRemoved) -> Tier | None:
-    """None: not this worker's own. Raises InvalidRequest for a medium that is not known."""
-    medium, locality = event.medium, event.locality
-    if locality is not None and locality.upper() != "LOCAL":
+    """None: not this worker's own, or in a medium that is not known."""
+    if event.locality is not None and event.locality.upper() != "LOCAL":
         return None
-    if medium is None:
-        return Tier.DEVICE
-    if medium.lower() not in _TIERS:
-        raise InvalidRequest("medium", f"{medium!r} is not one of {', '.join(_TIERS)}")
-    return _TIERS[medium.lower()]
+    return Tier.DEVICE if event.medium is None else _TIERS.get(event.medium.lower())
+
+
+def is_medium_known(event: BlockStored | BlockRemoved) -> bool:
+    return event.medium is None or event.medium.lower() in _TIERS
 
 
 def tokens_of(event: BlockStored, block_size: int) -> bytes:
-    """The tokens of an event that has some, packed as u32.
+    """The tokens of an event that has some, packed as u32; a wider one is folded, as `folded` does.
 
     Raises InvalidRequest for a number of tokens that is not the blocks', or of extra keys, and for
     a block size of which the index's, `block_size`, is no divisor.
@@ -114,10 +122,22 @@ def tokens_of(event: BlockStored, block_size: int) -> bytes:
             f"{len(event.extra_keys)} entries for {len(event.block_hashes)} blocks",
         )
     try:
-        tokens = [t if isinstance(t, int) else t[0] for t in event.token_ids]
+        return token_bytes(cast(Sequence[int], event.token_ids))
+    except InvalidRequest:
+        pass  # there are pairs, or wide tokens
+    try:
+        tokens = [folded(t if isinstance(t, int) else t[0]) for t in event.token_ids]
     except (LookupError, TypeError) as error:
         raise InvalidRequest("token_ids", f"neither tokens nor pairs: {error}") from None
     return token_bytes(tokens)
+
+
+def folded(token: int) -> int:
+    """The token as u32. SGLang puts numbers of up to 2^62 in the place of an image, by its content:
+    so chains stay distinct, and removals find what was stored."""
+    if token < 1 << 32:
+        return token
+    return xxh3_64_intdigest((token & U64).to_bytes(8, "little")) & 0xFFFFFFFF
 
 
 def unnamed_adapter(event: BlockStored) -> str | None:

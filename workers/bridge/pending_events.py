@@ -30,7 +30,8 @@ class PendingEvents:
         may store it as part of stretches that begin at different places."""
         self._waits_since: dict[BlockHash, float] = {}
         """For each block that another's tokens wait for."""
-        self._num_waiting = 0
+        self.num_waiting = 0
+        """Blocks of events that wait."""
         self._overrun = False
 
     @property
@@ -59,11 +60,11 @@ class PendingEvents:
         """Until `wanted` is known. What exceeds MAX_WAITING is left out."""
         num_blocks = len(event.block_hashes)
         self._make_room(num_blocks)
-        if self._num_waiting + num_blocks > MAX_WAITING:
+        if self.num_waiting + num_blocks > MAX_WAITING:
             self._overrun = True
             self.num_left_out += num_blocks
             return
-        self._num_waiting += num_blocks
+        self.num_waiting += num_blocks
         self._waiting.setdefault(wanted, []).append(event)
         if isinstance(event, BlockStored) and event.token_ids:
             self._waits_since.setdefault(wanted, self._now())
@@ -77,7 +78,7 @@ class PendingEvents:
         for name in names:
             self._waits_since.pop(name, None)
             for event in self._waiting.pop(name, ()):
-                self._num_waiting -= len(event.block_hashes)
+                self.num_waiting -= len(event.block_hashes)
                 for waited in event.block_hashes:
                     awaited = self._awaits.get(waited, [])
                     if name in awaited:
@@ -90,19 +91,19 @@ class PendingEvents:
         self._waiting.clear()
         self._awaits.clear()
         self._waits_since.clear()
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._overrun = False
 
     def _make_room(self, num_blocks: int) -> None:
         """Leave out what may be: offloads of blocks without tokens if too much waits, and, having
         joined late, what has waited too long as well as the oldest of what is too much."""
         num_allowed = MAX_WAITING - num_blocks
-        if self._num_waiting > num_allowed:
+        if self.num_waiting > num_allowed:
             for wanted in self._waiting.keys() - self._waits_since.keys():
                 self._leave_out(wanted)
         while self._joined_late and self._waits_since:
             wanted, since = next(iter(self._waits_since.items()))
-            if self._now() - since <= MAX_WAIT_S and self._num_waiting <= num_allowed:
+            if self._now() - since <= MAX_WAIT_S and self.num_waiting <= num_allowed:
                 break
             self._leave_out(wanted)
 

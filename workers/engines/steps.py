@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from xxhash import xxh3_64_intdigest
@@ -82,3 +82,5 @@ class Step:
     first_tokens: list[str]
     """Those of them that got their first token."""
     finished: list[Finished]
+    begun: list[tuple[str, int]] = field(default_factory=list)
+    """Requests whose prompt it began to compute, and how many tokens of each were cached."""

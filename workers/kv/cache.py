@@ -150,6 +150,11 @@ class BlockCache:
         self._go_on()
         return count
 
+    def reset(self) -> None:
+        """See BlockManager.reset."""
+        self.manager.reset()
+        self._go_on()
+
     async def _prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
         device = self.manager.tiers[Tier.DEVICE]
         waiting = object()

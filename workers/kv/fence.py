@@ -23,20 +23,7 @@ class FencingBlockManager(BlockManager):
     def fence(self) -> None:
         """From here on, no block that is there, being computed or being copied can be found."""
         self._fenced |= self._tables
-        for slots in self.tiers.values():
-            for slot in slots.registered():
-                slot.published = False
-                slots.forget(slot)
-        self._uses_before.clear()
-        self._events.clear()
-
-    def reset(self) -> None:
-        """Free all slots. Raises ValueError if there are requests or copies under way."""
-        if self._tables or self._moves.under_way:
-            raise ValueError(
-                f"{len(self._tables)} requests and {len(self._moves.under_way)} copies remain"
-            )
-        self.fence()
+        self._forget_all()
 
     def register(self, table: BlockTable, blocks: Iterable[SequenceHash]) -> None:
         if table not in self._fenced:

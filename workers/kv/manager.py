@@ -296,6 +296,14 @@ class BlockManager:
         slots.adopt(blocks)
         self._events.publish(tier, slots.registered())
 
+    def reset(self) -> None:
+        """Free all slots. Raises ValueError if there are requests or copies under way."""
+        if self._tables or self._moves.under_way:
+            raise ValueError(
+                f"{len(self._tables)} requests and {len(self._moves.under_way)} copies remain"
+            )
+        self._forget_all()
+
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, in order."""
         return self._events.take()
@@ -321,6 +329,14 @@ class BlockManager:
                 assert slot.published <= found, f"{name} is published"
                 assert found <= (slot.published or slot.leaving > 0), f"{name} is not published"
         assert len(self._uses_before) <= self._device.num_slots
+
+    def _forget_all(self) -> None:
+        for slots in self.tiers.values():
+            for slot in slots.registered():
+                slot.published = False
+                slots.forget(slot)
+        self._uses_before.clear()
+        self._events.clear()
 
     def _find(self, chain: Iterable[SequenceHash]) -> list[tuple[Tier, Slot]]:
         """Where each leading block is, in the fastest tier that has it."""

@@ -179,7 +179,7 @@ class RenewalRunner(ScriptRunner):
         self.thorough: list[int] = []
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        self.thorough += [c.args[-1] for c in calls if c.name == "renew"]
+        self.thorough += [c.args[8] for c in calls if c.name == "renew"]
         return await super().run_each(calls)
 
 

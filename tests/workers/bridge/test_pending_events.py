@@ -63,7 +63,6 @@ def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder: Hold
     [
         BlockStored([12], 11, TOKENS[:5], SIZE),
         BlockStored([12], 11, TOKENS, 0),
-        replace(stored([12], start=1, parent=11), medium="tape"),
         replace(stored([12], start=1, parent=11), extra_keys=[]),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from app.core.events import CacheEvent
@@ -50,13 +50,16 @@ class _Prefill:
     loaded_tokens: int = 0
     done: list[_Running] = field(default_factory=list)
     """Requests whose prompt is complete."""
+    begun: list[tuple[str, int]] = field(default_factory=list)
+    """Requests that it admitted, and how many tokens of each were cached."""
 
 
 class SimEngine:
     """Submit requests, then call `step` until it returns None.
 
     kv_pool_tokens: overrides the profile's. host_pool_tokens: 0 means no host tier. now: seconds,
-    for when blocks were last used.
+    for when blocks were last used. on_generated: called with each block that output fills, its
+    parent and its tokens; set it at any time.
     """
 
     def __init__(
@@ -69,6 +72,9 @@ class SimEngine:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         pool_tokens = profile.kv_pool_tokens if kv_pool_tokens is None else kv_pool_tokens
+        self.on_generated: (
+            Callable[[SequenceHash, SequenceHash | None, Sequence[int]], None] | None
+        ) = None
         self.profile = profile
         self.block_size = block_size
         self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size, now)
@@ -150,6 +156,7 @@ class SimEngine:
             emitted=emitted,
             first_tokens=[running.request.request_id for running in prefill.done],
             finished=self._complete(due),
+            begun=prefill.begun,
         )
 
     def quiet_steps(self) -> int:
@@ -261,6 +268,7 @@ class SimEngine:
             request, list(prefix), num_blocks, cached_tokens, host_tokens, prefilled=cached_tokens
         )
         self._running[request.request_id] = running
+        step.begun.append((request.request_id, cached_tokens))
         return running
 
     def _register_prompt(self, running: _Running) -> None:
@@ -327,6 +335,8 @@ class SimEngine:
             tokens = [*request.tail_tokens, *tokens]
         parent = chain[-1] if chain else None
         block = next_sequence_hash(parent, compute_local_hashes(tokens, self.block_size)[0])
+        if self.on_generated is not None:
+            self.on_generated(block, parent, tokens)
         self.pool.register((block,), parent)
         chain.append(block)
 

@@ -17,7 +17,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from app.core.events import CacheEvent, Removed, Stored
+from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier
 from workers.kv.idle import IdleBeforeEvict
 
@@ -133,6 +133,15 @@ class BlockPool:
                 del references[block]
                 cached[block] = (chain[i - 1] if i else None), now_s
         self._num_private -= num_private
+
+    def reset(self) -> bool:
+        """Forget all blocks; False, having changed nothing, if requests hold some."""
+        if self.num_used:
+            return False
+        self._cached.clear()
+        self._host.clear()
+        self._events.append(Cleared())
+        return True
 
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, in order. They are kept until taken."""

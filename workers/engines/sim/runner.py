@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent
+from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from workers.engines.base import (
     CompletionRequest,
     EngineStoppedError,
     Generation,
     QueueFullError,
+    Watcher,
 )
 from workers.engines.sim.engine import SimEngine
 from workers.engines.speed import SpeedLearner, sped_up
@@ -37,8 +39,10 @@ class EngineRunner:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.on_step: Callable[[], None] = lambda: None
+        self.watcher: Watcher | None = None
         self.running = False
         self.engine = engine
+        engine.on_generated = self._generated
         self._speedup = speedup
         self._max_waiting = max_waiting
         self._clock = clock
@@ -82,6 +86,8 @@ class EngineRunner:
                 self._events += self.engine.take_events()
                 self._deliver(emitted, ended)
                 self.on_step()
+                if self.watcher is not None:
+                    self.watcher.stepped(step, wall_s)
         finally:
             self.running = False
             self.stop()
@@ -101,7 +107,10 @@ class EngineRunner:
             request.max_tokens,
             block_size=self.engine.block_size,
         )
-        return self.generate(sim_request, stream_interval=stream_interval)
+        generation = self.generate(sim_request, stream_interval=stream_interval)
+        if self.watcher is not None:
+            self.watcher.arrived(request.request_id, sim_request.blocks, request.prompt)
+        return generation
 
     def generate(self, request: SimRequest, *, stream_interval: int = 1) -> Generation:
         """Submit a request at once; its first token comes alone, the others in groups of
@@ -136,6 +145,14 @@ class EngineRunner:
         """In wall-clock seconds, so a larger speed-up makes it faster."""
         return self._learner.speed()
 
+    def reset_cache(self) -> bool:
+        was_reset = self.engine.pool.reset()
+        if was_reset and not self._work.is_set():
+            # No step is under way, with whose events it would be told.
+            self._events += self.engine.take_events()
+            self.on_step()
+        return was_reset
+
     def block_events(self) -> dict[str, int]:
         """Empty: no blocks are moved here."""
         return {}
@@ -147,6 +164,12 @@ class EngineRunner:
             generation.end(finished)
             self._forget(generation)
 
+    def _generated(
+        self, block: SequenceHash, parent: SequenceHash | None, tokens: Sequence[int]
+    ) -> None:
+        if self.watcher is not None:
+            self.watcher.generated(block, parent, tokens)
+
     def _cancel(self, generation: Generation) -> None:
         if self._forget(generation):
             self.engine.cancel(generation.request_id)
@@ -157,4 +180,6 @@ class EngineRunner:
         if self._generations.get(request_id) is not generation:
             return False
         del self._generations[request_id]
+        if self.watcher is not None:
+            self.watcher.left(request_id)
         return True

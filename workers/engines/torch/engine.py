@@ -30,6 +30,7 @@ from workers.engines.base import (
     Generation,
     HitRate,
     QueueFullError,
+    Watcher,
 )
 from workers.engines.steps import Finished
 from workers.engines.torch.admission import AdaptiveAdmission
@@ -70,6 +71,7 @@ class TorchEngine:
         max_waiting: int = 1024,
     ) -> None:
         self.running = False
+        self.watcher: Watcher | None = None
         self.block_size = pool.shape.block_size
         self._model = model
         self._pool = pool
@@ -145,6 +147,8 @@ class TorchEngine:
         )
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
+        if self.watcher is not None:
+            self.watcher.arrived(request.request_id, sequence.blocks, request.prompt)
         if len(self._waiting) == 1:
             self._may_admit.set()
         if self.running and len(self._waiting) <= 1 + PREFETCHED_REQUESTS:
@@ -167,6 +171,14 @@ class TorchEngine:
 
     def speed(self) -> Speed:
         return self._admission.speed()
+
+    def reset_cache(self) -> bool:
+        """See Engine."""
+        try:
+            self._cache.reset()
+        except ValueError:
+            return False
+        return True
 
     def block_events(self) -> dict[str, int]:
         """See Counts in workers/kv/manager.py, and BlockCache.unconfirmed."""
@@ -260,7 +272,10 @@ class TorchEngine:
             tokens = await loop.run_in_executor(self._thread, self._compute, chunk, decoding)
             duration_s = time.perf_counter() - started
             finished = self._apply(chunk, decoding, tokens)
-            self._admission.observe(step_of(chunk, decoding, duration_s, finished))
+            step = step_of(chunk, decoding, duration_s, finished)
+            self._admission.observe(step)
+            if self.watcher is not None:
+                self.watcher.stepped(step, duration_s)
 
     async def _revise_admission_forever(self) -> None:
         """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
@@ -370,6 +385,8 @@ class TorchEngine:
         del self._sequences[sequence.request.request_id]
         # The generation refers to the sequence as well: a cycle would keep the prompt in memory.
         del sequence.generation
+        if self.watcher is not None:
+            self.watcher.left(sequence.request.request_id)
 
     def _leave(self, sequence: TokenSequence) -> None:
         """Free the request's blocks for others."""

@@ -138,7 +138,9 @@ def _with_tiers(
         )
 
     gpu = None if model.device.type == "cpu" else model.device.index or 0
-    return Hosted(settings.model, num_blocks, start, kept.close, tokenizer, gpu)
+    return Hosted(
+        settings.model, num_blocks, start, kept.close, tokenizer, gpu, settings.prefill_chunk
+    )
 
 
 def _slot_file(

@@ -113,6 +113,10 @@ class Chunk(NamedTuple):
     stop: int
 
     @property
+    def is_first(self) -> bool:
+        return self.start == len(self.sequence.cached) * self.sequence.block_size
+
+    @property
     def is_last(self) -> bool:
         return self.stop == self.sequence.num_prompt
 
@@ -125,6 +129,7 @@ def step_of(
 ) -> Step:
     """What a step did, for whoever learns how long steps take."""
     num_prefilled = chunk.stop - chunk.start if chunk else 0
+    first_tokens = [chunk.sequence.request.request_id] if chunk and chunk.is_last else []
     return Step(
         duration_s=duration_s,
         load_s=0.0,
@@ -133,7 +138,10 @@ def step_of(
         attention_pairs=num_prefilled * (chunk.start + num_prefilled / 2) if chunk else 0.0,
         decode_seqs=len(decoding),
         decode_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
-        emitted=[],
-        first_tokens=[],
+        emitted=[sequence.request.request_id for sequence in decoding] + first_tokens,
+        first_tokens=first_tokens,
         finished=finished,
+        begun=[(chunk.sequence.request.request_id, chunk.start)]
+        if chunk and chunk.is_first
+        else [],
     )

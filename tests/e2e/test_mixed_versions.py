@@ -1,0 +1,300 @@
+"""Parts of the previous release beside this one's: the newer say so, and disturb nobody.
+
+The previous release is what it left in Redis, recorded here, and, where git has its history, its
+own processes as well, which must leave the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from app.core.errors import WrongVersion
+from app.core.keys import DATA_VERSION
+from app.core.types import Incarnation
+from app.local.redis_server import EmbeddedRedis, free_port
+from app.router.maintenance import MAINTENANCE_INTERVAL_S
+from app.state.scripts import ScriptRunner
+from tests.api.conftest import started_replica
+from tests.eventually import eventually
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers, fake_agent, running
+from tests.ops.conftest import kvroute
+from workers.agent.agent import Agent
+
+ROOT = Path(__file__).parents[2]
+PREVIOUS = "7bd4502f4629da249539bcb193504b4c030a290b"
+"""A commit from before namespaces recorded the version of their data model."""
+PARTS = ("app", "lua", "workers", "loadtest", "deploy")
+OLD_META = {"block_size": "4", "shards": "1", "incarnations": "1", "workers_ms": "1795476033353"}
+OLD_LOAD = "0 0 0 0 0 0 0 0"
+OLD_INFO = {
+    "worker": "old:0",
+    "address": "http://127.0.0.1:35093",
+    "block_size": 4,
+    "kv_total_blocks": 100000,
+    "max_requests": 256,
+    "accelerator": "cpu",
+    "reuse_blocks": 1,
+    "recomputed_blocks": 0,
+    "lease_ttl_ms": 3000,
+}
+WRONG = (
+    f"namespace {NAMESPACE!r} holds version 1 of the data model, "
+    f"but this release of kvroute speaks version {DATA_VERSION}"
+)
+STRANGER = f"worker old:0 speaks version 1 of the data model, not {DATA_VERSION}"
+START = Callable[[EmbeddedRedis], None]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The previous release's source."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout; the recorded worker took the old one's place")
+    archive = subprocess.run(
+        ["git", "archive", PREVIOUS, *PARTS], cwd=ROOT, capture_output=True, check=False
+    )
+    if archive.returncode:
+        pytest.skip("this clone has no history; the recorded worker took the old one's place")
+    folder = tmp_path_factory.mktemp("previous")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+@contextmanager
+def old_part(tree: Path, server: EmbeddedRedis, part: str, *options: str) -> Iterator[None]:
+    """`kvroute <part>` of the previous release, while the context lasts."""
+    run = "from app.cli import main; main()"
+    where = ["--redis-url", server.url, "--namespace", NAMESPACE]
+    process = subprocess.Popen(
+        [sys.executable, "-c", run, part, *where, *options],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def old_worker(tree: Path, server: EmbeddedRedis) -> Any:
+    options = ["--worker-id", "old", "--block-size", str(BLOCK_SIZE), "--port", "0"]
+    return old_part(tree, server, "worker", *options)
+
+
+def record_old_worker(server: EmbeddedRedis) -> None:
+    """What `kvroute worker` of the previous release leaves, as one more incarnation."""
+    with Redis.from_url(server.url) as redis:
+        for field, text in OLD_META.items():
+            if field != "incarnations":
+                redis.hsetnx(KEYS["meta"], field, text)
+        inc = redis.hincrby(KEYS["meta"], "incarnations", 1)
+        now_ms = redis.time()[0] * 1000
+        redis.hset(KEYS["meta"], "workers_ms", now_ms)
+        redis.hset(KEYS["workers"], str(inc), json.dumps(OLD_INFO, separators=(",", ":")))
+        redis.hset(KEYS["current"], "old:0", inc)
+        redis.hset(KEYS["writers"], str(inc), "740f1a50")
+        redis.hset(KEYS["load"], str(inc), OLD_LOAD)
+        redis.zadd(KEYS["leases"], {str(inc): now_ms + 60_000})
+
+
+@pytest.fixture(params=["recorded", "running"])
+def start_old_worker(request: pytest.FixtureRequest) -> Iterator[START]:
+    """Starts worker `old` of the previous release, and returns once it is routed to."""
+    with ExitStack() as started:
+
+        def start(server: EmbeddedRedis) -> None:
+            if request.param == "recorded":
+                record_old_worker(server)
+            else:
+                started.enter_context(old_worker(request.getfixturevalue("tree"), server))
+
+        if request.param == "running":
+            request.getfixturevalue("tree")
+        yield start
+
+
+def new_agent(redis: AsyncRedis) -> Agent:
+    return fake_agent(ScriptRunner(redis, 5.0), KEYS, "new", lease_ttl_s=0.6)
+
+
+async def joined(redis: AsyncRedis) -> None:
+    """Return once worker `old` is routed to, by those who understand it."""
+
+    async def incarnation() -> Any:
+        return await redis.hget(KEYS["current"], "old:0")
+
+    await eventually(incarnation, within_s=20.0)
+
+
+async def test_the_recorded_worker_is_what_the_old_one_leaves(
+    tree: Path, one_redis_server: EmbeddedRedis, redis: AsyncRedis
+) -> None:
+    with old_worker(tree, one_redis_server):
+        await joined(redis)
+        meta = await redis.hgetall(KEYS["meta"])
+        info = json.loads(await redis.hget(KEYS["workers"], "1") or "")
+        load = await redis.hget(KEYS["load"], "1")
+    assert meta | {b"workers_ms": b""} == {
+        name.encode(): text.encode() for name, text in OLD_META.items()
+    } | {b"workers_ms": b""}
+    assert info | {"address": ""} == OLD_INFO | {"address": ""}
+    assert load == OLD_LOAD.encode()
+
+
+async def test_a_router_in_an_older_namespace_says_so_and_leaves_it_alone(
+    start_old_worker: START, one_redis_server: EmbeddedRedis, redis: AsyncRedis
+) -> None:
+    start_old_worker(one_redis_server)
+    await joined(redis)
+    await redis.zadd(KEYS["expiry"], {"overdue": 1})
+    async with started_replica(one_redis_server.url) as client:
+        ready = await client.get("/readiness")
+        assert ready.status_code == 503
+        [missing] = ready.json()["missing"]
+        assert missing.startswith(f"namespace: {WRONG}")
+        for answer in (
+            await client.post("/v1/route", json={"token_ids": [1] * 8}),
+            await client.post("/v1/requests/r1/prefill_complete"),
+            await client.delete("/v1/requests/r1"),
+            await client.get("/v1/workers"),
+        ):
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "wrong_version"
+            assert answer.json()["error"]["message"].startswith(WRONG)
+        assert (await client.get("/metrics")).status_code == 200
+        await asyncio.sleep(3 * MAINTENANCE_INTERVAL_S)
+        assert await redis.zscore(KEYS["expiry"], "overdue") == 1
+
+
+async def test_an_agent_in_an_older_namespace_ends_and_says_so(
+    start_old_worker: START, one_redis_server: EmbeddedRedis, redis: AsyncRedis
+) -> None:
+    start_old_worker(one_redis_server)
+    await joined(redis)
+    before = await redis.hgetall(KEYS["meta"])
+    agent = new_agent(redis)
+    with pytest.raises(WrongVersion, match=WRONG):
+        await agent.start()
+    assert await redis.hgetall(KEYS["meta"]) == before
+
+
+def test_operators_are_told_which_version_an_older_namespace_has(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    record_old_worker(one_redis_server)
+    for command in ("summary", "verify"):
+        result = kvroute(one_redis_server.url, "inspect", command)
+        assert result.exit_code == 1
+        assert WRONG in result.stderr
+    result = kvroute(one_redis_server.url, "reset", "--yes")
+    assert result.exit_code == 0
+    assert "6 keys deleted" in result.stdout
+
+
+async def test_nothing_is_routed_to_an_older_worker_and_routers_name_it(
+    start_old_worker: START, one_redis_server: EmbeddedRedis, redis: AsyncRedis
+) -> None:
+    workers = FakeWorkers(redis)
+    await workers.register("w1")
+    async with started_replica(one_redis_server.url) as client:
+        start_old_worker(one_redis_server)
+        await joined(redis)
+        for n in range(8):
+            asked = {"token_ids": [n] * 8, "exclude": []}
+            routed = (await client.post("/v1/route", json=asked)).json()
+            assert routed["worker_id"] == "w1"
+        assert (await client.get("/readiness")).json() == {"ready": True, "missing": []}
+        await workers.retire("w1")
+        ready = await client.get("/readiness")
+        assert ready.status_code == 503
+        assert ready.json()["missing"] == ["workers: none is alive", f"workers: {STRANGER}"]
+
+
+async def test_older_parts_go_on_beside_a_newer_router(
+    tree: Path, one_redis_server: EmbeddedRedis, redis: AsyncRedis
+) -> None:
+    port = free_port()
+    with (
+        old_worker(tree, one_redis_server),
+        old_part(tree, one_redis_server, "router", "--port", str(port)),
+    ):
+        await joined(redis)
+        async with (
+            started_replica(one_redis_server.url) as newer,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as older,
+        ):
+
+            async def is_ready() -> bool:
+                try:
+                    return (await older.get("/readiness")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await eventually(is_ready, within_s=20.0)
+            for n in range(20):
+                asked = {"token_ids": [n] * 8, "request_id": f"r{n}"}
+                assert (await older.post("/v1/route", json=asked)).status_code == 200
+                assert (await newer.post("/v1/route", json=asked)).status_code == 503
+                assert (await older.delete(f"/v1/requests/r{n}")).json()["found"]
+
+
+async def test_a_namespace_of_a_later_release_is_left_alone_too(
+    one_redis_server: EmbeddedRedis, redis: AsyncRedis
+) -> None:
+    later = DATA_VERSION + 1
+    await redis.hset(KEYS["meta"], mapping={"version": later, "what": "nobody knows"})
+    async with started_replica(one_redis_server.url) as client:
+        [missing] = (await client.get("/readiness")).json()["missing"]
+        assert f"holds version {later}" in missing
+        with pytest.raises(WrongVersion):
+            await new_agent(redis).start()
+        assert await redis.keys() == [KEYS["meta"].encode()]
+        await redis.flushall()
+        await FakeWorkers(redis).register("w1")
+        assert (await client.get("/readiness")).status_code == 200
+
+
+async def test_a_version_that_was_lost_comes_back_with_a_renewal(redis: AsyncRedis) -> None:
+    async with running(new_agent(redis)) as agent:
+        await redis.hdel(KEYS["meta"], "version")
+
+        async def version() -> Any:
+            return await redis.hget(KEYS["meta"], "version")
+
+        assert await eventually(version) == str(DATA_VERSION).encode()
+        assert agent.incarnation == Incarnation(1)
+
+
+async def test_a_running_worker_waits_until_its_namespace_is_of_its_version_again(
+    redis: AsyncRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(new_agent(redis)) as agent:
+        await redis.hset(KEYS["meta"], "version", "1")
+
+        async def complaints() -> list[str]:
+            return [r.message for r in caplog.records if WRONG in r.message]
+
+        assert (await eventually(complaints))[0].startswith("new:0 is not routed to")
+        await redis.hset(KEYS["meta"], "version", DATA_VERSION)
+
+        async def incarnation() -> Incarnation | None:
+            return agent.incarnation
+
+        assert await eventually(incarnation, lambda inc: inc != Incarnation(1)) == Incarnation(2)

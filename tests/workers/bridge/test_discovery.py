@@ -1,0 +1,270 @@
+"""What an agent finds out about the engine beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from app.core.errors import ConfigError, EngineUnavailable
+from tests.workers.bridge.engine_server import (
+    SGLANG,
+    SGLANG_INFO,
+    VLLM,
+    Answers,
+    serving,
+    sglang,
+    vllm_metrics,
+)
+from workers.bridge import engine_http
+from workers.bridge.discovery import discover
+from workers.bridge.engine_http import EngineHttp
+from workers.bridge.facts import NO_OVERRIDES, EngineFacts, EventSource, Overrides
+
+HOST = "127.0.0.1"
+EVENTS = "tcp://*:5557"
+
+
+async def facts_of(answers: Answers, overrides: Overrides = NO_OVERRIDES) -> EngineFacts:
+    async with serving(answers) as (session, url):
+        return await discover(session, url, overrides)
+
+
+def vllm_sources(*configs: dict[str, Any]) -> Answers:
+    own = orjson.loads(VLLM["/kv_event_sources"])["0"]
+    listed = {str(rank): own | config for rank, config in enumerate(configs)}
+    return VLLM | {"/kv_event_sources": listed}
+
+
+def without_label(name: bytes) -> tuple[bytes, bytes]:
+    return b"," + name + b'="', b',not_said="'
+
+
+async def test_vllm_says_all_of_it() -> None:
+    assert await facts_of(VLLM) == EngineFacts(
+        kind="vllm",
+        version="0.32.0",
+        models=("tiny",),
+        adapters=(),
+        max_model_len=4096,
+        block_size=32,
+        capacity_tokens=1_048_576,
+        reuse_tokens=32,
+        recomputed_tokens=0,
+        max_requests=None,
+        sources=(EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"),),
+        announces_copies=True,
+        started_s=1795479223.91,
+    )
+
+
+async def test_sglang_says_all_but_when_it_started() -> None:
+    assert await facts_of(SGLANG) == EngineFacts(
+        kind="sglang",
+        version="0.5.23",
+        models=("llama",),
+        adapters=("poems",),
+        max_model_len=8192,
+        block_size=32,
+        capacity_tokens=65_536,
+        reuse_tokens=32,
+        recomputed_tokens=0,
+        max_requests=48,
+        sources=(
+            EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657", "kv"),
+            EventSource(1, "tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658", "kv"),
+        ),
+        announces_copies=False,
+        started_s=None,
+    )
+
+
+async def test_each_rank_of_vllm_has_the_ports_that_it_reports() -> None:
+    facts = await facts_of(
+        vllm_sources(
+            {"endpoint": "tcp://*:7001", "replay_endpoint": None},
+            {"endpoint": "tcp://10.0.0.7:40123", "topic": "kv"},
+        )
+    )
+    assert facts.sources == (
+        EventSource(0, "tcp://127.0.0.1:7001", None),
+        EventSource(1, "tcp://10.0.0.7:40123", "tcp://127.0.0.1:5558", "kv"),
+    )
+
+
+async def test_adapters_are_told_from_other_names_of_the_model() -> None:
+    cards = [
+        {"id": "llama", "parent": None, "max_model_len": 4096},
+        {"id": "poems", "parent": "llama"},
+        {"id": "also-llama", "parent": None, "max_model_len": 4096},
+    ]
+    facts = await facts_of(VLLM | {"/v1/models": {"data": cards}})
+    assert (facts.models, facts.adapters) == (("llama", "also-llama"), ("poems",))
+
+
+async def test_hits_of_a_hybrid_model_land_on_its_alignment() -> None:
+    facts = await facts_of(
+        vllm_metrics(
+            (b'cache_hit_alignment_tokens="None"', b'cache_hit_alignment_tokens="1056"'),
+            (b'effective_attention_block_size="32"', b'effective_attention_block_size="528"'),
+        )
+    )
+    assert (facts.block_size, facts.reuse_tokens) == (528, 1056)
+
+
+async def test_speculation_costs_vllm_the_last_block_of_a_hit() -> None:
+    drafts = b'\nvllm:spec_decode_num_drafts_total{engine="0"} 0.0\n'
+    facts = await facts_of(VLLM | {"/metrics": VLLM["/metrics"] + drafts})
+    assert facts.recomputed_tokens == facts.block_size == 32
+
+
+async def test_the_blocks_that_older_vllm_reports_belong_to_all_ranks() -> None:
+    two = b'vllm:num_requests_running{engine="1",model_name="tiny"} 0.0\n'
+    answers = vllm_metrics(
+        without_label(b"kv_cache_size_tokens"), without_label(b"effective_attention_block_size")
+    )
+    facts = await facts_of(answers | {"/metrics": answers["/metrics"] + two})
+    assert (facts.block_size, facts.capacity_tokens) == (32, 32_768 * 32 // 2)
+
+
+async def test_flags_take_the_place_of_what_vllm_does_not_say() -> None:
+    old: Answers = {"/version": {"version": "0.9.0"}}
+    facts = await facts_of(
+        old,
+        Overrides(
+            engine_kind="vllm",
+            events_endpoint=EVENTS,
+            replay_endpoint="tcp://other:5657",
+            engine_block_size=16,
+            capacity_tokens=4096,
+            data_parallel_size=2,
+            model=("llama",),
+        ),
+    )
+    assert facts.models == ("llama",)
+    assert (facts.block_size, facts.reuse_tokens, facts.capacity_tokens) == (16, 16, 4096)
+    assert (facts.max_model_len, facts.started_s) == (None, None)
+    assert facts.sources == (
+        EventSource(0, "tcp://127.0.0.1:5557", "tcp://other:5657"),
+        EventSource(1, "tcp://127.0.0.1:5558", "tcp://other:5658"),
+    )
+
+
+async def test_flags_take_precedence_over_what_sglang_says() -> None:
+    overrides = Overrides(
+        events_endpoint="tcp://other:9001", engine_block_size=64, data_parallel_size=1
+    )
+    facts = await facts_of(SGLANG, overrides)
+    assert facts.block_size == 64
+    assert facts.sources == (EventSource(0, "tcp://other:9001", None),)
+
+
+async def test_sglang_before_it_described_its_publisher_is_known_by_its_settings() -> None:
+    info = {
+        name: value
+        for name, value in SGLANG_INFO.items()
+        if name not in ("kv_events", "internal_states")
+    }
+    info["kv_events_config"] = (
+        '{"publisher":"zmq","endpoint":"tcp://*:6001","replay_endpoint":"tcp://*:6101"}'
+    )
+    answers = {"/get_server_info": info, "/v1/models": SGLANG["/v1/models"]}
+    facts = await facts_of(answers, Overrides(data_parallel_size=1))
+    assert (facts.block_size, facts.max_requests) == (16, None)
+    assert facts.sources == (EventSource(0, "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6101"),)
+
+
+VLLM_EVENTS = (
+    '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
+    '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
+)
+SGLANG_EVENTS = (
+    '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557",'
+    '"replay_endpoint":"tcp://*:5657"}\''
+)
+
+
+@pytest.mark.parametrize(
+    ("answers", "flag"),
+    [
+        (vllm_sources({"enable_kv_cache_events": False}), VLLM_EVENTS),
+        (vllm_sources({"endpoint": "tcp://127.0.0.1:5557"}), VLLM_EVENTS),
+        (VLLM | {"/kv_event_sources": {}}, VLLM_EVENTS),
+        (VLLM | {"/kv_event_sources": 404}, "--events-endpoint tcp://127.0.0.1:5557"),
+        (
+            vllm_metrics((b'enable_prefix_caching="True"', b'enable_prefix_caching="False"')),
+            "--enable-prefix-caching",
+        ),
+        (vllm_metrics((b'_block_size="32"', b'_block_size="1"')), "--block-size 16"),
+        (VLLM | {"/metrics": b""}, "without --disable-log-stats"),
+        (VLLM | {"/metrics": b""}, "--engine-block-size 16"),
+        (
+            vllm_metrics(without_label(b"kv_cache_size_tokens"), without_label(b"num_gpu_blocks")),
+            "--capacity-tokens",
+        ),
+        (VLLM | {"/v1/models": {"data": []}}, "--model NAME"),
+        (VLLM | {"/v1/models": 401}, "--engine-api-key"),
+        (sglang(kv_events=None), SGLANG_EVENTS),
+        (sglang(kv_events_config='{"endpoint":"tcp://10.0.0.1:5557"}'), SGLANG_EVENTS),
+        (sglang(kv_events=SGLANG_INFO["kv_events"] | {"block_size": 1}), "--page-size 16"),  # type: ignore[operator]
+        (sglang(disable_radix_cache=True), "without --disable-radix-cache"),
+        (
+            sglang(disaggregation_mode="decode"),
+            "--disaggregation-decode-enable-radix-cache",
+        ),
+        (sglang(max_total_num_tokens=None), "--capacity-tokens"),
+        ({}, "neither vLLM nor SGLang"),
+    ],
+)
+async def test_one_line_names_the_flag_that_is_missing(answers: Answers, flag: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        await facts_of(answers)
+    assert flag in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [{"/version": 503}, VLLM | {"/metrics": 500}, SGLANG | {"/ready": 503}],
+    ids=["starting", "failing", "warming up"],
+)
+async def test_an_engine_that_is_not_ready_may_be_asked_later(answers: Answers) -> None:
+    with pytest.raises(EngineUnavailable):
+        await facts_of(answers)
+
+
+async def test_an_engine_that_refuses_connections_may_be_asked_later() -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(EngineUnavailable):
+            await discover(session, f"http://{HOST}:{unused_port()}")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[", "ftp://127.0.0.1"])
+async def test_a_url_that_is_none_is_named(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(ConfigError, match="--engine-url"):
+            await discover(session, url)
+
+
+async def test_a_body_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_http, "MAX_BYTES", 100_000)
+    async with serving({"/metrics": bytes(100_001)}) as (session, url):
+        with pytest.raises(EngineUnavailable, match="100,000 bytes"):
+            await EngineHttp(session, url).get("/metrics")
+
+
+async def test_an_engine_that_does_not_answer_is_given_up() -> None:
+    async def never(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    app = web.Application()
+    app.router.add_get("/metrics", never)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        with pytest.raises(EngineUnavailable, match="does not answer"):
+            await EngineHttp(session, str(server.make_url("/")), 0.05).get("/metrics")

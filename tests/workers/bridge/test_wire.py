@@ -1,0 +1,98 @@
+"""Batches of events, in the bytes that engines publish and in those that would be a mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from workers.bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored
+from workers.bridge.wire import WireError, decode, encode
+
+STORED = BlockStored([7, b"\x01" * 32], 5, [1, 2, 3, 4], 2, medium="GPU", lora_name="sql")
+
+
+def packed(*events: Any, ts: float = 1.5, rank: Any = None) -> bytes:
+    return msgspec.msgpack.encode([ts, list(events), rank])
+
+
+def test_events_that_were_encoded_are_decoded_as_they_were() -> None:
+    events = [STORED, BlockRemoved([7], "CPU", 1), AllBlocksCleared()]
+    batch = decode(encode(2.5, events, 3))
+    assert (batch.ts, batch.events, batch.rank) == (2.5, events, 3)
+    assert (batch.num_unknown, batch.num_broken) == (0, 0)
+
+
+def test_maps_and_arrays_of_one_batch_are_told_apart_one_by_one() -> None:
+    as_map = {
+        "type": "BlockStored",
+        "block_hashes": [7, b"\x01" * 32],
+        "parent_block_hash": 5,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": "sql",
+    }
+    as_array = ["BlockStored", [7, b"\x01" * 32], 5, [1, 2, 3, 4], 2, None, "GPU", "sql"]
+    batch = decode(packed(as_map, as_array, ["BlockRemoved", [7]], ["AllBlocksCleared"]))
+    assert batch.events == [STORED, STORED, BlockRemoved([7]), AllBlocksCleared()]
+
+
+def test_the_last_fields_of_an_array_are_the_newest() -> None:
+    old = ["BlockStored", [7], None, [1], 1, None, "GPU", None, [["s"]], 2, "mla_attention"]
+    (event,) = decode(packed(old)).events
+    assert isinstance(event, BlockStored)
+    assert (event.extra_keys, event.group_idx) == ([["s"]], 2)
+    assert event.kv_cache_spec_kind == "mla_attention"
+
+
+def test_fields_and_elements_that_are_not_known_are_ignored() -> None:
+    as_map = {"type": "BlockRemoved", "block_hashes": [7], "reason": {"why": [1]}}
+    batch = decode(packed(as_map, ["BlockRemoved", [8], "GPU", 0, None, {"more": 1}]))
+    assert [event.block_hashes for event in batch.events] == [[7], [8]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("event", [{"type": "New"}, ["New", 1], {"no": "type"}, [], 7, None, "x"])
+def test_an_event_of_a_kind_that_is_not_known_is_counted_and_skipped(event: Any) -> None:
+    batch = decode(packed(event, ["AllBlocksCleared"]))
+    assert batch.events == [AllBlocksCleared()]
+    assert (batch.num_unknown, batch.num_broken) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "BlockStored", "block_hashes": [7]},
+        {"type": "BlockRemoved", "block_hashes": "7"},
+        ["BlockStored", [7], None, 9, 1],
+        ["BlockRemoved"],
+    ],
+)
+def test_an_event_that_cannot_be_read_counts_as_missed(event: Any) -> None:
+    batch = decode(packed(event, ["AllBlocksCleared"]))
+    assert batch.events == [AllBlocksCleared()]
+    assert (batch.num_unknown, batch.num_broken) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x93",
+        b"\x01",
+        msgspec.msgpack.encode({"ts": 1}),
+        msgspec.msgpack.encode([1.5]),
+        msgspec.msgpack.encode(["now", []]),
+        msgspec.msgpack.encode([1.5, 7]),
+        msgspec.msgpack.encode([1.5, [], "rank"]),
+    ],
+)
+def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError, match="not a batch of events"):
+        decode(payload)
+
+
+def test_a_batch_may_end_without_a_rank() -> None:
+    assert decode(msgspec.msgpack.encode([1, []])).rank is None

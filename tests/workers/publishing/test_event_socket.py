@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+
+import pytest
+import zmq.asyncio
+
+from app.core.errors import ConfigError
+from workers.bridge.engine_events import BlockRemoved
+from workers.bridge.wire import decode
+from workers.publishing.event_socket import EventSocket
+
+END = b"\xff" * 8
+
+
+def publish(socket: EventSocket, numbers: range) -> None:
+    """A batch each, which removes the block of that number."""
+    for number in numbers:
+        socket.publish([BlockRemoved([number])])
+
+
+def numbers_of(payload: bytes) -> Iterator[object]:
+    for event in decode(payload).events:
+        assert isinstance(event, BlockRemoved)
+        yield from event.block_hashes
+
+
+@asynccontextmanager
+async def asking(socket: EventSocket) -> AsyncIterator[zmq.asyncio.Socket]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(socket.replay_endpoint)
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(socket.run())
+            yield dealer
+            answering.cancel()
+
+
+async def answer(dealer: zmq.asyncio.Socket, first: int) -> list[tuple[int, object]]:
+    """The number and the block of each batch, up to the end."""
+    await dealer.send_multipart([b"", first.to_bytes(8, "big")])
+    found: list[tuple[int, object]] = []
+    while True:
+        async with asyncio.timeout(10):
+            _, topic, number, payload = await dealer.recv_multipart()
+        assert topic == b""
+        if number == END:
+            assert payload == b""
+            return found
+        [block] = numbers_of(payload)
+        found.append((int.from_bytes(number, "big"), block))
+
+
+async def test_a_subscriber_gets_topic_number_and_batch() -> None:
+    with (
+        closing(EventSocket("127.0.0.1", rank=3)) as socket,
+        zmq.asyncio.Context() as context,
+        context.socket(zmq.SUB) as subscriber,
+    ):
+        subscriber.connect(socket.endpoint)
+        subscriber.subscribe(b"")
+        frames: list[bytes] = []
+        block = 0
+        async with asyncio.timeout(10):
+            while not frames:  # what is published before the subscription arrives is lost
+                publish(socket, range(block, block + 1))
+                block += 1
+                if await subscriber.poll(50):
+                    frames = await subscriber.recv_multipart()
+
+    topic, number, payload = frames
+    assert topic == b""
+    assert [int.from_bytes(number, "big")] == list(numbers_of(payload))
+    assert decode(payload).rank == 3
+
+
+async def test_an_answer_begins_at_the_number_asked_for() -> None:
+    with closing(EventSocket("127.0.0.1")) as socket:
+        publish(socket, range(5))
+        async with asking(socket) as dealer:
+            assert await answer(dealer, 0) == [(n, n) for n in range(5)]
+            assert await answer(dealer, 3) == [(3, 3), (4, 4)]
+            assert await answer(dealer, 5) == []
+
+
+async def test_an_answer_without_the_batches_that_the_buffer_lost_begins_above_what_was_asked() -> (
+    None
+):
+    with closing(EventSocket("127.0.0.1", buffered=4)) as socket:
+        publish(socket, range(10))
+        async with asking(socket) as dealer:
+            assert [number for number, _ in await answer(dealer, 2)] == [6, 7, 8, 9]
+            assert [number for number, _ in await answer(dealer, 8)] == [8, 9]
+
+
+async def test_a_whole_buffer_of_ten_thousand_arrives_with_its_end() -> None:
+    with closing(EventSocket("127.0.0.1")) as socket:
+        publish(socket, range(10_050))
+        async with asking(socket) as dealer:
+            assert await answer(dealer, 0) == [(n, n) for n in range(50, 10_050)]
+
+
+async def test_other_messages_are_ignored_and_an_empty_batch_is_not_sent() -> None:
+    with closing(EventSocket("127.0.0.1")) as socket:
+        socket.publish([])
+        async with asking(socket) as dealer:
+            await dealer.send_multipart([b"", b"what?"])
+            await dealer.send_multipart([b"too", b"many", b"frames"])
+            assert await answer(dealer, 0) == []
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with closing(EventSocket("127.0.0.1")) as first:
+        port = int(first.endpoint.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            EventSocket("127.0.0.1", replay_port=port)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.1", "tcp://127.0.0.1:"), ("0.0.0.0", "tcp://*:")]
+)
+def test_sources_say_where_to_connect_as_vllm_does(host: str, shown: str) -> None:
+    with closing(EventSocket(host, rank=2)) as socket:
+        assert socket.sources() == {
+            "2": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": socket.endpoint,
+                "replay_endpoint": socket.replay_endpoint,
+                "buffer_steps": 10_000,
+                "hwm": 100_000,
+                "max_queue_size": 100_000,
+                "topic": "",
+            }
+        }
+        assert socket.endpoint.startswith(shown)
+        assert socket.endpoint != socket.replay_endpoint

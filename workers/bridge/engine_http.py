@@ -1,0 +1,91 @@
+"""Asks an engine over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from app.core.errors import ConfigError, EngineUnavailable, cut, shown
+
+DEADLINE_S = 5.0
+MAX_BYTES = 32 * 2**20
+"""Prometheus text is 60 KB for each rank, and SGLang's description of itself 100 KB."""
+_NOT_FOUND = (404, 405)
+
+
+class EngineHttp:
+    """The HTTP interface of the engine at `url`.
+
+    session: its headers carry the engine's API key, if it has one.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, deadline_s: float = DEADLINE_S
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._deadline = aiohttp.ClientTimeout(total=deadline_s)
+
+    @property
+    def host(self) -> str:
+        """Of the URL, as ZMQ addresses want it."""
+        host = urlsplit(self.url).hostname or ""
+        return f"[{host}]" if ":" in host else host
+
+    async def get(self, path: str) -> bytes | None:
+        """The body of the answer; None if the engine has no such path.
+
+        Raises EngineUnavailable if it does not answer in time or answers 5xx, and ConfigError if it
+        refuses.
+        """
+        at = f"{self.url}{path}"
+        try:
+            async with self._session.get(at, timeout=self._deadline) as answer:
+                body = bytearray()
+                async for piece in answer.content.iter_any():
+                    body += piece
+                    if len(body) > MAX_BYTES:
+                        raise EngineUnavailable(f"{at} answers with over {MAX_BYTES:,} bytes")
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError):
+            raise ConfigError(f"--engine-url {shown(self.url)} is no http:// address") from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = str(error) or type(error).__name__
+            raise EngineUnavailable(f"{at} does not answer: {cut(why)}") from None
+        if answer.status in _NOT_FOUND:
+            return None
+        if answer.status in (401, 403):
+            raise ConfigError(f"{at} answers {answer.status}: give the agent --engine-api-key")
+        if answer.status != 200:
+            raise EngineUnavailable(f"{at} answers {answer.status}")
+        return bytes(body)
+
+    async def get_object(self, path: str) -> dict[str, Any] | None:
+        """The JSON object in the answer; None if the engine has no such path, or answers something
+        else there. Raises as `get` does."""
+        body = await self.get(path)
+        if body is None:
+            return None
+        try:
+            answer = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return None
+        return answer if isinstance(answer, dict) else None
+
+
+def whole(value: object, name: str) -> int | None:
+    """A positive number that an engine says, also as text; None if it says none.
+
+    Raises ConfigError for anything else.
+    """
+    if value in (None, "", "None"):
+        return None
+    try:
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise ConfigError(f"the engine says that its {name} is {shown(value)}")
+    return int(number)

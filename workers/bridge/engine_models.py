@@ -1,0 +1,41 @@
+"""The models that an engine serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.core.errors import ConfigError
+from workers.bridge.engine_http import EngineHttp, whole
+from workers.bridge.facts import Overrides
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """names, adapters: as models and adapters of EngineFacts."""
+
+    names: tuple[str, ...]
+    adapters: tuple[str, ...]
+    max_model_len: int | None
+
+
+async def models_of(engine: EngineHttp, overrides: Overrides) -> Models:
+    """What /v1/models lists; adapters come and go while the engine runs.
+
+    Raises EngineUnavailable, and ConfigError if there is no model and `overrides` names none.
+    """
+    answer = await engine.get_object("/v1/models") or {}
+    listed = answer.get("data")
+    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    own = [card for card in cards if not card.get("parent")]
+    names = overrides.model or tuple(str(card["id"]) for card in own if card.get("id"))
+    if not names:
+        raise ConfigError("the engine lists no model at /v1/models: give the agent --model NAME")
+    adapters = (card for card in cards if card.get("parent"))
+    lengths = [
+        length for card in own if (length := whole(card.get("max_model_len"), "max_model_len"))
+    ]
+    return Models(
+        names,
+        tuple(str(card["id"]) for card in adapters if card.get("id")),
+        min(lengths, default=None),
+    )

@@ -1,0 +1,119 @@
+"""What is known of an engine that runs beside an agent, and what it says of its load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EngineKind = Literal["vllm", "sglang"]
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one data-parallel rank publishes its KV events.
+
+    endpoint, replay: ZMQ addresses to connect to, such as tcp://127.0.0.1:5557. replay: None if the
+    engine keeps nothing to be asked for again.
+    """
+
+    rank: int
+    endpoint: str
+    replay: str | None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine is; it changes only when the engine is started again.
+
+    models: the ids that requests may name, without those of adapters; the first is the model's own.
+    block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device.
+    reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
+    what it could reuse are computed again. announces_copies: see EngineBlocks.
+    started_s: when its process started, seconds since 1970; None: it does not say.
+    """
+
+    kind: EngineKind
+    version: str
+    models: tuple[str, ...]
+    adapters: tuple[str, ...]
+    max_model_len: int | None
+    block_size: int
+    capacity_tokens: int
+    reuse_tokens: int
+    recomputed_tokens: int
+    max_requests: int | None
+    sources: tuple[EventSource, ...]
+    announces_copies: bool
+    started_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What is taken as given instead of what the engine says: each is a flag of the agent with the
+    same name. None: the engine must say it.
+
+    events_endpoint, replay_endpoint: of the engine's first rank; each further one has the next
+    port. engine_block_size, capacity_tokens: as block_size and capacity_tokens of EngineFacts.
+    model: an id that requests may name, in place of all those that the engine lists.
+    """
+
+    engine_kind: EngineKind | None = None
+    events_endpoint: str | None = None
+    replay_endpoint: str | None = None
+    engine_block_size: int | None = None
+    capacity_tokens: int | None = None
+    data_parallel_size: int | None = None
+    model: tuple[str, ...] = ()
+
+
+NO_OVERRIDES = Overrides()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What one rank of an engine says of its load, and counters that its speed is learned from.
+
+    kv_usage: share of its KV blocks in use, 0-1. hit_rate: share of recent prompt tokens whose KV
+    was reused. idle_before_evict_s: how long recently evicted blocks had gone unused. Each counter
+    only grows while the engine runs; None: the engine has none.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    asleep: bool = False
+    hit_rate: float | None = None
+    idle_before_evict_s: float | None = None
+    prompt_tokens: float | None = None
+    cached_tokens: float | None = None
+    """Of the prompt tokens, those whose KV was reused."""
+    generated_tokens: float | None = None
+    finished_requests: float | None = None
+    prefills: float | None = None
+    """Prompts that `prefill_s`, `prefill_prompt_tokens` and `prefill_computed_tokens` cover."""
+    prefill_s: float | None = None
+    """Seconds that prompts took from their first step to their first token, added up."""
+    prefill_prompt_tokens: float | None = None
+    prefill_computed_tokens: float | None = None
+    prefill_busy_s: float | None = None
+    """Seconds in which prompts were computed, each counted once."""
+    busy_tokens: float | None = None
+    """Prompt tokens that were computed in `prefill_busy_s`."""
+    inter_tokens: float | None = None
+    """Gaps between two tokens of a request that `inter_token_s` covers."""
+    inter_token_s: float | None = None
+    steps: float | None = None
+    """Steps in which `inter_tokens` were generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """What an engine says of itself at one time. loads: by rank; empty if it says nothing.
+
+    adapters: those that requests of now use. started_s: as in EngineFacts.
+    """
+
+    loads: dict[int, EngineLoad]
+    adapters: frozenset[str] = frozenset()
+    started_s: float | None = None

@@ -1,0 +1,196 @@
+"""One data-parallel rank of an engine as a worker: its events become what its agent publishes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq.asyncio
+
+from app.core.errors import InvalidRequest
+from app.core.events import CacheEvent, Cleared
+from app.core.keys import Keyspace
+from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
+from app.state.scripts import ScriptRunner
+from workers.agent.agent import Agent, AgentSettings
+from workers.bridge import saved
+from workers.bridge.engine_blocks import EngineBlocks
+from workers.bridge.facts import EngineFacts, EventSource
+from workers.bridge.saved import Saved
+from workers.bridge.stream import EventStream, Fresh, Resumed
+from workers.bridge.wire import Batch
+
+log = logging.getLogger(__name__)
+
+LEAK = 1.1
+"""An engine cannot hold more blocks than it has. Where so many times as many seem to be held, some
+were announced more often than removed, as for a request with kv_cache_report_mode `full`."""
+SAVE_S = 30.0
+SAVE_SHARE = 0.01
+"""Taking the snapshot holds up events, so it takes at most this share of the time."""
+
+
+@dataclass(slots=True)
+class Losses:
+    """How often what was known of the engine's cache became void, by why."""
+
+    streams: int = 0
+    broken_events: int = 0
+    missing_parents: int = 0
+    leaks: int = 0
+
+
+class Rank:
+    """`run` until cancelled, then `save`.
+
+    path: of the file that outlives the agent; None: nothing is kept.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        source: EventSource,
+        facts: EngineFacts,
+        info: WorkerInfo,
+        settings: AgentSettings,
+        runner: ScriptRunner,
+        keyspace: Keyspace,
+        measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
+        path: Path | None,
+    ) -> None:
+        self.info = info
+        self.losses = Losses()
+        self.joined_late = False
+        self._facts = facts
+        self._path = path
+        self._form = [
+            "1",
+            facts.kind,
+            source.endpoint,
+            str(info.block_size),
+            str(facts.block_size),
+            str(facts.announces_copies),
+        ]
+        self._known = self._load()
+        self.stream = EventStream(context, source, self._known and self._known.position)
+        self.blocks = self._new_blocks(joined_late=False)
+        self.agent = Agent(runner, keyspace, info, settings, measure)
+
+    @property
+    def unknown_share(self) -> float:
+        """At most so much of the engine's cache is filled with blocks that nobody knows of, 0-1."""
+        if not self.joined_late:
+            return 0.0
+        return max(0.0, 1 - self.blocks.num_held / max(1, self.info.kv_total_blocks))
+
+    async def run(self) -> None:
+        """Raises what Agent.start and Agent.run raise."""
+        async with asyncio.TaskGroup() as tasks:
+            with self.stream:
+                tasks.create_task(self._keep())
+                following = tasks.create_task(self._follow())
+                try:
+                    await self.agent.start()
+                    await self.agent.run()
+                finally:
+                    # Before the sockets are closed.
+                    following.cancel()
+                    await asyncio.wait([following])
+
+    async def leave(self) -> None:
+        """Once `run` is cancelled: nobody is routed here any more, and what is known is kept."""
+        await self.agent.stop()
+        await self._save()
+
+    async def _follow(self) -> None:
+        async for item in self.stream.follow():
+            match item:
+                case Fresh():
+                    # The first is no loss.
+                    self.losses.streams += self.stream.counters.batches > 0
+                    self._forget(joined_late=item.joined_late)
+                case Resumed():
+                    assert self._known is not None
+                    self.joined_late = self._known.joined_late
+                    self.blocks = self._new_blocks(joined_late=self.joined_late)
+                    self.blocks.restore(self._known.snapshot)
+                    self._known = None
+                    self.agent.notify(self.blocks.held())
+                    log.info("%s: %d blocks known from before", self.info.key, self.blocks.num_held)
+                case Batch():
+                    self._take(item)
+
+    def _take(self, batch: Batch) -> None:
+        changes: list[CacheEvent] = []
+        try:
+            for event in batch.events:
+                changes += self.blocks.take(event)
+        except InvalidRequest as error:
+            log.warning("%s: an event that cannot be: %s", self.info.key, error)
+            self.losses.broken_events += 1
+            self._forget(joined_late=True)
+            return
+        if changes:
+            self.agent.notify(changes)
+        if batch.num_broken:
+            self.losses.broken_events += 1
+        elif self.blocks.is_blind:
+            self.losses.missing_parents += 1
+        elif self.blocks.num_held > LEAK * self.info.kv_total_blocks:
+            self.losses.leaks += 1
+        else:
+            return
+        log.warning("%s: events are missing or contradict each other; starting anew", self.info.key)
+        self._forget(joined_late=True)
+
+    def _forget(self, *, joined_late: bool) -> None:
+        self.joined_late = joined_late
+        self.blocks = self._new_blocks(joined_late=joined_late)
+        self.agent.notify([Cleared()])
+
+    def clear(self) -> None:
+        """The engine has dropped all blocks and will say so later, if at all."""
+        self._forget(joined_late=True)
+        self.joined_late = False
+
+    def _new_blocks(self, *, joined_late: bool) -> EngineBlocks:
+        return EngineBlocks(
+            self.info.block_size,
+            joined_late=joined_late,
+            announces_copies=self._facts.announces_copies,
+        )
+
+    async def _keep(self) -> None:
+        pause_s = SAVE_S
+        while self._path is not None:
+            await asyncio.sleep(pause_s)
+            begin = time.monotonic()
+            await self._save()
+            pause_s = max(SAVE_S, (time.monotonic() - begin) / SAVE_SHARE)
+
+    def _load(self) -> Saved | None:
+        if self._path is None:
+            return None
+        try:
+            return saved.load(self._path, self._form)
+        except OSError as error:
+            log.warning("%s: what was known before cannot be read: %s", self.info.key, error)
+            return None
+
+    async def _save(self) -> None:
+        """Keep what is known, unless events wait for others."""
+        position = self.stream.position
+        if self._path is None or position is None:
+            return
+        snapshot = self.blocks.snapshot()
+        if snapshot is None:
+            return
+        try:
+            known = Saved(position, snapshot, self.joined_late)
+            await asyncio.to_thread(saved.save, self._path, self._form, known)
+        except OSError as error:
+            log.warning("%s: what is known cannot be kept: %s", self.info.key, error)

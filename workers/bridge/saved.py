@@ -1,0 +1,117 @@
+"""What an agent knew of an engine's blocks, kept on disk over its own restart.
+
+The file is a digest and then msgpack. It is replaced as a whole, so it is never half written; what
+cannot be read, or was written for an engine or an index of another form, is as good as none.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import NamedTuple
+
+import msgspec
+from xxhash import xxh3_128_digest
+
+from app.core.types import SequenceHash, Tier
+from workers.bridge.engine_blocks import Block, Snapshot
+from workers.bridge.engine_events import key_of
+from workers.bridge.stream import Position
+
+MAX_BYTES = 2 * 1024**3
+_DIGEST_BYTES = 16
+
+
+class _Row(msgspec.Struct, array_like=True):
+    name: int
+    blocks: tuple[int, ...]
+    parent: int | None
+    tokens: int
+    lora_name: str | None
+    cache_salt: str | None
+    references: tuple[tuple[tuple[int, int | None], int], ...]
+
+
+class _File(msgspec.Struct, array_like=True):
+    form: list[str]
+    position: Position
+    joined_late: bool
+    group: int | None
+    rows: list[_Row]
+
+
+class Saved(NamedTuple):
+    position: Position
+    snapshot: Snapshot
+    joined_late: bool
+
+
+_DECODER = msgspec.msgpack.Decoder(_File)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def save(path: Path, form: list[str], saved: Saved) -> None:
+    """form: what must be the same for the file to be of use. Raises OSError."""
+    group, rows = saved.snapshot
+    text = _ENCODER.encode(
+        _File(
+            form,
+            saved.position,
+            saved.joined_late,
+            group,
+            [
+                _Row(
+                    key_of(name),
+                    block.blocks,
+                    block.parent,
+                    block.tokens,
+                    block.lora_name,
+                    block.cache_salt,
+                    tuple(((int(tier), group), count) for (tier, group), count in references),
+                )
+                for name, block, references in rows
+            ],
+        )
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        try:
+            file.write(xxh3_128_digest(text) + text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def load(path: Path, form: list[str]) -> Saved | None:
+    """None if there is no such file, or none that can be used. Raises OSError."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return None
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    text = content[_DIGEST_BYTES:]
+    if xxh3_128_digest(text) != content[:_DIGEST_BYTES]:
+        return None
+    try:
+        file = _DECODER.decode(text)
+    except msgspec.MsgspecError:
+        return None
+    if file.form != form:
+        return None
+    snapshot = Snapshot(file.group, [_restored(row) for row in file.rows])
+    return Saved(file.position, snapshot, file.joined_late)
+
+
+def _restored(
+    row: _Row,
+) -> tuple[int, Block, tuple[tuple[tuple[Tier, int | None], int], ...]]:
+    blocks = tuple(SequenceHash(block) for block in row.blocks)
+    parent = None if row.parent is None else SequenceHash(row.parent)
+    block = Block(blocks, parent, row.tokens, row.lora_name, row.cache_salt)
+    references = tuple(((Tier(tier), group), count) for (tier, group), count in row.references)
+    return row.name, block, references

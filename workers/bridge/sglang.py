@@ -1,0 +1,154 @@
+"""What SGLang says of itself.
+
+Fields of /server_info from sglang/srt/server_args.py and describe_kv_events_publisher of
+sglang/srt/runtime_context.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from app.core.errors import ConfigError
+from workers.bridge.engine_http import EngineHttp, whole
+from workers.bridge.engine_models import models_of
+from workers.bridge.event_sources import binds, overridden, reachable
+from workers.bridge.facts import EngineFacts, EventSource, Overrides
+
+EVENTS_FLAG = (
+    '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557",'
+    '"replay_endpoint":"tcp://*:5657"}\''
+)
+"""The ports of ranks count upwards from these."""
+
+
+async def sglang_facts(
+    engine: EngineHttp, info: dict[str, Any], overrides: Overrides
+) -> EngineFacts:
+    """info: what /server_info answered. Raises EngineUnavailable and ConfigError as `discover`
+    does."""
+    # It answers while it still warms up. /health would generate a token.
+    await engine.get("/ready")
+    _check_prefix_cache(info)
+    sources = _sources(engine.host, info, overrides)
+    page_size = _page_size(info, overrides)
+    capacity = overrides.capacity_tokens or whole(
+        info.get("max_total_num_tokens"), "max_total_num_tokens"
+    )
+    if capacity is None:
+        raise ConfigError(
+            "SGLang does not say how much KV it holds: give the agent --capacity-tokens"
+        )
+    models = await models_of(engine, overrides)
+    return EngineFacts(
+        kind="sglang",
+        version=str(info.get("version", "")),
+        models=models.names,
+        adapters=models.adapters,
+        max_model_len=models.max_model_len,
+        block_size=page_size,
+        capacity_tokens=capacity,
+        reuse_tokens=page_size,
+        recomputed_tokens=0,
+        max_requests=_max_requests(info),
+        sources=sources,
+        announces_copies=False,
+        started_s=None,
+    )
+
+
+def _check_prefix_cache(info: dict[str, Any]) -> None:
+    if info.get("disable_radix_cache"):
+        raise ConfigError("SGLang caches no prefixes: start it without --disable-radix-cache")
+    if info.get("disaggregation_mode") == "decode" and not info.get(
+        "disaggregation_decode_enable_radix_cache"
+    ):
+        raise ConfigError(
+            "this SGLang only decodes and caches no prefixes: start it with "
+            "--disaggregation-decode-enable-radix-cache"
+        )
+
+
+def _page_size(info: dict[str, Any], overrides: Overrides) -> int:
+    """Tokens of a block in events: a page's, times the ranks that share the decode context."""
+    size = overrides.engine_block_size
+    if size is None and isinstance(info.get("kv_events"), dict):
+        size = whole(info["kv_events"].get("block_size"), "block_size")
+    if size is None:
+        page = whole(info.get("page_size"), "page_size")
+        size = page and page * (whole(info.get("dcp_size"), "dcp_size") or 1)
+    if size is None:
+        raise ConfigError(
+            "SGLang does not say its page size: give the agent --engine-block-size 16"
+        )
+    if size == 1:
+        raise ConfigError("SGLang's pages have one token each: start it with --page-size 16")
+    return size
+
+
+def _max_requests(info: dict[str, Any]) -> int | None:
+    """Of one rank. What was asked for is shared by all; what came of it, the scheduler says."""
+    states = info.get("internal_states")
+    if isinstance(states, list) and states and isinstance(states[0], dict):
+        name = "effective_max_running_requests_per_dp"
+        return whole(states[0].get(name), name)
+    return None
+
+
+def _sources(host: str, info: dict[str, Any], overrides: Overrides) -> tuple[EventSource, ...]:
+    said = info.get("kv_events")
+    events: dict[str, Any] = said if isinstance(said, dict) else {}
+    ranks = range(
+        overrides.data_parallel_size
+        or whole(events.get("dp_size"), "dp_size")
+        or whole(info.get("dp_size"), "dp_size")
+        or 1
+    )
+    if overrides.events_endpoint is not None:
+        return overridden(ranks, host, overrides)
+    config = _config(info)
+    if config.get("publisher") == "zmq" and not events and "kv_events" not in info:
+        events = _described(config)  # from before /server_info described the publisher
+    if events.get("publisher") != "zmq":
+        raise ConfigError(f"SGLang publishes no KV events: start it with {EVENTS_FLAG}")
+    endpoint = str(config.get("endpoint", "*"))
+    if not binds(endpoint) and config.get("bind") is not True:
+        raise ConfigError(
+            f"SGLang connects to {endpoint} instead of binding it: start it with {EVENTS_FLAG}"
+        )
+    base = f"tcp://{events.get('endpoint_host')}"
+    events_at = f"{base}:{events.get('endpoint_port_base')}"
+    replay_port = events.get("replay_endpoint_port_base")
+    replay_at = overrides.replay_endpoint or (f"{base}:{replay_port}" if replay_port else None)
+    return tuple(
+        EventSource(
+            rank,
+            reachable(events_at, host, rank),
+            reachable(replay_at, host, rank) if replay_at else None,
+            str(events.get("topic") or ""),
+        )
+        for rank in ranks
+    )
+
+
+def _config(info: dict[str, Any]) -> dict[str, Any]:
+    """What --kv-events-config was."""
+    try:
+        config = orjson.loads(info.get("kv_events_config") or "{}")
+    except (orjson.JSONDecodeError, TypeError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _described(config: dict[str, Any]) -> dict[str, Any]:
+    """As newer versions describe it."""
+    parts = str(config.get("endpoint", "tcp://*:5557")).removeprefix("tcp://").rpartition(":")
+    replay = str(config.get("replay_endpoint") or "").rpartition(":")
+    return {
+        "publisher": "zmq",
+        "endpoint_host": parts[0],
+        "endpoint_port_base": parts[2],
+        "replay_endpoint_port_base": replay[2] or None,
+        "topic": config.get("topic"),
+    }

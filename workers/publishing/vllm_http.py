@@ -1,0 +1,87 @@
+"""Those parts of vLLM's HTTP interface that an agent beside it reads, for our own engines."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from app.core.config import WorkerSettings
+from app.core.types import Tier
+from app.http.body import json_response
+from workers.engines.base import Engine, Hosted
+from workers.http import create_app
+from workers.metrics import EngineCollector
+from workers.publishing.event_socket import EventSocket
+from workers.publishing.request_metrics import LoadCollector
+
+SPOKEN_VERSION = "0.33.0"
+"""Of vLLM's interfaces and events."""
+
+
+def labels_of(settings: WorkerSettings, hosted: Hosted) -> dict[str, str]:
+    """Those of all of vLLM's metrics."""
+    return {"model_name": hosted.model, "engine": str(settings.dp_rank)}
+
+
+def create_vllm_app(
+    engine: Engine,
+    settings: WorkerSettings,
+    hosted: Hosted,
+    events: EventSocket,
+    registry: CollectorRegistry,
+) -> FastAPI:
+    """See `create_app`; besides, /version, /v1/models, /kv_event_sources, /reset_prefix_cache and,
+    among the metrics, vLLM's. registry: has those of requests."""
+    registry.register(EngineCollector(engine))
+    registry.register(
+        LoadCollector(engine.metrics, labels_of(settings, hosted), _cache_config(settings, hosted))
+    )
+    ProcessCollector(registry=registry)
+    app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer, registry=registry)
+    card = {
+        "id": hosted.model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "kvroute",
+        "root": hosted.model,
+        "parent": None,
+        "max_model_len": engine.max_context_tokens,
+    }
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return json_response({"version": f"{SPOKEN_VERSION}+kvroute.{version('kvroute')}"})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card]})
+
+    @app.get("/kv_event_sources")
+    async def kv_event_sources() -> Response:
+        return json_response(events.sources())
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        return json_response({"success": engine.running and engine.reset_cache()})
+
+    return app
+
+
+def _cache_config(settings: WorkerSettings, hosted: Hosted) -> dict[str, str]:
+    """The labels of vllm:cache_config_info that say what our engines know."""
+    block_size, num_blocks = settings.block_size, hosted.num_blocks[Tier.DEVICE]
+    config = {
+        "block_size": block_size,
+        "effective_attention_block_size": block_size,
+        "hash_block_size": block_size,
+        "cache_hit_alignment_tokens": hosted.reuse_tokens or block_size,
+        "num_gpu_blocks": num_blocks,
+        "kv_cache_size_tokens": num_blocks * block_size,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "xxh3_64",
+    }
+    return {name: str(value) for name, value in config.items()}
