@@ -263,10 +263,18 @@ async def bytes_per_owner(redis: Client, holders: Holders, chains: Chains) -> di
     return grown
 
 
+async def version(redis: Client) -> str:
+    """What the server is; Valkey also reports the version of Redis that it is compatible with."""
+    info = await redis.info("server")
+    valkey = info.get("valkey_version")
+    return f"Valkey {valkey}" if valkey else f"Redis {info['redis_version']}"
+
+
 async def used_memory(redis: Client) -> float:
-    """Bytes in use, without clients' buffers."""
-    info = await redis.info("memory")
-    return float(info["used_memory"] - info["mem_clients_normal"])
+    """Bytes in use, seen by a new client, whose buffers are always of the same size."""
+    # What servers say of a client's buffers may be a second old, so it cannot be subtracted.
+    await redis.connection_pool.disconnect()
+    return float((await redis.info("memory"))["used_memory"])
 
 
 async def peer_us(redis: Client, chains: Chains, workers: int) -> dict[str, float]:
@@ -306,7 +314,7 @@ async def measure(
         memory = await used_memory(redis) - before
         collect_seldom()  # as routers do
         return {
-            "redis": (await redis.info("server"))["redis_version"],
+            "server": await version(redis),
             "workers": workers,
             "unique_blocks": num_unique(chains),
             "laid_out_for": index_blocks,
@@ -329,7 +337,7 @@ async def _delete(redis: Client) -> None:
 
 def show(result: dict[str, Any], console: Console) -> None:
     console.print(
-        f"Redis {result['redis']}, {result['workers']} workers, {result['unique_blocks']:,} unique "
+        f"{result['server']}, {result['workers']} workers, {result['unique_blocks']:,} unique "
         f"blocks in an index laid out for {result['laid_out_for']:,}: "
         f"{result['bytes_per_block']:.1f} bytes a block"
     )

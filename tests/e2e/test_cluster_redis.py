@@ -143,7 +143,7 @@ async def test_plain_commands_of_agents_and_routers_reach_the_right_node(
         await redis.hset(keyspace["workers"], mapping={"1": "x", "2": "y"})
         assert await redis.hmget(keyspace["workers"], ["2", "3"]) == [b"y", None]
         assert await redis.hgetall(keyspace["workers"]) == {b"1": b"x", b"2": b"y"}
-    assert (await redis.info("server"))["redis_mode"] == "cluster"
+    assert (await redis.info("cluster"))["cluster_enabled"] == 1
 
 
 def test_operators_can_look_inside_a_redis_cluster(servers: ClusterServers) -> None:

@@ -23,8 +23,10 @@ from tests.eventually import eventually
 from tests.fake_worker import register, registered
 from tests.redis_servers import (
     KINDS,
+    OLDEST_KIND,
     SentinelServers,
     default_kind,
+    each_kind,
     installed,
     scripts_run_by,
     stopped,
@@ -46,7 +48,7 @@ async def replicated(servers: SentinelServers) -> bool:
 @pytest.fixture(scope="module")
 def servers() -> Iterator[SentinelServers]:
     """Shared servers of the oldest kind, whose sentinels find one another fastest; kill none."""
-    with SentinelServers(KINDS[-1] if installed(KINDS[-1]) else default_kind()) as started:
+    with SentinelServers(OLDEST_KIND if installed(OLDEST_KIND) else default_kind()) as started:
         with BlockingRedis(port=started.master.port) as client:
             client.flushall()
         yield started
@@ -130,7 +132,7 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
     assert await scripts_run_by(servers.master) == at_master + 1
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", each_kind())
 async def test_a_failover_is_followed(kind: str) -> None:
     with SentinelServers(kind) as servers:
         async with connect(servers.url) as redis:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from click import ClickException
@@ -53,6 +55,7 @@ async def test_a_small_index_is_measured_and_leaves_no_keys(
     found = await measure(
         own_redis_server.url, blocks=30_000, index_blocks=30_000, workers=4, queries=4, repeats=1
     )
+    assert re.fullmatch(r"(Redis|Valkey) \d+\.\d+\.\d+", found["server"])
     assert found["unique_blocks"] == 4 * (8192 - 64) + 64
     assert 20 < found["bytes_per_block"] < 100
     for name in LookUpCost._fields:

@@ -68,7 +68,7 @@ def test_a_dump_leaves_out_what_cannot_be_read(url: str, raw: Redis) -> None:
     raw.hset(KEYS["workers"], mapping={"9": "spoilt", "x": "{}"})
     raw.zadd(KEYS["waiting:normal:a:blocks:0"], {"request": 1})
     raw.set(SHARD["blocks:f"], "spoilt")
-    assert kvroute(url, "dump").stdout == before
+    assert sorted(kvroute(url, "dump").stdout.splitlines()) == sorted(before.splitlines())
 
 
 def test_entries_that_no_lookup_would_find_are_not_dumped(url: str, raw: Redis) -> None:
