@@ -232,7 +232,11 @@ class _Lingering:
             return
         self._transport.resume_reading()
         if self._transport.can_write_eof():
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except (OSError, RuntimeError):
+                # The client has reset the connection, which uvloop says in either way.
+                self._transport.abort()
         else:
             self._transport.close()
 

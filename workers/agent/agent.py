@@ -198,7 +198,7 @@ class Agent:
             except RedisUnavailable as error:
                 log.warning("%s: lease not renewed: %s", self.info.key, error)
                 continue
-            self.num_leases = max(*renewed, 1)
+            self.num_leases = max([*renewed, 1])
             if self.incarnation == leased[0] and not renewed[0]:
                 self._publisher.interrupt(IncarnationLost(f"incarnation {leased[0]} lapsed"))
 
