@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.core.config import RouterSettings, WorkerSettings, variable
+from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings, variable
 from app.policy.cost import POLICIES
 from app.router.metrics import Telemetry
 
@@ -18,7 +18,9 @@ POLICIES_PAGE = (ROOT / "docs/policies.md").read_text()
 DOCUMENTS = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/**/*.md")))]
 
 
-@pytest.mark.parametrize("settings", [RouterSettings, WorkerSettings], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "settings", [RouterSettings, WorkerSettings, EngineAgentSettings], ids=lambda s: s.__name__
+)
 def test_the_configuration_table_has_every_setting_with_its_default_and_help(settings):
     rows = [line for line in CONFIGURATION.splitlines() if line.startswith("| `--")]
     for f in fields(settings):
@@ -37,6 +39,10 @@ def test_every_metric_that_a_document_names_exists(document: str) -> None:
     of_workers = (ROOT / "workers/metrics.py").read_text()
     existing |= set(re.findall(r"kvroute_engine_[a-z_]+", of_workers))
     existing |= {f"{name}_total" for name in existing if name.endswith("_events")}
+    of_agents = set(
+        re.findall(r"kvroute_agent_[a-z_]+", (ROOT / "workers/bridge/metrics.py").read_text())
+    )
+    existing |= of_agents | {f"{name}_total" for name in of_agents}
     assert (
         set(re.findall(r"kvroute_[a-z_]+\b(?!\.\.\.)", (ROOT / document).read_text())) - existing
         == set()

@@ -216,7 +216,7 @@ class _Lingering:
         self._transport = transport
         self._protocol = protocol
         self._ended = False
-        self.write = transport.write
+        self.write: Callable[[bytes], object] = transport.write
         self.abort = transport.abort
 
     def close(self) -> None:
@@ -228,15 +228,13 @@ class _Lingering:
     def end(self) -> None:
         """Send what is written and no more, and go on reading."""
         self._ended = True
+        # The application may still answer a request that was refused half-way.
+        self.write = lambda _: None
         if self._transport.is_closing():
             return
         self._transport.resume_reading()
         if self._transport.can_write_eof():
-            try:
-                self._transport.write_eof()
-            except (OSError, RuntimeError):
-                # The client has reset the connection, which uvloop says in either way.
-                self._transport.abort()
+            self._transport.write_eof()
         else:
             self._transport.close()
 

@@ -1,0 +1,381 @@
+"""What an attacker may send to a balancer, a router or a worker, as bytes for a raw connection.
+
+Each input follows from a seed and its number alone, so that a failure can be sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+from urllib.parse import quote
+
+from loadtest.bench_bodies import hostile_bodies
+from tests.e2e.hostile_bodies import COMPLETION, drawn, valid_body
+
+JSON_TYPE = b"content-type: application/json\r\n"
+RAW_TYPE = b"content-type: application/octet-stream\r\n"
+CLOSE = b"connection: close\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n"
+
+Ending = Literal["read", "wait", "hang up", "reset"]
+"""What the client does once all is sent: reads what must be answered at once; waits for an answer,
+or for the server to give up on the rest; closes; resets the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hostile:
+    """What one connection sends, part by part."""
+
+    parts: tuple[bytes, ...]
+    ending: Ending = "read"
+    kind: str = ""
+
+    @property
+    def may_exclude_all(self) -> bool:
+        """Whether it may ask for a worker that does not exist."""
+        return any(b"exclude" in part for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """What a server offers. bodies: path -> what hypothesis would post there."""
+
+    get: Sequence[str]
+    bodies: Mapping[str, Sequence[bytes]]
+    ids: str = "/v1/requests/{}"
+
+    @classmethod
+    def of_router(cls, openapi: Mapping[str, Any], count: int, seed: int) -> Surface:
+        paths = openapi["paths"]
+        posts = {path: spec["post"] for path, spec in paths.items() if "post" in spec}
+        bodies = {
+            path: post["requestBody"]["content"]["application/json"]["schema"]
+            for path, post in posts.items()
+            if "requestBody" in post
+        }
+        return cls(
+            [path for path, spec in paths.items() if "get" in spec],
+            {path: drawn(schema, count, seed) for path, schema in bodies.items()},
+        )
+
+    @classmethod
+    def of_worker(cls, count: int, seed: int) -> Surface:
+        return cls(["/health", "/metrics"], {"/v1/completions": drawn(COMPLETION, count, seed)})
+
+
+def request(
+    method: str, path: bytes | str, body: bytes = b"", headers: bytes = JSON_TYPE + CLOSE
+) -> bytes:
+    """A whole request; the method, path and headers are sent as they are."""
+    target = path if isinstance(path, bytes) else path.encode()
+    if body or method == "POST":
+        headers += b"content-length: %d\r\n" % len(body)
+    head = b"%b %b HTTP/1.1\r\nhost: kvroute\r\n%b\r\n"
+    return head % (method.encode(), target, headers) + body
+
+
+def _path(rng: random.Random, surface: Surface) -> str:
+    return rng.choice(sorted(surface.bodies))
+
+
+def _good(rng: random.Random, surface: Surface, headers: bytes = JSON_TYPE + CLOSE) -> bytes:
+    if rng.random() < 0.3:
+        return request("GET", rng.choice(surface.get), headers=headers)
+    path = _path(rng, surface)
+    return request("POST", path, valid_body(rng, path), headers)
+
+
+def valid(rng: random.Random, surface: Surface) -> Hostile:
+    return Hostile((_good(rng, surface),))
+
+
+def drawn_from_the_schema(rng: random.Random, surface: Surface) -> Hostile:
+    path = _path(rng, surface)
+    return Hostile((request("POST", path, rng.choice(surface.bodies[path])),))
+
+
+@cache
+def _malformed(size: int) -> list[bytes]:
+    return [body for _, body in hostile_bodies(size)]
+
+
+def malformed_json(rng: random.Random, surface: Surface) -> Hostile:
+    path = _path(rng, surface)
+    body = rng.choice(_malformed(rng.choice((400, 6_000, 100_000))))
+    if path == "/v1/completions":
+        body = body.replace(b'"token_ids"', b'"prompt"')
+    return Hostile((request("POST", path, body),))
+
+
+def damaged_json(rng: random.Random, surface: Surface) -> Hostile:
+    path = _path(rng, surface)
+    body = bytearray(rng.choice((valid_body(rng, path), rng.choice(surface.bodies[path]))))
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(body) + 1)
+        body[at : at + rng.randint(0, 2)] = rng.choice(
+            (b"", b"\0", b'"', b"[", b"}", b"\xff", b"\\u", b"1e999", b"NaN", rng.randbytes(3))
+        )
+    return Hostile((request("POST", path, bytes(body)),))
+
+
+def odd_encoding(rng: random.Random, surface: Surface) -> Hostile:
+    path = _path(rng, surface)
+    body = valid_body(rng, path)
+    text = body.decode()
+    body = rng.choice(
+        (
+            b"\xef\xbb\xbf" + body,
+            text.encode("utf-16"),
+            text.encode("utf-32-le"),
+            body.replace(b'"', b"'"),
+            body.replace(b"{", b'{"\xc0\xaf":1,', 1),
+            body.replace(b"{", b'{"\xed\xa0\x80":"\xf4\x90\x80\x80",', 1),
+            body.replace(b"0", "\u0660".encode()),
+            body + body,
+            body + b"\0",
+            json.dumps(text).encode(),
+            b"null",
+            b"",
+        )
+    )
+    types = (
+        b"",
+        b"application/json; charset=utf-16",
+        b"text/plain",
+        b"\xff",
+        b"multipart/form-data",
+    )
+    kind = b"content-type: %b\r\n" % rng.choice(types)
+    coding = rng.choice((b"", b"content-encoding: gzip\r\n", b"content-encoding: br, br\r\n"))
+    return Hostile((request("POST", path, body, kind + coding + CLOSE),))
+
+
+def raw_tokens(rng: random.Random, surface: Surface) -> Hostile:
+    names = ("request_id", "policy", "exclude", "reserve", "max_tokens", "stream", "prompt", "x")
+    values = ("", "%", "%00", "%ff%fe", "true", "-1", "1e999", "%0a", "[]", "a" * 3000, "3", "\x7f")
+    query = "&".join(f"{rng.choice(names)}={rng.choice(values)}" for _ in range(rng.randint(0, 5)))
+    body = rng.randbytes(rng.choice((0, 1, 4, 63, 64, 4_000, 65_537)))
+    return Hostile((request("POST", f"{_path(rng, surface)}?{query}", body, RAW_TYPE + CLOSE),))
+
+
+def flood_of_headers(rng: random.Random, surface: Surface) -> Hostile:
+    count = rng.choice((90, 1_000, 3_000))
+    floods = (
+        b"".join(b"x-%d: %b\r\n" % (n, b"v" * rng.choice((0, 90))) for n in range(count)),
+        b"x: " + b"v" * rng.choice((60_000, 70_000, 300_000)) + b"\r\n",
+        b"n" * 70_000 + b": v\r\n",
+        b"cookie: a=b\r\n" * count,
+        b"x: " + b"\r\n folded" * count + b"\r\n",
+    )
+    return Hostile((_good(rng, surface, rng.choice(floods) + JSON_TYPE + CLOSE),))
+
+
+def bad_headers(rng: random.Random, surface: Surface) -> Hostile:
+    lines = (
+        b"no colon\r\n",
+        b": no name\r\n",
+        b"x y: z\r\n",
+        b"x: \0\r\n",
+        b"x: \xff\xfe\r\n",
+        b"x: a\rb\r\n",
+        b" leading: space\r\n",
+        b"host: another\r\n",
+        b"content-length: 5\r\n",
+        b"content-length: -1\r\n",
+        b"content-length: 99999999999999999999999\r\n",
+        b"content-length: 0x10\r\n",
+        b"content-length: 1, 1\r\n",
+        "content-length: \u0661\r\n".encode(),
+        b"transfer-encoding: identity\r\n",
+        b"transfer-encoding: gzip, chunked\r\n",
+        b"transfer-encoding: chunked, chunked\r\n",
+        b"transfer-encoding: \x0bchunked\r\n",
+        b"expect: 100-continue\r\n",
+        b"expect: miracles\r\n",
+        b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n",
+        b"upgrade: h2c\r\nconnection: upgrade, http2-settings\r\nhttp2-settings: AA\r\n",
+        b"x-request-id: \xff\r\n",
+        b"x-request-id: " + b"i" * 129 + b"\r\n",
+        b"x-session-id: a b\r\nx-tenant-id: \xe9\r\n",
+        b"x-forwarded-for: 1.2.3.4, %s\r\nforwarded: for=_\r\n",
+        b"range: bytes=0-18446744073709551615\r\n",
+        b"te: trailers\r\ntrailer: content-length\r\n",
+        b"accept-encoding: gzip;q=1.0, *;q=nan\r\n",
+        b"origin: null\r\naccess-control-request-method: X\r\n",
+    )
+    path = _path(rng, surface)
+    chosen = b"".join(rng.sample(lines, rng.randint(1, 2)))
+    return Hostile(
+        (request("POST", path, valid_body(rng, path), JSON_TYPE + CLOSE + chosen),), "wait"
+    )
+
+
+def long_url(rng: random.Random, surface: Surface) -> Hostile:
+    size = rng.choice((8_000, 31_000, 33_000, 120_000, 400_000))
+    filler = rng.choice(("a", "/", "%2f", "%", "../", "a&", "&a=1"))
+    text = (filler * size)[:size]
+    path = rng.choice((f"/{text}", f"/v1/requests/{text}", f"/v1/workers?{text}"))
+    return Hostile((request(rng.choice(("GET", "POST", "DELETE")), path),))
+
+
+def bad_chunks(rng: random.Random, surface: Surface) -> Hostile:
+    path = _path(rng, surface)
+    body = valid_body(rng, path)
+    size = b"%x\r\n" % len(body)
+    whole = size + body + b"\r\n"
+    framings = (
+        b"zz\r\n" + body + b"\r\n0\r\n\r\n",
+        b"-1\r\n\r\n",
+        b"f" * 16 + b"\r\n" + body,
+        b"f" * 17 + b"\r\n" + body,
+        b"0" * 5000 + whole + b"0\r\n\r\n",
+        size + body + b"0\r\n\r\n",
+        size.replace(b"\r", b"") + body + b"\n0\n\n",
+        b"%x;%b\r\n" % (len(body), b"e" * 100_000) + body + b"\r\n0\r\n\r\n",
+        b"".join(b"1;x=%d\r\n%c\r\n" % (n, byte) for n, byte in enumerate(body)) + b"0\r\n\r\n",
+        whole + b"0\r\n" + b"t: %b\r\n" % (b"v" * 100) * 3000 + b"\r\n",
+        whole + b"0\r\nno colon\r\n\r\n",
+        whole + b"0\r\ncontent-length: 1\r\ntransfer-encoding: x\r\n\r\n",
+        whole + b"00000\r\n\r\n",
+    )
+    length = rng.choice((b"", b"", b"content-length: 3\r\n"))
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\n" % path.encode() + JSON_TYPE + CLOSE + length + CHUNKED
+    return Hostile((head + b"\r\n", rng.choice(framings)), "wait")
+
+
+def _cut(rng: random.Random, surface: Surface) -> tuple[bytes, ...]:
+    whole = _good(rng, surface)
+    ends = rng.choice((rng.randrange(len(whole)), whole.index(b"\r\n\r\n") + rng.randint(0, 4)))
+    begun = whole[:ends]
+    middle = rng.randrange(len(begun) + 1)
+    return begun[:middle], begun[middle:]
+
+
+def half_request(rng: random.Random, surface: Surface) -> Hostile:
+    ending: Ending = rng.choice(("hang up", "reset"))
+    return Hostile(_cut(rng, surface), ending)
+
+
+def stalled_request(rng: random.Random, surface: Surface) -> Hostile:
+    return Hostile(_cut(rng, surface), "wait")
+
+
+def early_hang_up(rng: random.Random, surface: Surface) -> Hostile:
+    ending: Ending = rng.choice(("hang up", "reset"))
+    return Hostile((_good(rng, surface),), ending)
+
+
+def pipelined(rng: random.Random, surface: Surface) -> Hostile:
+    requests = [_good(rng, surface, JSON_TYPE) for _ in range(rng.randint(1, 20))]
+    if rng.random() < 0.3:
+        requests.insert(rng.randrange(len(requests)), b"nonsense\r\n\r\n")
+    ending: Ending = rng.choice(("read", "read", "reset"))
+    return Hostile((b"".join(requests) + _good(rng, surface),), ending)
+
+
+def wrong_method_or_path(rng: random.Random, surface: Surface) -> Hostile:
+    known = rng.choice((*surface.get, *surface.bodies))
+    methods = (
+        "GET",
+        "HEAD",
+        "POST",
+        "PUT",
+        "PATCH",
+        "DELETE",
+        "OPTIONS",
+        "TRACE",
+        "CONNECT",
+        "get",
+    )
+    method = rng.choice((*methods, "BREW", "G\0T", "A" * 9000, ""))
+    path = rng.choice(
+        (
+            known,
+            f"{known}/",
+            f"/{known}",
+            f"{known}%00",
+            f"{known};a=b",
+            f"{known}?{'a=b&' * 50}",
+            known.upper(),
+            quote(known, safe="").replace("%2F", "/%2e/"),
+            f"/../..{known}",
+            f"http://elsewhere{known}",
+            "*",
+            "kvroute:80",
+            "/docs",
+            "/redoc",
+            "/openapi.json/..",
+            "/\u00e9\udc80".encode(errors="surrogateescape"),
+            "",
+        )
+    )
+    return Hostile((request(method, path),), "wait")
+
+
+def bad_id(rng: random.Random, surface: Surface) -> Hostile:
+    ids = ("", "%0a", "id%0a", "%00", "%", "%zz", "a b", "a%20b", "..", "%2e%2e%2f", "a/b", "a%2Fb")
+    more = (
+        "i" * 129,
+        "%f0%9f%92%a9",
+        "%ff",
+        "\u00e9",
+        "a?worker_failed=maybe",
+        "a#b",
+        "{}",
+        "\\",
+        "*",
+    )
+    path = surface.ids.format(rng.choice(ids + more))
+    method, ending = rng.choice((("DELETE", ""), ("POST", "/prefill_complete")))
+    return Hostile((request(method, path + ending),))
+
+
+def not_http(rng: random.Random, _: Surface) -> Hostile:
+    texts = (
+        b"",
+        b"\r\n" * 50_000,
+        b"\0" * 100,
+        b"PRI * HTTP/1.1\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(508),
+        b"*1\r\n$8\r\nFLUSHALL\r\n",
+        b"GET /health\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\n\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+        rng.randbytes(rng.randint(1, 5_000)),
+        b"nonsense\r\n\r\n",
+    )
+    return Hostile((rng.choice(texts),), rng.choice(("hang up", "reset", "wait")))
+
+
+KINDS: Mapping[Callable[[random.Random, Surface], Hostile], int] = {
+    valid: 10,
+    drawn_from_the_schema: 20,
+    malformed_json: 10,
+    damaged_json: 10,
+    odd_encoding: 5,
+    raw_tokens: 5,
+    flood_of_headers: 4,
+    bad_headers: 6,
+    long_url: 4,
+    bad_chunks: 6,
+    half_request: 5,
+    stalled_request: 1,
+    early_hang_up: 5,
+    pipelined: 2,
+    wrong_method_or_path: 5,
+    bad_id: 5,
+    not_http: 3,
+}
+"""How often each kind comes, against the others."""
+
+
+def hostile(seed: int, number: int, surface: Surface) -> Hostile:
+    """The input of that number."""
+    rng = random.Random(f"{seed} {number}")
+    [make] = rng.choices(list(KINDS), list(KINDS.values()))
+    return replace(make(rng, surface), kind=make.__name__)
