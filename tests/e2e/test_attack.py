@@ -343,8 +343,8 @@ async def test_ten_thousand_hostile_inputs_do_no_harm(
         growth = {name: mb - memory[name] for name, mb in memory_mb(cluster).items()}
         with capfd.disabled():
             for key, n in sorted(attack.tally.items()):
-                print(*key, n)
-            print(memory, growth, opened, await descriptors(cluster))
+                print(*key, n)  # noqa: T201 - figures of the run
+            print(memory, growth, opened, await descriptors(cluster))  # noqa: T201 - figures of the run
         assert max(growth.values()) < MAX_GROWTH_MB, f"seed {SEED}: {growth}"
         # Redis and HAProxy keep as many connections open as were in use at once.
         await eventually(
