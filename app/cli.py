@@ -14,7 +14,13 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
-from app.core.config import LOG_LEVELS, RouterSettings, WorkerSettings, base_url
+from app.core.config import (
+    LOG_LEVELS,
+    EngineAgentSettings,
+    RouterSettings,
+    WorkerSettings,
+    base_url,
+)
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.options import PORT, Command, cluster_size, options, pick
@@ -114,6 +120,22 @@ def worker(**values: Any) -> None:
         run(serve(settings))
     except ModuleNotFoundError as error:  # torch is imported only by the engine that needs it
         _needs("worker", error)
+
+
+@main.command(cls=Command)
+@options(EngineAgentSettings)
+def agent(**values: Any) -> None:
+    """Run beside an engine, such as vLLM or SGLang, and make it a worker."""
+    _end_on_sigterm()
+    settings = EngineAgentSettings(**values)
+    _log_at(settings.log_level)
+    from app.http.server import run
+
+    try:
+        from workers.engine_agent import serve
+    except ModuleNotFoundError as error:
+        _needs("agent", error)
+    run(serve(settings))
 
 
 @main.command(cls=Command)

@@ -69,7 +69,7 @@ def beyond(*rooms: str) -> frozenset[str]:
     return TESTS | {"workers"} | (ROOMS - {f"app.{room}" for room in rooms})
 
 
-SERVED = frozenset({"workers.http", "workers.publishing.vllm_http"})
+SERVED = frozenset({"workers.engine_agent", "workers.http", "workers.publishing.vllm_http"})
 
 BOUNDARIES = [
     Boundary("app", TESTS | {"torch", "workers"}),
@@ -158,7 +158,7 @@ def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path: P
         loaded("shop", frozenset(), root=tmp_path)
 
 
-def test_the_wall_clock_is_read_only_to_date_what_is_said_and_to_say_how_old_it_is() -> None:
+def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> None:
     """Machines compare times by the Redis clock alone, so no other clock has to be right."""
     reads = re.compile(
         r"time\.(time|gmtime|localtime|ctime)|(?<!_m)time_ns|datetime|from time |import time as"

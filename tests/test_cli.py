@@ -117,6 +117,7 @@ def test_the_help_lists_all_commands() -> None:
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
     assert re.findall(r"^  (\w+)  ", result.output, re.MULTILINE) == [
+        "agent",
         "demo",
         "dump",
         "explain",

@@ -51,7 +51,6 @@ async def serve(settings: WorkerSettings) -> None:
         # Listen before the worker is registered, so that whoever is routed here can connect.
         listening = opened.enter_context(listen(settings.host, settings.port))
         settings = replace(settings, port=listening.getsockname()[1])
-        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
         if settings.publish_events:
             await _serve_published(settings, hosted, listening)
         else:
@@ -67,6 +66,7 @@ async def _serve_with_agent(
         redis = await opened.enter_async_context(
             connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         )
+        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
         gpu = GpuMonitor(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
         opened.push_async_callback(asyncio.to_thread, gpu.stop)
 
@@ -119,7 +119,8 @@ async def _serve_published(
         publisher = EventPublisher(BlockEvents(settings.block_size), events, requests)
         engine = hosted.start(publisher)
         engine.watcher = publisher
-        log.info("events on %s, again on %s", events.endpoint, events.replay_endpoint)
+        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
+        log.info("events on port %d, again on port %d", events.events_port, events.replay_port)
         app = create_vllm_app(engine, settings, hosted, events, registry)
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(events.run())

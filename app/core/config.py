@@ -255,11 +255,39 @@ class RouterSettings(CommonSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettings(CommonSettings):
+class MemberSettings(CommonSettings):
+    """What all that register workers share."""
+
+    worker_id: str = setting("", "Name in the fleet; unset: the host name.")
+    max_requests: int = setting(
+        256,
+        "Requests that may be reserved on the worker at once; then it is full.",
+        Whole(1, 1_000_000),
+    )
+    lease_ttl_s: float = setting(
+        3.0, "How long the worker is routed to after its last sign of life.", POSITIVE_SECONDS
+    )
+    index_blocks: int | None = setting(
+        None,
+        "Unique blocks the namespace is laid out for, set by the first worker to register; "
+        "unset: 16 times this worker's pool.",
+        POSITIVE,
+    )
+    index_shards: int = setting(
+        1,
+        "Shards of the namespace's index, set by the first worker to register.",
+        Whole(1, 1024),
+    )
+
+    def resolved_id(self) -> str:
+        return self.worker_id or socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings(MemberSettings):
     """One worker: an agent and the engine it hosts."""
 
     port: int = setting(8081, "Port to listen on; 0 takes a free one.", PORT)
-    worker_id: str = setting("", "Name in the fleet; unset: the host name.")
     dp_rank: int = setting(0, "Data-parallel rank.", Whole(0, 65535))
     address: str = setting(
         "",
@@ -325,11 +353,6 @@ class WorkerSettings(CommonSettings):
         "Requests that must have used a block before the torch engine stores it in a slower tier.",
         POSITIVE,
     )
-    max_requests: int = setting(
-        256,
-        "Requests that may be reserved on the worker at once; then it is full.",
-        Whole(1, 1_000_000),
-    )
     publish_events: str = setting(
         "",
         "vllm: the engine publishes its KV events and metrics as vLLM does, for `kvroute agent`; "
@@ -342,29 +365,63 @@ class WorkerSettings(CommonSettings):
     replay_port: int = setting(
         0, "Port to ask for published KV events again (ZeroMQ); 0 takes a free one.", PORT
     )
-    lease_ttl_s: float = setting(
-        3.0, "How long the worker is routed to after its last sign of life.", POSITIVE_SECONDS
-    )
     drain_s: float = setting(
         2.0,
         "How long a worker that is told to stop may take to finish the answers under way.",
         SECONDS,
     )
-    index_blocks: int | None = setting(
-        None,
-        "Unique blocks the namespace is laid out for, set by the first worker to register; "
-        "unset: 16 times this worker's pool.",
-        POSITIVE,
-    )
-    index_shards: int = setting(
-        1,
-        "Shards of the namespace's index, set by the first worker to register.",
-        Whole(1, 1024),
-    )
-
-    def resolved_id(self) -> str:
-        return self.worker_id or socket.gethostname()
 
     def resolved_address(self) -> str:
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104
         return self.address or base_url(host, self.port)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAgentSettings(MemberSettings):
+    """One agent beside an engine of another make."""
+
+    port: int = setting(8082, "Port for /health and /metrics; 0 takes a free one.", PORT)
+    engine_url: str = setting("", "Base URL of the engine that runs beside the agent.", BASE_URL)
+    engine_api_key: str = setting("", "API key that the engine asks for, if it does.")
+    address: str = setting(
+        "", "Base URL at which clients reach the engine; unset: --engine-url.", BASE_URL
+    )
+    engine_kind: str = setting(
+        "auto", "vllm or sglang; auto: ask the engine.", OneOf(("auto", "vllm", "sglang"))
+    )
+    model: str = setting(
+        "", "Ids that requests may name, separated by commas; unset: those that the engine lists."
+    )
+    events_endpoint: str = setting(
+        "",
+        "ZMQ address of the KV events of the engine's first rank, the others' ports following; "
+        "unset: ask the engine.",
+    )
+    replay_endpoint: str = setting(
+        "", "ZMQ address to ask for missed events, likewise; unset: ask the engine."
+    )
+    block_size: int | None = setting(
+        None,
+        "Tokens per block of the index, a divisor of the engine's; unset: the namespace's, or if "
+        "that is new, the engine's.",
+        Whole(1, 4096),
+    )
+    engine_block_size: int | None = setting(
+        None, "Tokens per block of the engine; unset: ask the engine.", POSITIVE
+    )
+    capacity_tokens: int | None = setting(
+        None, "Tokens that the KV cache of each rank holds; unset: ask the engine.", POSITIVE
+    )
+    data_parallel_size: int | None = setting(
+        None, "Data-parallel ranks of the engine; unset: ask the engine.", Whole(1, 65535)
+    )
+    profile: str = setting(
+        "",
+        "Speed to assume until it is learned: 70b-4xh100, 70b-4xh200 or 8b-1xh100; unset: about "
+        "that of the first.",
+    )
+    memory_folder: str = setting(
+        "",
+        "Folder in which to keep what is known of the engine's cache over a restart of the agent; "
+        "unset: kvroute in the user's cache folder.",
+    )

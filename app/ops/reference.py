@@ -37,13 +37,28 @@ def main() -> None:
 
 def configuration() -> str:
     """Every setting: its flag, its variable, its default and its meaning, for each process."""
-    from app.core.config import CommonSettings, RouterSettings, WorkerSettings
+    from app.core.config import (
+        CommonSettings,
+        EngineAgentSettings,
+        MemberSettings,
+        RouterSettings,
+        WorkerSettings,
+    )
 
     shared = {f.name for f in fields(CommonSettings)}
+    member = {f.name for f in fields(MemberSettings)}
     sections = (
-        ("Routers and workers", fields(CommonSettings)),
+        ("All processes", fields(CommonSettings)),
         ("Routers", [f for f in fields(RouterSettings) if f.name not in shared]),
-        ("Workers", [f for f in fields(WorkerSettings) if f.name not in shared]),
+        (
+            "Workers and agents beside engines",
+            [f for f in fields(MemberSettings) if f.name not in shared],
+        ),
+        ("Workers", [f for f in fields(WorkerSettings) if f.name not in member]),
+        (
+            "Agents beside engines",
+            [f for f in fields(EngineAgentSettings) if f.name not in member],
+        ),
     )
     lines = [
         "# Configuration",

@@ -26,6 +26,15 @@ class Registration:
     shards: int
 
 
+def block_size_of(keyspace: Keyspace) -> Call[int | None]:
+    """Tokens per block of the namespace's index; None if nobody has registered yet."""
+
+    def parse(reply: bytes | None) -> int | None:
+        return int(reply) if reply and reply.isdigit() else None
+
+    return command("block_size_of", "HGET", keyspace["meta"], "block_size", parse=parse)
+
+
 def register(
     keyspace: Keyspace,
     info: WorkerInfo,

@@ -102,6 +102,8 @@ class EngineBlocks:
         """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
         self._group: int | None = None
         """The group that counts, once an event has named a kind."""
+        self._largest = 0
+        """Tokens in the largest block of that group that the device has stored."""
         self._shown = ShownBlocks(self._end_of, copies=announces_copies)
         self._is_upper_bound = False
         self._pending = PendingEvents(now, joined_late=joined_late)
@@ -204,7 +206,13 @@ class EngineBlocks:
             return self._shown.take(self._remove(event, tier)), ()
         if not event.token_ids:
             return self._shown.take(self._store_announced(event, tier)), ()
+        if tier is Tier.DEVICE and event.kv_cache_spec_kind and event.block_size < self._largest:
+            # vLLM also announces the part of a block at the end of a prompt, after another part
+            # that it does not announce. With a window it cannot resume there.
+            return [], ()
         changes, stored = self._store(event, tier)
+        if tier is Tier.DEVICE:
+            self._largest = max(self._largest, event.block_size)
         return self._shown.take(changes) + self._shown.locate(stored), stored
 
     def _take_window(self, event: BlockStored | BlockRemoved) -> list[CacheEvent]:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 LEAK = 1.1
 """An engine cannot hold more blocks than it has. Where so many times as many seem to be held, some
 were announced more often than removed, as for a request with kv_cache_report_mode `full`."""
+BATCHES_AT_ONCE = 16
 SAVE_S = 30.0
 SAVE_SHARE = 0.01
 """Taking the snapshot holds up events, so it takes at most this share of the time."""
@@ -123,6 +124,9 @@ class Rank:
                     log.info("%s: %d blocks known from before", self.info.key, self.blocks.num_held)
                 case Batch():
                     self._take(item)
+                    if self.stream.counters.batches % BATCHES_AT_ONCE == 0:
+                        # A long replay must not keep the lease from being renewed.
+                        await asyncio.sleep(0)
 
     def _take(self, batch: Batch) -> None:
         changes: list[CacheEvent] = []

@@ -41,18 +41,12 @@ class Windows:
         self._by_group: dict[int, _Window] = {}
 
     def concern(self, event: BlockStored | BlockRemoved) -> bool:
-        """Is the event's group one with a window or a state?"""
-        if event.group_idx is None:
-            return False
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
-        return event.group_idx in self._by_group or (
-            kind is not None and kind.lower() in WINDOW_KINDS | STATE_KINDS
-        )
+        is_of_kind = (kind or "").lower() in WINDOW_KINDS | STATE_KINDS
+        return event.group_idx is not None and (is_of_kind or event.group_idx in self._by_group)
 
     def learn(self, event: BlockStored, tier: Tier) -> bool:
-        """Require what the event's group needs. False: it was required already, or cannot be.
-
-        Once it is, the engine can resume nowhere until the group stores something."""
+        """Require what the event's group needs. False: it was required already, or cannot be."""
         group, kind = event.group_idx, event.kv_cache_spec_kind
         if group is None or kind is None or group in self._by_group:
             return False
@@ -65,8 +59,7 @@ class Windows:
         shape = event.block_size, max(1, -(-(seen - 1) // event.block_size))
         window = next((w for w in self._windows if (w.block_size, w.num_blocks) == shape), None)
         if window is None:
-            window = _Window(*shape, copies=self._copies)
-            self._windows.append(window)
+            self._windows.append(window := _Window(*shape, copies=self._copies))
         window.admit(group)
         self._by_group[group] = window
         return True
@@ -75,22 +68,20 @@ class Windows:
         window = self._window_of(event)
         if window is None:
             return
-        # Blocks may be left out of an event. What lies beyond such a gap is not needed at an end
-        # that the engine means to resume after.
+        # Beyond a block that an event leaves out lies nothing that the engine means to resume with.
         is_chain = bool(event.token_ids) and event.block_size == window.block_size
         above = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
         for name in map(key_of, event.block_hashes):
             block = window.store(name, (tier, event.group_idx), above if is_chain else None)
-            if block.end is None:
-                block.end = self._end_of(name)
+            block.end = block.end or self._end_of(name)
             yield from self._turns(window, window.gained(block), 1)
             above = name
 
     def remove(self, event: BlockRemoved, tier: Tier) -> Iterator[Turn]:
         window = self._window_of(event)
-        if window is not None:
-            counts: Iterable[int | None] = event.remaining_copy_counts or repeat(None)
-            for name, left in zip(map(key_of, event.block_hashes), counts, strict=False):
+        counts: Iterable[int | None] = event.remaining_copy_counts or repeat(None)
+        for name, left in zip(map(key_of, event.block_hashes), counts, strict=False):
+            if window is not None:
                 lost = window.remove(name, (tier, event.group_idx), left)
                 yield from self._turns(window, lost, -1)
 
@@ -100,11 +91,10 @@ class Windows:
             block, end = self._windows[0].blocks.get(name), self._end_of(name)
             if block is None or block.end == end:
                 continue
-            ends, block.end = (block.end, end), end
+            turns = ((block.end, -1), (end, 1))
+            block.end = end
             if all(window.is_ready(name) for window in self._windows):
-                for one, change in zip(ends, (-1, 1), strict=True):
-                    if one is not None:
-                        yield one, change
+                yield from ((one, change) for one, change in turns if one is not None)
 
     def clear(self) -> None:
         """Nothing is held any more; what the groups need stays known."""
@@ -126,28 +116,27 @@ class Windows:
 
 
 class _Block:
-    """A block of the groups alike. It is kept while any of them holds it, or one that follows."""
+    """A block of groups alike. It is kept while any of them holds it, or one that follows it."""
 
     __slots__ = ("above", "below", "end", "is_held", "is_ready", "name", "references")
 
     def __init__(self, name: BlockHash) -> None:
         self.name = name
+        self.references: References = ()
         self.end: SequenceHash | None = None
         """The last block of the index in it."""
-        self.references: References = ()
         self.above: BlockHash | None = None
         """The block before it; None at the beginning of a chain, or if that is not known."""
         self.below: BlockHash | set[BlockHash] | None = None
-        """Those that follow it and have references: most often one, stored without a set."""
+        """Those after it that have references: most often one, stored without a set."""
         self.is_held = False
         """By each of the groups?"""
         self.is_ready = False
         """Is the whole window before its end held?"""
 
     def each_below(self) -> Iterable[BlockHash]:
-        if self.below is None:
-            return ()
-        return self.below if isinstance(self.below, set) else (self.below,)
+        below = self.below
+        return below if isinstance(below, set) else () if below is None else (below,)
 
     def adopt(self, name: BlockHash) -> None:
         if self.below is None:
@@ -188,9 +177,13 @@ class _Window:
 
     def store(self, name: BlockHash, place: Place, above: BlockHash | None) -> _Block:
         block = self._block(name)
-        if not block.references and above is not None and self.num_blocks > 1:
+        if self.num_blocks > 1 and above is not None and not block.references:
             block.above = above
             self._block(above).adopt(name)
+        elif above is not None and block.above not in (None, above):
+            # One of them lies before a gap. Take neither, and look again at what is ready.
+            self._leave(block)
+            block.is_held = False
         block.references = with_copy(block.references, place, copies=self._copies)
         return block
 
@@ -228,14 +221,13 @@ class _Window:
                     following.is_ready = False
                     lost.append(following)
         if not block.references:
-            self._unlink(block)
+            self._leave(block)
+            if block.below is None:
+                self.blocks.pop(name, None)
         return lost
 
     def _block(self, name: BlockHash) -> _Block:
-        block = self.blocks.get(name)
-        if block is None:
-            block = self.blocks[name] = _Block(name)
-        return block
+        return self.blocks.get(name) or self.blocks.setdefault(name, _Block(name))
 
     def _is_held(self, block: _Block) -> bool:
         return {group for (_, group), _ in block.references} == self._groups
@@ -251,12 +243,9 @@ class _Window:
             if not level:
                 return
 
-    def _unlink(self, block: _Block) -> None:
-        above = None if block.above is None else self.blocks[block.above]
-        block.above = None
-        if above is not None:
+    def _leave(self, block: _Block) -> None:
+        if block.above is not None:
+            above, block.above = self.blocks[block.above], None
             above.disown(block.name)
             if not above.references and above.below is None:
                 self.blocks.pop(above.name, None)
-        if block.below is None:
-            self.blocks.pop(block.name, None)

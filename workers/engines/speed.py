@@ -56,16 +56,18 @@ class LeastSquares:
         self._gram = np.zeros_like(self._ridge)
         self._moment = np.zeros_like(self._pull)
 
-    def add(self, features: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
-        """Add steps in chronological order; features: (steps, features)."""
+    def add(
+        self, features: NDArray[np.float64], seconds: NDArray[np.float64], weight: float = 1.0
+    ) -> None:
+        """Add steps in chronological order; features: (steps, features). weight: of each."""
         x = np.insert(features, 0, 1.0, axis=1)
         if self._gram[0, 0] >= STEPS_TO_EXPECT:
             seconds = np.minimum(seconds, np.maximum(STALL * (x @ self.weights()), STALL_S))
         x /= self._scale
-        weight = FORGET ** np.arange(len(x) - 1, -1, -1)
+        weights = weight * FORGET ** np.arange(len(x) - 1, -1, -1)
         fade = FORGET ** len(x)
-        self._gram = fade * self._gram + x.T @ (weight[:, None] * x)
-        self._moment = fade * self._moment + x.T @ (weight * seconds)
+        self._gram = fade * self._gram + x.T @ (weights[:, None] * x)
+        self._moment = fade * self._moment + x.T @ (weights * seconds)
 
     def weights(self) -> NDArray[np.float64]:
         """The constant, then the features' weights.

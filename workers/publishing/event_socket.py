@@ -61,20 +61,20 @@ class EventSocket:
         # read only every so often, twice as much may count as unread.
         self._replay.setsockopt(zmq.SNDHWM, 2 * (buffered + 1))
         try:
-            self.endpoint = _bind(self._pub, host, events_port)
-            self.replay_endpoint = _bind(self._replay, host, replay_port)
+            self.events_port = _bind(self._pub, host, events_port)
+            self.replay_port = _bind(self._replay, host, replay_port)
         except ConfigError:
             self.close()
             raise
 
     def sources(self) -> dict[str, dict[str, object]]:
-        """What vLLM's GET /kv_event_sources answers."""
+        """What vLLM's GET /kv_event_sources answers. `*` is the host that was asked."""
         return {
             str(self._rank): {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": self.endpoint,
-                "replay_endpoint": self.replay_endpoint,
+                "endpoint": f"tcp://*:{self.events_port}",
+                "replay_endpoint": f"tcp://*:{self.replay_port}",
                 "buffer_steps": self._batches.maxlen,
                 "hwm": HWM,
                 "max_queue_size": HWM,
@@ -119,8 +119,8 @@ class EventSocket:
         self._replay.send_multipart((peer, b"", b"", END, b""))
 
 
-def _bind(sock: zmq.Socket[bytes], host: str, port: int) -> str:
-    """Returns the address with its port; `*` stands for the machine's own, as in vLLM."""
+def _bind(sock: zmq.Socket[bytes], host: str, port: int) -> int:
+    """Returns the port."""
     is_v6 = ":" in host
     at = f"[{host}]" if is_v6 else host
     sock.setsockopt(zmq.IPV6, is_v6)
@@ -128,5 +128,4 @@ def _bind(sock: zmq.Socket[bytes], host: str, port: int) -> str:
         sock.bind(f"tcp://{at}:{port or '*'}")
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot publish events on {host}:{port}: {error}") from None
-    bound = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    return f"tcp://{'*' if host in ('0.0.0.0', '::') else at}:{bound}"  # noqa: S104
+    return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

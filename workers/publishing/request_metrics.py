@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from app.core.worker_report import ForwardPassMetrics
-from workers.engines.steps import Step
+from workers.engines.steps import Finished, Step
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = tuple(float(10**power * digit) for power in range(6) for digit in (1, 2, 5))
@@ -66,6 +66,8 @@ class RequestMetrics:
         )
         self._decode = self._seconds("request_decode_time", "From the first token to the last.")
         self._whole = self._seconds("e2e_request_latency", "From arrival to the last token.")
+        self._lengths = self._histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
+        self._batches = self._histogram("iteration_tokens_total", "Tokens of a step.", TOKENS)
         self._computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", TOKENS
         )
@@ -98,8 +100,9 @@ class RequestMetrics:
                 self._gap.observe(now_s - request.last_s)
             request.last_s = now_s
         self._generated.inc(len(step.emitted))
+        self._batches.observe(step.prefill_tokens + step.decode_seqs)
         for finished in step.finished:
-            self._finish(self._of(finished.request_id), finished.finish_reason)
+            self._finish(self._of(finished.request_id), finished)
         self._left.clear()
 
     def _of(self, request_id: str) -> _Request:
@@ -107,15 +110,16 @@ class RequestMetrics:
         # before the step, its successor is mistaken for it, and counts only from the next step on.
         return self._left.get(request_id) or self._requests[request_id]
 
-    def _finish(self, request: _Request, reason: str) -> None:
-        self._success.labels(*self._labels.values(), reason).inc()
+    def _finish(self, request: _Request, finished: Finished) -> None:
+        self._success.labels(*self._labels.values(), finished.finish_reason).inc()
         if request.begun_s is None or request.first_s is None or request.last_s is None:
             return
         self._queue.observe(request.begun_s - request.arrived_s)
         self._prefill.observe(request.first_s - request.begun_s)
         self._decode.observe(request.last_s - request.first_s)
         self._whole.observe(request.last_s - request.arrived_s)
-        self._computed.observe(request.prompt_tokens - request.cached_tokens)
+        self._lengths.observe(finished.prompt_tokens)
+        self._computed.observe(finished.prompt_tokens - finished.cached_tokens)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"vllm:{name}", text, list(self._labels), registry=self._registry).labels(

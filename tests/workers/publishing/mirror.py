@@ -85,7 +85,8 @@ async def mirrored(
     socket: EventSocket, block_size: int, *, announces_copies: bool = True
 ) -> AsyncIterator[Mirror]:
     mirror = Mirror(block_size, announces_copies)
-    source = EventSource(0, socket.endpoint, socket.replay_endpoint)
+    here = "tcp://127.0.0.1"
+    source = EventSource(0, f"{here}:{socket.events_port}", f"{here}:{socket.replay_port}")
     context = zmq.asyncio.Context()
     with EventStream(context, source) as stream:
         async with asyncio.TaskGroup() as tasks:

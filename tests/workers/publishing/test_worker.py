@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import aiohttp
 import httpx
 import pytest
 import zmq.asyncio
@@ -19,7 +20,9 @@ from app.core.hashing import compute_hashes
 from app.core.types import Tier
 from tests.eventually import eventually
 from tests.workers.publishing.mirror import Mirror
-from workers.bridge.facts import EventSource
+from workers.bridge.discovery import discover
+from workers.bridge.engine_http import EngineHttp
+from workers.bridge.load import LoadReader
 from workers.bridge.stream import EventStream
 
 ROOT = Path(__file__).parents[3]
@@ -78,15 +81,18 @@ async def complete(http: httpx.AsyncClient, max_tokens: int) -> dict[str, int]:
     return usage
 
 
-async def test_it_answers_an_agent_as_vllm_does(http: httpx.AsyncClient) -> None:
+async def test_an_agent_finds_out_what_it_is_and_what_it_caches(
+    url: str, http: httpx.AsyncClient
+) -> None:
     assert (await http.get("/health")).status_code == 200
-    assert (await http.get("/version")).json()["version"].startswith("0.33.0+")
-    [model] = (await http.get("/v1/models")).json()["data"]
-    assert model["max_model_len"] == 1024
-    assert model["id"] == model["root"]
-    assert model["parent"] is None
-    [(rank, source)] = (await http.get("/kv_event_sources")).json().items()
-    assert (rank, source["publisher"], source["topic"]) == ("1", "zmq", "")
+    async with aiohttp.ClientSession() as session:
+        facts = await discover(session, url)
+    [source] = facts.sources
+    assert facts.version.startswith("0.33.0+")
+    assert (facts.kind, facts.max_model_len, facts.capacity_tokens) == ("vllm", 1024, 1024)
+    assert (facts.block_size, facts.reuse_tokens) == (16, 32 if "tiny" in facts.models else 16)
+    assert (source.rank, source.topic) == (1, "")
+    assert facts.started_s is not None
 
     await complete(http, 5)
     details = (await complete(http, 5))["prompt_tokens_details"]
@@ -94,9 +100,8 @@ async def test_it_answers_an_agent_as_vllm_does(http: httpx.AsyncClient) -> None
 
     mirror = Mirror(16, announces_copies=True)
     context = zmq.asyncio.Context()
-    events = EventSource(1, source["endpoint"], source["replay_endpoint"])
     _, chain = compute_hashes(PROMPT, 16)
-    with EventStream(context, events) as stream:
+    with EventStream(context, source) as stream:
         following = asyncio.create_task(mirror.follow(stream))
 
         async def held() -> set[int]:
@@ -149,3 +154,21 @@ async def test_its_metrics_have_vllms_names_and_count_requests(http: httpx.Async
     )
     assert 0 < spent_s <= now["vllm:e2e_request_latency_seconds_sum"]
     assert now["process_start_time_seconds"] > 0
+
+
+async def test_an_agent_reads_its_load(url: str, http: httpx.AsyncClient) -> None:
+    await complete(http, 5)
+    await complete(http, 3)
+    async with aiohttp.ClientSession() as session:
+        reading = await LoadReader(EngineHttp(session, url), "vllm").read()
+    load = reading.loads[1]
+    assert (load.running, load.waiting, load.kv_usage, load.asleep) == (0, 0, 0.0, False)
+    assert (load.prompt_tokens, load.cached_tokens, load.hit_rate) == (80, 32, 0.4)
+    assert (load.prefill_prompt_tokens, load.prefill_computed_tokens) == (80, 48)
+    assert (load.prefills, load.finished_requests) == (2, 2)
+    assert (load.generated_tokens, load.inter_tokens) == (8, 6)
+    assert load.steps is not None
+    assert load.steps >= 8
+    assert load.prefill_s is not None
+    assert load.prefill_s > 0
+    assert reading.started_s is not None

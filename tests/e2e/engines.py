@@ -1,0 +1,109 @@
+"""Engines with an agent beside each, as processes of their own, and what both say of a prompt."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+
+from tests.fake_worker import NAMESPACE
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A kvroute command; `url` is where it listens."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", *arguments],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.popen.stderr is not None
+        listening = (re.search(r"listening on (\S+)", line) for line in self.popen.stderr)
+        self.url = next(found[1] for found in listening if found)
+
+        # Else a process that writes much would wait for a reader.
+        self._drain = Thread(target=self.popen.stderr.read, daemon=True)
+        self._drain.start()
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        self.popen.send_signal(number)
+        with self.popen:
+            self._drain.join(30)
+
+
+@contextmanager
+def engine(port: int = 0, **options: object) -> Iterator[Process]:
+    """A simulated engine that shows itself as vLLM. port: 0 takes a free one."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    process = Process("worker", "--publish-events=vllm", "--speedup=100", f"--port={port}", *flags)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@contextmanager
+def agent(engine_url: str, redis_url: str, memory: Path, worker_id: str = "e") -> Iterator[Process]:
+    process = Process(
+        "agent",
+        f"--engine-url={engine_url}",
+        f"--redis-url={redis_url}",
+        f"--namespace={NAMESPACE}",
+        f"--memory-folder={memory}",
+        f"--worker-id={worker_id}",
+        "--port=0",
+    )
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+class Prompts:
+    """Prompts that share prefixes, seeded."""
+
+    def __init__(self, seed: int, longest: int = 300) -> None:
+        self._random = random.Random(seed)
+        self._longest = longest
+        self._told: list[list[int]] = []
+
+    def next(self) -> list[int]:
+        """A new prompt, or one told before that goes on or branches off."""
+        choice = self._random
+        begun = choice.choice(self._told) if self._told and choice.random() < 0.8 else []
+        kept = begun[: choice.randrange(len(begun) + 1)] if begun else []
+        more = [choice.randrange(5, 480) for _ in range(choice.randrange(1, 80))]
+        prompt = [*kept, *more][-self._longest :] if not kept else [*kept, *more][: self._longest]
+        self._told = [*self._told[-30:], prompt]
+        return prompt
+
+
+async def complete(engine: httpx.AsyncClient, model: str, prompt: Sequence[int]) -> int:
+    """How many tokens of the prompt the engine says that it reused."""
+    asked = {"model": model, "prompt": list(prompt), "max_tokens": 3, "ignore_eos": True}
+    answer = await engine.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+async def overlap(router: httpx.AsyncClient, prompt: Sequence[int], worker_id: str = "e") -> int:
+    """How many blocks of the prompt the router says that the worker holds."""
+    asked = {"token_ids": list(prompt), "reserve": False, "explain": True}
+    answer: Any = (await router.post("/v1/route", json=asked)).json()
+    candidates = answer["candidates"]
+    [found] = [c for c in candidates if c["worker_id"] == worker_id]
+    return sum(found["overlap_blocks"].values())

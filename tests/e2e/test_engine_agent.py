@@ -1,0 +1,114 @@
+"""`kvroute agent` beside an engine: routers know what it holds, and whether it serves."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.local.redis_server import EmbeddedRedis
+from tests.api.conftest import started_replica
+from tests.e2e.engines import Process, Prompts, agent, complete, engine, overlap
+from tests.eventually import eventually
+
+BLOCK = 16
+
+
+@asynccontextmanager
+async def client_of(process: Process) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=process.url, timeout=30) as client:
+        yield client
+
+
+async def serving(router: httpx.AsyncClient) -> list[str]:
+    answer: Any = (await router.get("/v1/workers")).json()
+    return [f"{worker['worker_id']}:{worker['dp_rank']}" for worker in answer["workers"]]
+
+
+async def until_serving(router: httpx.AsyncClient, *expected: str) -> None:
+    async def look() -> list[str]:
+        return await serving(router)
+
+    await eventually(look, lambda seen: seen == list(expected), within_s=20.0)
+
+
+async def check(
+    router: httpx.AsyncClient, engine: httpx.AsyncClient, prompts: Prompts, number: int
+) -> None:
+    """At rest, what the router says of each prompt is what the engine then reuses."""
+    for _ in range(number):
+        prompt = prompts.next()
+        # The last token is always computed, and with it its block.
+        most = (len(prompt) - 1) // BLOCK
+
+        async def look(prompt: list[int] = prompt, most: int = most) -> int:
+            return min(await overlap(router, prompt), most)
+
+        before = await look()
+        assert await complete(engine, "sim", prompt) == before * BLOCK
+        await eventually(look, lambda seen, most=most: seen == most)
+
+
+@pytest.mark.timeout(120)
+async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url, prompts = one_redis_server.url, Prompts(1)
+    async with started_replica(url) as router:
+        with engine(kv_pool_tokens=4096) as first:
+            port = first.url.rpartition(":")[2]
+            async with client_of(first) as http:
+                for number in (signal.SIGKILL, signal.SIGTERM):
+                    with agent(first.url, url, tmp_path) as beside:
+                        await until_serving(router, "e:0")
+                        await check(router, http, prompts, 15)
+                        beside.end(number)
+                    await until_serving(router)
+                with agent(first.url, url, tmp_path):
+                    await until_serving(router, "e:0")
+                    await check(router, http, prompts, 15)
+                    first.end(signal.SIGKILL)
+                    await until_serving(router)
+                    with engine(port=int(port), kv_pool_tokens=4096) as second:
+                        await until_serving(router, "e:0")
+                        async with client_of(second) as again:
+                            assert await overlap(router, prompts.next()) == 0
+                            await check(router, again, prompts, 15)
+
+
+@pytest.mark.timeout(60)
+async def test_an_engine_that_forgets_all_is_believed(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    prompt = list(range(100, 180))
+    async with started_replica(one_redis_server.url) as router:
+        with engine() as process, agent(process.url, one_redis_server.url, tmp_path) as beside:
+            await until_serving(router, "e:0")
+            async with client_of(process) as http, client_of(beside) as agent_http:
+
+                async def look() -> int:
+                    return await overlap(router, prompt)
+
+                await complete(http, "sim", prompt)
+                await eventually(look, lambda seen: seen == 5)
+                assert (await http.post("/reset_prefix_cache")).json()["success"]
+                await eventually(look, lambda seen: seen == 0)
+                metrics = (await agent_http.get("/metrics/")).text
+                assert 'kvroute_agent_engine_state{state="serving"} 1.0' in metrics
+                assert 'kvroute_agent_unknown_cache_share{rank="0"} 0.0' in metrics
+                assert (await agent_http.get("/health")).json() == {"engine": "serving"}
+
+
+def test_an_agent_without_an_engine_to_follow_says_so() -> None:
+    from click.testing import CliRunner
+
+    from app.cli import main
+
+    result = CliRunner().invoke(main, ["agent"])
+    assert result.exit_code == 1
+    assert "--engine-url: where does the engine listen?" in result.output

@@ -1,0 +1,338 @@
+"""Events of groups with sliding windows or recurrent states, and the blocks that are shown then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import lcm
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.core.types import TierOverlap
+from tests.workers.bridge.holder import CHAIN, SIZE, TOKENS, Holder, announced, chain_of
+from workers.agent.ownership import Ownership
+from workers.bridge.engine_events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    EngineEvent,
+)
+
+FULL, WINDOW, OTHER = 0, 1, 2
+KINDS = {FULL: "full_attention", WINDOW: "sliding_window", OTHER: "sliding_window"}
+SEEN = 2 * SIZE + 1
+"""Tokens in a window that needs two blocks."""
+
+
+def stored(
+    names: Sequence[BlockHash],
+    group: int,
+    parent: BlockHash | None = None,
+    *,
+    start: int = 0,
+    kind: str | None = None,
+    seen: int | None = SEEN,
+    medium: str = "GPU",
+) -> BlockStored:
+    kind = kind or KINDS[group]
+    return BlockStored(
+        names,
+        parent,
+        TOKENS[start * SIZE : (start + len(names)) * SIZE],
+        SIZE,
+        medium,
+        group_idx=group,
+        kv_cache_spec_kind=kind,
+        kv_cache_spec_sliding_window=seen if kind.startswith("sliding") else None,
+    )
+
+
+def removed(*names: BlockHash, group: int) -> BlockRemoved:
+    return BlockRemoved(names, "GPU", group)
+
+
+NAMES = [11, 12, 13, 14, 15, 16]
+
+
+@pytest.fixture
+def windowed(holder: Holder) -> Holder:
+    """Holds six blocks in both groups."""
+    holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW))
+    assert holder.overlap() == TierOverlap(device=6)
+    return holder
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_blocks_are_shown_once_the_window_group_holds_them_too(holder: Holder, order: int) -> None:
+    holder.take(*[stored(NAMES, FULL), stored(NAMES, WINDOW)][::order])
+    assert holder.overlap() == TierOverlap(device=6)
+    assert holder.blocks.is_upper_bound
+
+
+def test_an_engine_without_windows_is_no_upper_bound(holder: Holder) -> None:
+    holder.take(stored(NAMES, FULL))
+    assert not holder.blocks.is_upper_bound
+    assert holder.overlap() == TierOverlap(device=6)
+
+
+def test_the_overlap_ends_where_the_window_group_lost_a_block_of_the_window(
+    windowed: Holder,
+) -> None:
+    windowed.take(removed(16, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=5)
+    windowed.take(removed(14, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=3), "15 alone is not a window"
+    windowed.take(removed(12, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=1)
+
+
+def test_blocks_before_the_window_are_not_needed(windowed: Holder) -> None:
+    windowed.take(removed(11, 12, 13, 14, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=6)
+    windowed.take(removed(15, group=WINDOW))
+    assert windowed.overlap() == TierOverlap()
+
+
+def test_what_is_stored_again_is_shown_again(windowed: Holder) -> None:
+    windowed.take(removed(12, 13, 14, 15, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=1)
+    windowed.take(stored([15], WINDOW, 14, start=4))
+    assert windowed.overlap() == TierOverlap(device=6)
+    windowed.take(removed(13, group=FULL))
+    assert windowed.overlap() == TierOverlap(device=1), "12 leads to nothing that can be reached"
+    windowed.take(stored([13], FULL, 12, start=2))
+    assert windowed.overlap() == TierOverlap(device=6)
+
+
+@pytest.mark.parametrize(("seen", "num_blocks"), [(2, 1), (SIZE + 1, 1), (SIZE + 2, 2), (None, 1)])
+def test_a_window_needs_the_blocks_that_hold_the_tokens_it_sees(
+    holder: Holder, seen: int | None, num_blocks: int
+) -> None:
+    holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW, seen=seen))
+    holder.take(removed(*NAMES[: 6 - num_blocks], group=WINDOW))
+    assert holder.overlap() == TierOverlap(device=6)
+    holder.take(removed(NAMES[6 - num_blocks], group=WINDOW))
+    assert holder.overlap() == TierOverlap()
+
+
+def test_a_recurrent_state_is_needed_at_the_end_only(holder: Holder) -> None:
+    states = replace(stored(NAMES[:4], WINDOW, kind="mamba"), block_hashes=[14])
+    holder.take(stored(NAMES, FULL), states)
+    assert holder.overlap() == TierOverlap(device=4)
+    holder.take(removed(14, group=WINDOW))
+    assert holder.overlap() == TierOverlap()
+
+
+@pytest.mark.parametrize("seen", [SEEN, SIZE])
+def test_each_group_with_a_window_has_to_hold_its_own(windowed: Holder, seen: int) -> None:
+    windowed.take(stored(NAMES[:3], OTHER, seen=seen))
+    assert windowed.overlap() == TierOverlap(device=3)
+    windowed.take(removed(13, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=2)
+
+
+def test_a_copy_of_a_window_block_suffices(windowed: Holder) -> None:
+    windowed.take(stored([16], WINDOW, 15, start=5), removed(16, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=6)
+    windowed.take(replace(removed(16, group=WINDOW), remaining_copy_counts=[0]))
+    assert windowed.overlap() == TierOverlap(device=5)
+
+
+def test_an_offloaded_window_block_suffices(windowed: Holder) -> None:
+    windowed.take(replace(announced([16]), group_idx=WINDOW), removed(16, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=6)
+    windowed.take(BlockRemoved([16], "CPU", WINDOW))
+    assert windowed.overlap() == TierOverlap(device=5)
+
+
+def test_only_the_tiers_of_the_group_that_counts_are_shown(windowed: Holder) -> None:
+    windowed.take(replace(announced([11, 12, 16]), group_idx=FULL), removed(12, group=FULL))
+    assert windowed.overlap() == TierOverlap(device=1, host=5)
+    windowed.take(BlockRemoved([11, 12, 16], "CPU", FULL))
+    assert windowed.overlap() == TierOverlap(device=1)
+
+
+def test_remote_blocks_of_a_window_do_not_count(windowed: Holder) -> None:
+    windowed.take(removed(16, group=WINDOW))
+    windowed.take(replace(stored([16], WINDOW, 15, start=5), locality="REMOTE"))
+    assert windowed.overlap() == TierOverlap(device=5)
+
+
+def test_a_clear_forgets_what_windows_hold_but_not_what_they_need(windowed: Holder) -> None:
+    windowed.take(AllBlocksCleared(), stored(NAMES, FULL))
+    assert windowed.overlap() == TierOverlap()
+    windowed.take(stored(NAMES[:2], WINDOW))
+    assert windowed.overlap() == TierOverlap(device=2)
+
+
+@pytest.mark.parametrize("kind", ["chunked_local_attention", "cross_attention", "unknown"])
+def test_a_group_whose_needs_events_do_not_say_is_left_out(holder: Holder, kind: str) -> None:
+    holder.take(stored(NAMES, FULL), stored(NAMES[:1], WINDOW, kind=kind))
+    assert holder.overlap() == TierOverlap(device=6)
+    assert holder.blocks.is_upper_bound
+
+
+def test_a_prompt_that_branches_off_between_two_ends_sees_an_upper_bound(
+    windowed: Holder,
+) -> None:
+    windowed.take(removed(11, 12, 13, 14, group=WINDOW))
+    branch = chain_of(TOKENS[: 3 * SIZE] + [7] * SIZE)
+    assert windowed.overlap(branch) == TierOverlap(device=3)
+    assert windowed.blocks.is_upper_bound
+
+
+def test_a_snapshot_of_what_windows_hold_is_not_taken(windowed: Holder) -> None:
+    assert windowed.blocks.snapshot() is None
+
+
+def test_what_is_held_is_what_is_shown(windowed: Holder) -> None:
+    windowed.take(removed(14, 16, group=WINDOW))
+    shown = {block for change in windowed.blocks.held() for block in change.blocks}
+    assert shown == set(CHAIN[:3])
+
+
+def test_the_part_of_a_block_at_the_end_of_a_prompt_is_left_out(holder: Holder) -> None:
+    large = replace(stored(NAMES[:1], FULL), block_size=2 * SIZE, token_ids=TOKENS[: 2 * SIZE])
+    holder.take(large, stored([13], FULL, 99, start=3))
+    holder.clock.now = 60
+    assert not holder.blocks.is_blind
+    assert holder.overlap() == TierOverlap(device=2)
+
+
+def test_where_events_leave_blocks_out_what_precedes_a_block_may_be_unknown(
+    windowed: Holder,
+) -> None:
+    windowed.take(removed(*NAMES, group=WINDOW))
+    windowed.take(replace(stored(NAMES, WINDOW), block_hashes=[12, 15]))
+    windowed.take(replace(stored(NAMES, WINDOW), block_hashes=[14, 15]), removed(12, group=WINDOW))
+    assert windowed.overlap() == TierOverlap(device=5), "14 and 15 are a window"
+
+
+Prompt = tuple[int, ...]
+"""A number for each block of the index."""
+
+
+class Engine:
+    """Holds blocks of several groups, and reuses them as vLLM does.
+
+    sizes and needed: for each group, how many blocks of the index one of its own holds, and how
+    many of its own it needs before an end. Group 0 needs all.
+    """
+
+    def __init__(self, sizes: list[int], needed: list[int]) -> None:
+        self.sizes, self.needed = sizes, needed
+        self.holder, self.ownership = Holder(), Ownership()
+        self.names: dict[Prompt, BlockHash] = {}
+        self.held: list[list[Prompt]] = [[] for _ in sizes]
+        for group in range(len(sizes)):
+            self.store(group, (9,) * lcm(*sizes))
+
+    def take(self, event: EngineEvent) -> None:
+        changes = self.holder.blocks.take(event)
+        self.ownership.apply(changes)
+        self.ownership.check()
+        for change in changes:
+            self.holder.cache.take(change)
+
+    def ends(self, group: int, prompt: Prompt) -> list[Prompt]:
+        """The prefixes of `prompt` that end with a block of the group."""
+        return [prompt[:n] for n in range(self.sizes[group], len(prompt) + 1, self.sizes[group])]
+
+    def store(self, group: int, prompt: Prompt, skipped: int = 0) -> None:
+        """Those of the prompt's blocks that the group lacks, each stretch in an event; with a
+        window, without the first `skipped`."""
+        ends = self.ends(group, prompt)
+        first = skipped if group else 0
+        lacking = [at for at in range(first, len(ends)) if ends[at] not in self.held[group]]
+        for _, pairs in groupby(enumerate(lacking), lambda pair: pair[1] - pair[0]):
+            stretch = [at for _, at in pairs]
+            size = self.sizes[group] * SIZE
+            self.take(
+                BlockStored(
+                    [self.name(ends[at]) for at in stretch],
+                    self.name(ends[stretch[0] - 1]) if stretch[0] else None,
+                    tokens_of(prompt)[stretch[0] * size : (stretch[-1] + 1) * size],
+                    size,
+                    group_idx=group,
+                    kv_cache_spec_kind=KINDS[group],
+                    kv_cache_spec_sliding_window=self.needed[group] * size + 1 if group else None,
+                )
+            )
+        self.held[group] += [ends[at] for at in lacking]
+
+    def remove(self, group: int, at: int) -> None:
+        if self.held[group]:
+            end = self.held[group].pop(at % len(self.held[group]))
+            self.take(removed(self.name(end), group=group))
+
+    def name(self, end: Prompt) -> BlockHash:
+        return self.names.setdefault(end, len(self.names))
+
+    def can_resume_after(self, prompt: Prompt) -> bool:
+        ends = [self.ends(group, prompt) for group in range(len(self.sizes))]
+        return all(each[-1:] == [prompt] for each in ends) and all(
+            end in self.held[group]
+            for group, num in enumerate(self.needed)
+            for end in ends[group][-num if group else 0 :]
+        )
+
+    def reused(self, prompt: Prompt) -> int:
+        lengths = range(len(prompt), 0, -1)
+        return next((n for n in lengths if self.can_resume_after(prompt[:n])), 0)
+
+    def check(self, prompt: Prompt) -> None:
+        """What is shown is what leads to where it could resume, after this prompt or another."""
+        ends = [end for end in self.held[0] if self.can_resume_after(end)]
+        leading = [n for n in range(len(prompt) + 1) for e in ends if e[:n] == prompt[:n]]
+        overlap = self.holder.overlap(chain_of(tokens_of(prompt))).total
+        assert overlap == max(leading, default=0)
+        assert overlap >= self.reused(prompt)
+        if prompt in ends:
+            assert overlap == self.reused(prompt) == len(prompt)
+
+
+def tokens_of(prompt: Prompt) -> list[int]:
+    return [token for block in prompt for token in range(block * SIZE, (block + 1) * SIZE)]
+
+
+GROUP = st.sampled_from([FULL, WINDOW, OTHER])
+PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
+STEP = st.one_of(
+    st.tuples(st.sets(GROUP, min_size=1), PROMPT, st.integers(0, 8)),
+    st.tuples(GROUP, st.integers(0, 99)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.tuples(*[st.integers(1, 4)] * 3),
+    st.tuples(*[st.integers(1, 4)] * 3),
+    st.lists(STEP, max_size=40),
+)
+def test_whatever_groups_store_and_remove_only_what_leads_to_a_hit_is_shown(
+    sizes: tuple[int, ...],
+    needed: tuple[int, ...],
+    steps: list[tuple[set[int], Prompt, int] | tuple[int, int]],
+) -> None:
+    engine = Engine([*sizes], [*needed])
+    prompts: list[Prompt] = [(9,) * 12]
+    for step in steps:
+        match step:
+            case set() as groups, tuple() as prompt, int() as skipped:
+                prompts.append(prompt)
+                for group in sorted(groups):
+                    engine.store(group, prompt, skipped)
+            case int() as group, int() as at:
+                engine.remove(group, at)
+        for prompt in prompts:
+            engine.check(prompt)
+    for group in range(len(sizes)):
+        while engine.held[group]:
+            engine.remove(group, 0)
+    shown = engine.holder.blocks._shown
+    assert not shown._blocks, "nothing is remembered of what is gone"
+    assert not any(window.blocks for window in shown._windows._windows)

@@ -1,0 +1,279 @@
+"""Learns how fast an engine is from what it says of its load now and then.
+
+SGLang counts the time of its steps, so that its speed is a quotient. vLLM adds up how long prompts
+took from their first step to their first token, and several prompts at once are each said to take
+all of the time:
+
+    seconds of a prompt = v0 + v1*computed_tokens + v2*attention_pairs
+
+is fitted to the means of the prompts between two readings, less what they are expected to have
+shared, and readings in which little was shared count most. Likewise, of an engine that decodes,
+
+    seconds of a step = w0 + w1*decode_seqs + w2*decode_context_tokens
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+
+from app.core.worker_report import DEFAULT_SPEED, Speed
+from workers.bridge.facts import EngineLoad
+from workers.engines.sim.profiles import Profile
+from workers.engines.speed import LeastSquares
+
+ENOUGH_PROMPTS = 20
+SHORTEST_MEAN = 256.0
+"""Tokens. What a prompt takes whatever its length is spread over the tokens of a mean prompt, or
+over so many: one token is all that is computed of some, and long ones would seem to take minutes.
+"""
+ENOUGH_GAPS = 1_000
+"""So many gaps between two tokens of a request."""
+ENOUGH_REQUESTS = 10
+PROMPT_TOKENS = 1_000.0
+"""Errors count relative to the time that a prompt takes, which is taken to grow from this length
+on: otherwise only the longest prompts would."""
+LEAST_WEIGHT = 0.02
+"""Of a reading in which all prompts came at once, if they always do."""
+STALL = 2.0
+"""Prompts count as taking at most so many times what was predicted, if that was learned."""
+FEWEST_GAPS = 10
+"""A reading with fewer says little."""
+MOSTLY_PREFILL = 0.7
+"""A reading is left out if prompts took more than this share of the time between tokens."""
+MEMORY = 0.999
+"""Weight of a reading relative to the next one, in sums: it halves after 700."""
+ERRORS = 20
+"""Roughly how many readings the error of predictions covers."""
+
+Source = Literal["learned", "profile", "default"]
+_PREFILL = ("prefill_s_per_token", "prefill_s_per_token2")
+_DECODE = ("decode_s_per_seq", "decode_s_per_kv_token")
+_OUTPUT = ("mean_output_tokens",)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One of an engine's Speed. error: how far predictions made with it were off lately, relative
+    to what was measured; None if none was made."""
+
+    name: str
+    value: float
+    source: Source
+    error: float | None
+
+
+def speed_of(profile: Profile) -> Speed:
+    """What is known of an engine's speed if it has this profile."""
+    batch = profile.max_batch_tokens
+    return replace(
+        DEFAULT_SPEED,
+        prefill_s_per_token=profile.compute_s(batch, 0, 0) / batch,
+        prefill_s_per_token2=profile.q_s,
+        decode_s_per_seq=profile.b0_s,
+        decode_s_per_kv_token=profile.c_s,
+        host_s_per_token=profile.host_s_per_token,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    elapsed_s: float
+    values: tuple[float, ...]
+
+
+class _Growth:
+    """By how much some counters of an engine grew since the last `restart`."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._at: float | None = None
+        self._values: tuple[float, ...] = ()
+
+    def since(self, load: EngineLoad, now: float) -> _Grown | None:
+        """None if it lacks one of them, or has started again: then it begins here."""
+        values = tuple(getattr(load, name) for name in self._names)
+        if None in values:
+            return None
+        if self._at is not None and all(map(float.__ge__, map(float, values), self._values)):
+            grown = tuple(map(float.__sub__, map(float, values), self._values))
+            return _Grown(now - self._at, grown)
+        self.restart(load, now)
+        return None
+
+    def restart(self, load: EngineLoad, now: float) -> None:
+        values = [getattr(load, name) for name in self._names]
+        if None not in values:
+            self._at, self._values = now, tuple(map(float, values))
+
+
+class _Mean:
+    """A mean in which what was added long ago counts less and less."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def add(self, total: float, count: float) -> None:
+        self.total = MEMORY * self.total + total
+        self.count = MEMORY * self.count + count
+
+
+class EngineSpeed:
+    """The speed of one rank of an engine.
+
+    capacity_tokens: of KV on the rank's device. profile: assumed until enough was seen.
+    """
+
+    def __init__(self, capacity_tokens: int, profile: Profile | None = None) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._assumed = DEFAULT_SPEED if profile is None else speed_of(profile)
+        self._assumption: Source = "default" if profile is None else "profile"
+        assumed = self._assumed
+        self._prefill = LeastSquares(
+            [assumed.prefill_s_per_token, assumed.prefill_s_per_token2], [100.0, 1e4]
+        )
+        self._decode = LeastSquares(
+            [assumed.decode_s_per_seq, assumed.decode_s_per_kv_token], [3.0, 3e3]
+        )
+        self._prompts = _Mean()
+        """Computed tokens of a prompt."""
+        self._busy = _Mean()
+        """Seconds of a computed token, where the engine counts them."""
+        self._outputs = _Mean()
+        self._gaps = 0.0
+        self._errors: dict[str, float] = {}
+        self._prefilled = _Growth(
+            "prefills", "prefill_s", "prefill_prompt_tokens", "prefill_computed_tokens"
+        )
+        self._was_busy = _Growth("busy_tokens", "prefill_busy_s")
+        self._decoded = _Growth("inter_tokens", "inter_token_s", "steps")
+        self._prompted = _Growth("prompt_tokens", "cached_tokens")
+        self._finished = _Growth("finished_requests", "generated_tokens")
+
+    def observe(self, load: EngineLoad, now: float) -> None:
+        """Learn from a reading. now: monotonic seconds."""
+        self._observe_busy(load, now)
+        self._observe_prefill(load, now)
+        self._observe_decode(load, now)
+        if (grown := self._finished.since(load, now)) and grown.values[0]:
+            self._finished.restart(load, now)
+            self._outputs.add(grown.values[1], grown.values[0])
+
+    def _observe_busy(self, load: EngineLoad, now: float) -> None:
+        grown = self._was_busy.since(load, now)
+        if grown is None or not grown.values[0]:
+            return
+        self._was_busy.restart(load, now)
+        tokens, seconds = grown.values
+        if self._busy.count:
+            self._note_error(_PREFILL, self._busy.mean * tokens, seconds)
+        self._busy.add(seconds, tokens)
+
+    def _observe_prefill(self, load: EngineLoad, now: float) -> None:
+        grown = self._prefilled.since(load, now)
+        if grown is None or not grown.values[0]:
+            return
+        count, total_s, prompt, computed = grown.values
+        seconds, tokens = total_s / count, computed / count
+        if grown.elapsed_s < seconds and count > 1:
+            return  # of those that shared the time, most are yet to come
+        self._prefilled.restart(load, now)
+        # Prompts that begin independently of each other: so many others are under way at a time.
+        others = (count - 1) * seconds / grown.elapsed_s
+        seconds *= -math.expm1(-others) / others if others else 1.0
+        pairs = tokens * (prompt / count - tokens / 2)
+        features = np.array([[tokens, max(0.0, pairs)]])
+        if self._is_learned("prefill_s_per_token"):
+            constants = np.array(self._prefill_constants())
+            self._note_error(_PREFILL, float(features[0] @ constants), seconds)
+            expected = self._prefill.weights() @ np.array([1.0, *features[0]])
+            seconds = min(seconds, STALL * float(expected))
+        self._prompts.add(computed, count)
+        weight = max(LEAST_WEIGHT, math.exp(-4 * others))
+        weight *= count * (PROMPT_TOKENS / (PROMPT_TOKENS + tokens)) ** 2
+        self._prefill.add(features, np.array([seconds]), weight)
+
+    def _observe_decode(self, load: EngineLoad, now: float) -> None:
+        grown, prompted = self._decoded.since(load, now), self._prompted.since(load, now)
+        if grown is None or grown.values[0] < FEWEST_GAPS:
+            return
+        self._decoded.restart(load, now)
+        self._prompted.restart(load, now)
+        gaps, total_s, steps = grown.values
+        seqs = gaps / max(steps, 1.0)
+        if load.prefill_busy_s is None and prompted is not None:
+            # All that decode wait while a prompt is computed.
+            tokens = max(0.0, prompted.values[0] - prompted.values[1])
+            if tokens and not self._is_learned("prefill_s_per_token"):
+                return
+            speed = self.speed()
+            mean = self._prompts.mean
+            prefill_s = tokens * (speed.prefill_s_per_token + speed.prefill_s_per_token2 * mean / 2)
+            waited_s = prefill_s * seqs
+            if waited_s > MOSTLY_PREFILL * total_s:
+                return
+            total_s -= waited_s
+        features = np.array([[seqs, load.kv_usage * self._capacity_tokens]])
+        if self._is_learned("decode_s_per_seq"):
+            expected = self._decode.weights() @ np.array([1.0, *features[0]])
+            self._note_error(_DECODE, float(expected), total_s / gaps)
+        self._gaps += gaps
+        self._decode.add(features, np.array([total_s / gaps]), gaps / 100)
+
+    def _prefill_constants(self) -> tuple[float, float]:
+        if self._busy.count:
+            # The time that attention took is part of it: nothing tells it apart.
+            return self._busy.mean, 0.0
+        fixed, per_token, per_pair = map(float, self._prefill.weights())
+        return per_token + fixed / max(self._prompts.mean, SHORTEST_MEAN), per_pair
+
+    def _note_error(self, names: tuple[str, ...], predicted: float, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        error = abs(predicted / seconds - 1)
+        for name in names:
+            before = self._errors.get(name, error)
+            self._errors[name] = before + (error - before) / ERRORS
+
+    def speed(self) -> Speed:
+        """The learned constants, and where not enough was seen yet those that are assumed."""
+        learned: dict[str, float] = {}
+        if self._is_learned("prefill_s_per_token"):
+            learned |= zip(_PREFILL, self._prefill_constants(), strict=True)
+        if self._is_learned("decode_s_per_seq"):
+            learned |= zip(_DECODE, map(float, self._decode.weights()[1:]), strict=True)
+        if self._is_learned("mean_output_tokens"):
+            learned["mean_output_tokens"] = self._outputs.mean
+        return replace(self._assumed, **learned)
+
+    def constants(self) -> list[Constant]:
+        """All fields of `speed`, with where they are from and what predictions came to."""
+        speed = self.speed()
+        return [
+            Constant(
+                field.name,
+                getattr(speed, field.name),
+                "learned" if self._is_learned(field.name) else self._source_of(field.name),
+                self._errors.get(field.name),
+            )
+            for field in fields(Speed)
+        ]
+
+    def _source_of(self, name: str) -> Source:
+        is_default = getattr(self._assumed, name) == getattr(DEFAULT_SPEED, name)
+        return "default" if is_default else self._assumption
+
+    def _is_learned(self, name: str) -> bool:
+        if name in _PREFILL:
+            return bool(self._busy.count) or self._prompts.count >= ENOUGH_PROMPTS
+        if name in _DECODE:
+            return self._gaps >= ENOUGH_GAPS
+        return name in _OUTPUT and self._outputs.count >= ENOUGH_REQUESTS

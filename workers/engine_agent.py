@@ -1,0 +1,98 @@
+"""One agent process beside an engine of another make, such as vLLM or SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+from platformdirs import user_cache_path
+from prometheus_client import make_asgi_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route
+
+from app.core.config import EngineAgentSettings, base_url
+from app.core.errors import ConfigError, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.types import WORKER_ID
+from app.http.server import listen
+from app.http.server import serve as serve_http
+from app.state.connect import check_server, connect, shown_url
+from app.state.scripts import ScriptRunner
+from workers.bridge.beside import Beside
+from workers.bridge.facts import Overrides
+from workers.bridge.metrics import registry_of
+
+log = logging.getLogger(__name__)
+
+REDIS_TIMEOUT_S = 1.0
+
+
+async def serve(settings: EngineAgentSettings) -> None:
+    """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting, or an engine that cannot
+    be followed."""
+    if not settings.engine_url:
+        raise ConfigError("--engine-url: where does the engine listen? e.g. http://127.0.0.1:8000")
+    if not WORKER_ID.fullmatch(settings.resolved_id()):
+        raise ConfigError(
+            f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
+        )
+    keyspace = Keyspace(settings.namespace)
+    async with AsyncExitStack() as opened:
+        listening = opened.enter_context(listen(settings.host, settings.port))
+        redis = await opened.enter_async_context(
+            connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+        )
+        try:
+            await check_server(redis, REDIS_TIMEOUT_S)
+        except RedisUnavailable as error:
+            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
+        key = settings.engine_api_key
+        session = await opened.enter_async_context(
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else None)
+        )
+        beside = Beside(
+            settings,
+            keyspace,
+            ScriptRunner(redis, REDIS_TIMEOUT_S),
+            session,
+            _overrides(settings),
+            Path(settings.memory_folder or user_cache_path("kvroute")),
+        )
+        log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(beside.run())
+
+            async def leave() -> None:
+                running.cancel()
+                await asyncio.wait([running])
+
+            await serve_http(create_app(beside), listening, on_stop=leave)
+
+
+def create_app(beside: Beside) -> Starlette:
+    """GET /health: 200 while the engine is routed to, else 503. GET /metrics."""
+
+    async def health(_: Request) -> JSONResponse:
+        state = beside.state
+        return JSONResponse({"engine": state}, 200 if state == "serving" else 503)
+
+    metrics = make_asgi_app(registry_of(beside))
+    return Starlette(routes=[Route("/health", health), Mount("/metrics", metrics)])
+
+
+def _overrides(settings: EngineAgentSettings) -> Overrides:
+    kind = settings.engine_kind
+    return Overrides(
+        engine_kind=None if kind == "auto" else kind,  # type: ignore[arg-type]
+        events_endpoint=settings.events_endpoint or None,
+        replay_endpoint=settings.replay_endpoint or None,
+        engine_block_size=settings.engine_block_size,
+        capacity_tokens=settings.capacity_tokens,
+        data_parallel_size=settings.data_parallel_size,
+        model=tuple(filter(None, settings.model.split(","))),
+    )
