@@ -236,7 +236,8 @@ def _wait_for(member: Member, url: str, deadline: float) -> None:
                 answer.read()  # else HAProxy logs that the client has gone
                 return
         except urllib.error.HTTPError as error:
-            last = error.read().decode(errors="replace")
+            with error:
+                last = error.read().decode(errors="replace")
         except OSError as error:
             last = str(error)
         time.sleep(POLL_S)

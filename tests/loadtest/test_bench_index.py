@@ -64,7 +64,8 @@ async def test_a_small_index_is_measured_and_leaves_no_keys(
             assert list(of_kind) == [str(length) for length in LENGTHS]
             assert all(cost > 0 for cost in of_kind.values())
     assert all(us > 0 for us in found["change_us_per_block"].values())
-    assert all(2 < size < 6 for size in found["bytes_per_further_owner"].values())
+    # Two characters; Valkey takes no more, and its own bookkeeping varies by 100 bytes in 32,000.
+    assert all(1.9 < size < 6 for size in found["bytes_per_further_owner"].values())
     assert list(found["bytes_per_further_owner"]) == ["2", "3", "4"]
     assert found["ping_cpu_us"] > 0
     assert found["peer_us"]["2048"] > found["peer_us"]["512"] > 0
