@@ -20,6 +20,7 @@ from app.core.keys import Keyspace
 from app.policy.decision import Decision, Query, RouteRequest
 from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
+from app.router.endings import Endings
 from app.router.fleet import Fleet
 from app.router.history import History
 from app.router.lookup import LookUp
@@ -54,7 +55,6 @@ class Router:
             telemetry.decisions_of(settings.policy, error.outcome)
         self._runner = runner
         self._keyspace = keyspace
-        self._ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._history = History(replica)
         self._look_up = LookUp(replica, self._history)
         self._maintenance = Maintenance(replica, self._history)
@@ -62,15 +62,19 @@ class Router:
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting
         )
+        self._endings = Endings(replica, self._history, self._maintenance, self._look_again)
 
     async def run(self) -> None:
         """Run until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._decider.run())
-            tasks.create_task(self._maintenance.run())
-            tasks.create_task(self._history.run())
-            tasks.create_task(self.fleet.follow())
-            tasks.create_task(self._runner.redis.follow())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._decider.run())
+                tasks.create_task(self._maintenance.run())
+                tasks.create_task(self._history.run())
+                tasks.create_task(self.fleet.follow())
+                tasks.create_task(self._runner.redis.follow())
+        finally:
+            await self._endings.finish()
 
     async def route(
         self,
@@ -140,15 +144,17 @@ class Router:
     async def prefill_complete(self, request_id: str) -> bool:
         """False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
         self._refuse_wrong_version()
-        attempt = await self._runner.one(
-            reservations.prefill_complete(self._keyspace, request_id, ttl_ms=self._ttl_ms)
-        )
-        known = attempt is not None
-        if attempt is not None:
-            self._history.confirm(attempt)
-        self.telemetry.reservations_of("prefill_complete" if known else "unknown").inc()
-        self._look_again()
-        return known
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._endings.first_token(request_id, answer)
+        return await answer
+
+    def first_token(self, reservation_id: str) -> None:
+        """As `prefill_complete`, without waiting for it."""
+        self._endings.first_token(reservation_id)
+
+    def end(self, reservation_id: str) -> None:
+        """As `release`, without waiting for it."""
+        self._endings.end(reservation_id)
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""
@@ -163,14 +169,18 @@ class Router:
         Raises WrongVersion.
         """
         self._refuse_wrong_version()
+        if not worker_failed:
+            answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._endings.end(request_id, answer)
+            return await answer
         now_ms = self.fleet.redis_now_ms
-        release = reservations.release(self._keyspace, request_id, answered=not worker_failed)
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
-            if worker_failed:
-                await self._suspend_worker_of(request_id)
-            attempt = await self._runner.one(release)
+            await self._suspend_worker_of(request_id)
+            attempt = await self._runner.one(
+                reservations.release(self._keyspace, request_id, answered=False)
+            )
         except RedisUnavailable:
             if now_ms is not None:
                 # But not what the same id may have been promised by then.

@@ -238,6 +238,9 @@ class TestRoundTrips:
             "w1": 1,
             "AllWorkersBusy": 1,
         }
+        # This loads that which releases.
+        with pytest.raises(AllWorkersBusy):
+            await router.route(request("r2", retry=True))
         router.runner.round_trips.clear()
         with pytest.raises(AllWorkersBusy):
             await router.route(request("r2"))

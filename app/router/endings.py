@@ -1,0 +1,112 @@
+"""First tokens and ends of requests: those that come in together share a round trip to Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.core.errors import RedisUnavailable
+from app.router.history import History
+from app.router.maintenance import Maintenance
+from app.router.replica import Replica
+from app.state import reservations
+from app.state.scripts import Call
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 64
+MAX_UNREPORTED = 16_384
+"""Beyond this many, which only a slow Redis can cause, the oldest are left to expire."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """began_by_ms: see `reservations.release`. answer: whether there was such a reservation; None:
+    nobody waits for that."""
+
+    reservation_id: str
+    is_end: bool
+    began_by_ms: int | None
+    answer: asyncio.Future[bool] | None
+
+
+class Endings:
+    """Reports to Redis, one round trip at a time.
+
+    on_end: called after each round trip, as requests may wait for what was released.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        history: History,
+        maintenance: Maintenance,
+        on_end: Callable[[], object],
+    ) -> None:
+        self._replica = replica
+        self._history = history
+        self._maintenance = maintenance
+        self._on_end = on_end
+        self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
+        self._reports: deque[_Report] = deque()
+        self._sending: asyncio.Task[None] | None = None
+
+    def first_token(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
+        """The first token of a request is out."""
+        self._add(_Report(reservation_id, False, None, answer))
+
+    def end(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
+        """A request has ended, and its worker did not fail it.
+
+        If Redis cannot be reached, the reservation is released once it is back.
+        """
+        now_ms = self._replica.fleet.redis_now_ms
+        self._add(_Report(reservation_id, True, now_ms, answer))
+
+    def _add(self, report: _Report) -> None:
+        if len(self._reports) >= MAX_UNREPORTED:
+            self._failed(self._reports.popleft(), RedisUnavailable("too many reports wait"))
+        self._reports.append(report)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_all())
+
+    async def finish(self) -> None:
+        """Report what is left."""
+        if self._sending is not None:
+            await self._sending
+
+    async def _send_all(self) -> None:
+        while self._reports:
+            count = min(AT_ONCE, len(self._reports))
+            await self._send([self._reports.popleft() for _ in range(count)])
+
+    async def _send(self, reports: list[_Report]) -> None:
+        found = await self._replica.runner.run_each([self._call(r) for r in reports])
+        for report, attempt in zip(reports, found, strict=True):
+            if isinstance(attempt, RedisUnavailable):
+                self._failed(report, attempt)
+                continue
+            what = "unknown"
+            if attempt is not None:
+                what = "released" if report.is_end else "prefill_complete"
+                (self._history.withdraw if report.is_end else self._history.confirm)(attempt)
+            self._replica.telemetry.reservations_of(what).inc()
+            if report.answer is not None and not report.answer.done():
+                report.answer.set_result(attempt is not None)
+        self._on_end()
+
+    def _call(self, report: _Report) -> Call[str | None]:
+        keyspace = self._replica.keyspace
+        if report.is_end:
+            return reservations.release(keyspace, report.reservation_id, answered=True)
+        return reservations.prefill_complete(keyspace, report.reservation_id, ttl_ms=self._ttl_ms)
+
+    def _failed(self, report: _Report, error: RedisUnavailable) -> None:
+        if report.is_end and report.began_by_ms is not None:
+            # But not what the same id may have been promised by then.
+            self._maintenance.release_soon(report.reservation_id, began_by_ms=report.began_by_ms)
+        if report.answer is not None and not report.answer.done():
+            report.answer.set_exception(error)
