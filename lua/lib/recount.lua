@@ -1,6 +1,7 @@
 -- recount(inc, now): rebuilds the load of `inc` and the queue of its prefills from its requests. A
 -- request of which Redis has lost the record, the reservation or the expiry is forgotten. Writes
--- only what differs. Bounded by the requests of a worker.
+-- only what differs. Bounded by the requests of a worker; by all reservations, if some of them have
+-- lost their expiry.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record.
 local function forget(inc, request_id, owner)
   redis.call('HDEL', requests_prefix .. inc, request_id)
@@ -31,6 +32,25 @@ local function in_flight(inc)
   return found
 end
 
+-- Forgets reservations that have neither an expiry nor a record: nothing else would ever end them.
+local function forget_orphans()
+  if redis.call('HLEN', reservations) <= redis.call('ZCARD', expiry) then
+    return
+  end
+  local cursor = '0'
+  repeat
+    local page = redis.call('HSCAN', reservations, cursor, 'COUNT', 500)
+    cursor = page[1]
+    for i = 1, #page[2], 2 do
+      local id, owner = page[2][i], page[2][i + 1]
+      if not redis.call('ZSCORE', expiry, id)
+        and redis.call('HEXISTS', requests_prefix .. owner, id) == 0 then
+        redis.call('HDEL', reservations, id)
+      end
+    end
+  until cursor == '0'
+end
+
 -- The ids in the queue that still prefill, in order; then those that the queue lacks.
 local function in_order(queue, requests)
   local ordered, placed = {}, {}
@@ -48,6 +68,7 @@ local function in_order(queue, requests)
 end
 
 local function recount(inc, now)
+  forget_orphans()
   local requests = in_flight(inc)
   local queue = redis.call('LRANGE', prefills_prefix .. inc, 0, -1)
   local ordered = in_order(queue, requests)
