@@ -99,6 +99,7 @@ class Protocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.url = b""  # uvicorn sets it only once a message begins
         self._state: Any = self.server_state
         # uvicorn logs each request that is not HTTP, and a caller can send any number.
         self.logger = cast(Any, self.server_state).log
@@ -216,8 +217,14 @@ class _Lingering:
         self._transport = transport
         self._protocol = protocol
         self._ended = False
-        self.write: Callable[[bytes], object] = transport.write
+        self.write: Callable[[bytes], object] = self._write
         self.abort = transport.abort
+
+    def _write(self, data: bytes) -> None:
+        # uvloop raises if the connection was reset or aborted, of which uvicorn learns a moment
+        # later.
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def close(self) -> None:
         if self._protocol.is_receiving and not self._ended:

@@ -90,6 +90,12 @@ async def test_headers_over_64_kib_are_refused(headers: bytes) -> None:
         assert status == 200
 
 
+async def test_line_ends_before_any_request_are_counted_too() -> None:
+    async with serving() as address:
+        status, _ = await ask(address, [b"\r\n" * 20_000] * 2)
+    assert status == 431
+
+
 async def test_headers_that_trickle_in_are_counted_together() -> None:
     async with serving() as address:
         status, _ = await ask(address, [GET, *[lines(10, 100)] * 100, b"\r\n"])
