@@ -9,6 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 from app.core.config import WorkerSettings, base_url
@@ -169,6 +170,8 @@ async def _new_agent(
         kv_total_blocks=hosted.num_blocks[Tier.DEVICE],
         max_requests=settings.max_requests,
         accelerator=await asyncio.to_thread(gpu.start),
+        engine=f"kvroute-{settings.engine} {version('kvroute')}",
+        models=settings.model_names(hosted.model),
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)

@@ -1,26 +1,18 @@
-"""Turns the bodies that clients send into prompts, and prompts into chains of blocks. No I/O."""
+"""Turns the bodies that clients send into prompts. No I/O."""
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.datastructures import QueryParams
 
 from app.api import schemas
-from app.core.errors import InvalidRequest, shown
-from app.core.hashing import (
-    Tokens,
-    compute_local_hashes,
-    compute_sequence_hashes,
-    seed_for,
-    token_bytes,
-)
-from app.core.types import LocalHash, SequenceHash
+from app.core.errors import InvalidRequest
+from app.core.hashing import Tokens, token_bytes
+from app.router.prompt import Prompt, check_length
 
 try:
     import simdjson
@@ -28,9 +20,6 @@ except ImportError:  # there is no wheel for the newest Python yet
     simdjson = None  # type: ignore[assignment]
 
 M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
-
-BLOCKS_AT_ONCE = 8192
-"""How many blocks are hashed before others have a turn: some 5 ms."""
 
 
 def parse(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
@@ -109,74 +98,6 @@ def options_in_query(query: QueryParams) -> schemas.RouteOptions:
     return schemas.RouteOptions.model_validate(fields, strict=False)
 
 
-@dataclass(slots=True)
-class Prompt:
-    """A prompt of a permitted length, by its tokens or by the hashes of its blocks, whichever is
-    not None."""
-
-    num_tokens: int
-    tokens: Tokens | None = None
-    local_hashes: list[int] | None = None
-    may_be_longer: bool = False
-    """Whether it may have full blocks without a hash, as in a lookup, which reserves nothing."""
-    mm_hashes: list[list[int]] | None = None
-    """For each full block, those of images and the like that touch it."""
-    lora_name: str | None = None
-    cache_namespace: str | None = None
-
-    async def chain(self, block_size: int) -> list[SequenceHash]:
-        """Sequence hashes of the full blocks; other tasks run after every BLOCKS_AT_ONCE.
-
-        Raises InvalidRequest if the hashes that the client gave do not fit `block_size`.
-        """
-        num_blocks = self.num_tokens // block_size
-        self._check(num_blocks, block_size)
-        if self.local_hashes is not None:
-            num_blocks = len(self.local_hashes)
-        if num_blocks <= BLOCKS_AT_ONCE:
-            return compute_sequence_hashes(self._local(0, num_blocks, block_size))
-        chain: list[SequenceHash] = []
-        for start in range(0, num_blocks, BLOCKS_AT_ONCE):
-            local = self._local(start, min(start + BLOCKS_AT_ONCE, num_blocks), block_size)
-            # A chain begins with its first local hash, so this one goes on from the last.
-            last = cast(list[LocalHash], chain[-1:])
-            chain += compute_sequence_hashes(last + local)[len(last) :]
-            await asyncio.sleep(0)
-        return chain
-
-    def _check(self, num_blocks: int, block_size: int) -> None:
-        if self.local_hashes is not None:
-            given = len(self.local_hashes)
-            if given > num_blocks or (given < num_blocks and not self.may_be_longer):
-                relation = "do not fit into" if given > num_blocks else "do not fill"
-                raise InvalidRequest(
-                    "local_hashes",
-                    f"{given} full blocks of {block_size} tokens {relation} "
-                    f"num_tokens {self.num_tokens}",
-                )
-        if self.mm_hashes is not None and len(self.mm_hashes) != num_blocks:
-            raise InvalidRequest(
-                "mm_hashes",
-                f"got {len(self.mm_hashes)} lists, but {self.num_tokens} tokens are {num_blocks} "
-                f"full blocks of {block_size}",
-            )
-        if isinstance(self.tokens, bytes):
-            token_bytes(self.tokens)
-
-    def _local(self, start: int, end: int, block_size: int) -> list[LocalHash]:
-        """Local hashes of the blocks from `start` to `end`, `end` excluded."""
-        if self.local_hashes is not None:
-            return cast(list[LocalHash], self.local_hashes[start:end])
-        assert self.tokens is not None
-        stride = (4 if isinstance(self.tokens, bytes) else 1) * block_size
-        return compute_local_hashes(
-            self.tokens[start * stride : end * stride],
-            block_size,
-            seed=seed_for(self.lora_name, self.cache_namespace),
-            mm_hashes=self.mm_hashes[start:end] if self.mm_hashes else None,
-        )
-
-
 def of_body(body: schemas.RouteBody, tokens: bytes | None, max_tokens: int) -> Prompt:
     """The prompt in a body. tokens: as `parse` gives them. Raises InvalidRequest."""
     if (body.token_ids is None) == (body.local_hashes is None):
@@ -208,7 +129,7 @@ def of_tokens(
     """The prompt with these tokens. Raises InvalidRequest if it is empty or too long."""
     # Rounded up, as hashing reports bytes that are left over.
     num_tokens = -(-len(tokens) // 4) if isinstance(tokens, bytes) else len(tokens)
-    _check_length("token_ids", num_tokens, max_tokens)
+    check_length("token_ids", num_tokens, max_tokens)
     return Prompt(
         num_tokens,
         tokens=tokens,
@@ -223,12 +144,5 @@ def of_hashes(
 ) -> Prompt:
     """The prompt with these hashes, which the client computed. Raises InvalidRequest if it is too
     long."""
-    _check_length("num_tokens", num_tokens, max_tokens)
+    check_length("num_tokens", num_tokens, max_tokens)
     return Prompt(num_tokens, local_hashes=local_hashes, may_be_longer=may_be_longer)
-
-
-def _check_length(field: str, num_tokens: int, max_tokens: int) -> None:
-    if not 1 <= num_tokens <= max_tokens:
-        raise InvalidRequest(
-            field, f"got {shown(num_tokens)} tokens; 1 to {max_tokens} are allowed"
-        )

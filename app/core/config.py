@@ -317,6 +317,11 @@ class WorkerSettings(MemberSettings):
         "Model of the torch engine: a folder with a Hugging Face Llama checkpoint, or a size that "
         "gets random weights (tiny, 40m, 125m, llama-3.2-1b or llama-3.1-8b).",
     )
+    model_name: str = setting(
+        "",
+        "Names by which requests may ask for the model, separated by commas; unset: --profile's "
+        "(sim) or --model's (torch).",
+    )
     device: str = setting(
         "auto", "Device of the torch engine: cpu, cuda or cuda:N; auto: a GPU if there is one."
     )
@@ -370,6 +375,9 @@ class WorkerSettings(MemberSettings):
         "How long a worker that is told to stop may take to finish the answers under way.",
         SECONDS,
     )
+
+    def model_names(self, default: str) -> tuple[str, ...]:
+        return tuple(filter(None, map(str.strip, self.model_name.split(",")))) or (default,)
 
     def resolved_address(self) -> str:
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104

@@ -21,6 +21,9 @@ DATA_VERSION = 2
 """Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
 read, or reads wrongly: raise it with the first such change after a release. Version 1
 recorded none."""
+MODELS = "kvroute:1:models"
+"""The one key outside all namespaces: a sorted set of `<namespace> <model or adapter>`, by when a
+worker last announced it, seconds since 1970 by the Redis clock."""
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 METRICS_WORKERS = 256

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -22,6 +22,8 @@ MAX_COUNT = 10**12
 LARGEST = 1e15
 """No measured field's unit is so small that a value could be larger. What is computed from such
 values stays finite."""
+MAX_NAMES, MAX_NAME = 256, 256
+"""Of models or adapters, and characters of each."""
 GPU_PREFIX = "gpu_"
 """Prefix of the readings' names in the stream and in gauges."""
 
@@ -69,7 +71,8 @@ def _items(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item, 
     hints = get_type_hints(cls)
     found = []
     for f in fields(cls):
-        kinds = [kind for kind in get_args(hints[f.name]) if kind is not NoneType]
+        optional = get_origin(hints[f.name]) is UnionType
+        kinds = [kind for kind in get_args(hints[f.name]) if kind is not NoneType and optional]
         named: dict[str, Any] = {
             "wire": prefix + f.name,
             "answer": f.name,
@@ -111,6 +114,24 @@ class WorkerInfo:
     )
     recomputed_blocks: int = _said(
         "so many last ones of the blocks that it could reuse its engine computes again", 0, text=""
+    )
+    engine: str = _said("its engine and that one's version", "", text="{}")
+    models: tuple[str, ...] = _said(
+        "names of the model that requests may give", (), text="serves {}"
+    )
+    adapters: tuple[str, ...] = _said(
+        "names of the adapters that it has loaded", (), text="with adapters {}"
+    )
+    max_model_len: int = _said(
+        "tokens that a prompt and its answer may have together; 0: not known",
+        0,
+        text="",
+    )
+    tokenizer: str = _said(
+        "folder or Hugging Face name of the model's tokenizer; empty: not known", "", text=""
+    )
+    tokenizer_hash: str = _said(
+        "of the ids that its engine gives for a certain text; empty: not known", "", text=""
     )
 
 
@@ -254,6 +275,8 @@ def _read(item: Item, values: Mapping[str, Any]) -> Any:
             return value
         number = "whole number" if item.kind is int else "number"
         raise WrongField(item.wire, value, f"a {number} from {item.least} to {MAX_COUNT}")
+    if item.kind == tuple[str, ...]:
+        return _names(item.wire, value)
     if not isinstance(value, str):
         raise WrongField(item.wire, value, "text")
     if item.kind is str:
@@ -262,6 +285,18 @@ def _read(item: Item, values: Mapping[str, Any]) -> Any:
         return item.kind.parse(value)
     except ValueError:
         raise WrongField(item.wire, value, item.help) from None
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    if (
+        isinstance(value, (list, tuple))
+        and len(value) <= MAX_NAMES
+        and all(isinstance(one, str) and 0 < len(one) <= MAX_NAME for one in value)
+        and all(one.isprintable() for one in value)
+    ):
+        return tuple(value)
+    wanted = f"at most {MAX_NAMES} names of 1 to {MAX_NAME} printable characters"
+    raise WrongField(name, value, wanted)
 
 
 def encode(

@@ -177,10 +177,12 @@ def _said(items: Iterable[Item], report: object) -> str:
     texts = []
     for item in items:
         value: Any = getattr(report, item.name)
-        if item.text and value is not None:
+        if item.kind == tuple[str, ...]:
+            value = ", ".join(value)
+        if item.text and value not in (None, ""):
             if item.noun:
                 value = counted(value, item.noun)
-            elif item.kind is not str:
+            elif not isinstance(value, str):
                 value /= item.per
             texts.append(item.text.format(value))
     return ", ".join(texts)

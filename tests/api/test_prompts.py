@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
 from app.api import prompts
-from app.api.prompts import Prompt
 from app.api.schemas import FindBestWorker, RouteBody, RouteOptions
 from app.core.errors import InvalidRequest
 from app.core.hashing import compute_hashes, seed_for
+from app.router import prompt as prompt_module
+from app.router.prompt import Prompt
 
 ABCDEFGHIJ = list(b"ABCDEFGHIJ")
 PACKED = struct.pack("<10I", *ABCDEFGHIJ)
@@ -101,7 +102,7 @@ async def test_a_chain_computed_in_parts_is_the_same(monkeypatch: pytest.MonkeyP
     ]
     whole = [await prompt.chain(4) for prompt in given]
     assert whole[:3] == [chain] * 3
-    monkeypatch.setattr(prompts, "BLOCKS_AT_ONCE", 100)
+    monkeypatch.setattr(prompt_module, "BLOCKS_AT_ONCE", 100)
     assert [await prompt.chain(4) for prompt in given] == whole
     with pytest.raises(InvalidRequest, match="4011 bytes are not a whole number of u32"):
         await Prompt(1003, tokens=packed[:-1]).chain(4)

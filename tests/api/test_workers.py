@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from app.core.worker_report import (
@@ -48,7 +49,9 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
     await client.post("/v1/requests/a/prefill_complete")
     (worker,) = (await listed(client))["workers"]
     queue_s = worker.pop("queue_s")
-    reported = {item.answer: item.default for item in (*INFO, *METRICS) if item.answer}
+    reported = orjson.loads(
+        orjson.dumps({item.answer: item.default for item in (*INFO, *METRICS) if item.answer})
+    )
     assert worker == reported | {
         "worker_id": "w1",
         "dp_rank": 2,

@@ -39,11 +39,20 @@ WORKER = WorkerInfo(
     accelerator="NVIDIA H100",
     reuse_blocks=4,
     recomputed_blocks=2,
+    engine="vllm 0.33.0",
+    models=("llama", "llama-8b"),
+    adapters=("sql",),
+    max_model_len=8192,
+    tokenizer="meta-llama/Llama-3.1-8B",
+    tokenizer_hash="0123456789abcdef",
 )
 WORKER_TEXT = (
     b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
     b'"kv_total_blocks":25000,"max_requests":256,"accelerator":"NVIDIA H100",'
-    b'"reuse_blocks":4,"recomputed_blocks":2,"lease_ttl_ms":3000,"version":2}'
+    b'"reuse_blocks":4,"recomputed_blocks":2,"engine":"vllm 0.33.0",'
+    b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
+    b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
+    b'"lease_ttl_ms":3000,"version":2}'
 )
 METRICS_SEEN = ForwardPassMetrics(
     request_active_slots=3,
@@ -99,6 +108,12 @@ SHOWN = {
     "accelerator": ("accelerator", ""),
     "reuse_blocks": ("reuse_blocks", ""),
     "recomputed_blocks": ("recomputed_blocks", ""),
+    "engine": ("engine", ""),
+    "models": ("models", ""),
+    "adapters": ("adapters", ""),
+    "max_model_len": ("max_model_len", ""),
+    "tokenizer": ("tokenizer", ""),
+    "tokenizer_hash": ("tokenizer_hash", ""),
     "request_active_slots": ("", ""),
     "request_total_slots": ("", ""),
     "kv_active_blocks": ("kv_active_blocks", "kv_active_blocks"),
@@ -171,7 +186,19 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "accelerator": "cpu",
         "reuse_blocks": 1,
         "recomputed_blocks": 0,
+        "engine": "",
+        "models": (),
+        "adapters": (),
+        "max_model_len": 0,
+        "tokenizer": "",
+        "tokenizer_hash": "",
     }
+
+
+@pytest.mark.parametrize("names", [["a", ""], ["a\n"], ["a"] * 257, ["a" * 257], ["a", 1], "a"])
+def test_names_of_models_are_bounded(names: Any) -> None:
+    with pytest.raises(WrongField, match="models is "):
+        read_info(orjson.loads(WORKER_TEXT) | {"models": names})
 
 
 @pytest.mark.parametrize("text", ["", "gpu-7", '{"worker": "gpu-7"'])
@@ -192,7 +219,7 @@ def test_a_registration_of_a_nameless_worker_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("item", INFO, ids=lambda item: item.wire)
-@pytest.mark.parametrize("value", [None, [], {}, True])
+@pytest.mark.parametrize("value", [None, [[]], {}, True])
 def test_a_field_of_another_type_in_a_registration_is_refused_by_name(
     item: Item, value: Any
 ) -> None:
@@ -239,6 +266,8 @@ def _any_value(item: Item, rng: random.Random) -> Any:
     """A value that a field may have: of floats, nine digits are written."""
     if item.kind is str:
         return "".join(rng.choices('aZ 09:/"\\é字', k=rng.randrange(20)))
+    if item.kind == tuple[str, ...]:
+        return tuple("".join(rng.choices('aZ 09:/"\\é字', k=3)) for _ in range(rng.randrange(3)))
     if item.kind is int:
         return rng.choice([item.least, rng.randrange(item.least, 10**12)])
     return float(f"{rng.choice([0.0, rng.random(), LARGEST * rng.random() ** 40]):.9g}")

@@ -17,7 +17,7 @@ from redis.retry import Retry
 
 from app.cli import main
 from app.core.config import RouterSettings
-from app.core.keys import KEYSPACE
+from app.core.keys import KEYSPACE, MODELS
 from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from app.policy.decision import RouteRequest
 from app.router.fleet import Fleet
@@ -81,8 +81,18 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking"}
 TO_RUN_SCRIPTS = {"evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
-    "worker": {"hgetall", "xadd", "zrangebyscore"},
-    "router": {"hlen", "hmget", "readonly", "scan", "unlink", "xadd", "xread", "xrevrange"},
+    "worker": {"hgetall", "xadd", "zrangebyscore", "zremrangebyscore"},
+    "router": {
+        "hlen",
+        "hmget",
+        "readonly",
+        "scan",
+        "unlink",
+        "xadd",
+        "xread",
+        "xrevrange",
+        "zrevrange",
+    },
     "operator": {
         "exec",
         "hget",
@@ -102,6 +112,8 @@ OUTSIDE_SCRIPTS = {
         "xrevrange",
         "zrange",
         "zrangebyscore",
+        "zrem",
+        "zrevrange",
         "zscan",
     },
 }
@@ -146,13 +158,13 @@ def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
     assert granted("worker")[0] == {
         f"kvroute:1:{tags[key]}:{key}{'*' if key.endswith(':') else ''}"
         for key in named | {"metrics"}
-    }
+    } | {MODELS}
 
 
 def test_one_substitution_confines_every_user_to_a_namespace() -> None:
-    """The docs and deploy/redis.sh make it."""
+    """The docs and deploy/redis.sh make it. The names of models are everybody's."""
     for role in ROLES:
-        patterns = {pattern.replace("{*", "{prod") for pattern in granted(role)[0]}
+        patterns = {pattern.replace("{*", "{prod") for pattern in granted(role)[0] - {MODELS}}
         assert all(re.match(r"kvroute:1:\{prod(#\*)?\}:", pattern) for pattern in patterns)
     assert r"sed 's/{\*/{prod/g' deploy/users.acl" in USERS.read_text()
 

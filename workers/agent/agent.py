@@ -25,7 +25,7 @@ from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
 from app.core.types import Incarnation
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
-from app.state import leases
+from app.state import leases, models
 from app.state.connect import deadline
 from app.state.scripts import Call, ScriptRunner
 from workers.agent.publish import Publisher
@@ -42,6 +42,7 @@ with 50 requests; fewer do where there are more workers than that."""
 AUDIT_INTERVAL_S = 2.0
 """How often some blocks and buckets are checked, so that damage done in Redis does not persist: a
 pool of 25,000 blocks every 200 s, the 131,072 buckets of a million blocks every 34 minutes."""
+ANNOUNCE_INTERVAL_S = 10.0
 AUDIT_WORKERS = 64
 """More workers than this audit less often, so that all audits together take Redis a twentieth of
 its time, where those of 1,000 workers would take all of it."""
@@ -61,7 +62,9 @@ class AgentSettings:
 
 
 class Agent:
-    """start, run, stop. Every 100 ms, less often in a fleet of more than 256 workers, `measure` and
+    """start, run, stop. info: may be replaced, and routers know a heartbeat later.
+
+    Every 100 ms, less often in a fleet of more than 256 workers, `measure` and
     `read_gpu` are asked for what to publish."""
 
     def __init__(
@@ -119,6 +122,7 @@ class Agent:
             tasks.create_task(self._publish())
             tasks.create_task(self._audit())
             tasks.create_task(self._publish_metrics())
+            tasks.create_task(self._announce())
             tasks.create_task(self._runner.redis.follow())
 
     async def stop(self) -> None:
@@ -259,6 +263,16 @@ class Agent:
         # ends both.
         self.incarnation, self._staged = new, None
         log.info("%s resynced as incarnation %d", self.info.key, new)
+
+    async def _announce(self) -> None:
+        """Have the directory of models know which ones this worker serves."""
+        while True:
+            names = (*self.info.models, *self.info.adapters)
+            try:
+                await models.announce(self._runner.redis, self._keyspace.namespace, names)
+            except RedisUnavailable as error:
+                log.debug("%s: models not announced: %s", self.info.key, error)
+            await asyncio.sleep(ANNOUNCE_INTERVAL_S)
 
     async def _publish_metrics(self) -> None:
         """Publish only the latest value: a tick that Redis does not take is not retried."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
+from workers.bridge.engine_models import tokenizer_hash
 from workers.bridge.facts import EngineFacts, EngineLoad, EngineReading, Overrides
 from workers.bridge.load import LoadReader
 from workers.bridge.rank import Rank
@@ -161,9 +163,11 @@ class Beside:
             await asyncio.sleep(LOOK_AGAIN_S)
             with suppress(EngineUnavailable):
                 found = await discover(self._session, self._engine.url, self._overrides)
-                if found != facts:
+                if replace(found, adapters=facts.adapters) != facts:
                     log.info("the engine has changed: it registers anew")
                     return
+                for rank in self.ranks:
+                    rank.agent.info = replace(rank.agent.info, adapters=found.adapters)
 
     async def _new_ranks(self, context: zmq.asyncio.Context, facts: EngineFacts) -> list[Rank]:
         settings = self._settings
@@ -180,6 +184,9 @@ class Beside:
             settings.index_blocks or CAPACITY_WORKERS * facts.capacity_tokens // block_size,
             settings.index_shards,
         )
+        probed = ""
+        with suppress(EngineUnavailable, ConfigError):
+            probed = await tokenizer_hash(self._engine, facts.models[0])
         ranks = []
         for source in facts.sources:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
@@ -192,6 +199,13 @@ class Beside:
                 max_requests=settings.max_requests,
                 reuse_blocks=max(1, facts.reuse_tokens // block_size),
                 recomputed_blocks=-(-facts.recomputed_tokens // block_size),
+                accelerator="",
+                engine=f"{facts.kind} {facts.version}",
+                models=facts.models,
+                adapters=facts.adapters,
+                max_model_len=facts.max_model_len or 0,
+                tokenizer=facts.tokenizer,
+                tokenizer_hash=probed,
             )
             ranks.append(
                 Rank(

@@ -41,9 +41,14 @@ class EngineHttp:
         Raises EngineUnavailable if it does not answer in time or answers 5xx, and ConfigError if it
         refuses.
         """
+        return await self._ask("GET", path)
+
+    async def _ask(self, method: str, path: str, body_json: object = None) -> bytes | None:
         at = f"{self.url}{path}"
         try:
-            async with self._session.get(at, timeout=self._deadline) as answer:
+            async with self._session.request(
+                method, at, json=body_json, timeout=self._deadline
+            ) as answer:
                 body = bytearray()
                 async for piece in answer.content.iter_any():
                     body += piece
@@ -65,14 +70,19 @@ class EngineHttp:
     async def get_object(self, path: str) -> dict[str, Any] | None:
         """The JSON object in the answer; None if the engine has no such path, or answers something
         else there. Raises as `get` does."""
-        body = await self.get(path)
-        if body is None:
-            return None
-        try:
-            answer = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            return None
-        return answer if isinstance(answer, dict) else None
+        return _object(await self.get(path))
+
+    async def post_object(self, path: str, content: object) -> dict[str, Any] | None:
+        """As `get_object`, for what is posted there."""
+        return _object(await self._ask("POST", path, content))
+
+
+def _object(body: bytes | None) -> dict[str, Any] | None:
+    try:
+        answer = orjson.loads(body or b"null")
+    except orjson.JSONDecodeError:
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def whole(value: object, name: str) -> int | None:

@@ -29,7 +29,8 @@ class EngineFacts:
     models: the ids that requests may name, without those of adapters; the first is the model's own.
     block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device.
     reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
-    what it could reuse are computed again. announces_copies: see EngineBlocks.
+    what it could reuse are computed again. announces_copies: see EngineBlocks. tokenizer: the
+    folder or Hugging Face name that the model was loaded from; "": it does not say.
     started_s: when its process started, seconds since 1970; None: it does not say.
     """
 
@@ -46,6 +47,7 @@ class EngineFacts:
     sources: tuple[EventSource, ...]
     announces_copies: bool
     started_s: float | None
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

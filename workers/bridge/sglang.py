@@ -47,6 +47,7 @@ async def sglang_facts(
         models=models.names,
         adapters=models.adapters,
         max_model_len=models.max_model_len,
+        tokenizer=models.tokenizer,
         block_size=page_size,
         capacity_tokens=capacity,
         reuse_tokens=page_size,

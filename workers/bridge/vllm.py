@@ -54,6 +54,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         models=models.names,
         adapters=models.adapters,
         max_model_len=models.max_model_len,
+        tokenizer=models.tokenizer,
         block_size=block_size,
         capacity_tokens=_capacity(said, overrides),
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,

@@ -60,6 +60,7 @@ async def test_vllm_says_all_of_it() -> None:
         sources=(EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"),),
         announces_copies=True,
         started_s=1795479223.91,
+        tokenizer="example/tiny-model",
     )
 
 
