@@ -11,7 +11,7 @@
 --                        leases; loads of routable incarnations; anything else known of workers
 --                        remains valid as long as workers_ms is the same; waiting is 1 if any
 --                        request waits, else 0; failing, of each worker that failed requests: inc,
---                        how many, and until when it is paused, ms
+--                        how many, and until when it is paused, ms; -1: it drains
 --          {version}     of the namespace's data model, which the caller does not speak
 --          nil           there is no such namespace, or Redis has just lost it: workers that have
 --                        registered again are not routable yet
@@ -43,6 +43,6 @@ found[7] = {}
 for i, inc in ipairs(redis.call('HKEYS', failures)) do
   local count, last_ms = failures_of(inc, now)
   found[7][3 * i - 2], found[7][3 * i - 1] = inc, count
-  found[7][3 * i] = pause_ends_ms(count, last_ms)
+  found[7][3 * i] = is_draining(inc) and -1 or pause_ends_ms(count, last_ms)
 end
 return found

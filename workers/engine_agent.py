@@ -68,6 +68,7 @@ async def serve(settings: EngineAgentSettings) -> None:
             running = tasks.create_task(beside.run())
 
             async def leave() -> None:
+                await beside.drain(settings.drain_s)
                 running.cancel()
                 await asyncio.wait([running])
 

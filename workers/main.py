@@ -87,6 +87,8 @@ async def _serve_with_agent(
             running_agent = tasks.create_task(_run(agent))
 
             async def leave() -> None:
+                if settings.drain_s:
+                    await agent.drain(settings.drain_s)
                 # In this order: a running agent would take its retirement for a loss, and resync.
                 running_agent.cancel()
                 await asyncio.wait([running_agent])

@@ -252,13 +252,15 @@ WorkerModel = create_model(
 
 
 class PausedWorker(BaseModel):
-    """A worker that failed requests, and gets none until it renews its lease after a pause."""
+    """A worker that gets no requests: it drains, or failed some, and then gets none until it renews
+    its lease after a pause."""
 
     worker_id: str
     dp_rank: int
     incarnation: int
     failures: int = Field(description="requests that it failed, less those that it answered since")
     pause_s: float = Field(description="seconds left of the pause")
+    draining: bool = Field(description="it gets none any more: `kvroute drain`")
 
 
 Workers = create_model(

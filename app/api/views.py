@@ -99,6 +99,7 @@ def workers(view: View, load_avg: float, load_std: float) -> dict[str, Any]:
             "incarnation": inc,
             "failures": view.failing[inc].failures,
             "pause_s": view.failing[inc].pause_s(view.now_ms),
+            "draining": view.failing[inc].drains,
         }
         for inc, info in view.paused.items()
     ]

@@ -372,7 +372,8 @@ class WorkerSettings(MemberSettings):
     )
     drain_s: float = setting(
         2.0,
-        "How long a worker that is told to stop may take to finish the answers under way.",
+        "How long a worker that is told to stop may take to finish the requests routed to it, and "
+        "then the answers under way.",
         SECONDS,
     )
 
@@ -427,6 +428,12 @@ class EngineAgentSettings(MemberSettings):
         "",
         "Speed to assume until it is learned: 70b-4xh100, 70b-4xh200 or 8b-1xh100; unset: about "
         "that of the first.",
+    )
+    drain_s: float = setting(
+        30.0,
+        "How long an agent that is told to stop waits for its engine's requests to end, while no "
+        "further ones are routed there.",
+        SECONDS,
     )
     memory_folder: str = setting(
         "",

@@ -84,7 +84,7 @@ KEYSPACE = (
         "leases",
         "zset",
         "`<inc>` by expiry, ms, Redis clock",
-        ("register", "renew", "suspend", "activate"),
+        ("register", "renew", "suspend", "activate", "drain"),
         "retired",
     ),
     Key(
@@ -106,9 +106,10 @@ KEYSPACE = (
         "failures",
         "hash",
         "`<inc>` → `count last_ms`: requests that its worker failed, less those that it answered "
-        "since, and when it failed the last one, by the Redis clock",
-        ("suspend", "release", "activate"),
-        "answered or retired",
+        "since, and when it failed the last one, by the Redis clock; or `draining`: it gets no "
+        "requests any more",
+        ("suspend", "release", "activate", "drain"),
+        "answered, undone or retired",
     ),
     Key(
         "reservations",

@@ -70,13 +70,20 @@ class Wish:
     """`Load.total` when it was read; None: take the worker as it is now."""
 
 
+DRAINING = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Failing:
     """failures: requests that a worker failed, less those that it answered since. until_ms: before
-    that it gets no requests, as long as there is another worker."""
+    that it gets no requests, as long as there is another worker; DRAINING: it gets none at all."""
 
     failures: int
     until_ms: int
+
+    @property
+    def drains(self) -> bool:
+        return self.until_ms == DRAINING
 
     def pause_s(self, now_ms: int) -> float:
         """Seconds left of the pause."""
@@ -105,7 +112,7 @@ class Snapshot:
 
     @property
     def paused(self) -> list[Incarnation]:
-        """Those that get no requests because they failed some."""
+        """Those that get no requests because they failed some, or drain."""
         return [inc for inc in self.failing if inc in self.lapsed]
 
 

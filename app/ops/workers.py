@@ -35,9 +35,12 @@ class Worker:
     metrics_age_s: float | None
     gpu: GpuReadings
     blocks: dict[Tier, int]
+    drains: bool = False
 
     @property
     def state(self) -> str:
+        if self.drains:
+            return "draining"
         if self.lease_ms is None or self.lease_ms <= 0:
             return "lapsed"
         return "live" if self.current else "staged"
@@ -89,6 +92,7 @@ async def with_blocks(
                 metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
                 gpu=_readable_gpu(measured),
                 blocks={tier: held[number, tier] for tier in Tier},
+                drains=control.failures.get(inc) == b"draining",
             )
         )
     return found

@@ -123,7 +123,7 @@ class View:
         workers: Workers,
         paused: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
     ) -> None:
-        """paused: workers that are live, but get no requests because they failed some."""
+        """paused: workers that are live, but get no requests because they failed some or drain."""
         self.now_ms = snapshot.now_ms
         self.failing = snapshot.failing
         self.paused = paused

@@ -78,6 +78,7 @@ WORKER_FAMILIES = {
     "failures": _of_worker(
         "failures", "Requests that a worker failed, less those that it answered since, up to 7."
     ),
+    "draining": _of_worker("draining", "1 if a worker gets no requests any more, as it drains."),
     "pause_seconds": _of_worker(
         "pause_seconds", "How long a worker that failed requests gets no further ones."
     ),
@@ -136,6 +137,8 @@ def _failures(view: View, inc: Incarnation) -> dict[str, float | None]:
     failing = view.failing.get(inc)
     if failing is None:
         return {}
+    if failing.drains:
+        return {"draining": 1.0}
     return {"failures": failing.failures, "pause_seconds": failing.pause_s(view.now_ms)}
 
 

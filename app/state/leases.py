@@ -154,6 +154,14 @@ def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
     return call("suspend", keyspace, request_id, parse=lambda inc: parse_incarnation(inc or b""))
 
 
+def drain(keyspace: Keyspace, key: WorkerKey, *, undo: bool = False) -> Call[int | None]:
+    """Route nothing to a worker any more, until that is undone or another process takes it over.
+
+    Returns how many requests are reserved on it; None: there is no such worker.
+    """
+    return call("drain", keyspace, str(key), int(not undo), parse=lambda left: left)
+
+
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
     """Those of `incarnations`, at least one, that no process may act as: they have ended, or were
     lost when Redis lost data."""

@@ -139,7 +139,8 @@ async def test_inspect_waiting_lists_tenants_and_priorities_in_the_order_of_turn
         asked: list[dict[str, Any]] = [{"priority": "low"}, {"tenant": "a"}, {"tenant": "a"}]
         asked.append({"tenant": "a", "exclude": ["w2"]})
         tasks = [asyncio.ensure_future(route(client, f"r{i}", **a)) for i, a in enumerate(asked)]
-        for key, requests in (("waiting:normal:a", 2), ("picky:normal:a", 1)):
+        lines = {"waiting:low:": 1, "waiting:normal:a": 2, "picky:normal:a": 1}
+        for key, requests in lines.items():
             await eventually(
                 lambda k=key: redis.zcard(KEYS[k]), lambda found, n=requests: found == n
             )

@@ -51,6 +51,7 @@ SCRIPTS = {
         "activate",
         "apply",
         "audit",
+        "drain",
         "renew",
         "open_shard",
         "register",

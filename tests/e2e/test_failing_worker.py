@@ -59,6 +59,7 @@ async def test_a_worker_that_fails_every_request_is_left_alone_for_longer_by_all
                 "dp_rank": 0,
                 "incarnation": bad.incarnation,
                 "failures": 3,
+                "draining": False,
             }
             shown = (await replica.get("/metrics")).text
             assert 'kvroute_worker_failures{worker="bad:0"} 3.0' in shown

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ AUDIT_INTERVAL_S = 2.0
 """How often some blocks and buckets are checked, so that damage done in Redis does not persist: a
 pool of 25,000 blocks every 200 s, the 131,072 buckets of a million blocks every 34 minutes."""
 ANNOUNCE_INTERVAL_S = 10.0
+DRAIN_POLL_S = 0.05
 AUDIT_WORKERS = 64
 """More workers than this audit less often, so that all audits together take Redis a twentieth of
 its time, where those of 1,000 workers would take all of it."""
@@ -124,6 +126,27 @@ class Agent:
             tasks.create_task(self._publish_metrics())
             tasks.create_task(self._announce())
             tasks.create_task(self._runner.redis.follow())
+
+    async def drain(self, timeout_s: float, is_idle: Callable[[], bool] = lambda: True) -> bool:
+        """While `run` runs: from now on nobody is routed here; waits until no request is left.
+
+        is_idle: whether the engine, which others may use as well, has none either. False: after
+        timeout_s some are left.
+        """
+        call = leases.drain(self._keyspace, self.info.key)
+        left: int | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    # Each time, as Redis may have lost it.
+                    with suppress(RedisUnavailable):
+                        left = await self._runner.one(call)
+                        if not left and is_idle():
+                            return True
+                    await asyncio.sleep(DRAIN_POLL_S)
+        what = "the engine's own" if left == 0 else "an unknown number of" if left is None else left
+        log.warning("%s: not drained after %g s: %s requests left", self.info.key, timeout_s, what)
+        return False
 
     async def stop(self) -> None:
         """Retire, so that nobody is routed here for the rest of the lease."""

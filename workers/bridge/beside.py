@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,7 @@ CAPACITY_WORKERS = 16
 
 IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0)
 
-State = Literal["unavailable", "asleep", "serving"]
+State = Literal["unavailable", "asleep", "serving", "draining"]
 
 
 class Beside:
@@ -89,6 +90,22 @@ class Beside:
                     self.state = "unavailable"
                     await asyncio.gather(*(rank.leave() for rank in self.ranks))
                     self.ranks = []
+
+    async def drain(self, timeout_s: float) -> None:
+        """While `run` runs: from now on nothing is routed to the engine; waits until it has no
+        request left, whoever sent it, for at most timeout_s."""
+        if self.state != "serving":
+            return
+        self.state = "draining"
+
+        def is_idle(rank: int) -> bool:
+            load = self.loads.get(rank, IDLE)
+            return load.running == load.waiting == 0
+
+        async with asyncio.TaskGroup() as tasks:
+            for rank in self.ranks:
+                number = rank.info.key.dp_rank
+                tasks.create_task(rank.agent.drain(timeout_s, partial(is_idle, number)))
 
     async def _discovered(self) -> EngineFacts:
         async for attempt in stamina.retry_context(

@@ -1,0 +1,101 @@
+"""Workers that are taken out of service under load: every request is answered at its first try."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+import pytest
+
+from app.core.types import WorkerKey
+from app.local.cluster import Cluster
+from app.state import leases
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
+from loadtest.client import ClusterClient, Outcome
+from tests.e2e.conftest import prompt, small_cluster
+from tests.eventually import eventually
+
+IN_FLIGHT = 12
+
+
+@asynccontextmanager
+async def under_load(cluster: Cluster) -> AsyncIterator[list[Outcome]]:
+    """IN_FLIGHT requests at any time; all have ended on exit."""
+    outcomes: list[Outcome] = []
+    stops = asyncio.Event()
+    rng, numbers = random.Random(5), count()
+
+    async def send(client: ClusterClient) -> None:
+        while not stops.is_set():
+            tokens = prompt(rng.randrange(40), rng.randrange(100, 3000))
+            name = f"r{next(numbers)}"
+            outcomes.append(
+                await client.send(name, lambda t=tokens: t, output_tokens=rng.randrange(1, 40))
+            )
+
+    async with ClusterClient(cluster.balancer_url) as client, asyncio.TaskGroup() as tasks:
+        for _ in range(IN_FLIGHT):
+            tasks.create_task(send(client))
+        try:
+            yield outcomes
+        finally:
+            stops.set()
+
+
+def all_at_once(outcomes: list[Outcome]) -> None:
+    assert len(outcomes) > IN_FLIGHT
+    troubled = [o for o in outcomes if o.failure is not None or o.attempts != 1]
+    assert troubled == []
+
+
+async def test_workers_that_are_told_to_stop_lose_no_request() -> None:
+    with small_cluster(num_workers=3, num_replicas=2, drain_s=20.0) as cluster:
+        async with under_load(cluster) as outcomes:
+            for number in range(3):
+                await asyncio.sleep(0.5)
+                leaving = cluster.workers[number]
+                leaving.process.terminate()
+                assert await asyncio.to_thread(leaving.process.wait, 30) == 0
+                cluster.start_worker(3 + number)
+
+                async def live(number: int = number) -> bool:
+                    async with ClusterClient(cluster.balancer_url) as client:
+                        return f"w{3 + number}:0" in await client.workers()
+
+                await eventually(live, bool, within_s=20.0)
+        all_at_once(outcomes)
+
+
+@pytest.mark.parametrize("drains", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+async def test_a_drained_worker_runs_nothing_and_no_request_is_lost(drains: int) -> None:
+    rng = random.Random(7)
+    with small_cluster(num_workers=3, num_replicas=2) as cluster:
+        async with (
+            connect(cluster.redis_url) as redis,
+            under_load(cluster) as outcomes,
+            ClusterClient(cluster.balancer_url) as client,
+        ):
+            runner = ScriptRunner(redis, 5.0)
+
+            async def left(key: WorkerKey) -> int | None:
+                return await runner.one(leases.drain(cluster.keyspace, key))
+
+            async def routed_to(key: WorkerKey) -> bool:
+                return str(key) in await client.workers()
+
+            for _ in range(drains):
+                key = WorkerKey(f"w{rng.randrange(3)}")
+                await eventually(lambda key=key: left(key), lambda found: found == 0)
+                before = len(outcomes)
+                await eventually(
+                    lambda: asyncio.sleep(0, len(outcomes)), lambda n, b=before: n > b + 5
+                )
+                assert await left(key) == 0
+                await runner.one(leases.drain(cluster.keyspace, key, undo=True))
+                await eventually(lambda key=key: routed_to(key), bool)
+        all_at_once(outcomes)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+
+from app.core.types import WorkerKey
+from app.state import leases
+from tests.lua.conftest import A, Namespace
+
+W0 = WorkerKey("w0")
+
+
+async def drain(space: Namespace, key: WorkerKey = W0, *, undo: bool = False) -> int | None:
+    return await space.do(leases.drain(space.keys, key, undo=undo))
+
+
+@pytest.mark.oldest_too
+async def test_nothing_goes_to_a_worker_that_drains_though_it_renews(space: Namespace) -> None:
+    first, other = await space.worker("w0"), await space.worker("w1")
+    await space.hold(first, [A])
+    await space.reserve(first, "r0")
+    assert await drain(space) == 1
+    for _ in range(2):
+        snapshot = await space.loads()
+        assert list(snapshot.loads) == [other]
+        assert snapshot.paused == [first]
+        assert snapshot.failing[first].drains
+        assert await space.renew(first)
+    refused = await space.reserve(first, "r1")
+    assert refused is not None
+    assert refused.reason == "lapsed"
+    assert await space.retire_lapsed(grace_ms=5000) == 0
+    assert await space.release("r0")
+    assert await drain(space) == 0
+    [found] = await space.match([A])
+    assert first in found
+
+
+async def test_the_last_worker_drains_too(space: Namespace) -> None:
+    last = await space.worker("w0")
+    assert await drain(space) == 0
+    assert await space.renew(last)
+    assert not (await space.loads()).loads
+
+
+async def test_once_it_is_undone_the_next_renewal_brings_the_worker_back(space: Namespace) -> None:
+    first = await space.worker("w0")
+    await space.reserve(first, "r0")
+    await drain(space)
+    assert await drain(space, undo=True) == 1
+    assert await drain(space, undo=True) == 1
+    assert await space.renew(first)
+    snapshot = await space.loads()
+    assert list(snapshot.loads) == [first]
+    assert not snapshot.failing
+
+
+async def test_undoing_forgets_no_failures(space: Namespace) -> None:
+    first, _ = await space.worker("w0"), await space.worker("w1")
+    await space.reserve(first, "r0")
+    await space.suspend("r0")
+    await drain(space, undo=True)
+    assert (await space.loads()).failing[first].failures == 1
+
+
+async def test_a_worker_that_resyncs_goes_on_draining_and_a_new_process_does_not(
+    space: Namespace,
+) -> None:
+    first = await space.worker("w0")
+    await space.reserve(first, "r0")
+    await drain(space)
+    resynced = (await space.register("w0", resync=True)).incarnation
+    assert await space.activate("w0", resynced)
+    assert not (await space.loads()).loads
+    assert await drain(space) == 1
+    assert await space.renew(resynced)
+    assert not (await space.loads()).loads
+    new = await space.worker("w0")
+    assert list((await space.loads()).loads) == [new]
+
+
+async def test_a_worker_that_nobody_runs_cannot_drain(space: Namespace) -> None:
+    await space.worker("w1")
+    assert await drain(space) is None
+    assert list((await space.loads()).failing) == []

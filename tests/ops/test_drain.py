@@ -1,0 +1,96 @@
+"""`kvroute drain` on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from app.local.redis_server import EmbeddedRedis
+from app.state import reservations
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
+from tests.api.conftest import started_replica
+from tests.eventually import eventually
+from tests.fake_worker import KEYS, fake_agent, running
+from tests.ops.conftest import kvroute
+
+
+def test_a_worker_with_requests_is_not_drained_at_the_deadline(url: str, raw: Redis) -> None:
+    result = kvroute(url, "drain", "w1", "--deadline-s", "0.3")
+    assert result.exit_code == 1
+    assert result.output.splitlines() == [
+        "w1 gets no more requests; 1 request left on it",
+        "Error: after 0.3 s, 1 request left",
+    ]
+    assert "draining" in kvroute(url, "inspect", "summary").output
+    assert raw.hvals(KEYS["failures"]) == [b"draining"]
+
+
+def test_without_a_deadline_it_does_not_wait(url: str) -> None:
+    result = kvroute(url, "drain", "w1:0", "--deadline-s", "0")
+    assert (result.exit_code, result.output) == (
+        0,
+        "w1:0 gets no more requests; 1 request left on it\n",
+    )
+
+
+def test_a_worker_without_requests_is_drained_at_once_and_comes_back(url: str, raw: Redis) -> None:
+    result = kvroute(url, "drain", "w2")
+    assert (result.exit_code, result.output) == (
+        0,
+        "w2 is drained: stop it, or `kvroute drain w2 --undo`\n",
+    )
+    result = kvroute(url, "drain", "w2", "--undo")
+    assert (result.exit_code, result.output) == (0, "w2 gets requests again\n")
+    assert not raw.exists(KEYS["failures"])
+
+
+@pytest.mark.parametrize("name", ["w3", "w1:1", "w"])
+def test_an_unknown_worker_is_named(url: str, name: str) -> None:
+    result = kvroute(url, "drain", name)
+    assert result.exit_code == 1
+    assert result.output == f"Error: worker {name!r} does not exist in namespace 'test'\n"
+
+
+async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worker(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    async with (
+        connect(one_redis_server.url) as redis,
+        started_replica(one_redis_server.url) as replica,
+    ):
+        runner = ScriptRunner(redis, 5.0)
+        async with (
+            running(fake_agent(runner, KEYS, "a")) as first,
+            running(fake_agent(runner, KEYS, "b")),
+        ):
+            asked: dict[str, Any] = {"token_ids": [1] * 8, "exclude": ["b"]}
+            await eventually(_status(replica, asked), lambda status: status == 200)
+            held = (await replica.post("/v1/route", json=asked | {"request_id": "r"})).json()
+            assert not await first.drain(0.2)
+            draining = asyncio.create_task(first.drain(20.0))
+            asked = {"token_ids": [1] * 8}
+            for _ in range(20):
+                answer = (await replica.post("/v1/route", json=asked)).json()
+                assert answer["worker_id"] == "b"
+            listed = (await replica.get("/v1/workers")).json()
+            assert [(w["worker_id"], w["draining"]) for w in listed["paused"]] == [("a", True)]
+            shown = (await replica.get("/metrics")).text
+            assert 'kvroute_worker_draining{worker="a:0"} 1.0' in shown
+            assert not draining.done()
+            for name in await redis.hkeys(KEYS[f"requests:{first.incarnation}"]):
+                await runner.one(reservations.release(KEYS, name.decode()))
+            assert await draining
+            assert held["worker_id"] == "a"
+
+
+def _status(replica: Any, asked: dict[str, Any]) -> Callable[[], Any]:
+    async def status() -> int:
+        code: int = (await replica.post("/v1/route", json=asked)).status_code
+        return code
+
+    return status
