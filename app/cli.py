@@ -50,6 +50,7 @@ class _LazyGroup(click.Group):
         "replay": "loadtest.replay",
         "demo": "loadtest.demo",
         "inspect": "app.ops.inspect",
+        "doctor": "app.ops.doctor",
         "drain": "app.ops.drain",
         "dump": "app.ops.dump",
         "explain": "app.ops.explain",

@@ -171,6 +171,7 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         if reads.search(line)
     ]
     assert found == [
+        ("app/ops/checks.py", "ahead_s = time.time() - (seconds + micros / 1e6)"),
         ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
         ("workers/http.py", '"created": int(time.time()),'),
         ("workers/publishing/event_socket.py", "payload = encode(time.time(), events, self._rank)"),

@@ -119,6 +119,7 @@ def test_the_help_lists_all_commands() -> None:
     assert re.findall(r"^  (\w+)  ", result.output, re.MULTILINE) == [
         "agent",
         "demo",
+        "doctor",
         "drain",
         "dump",
         "explain",

@@ -10,7 +10,14 @@ from app.core import worker_report
 from app.core.keys import METRICS_MAXLEN, Keyspace
 from app.core.loads import Load
 from app.core.types import Incarnation, Tier, parse_incarnation
-from app.core.worker_report import NO_READINGS, GpuReadings, WorkerInfo
+from app.core.worker_report import (
+    DEFAULT_SPEED,
+    NO_READINGS,
+    ForwardPassMetrics,
+    GpuReadings,
+    Speed,
+    WorkerInfo,
+)
 from app.ops.holders import held_blocks
 from app.state.client import Client
 from app.state.connect import deadline
@@ -25,7 +32,7 @@ LATEST_MS = 1e15
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
-    its newest entry in the metrics stream. gpu: what that entry says about its GPU."""
+    its newest entry in the metrics stream, which gpu, cache_usage and hit_rate (0-1) are of."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -36,6 +43,8 @@ class Worker:
     gpu: GpuReadings
     blocks: dict[Tier, int]
     drains: bool = False
+    cache_usage: float = 0.0
+    hit_rate: float = 0.0
 
     @property
     def state(self) -> str:
@@ -81,7 +90,8 @@ async def with_blocks(
         expiry = control.leases.get(inc)
         info = control.workers.get(inc)
         number = _number(inc)
-        at_ms, measured = newest.get(inc, (None, {}))
+        at_ms, entry = newest.get(inc, (None, {}))
+        measured, _, gpu = _readable_report(entry)
         found.append(
             Worker(
                 incarnation=number,
@@ -90,9 +100,11 @@ async def with_blocks(
                 lease_ms=None if expiry is None else _finite(expiry) - control.now_ms,
                 load=parse_load(control.load.get(inc, b"")),
                 metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
-                gpu=_readable_gpu(measured),
+                gpu=gpu,
                 blocks={tier: held[number, tier] for tier in Tier},
                 drains=control.failures.get(inc) == b"draining",
+                cache_usage=measured.gpu_cache_usage_perc,
+                hit_rate=measured.gpu_prefix_cache_hit_rate,
             )
         )
     return found
@@ -128,8 +140,10 @@ def _readable_info(text: bytes | None) -> WorkerInfo | None:
         return None
 
 
-def _readable_gpu(entry: dict[bytes, bytes]) -> GpuReadings:
+def _readable_report(
+    entry: dict[bytes, bytes],
+) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     try:
-        return worker_report.decode(entry)[2]
+        return worker_report.decode(entry)
     except ValueError:
-        return NO_READINGS
+        return ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS

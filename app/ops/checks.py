@@ -1,0 +1,223 @@
+"""What makes cache-aware routing useless without an error anywhere, looked up in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from app.core.check import Check
+from app.core.errors import KvrouteError, RedisUnavailable, cut
+from app.core.keys import DATA_VERSION, Keyspace
+from app.core.worker_report import WorkerInfo, version_in
+from app.ops import namespaces
+from app.ops.terminal import counted
+from app.ops.workers import Worker
+from app.state import decisions
+from app.state.client import Client
+from app.state.connect import OLDEST, danger_of_eviction, deadline
+from app.state.reading import read_control
+
+TIMEOUT_S = 5.0
+PINGS = 20
+SLOW_S = 0.005
+"""A decision is two round trips."""
+CLOCK_S = 5.0
+FRESH_S = 2.0
+IN_USE = 0.02
+"""A cache of which less is in use may hold no full block."""
+MIN_DECISIONS, MAX_DECISIONS = 50, 500
+HIT_RATE_GAP = 0.15
+
+
+async def of_server(redis: Client) -> AsyncIterator[Check]:
+    """Checks of Redis itself; after the first that fails because it is away, no more."""
+    try:
+        took_s = await _pings(redis)
+        async with deadline(TIMEOUT_S):
+            info: Any = await redis.info("server")
+            seconds, micros = await redis.time()
+        danger = await danger_of_eviction(redis, TIMEOUT_S)
+    except RedisUnavailable as error:
+        yield Check("redis", False, str(error), "start it, or name another: --redis-url")
+        return
+    version = str(info.get("redis_version", "?"))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    oldest = ".".join(map(str, OLDEST))
+    yield Check(
+        "redis version", numbers >= OLDEST, version, f"kvroute needs {oldest} or newer: update it"
+    )
+    yield Check(
+        "redis latency",
+        took_s <= SLOW_S,
+        f"{took_s * 1000:.2f} ms, median of {PINGS}",
+        "run routers in the same zone as Redis, on a machine with a core to spare for it",
+    )
+    yield Check(
+        "redis eviction",
+        not danger,
+        danger or "it drops no keys when its memory is full",
+        "CONFIG SET maxmemory-policy noeviction",
+    )
+    ahead_s = time.time() - (seconds + micros / 1e6)
+    yield Check(
+        "clocks",
+        abs(ahead_s) <= CLOCK_S,
+        f"this machine is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} Redis",
+        "synchronise both (NTP), as logs and traces would not fit together; decisions are safe",
+    )
+
+
+async def _pings(redis: Client) -> float:
+    """Seconds that one takes, as a median."""
+    took = []
+    for _ in range(PINGS):
+        begin = time.perf_counter()
+        async with deadline(TIMEOUT_S):
+            await redis.ping()
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+async def of_namespace(redis: Client, keyspace: Keyspace) -> AsyncIterator[Check]:
+    """Checks of the workers of a namespace, and of what they publish."""
+    name = keyspace.namespace
+    try:
+        summary = await namespaces.summary(redis, keyspace)
+        others = await namespaces.names(redis)
+        control = await read_control(redis, keyspace)
+    except KvrouteError as error:
+        yield Check(f"namespace {name}", False, str(error), "see docs/operating.md, upgrades")
+        return
+    if summary is None:
+        yield Check(
+            f"namespace {name}",
+            False,
+            "no worker has ever registered there",
+            f"--namespace {others[0]}"
+            if others
+            else "start a worker, or an agent beside an engine",
+        )
+        return
+    live = [w for w in summary.workers if w.state == "live" and w.info is not None]
+    states = {w.state for w in summary.workers} - {"live"}
+    counts = [(s, sum(w.state == s for w in summary.workers)) for s in sorted(states)]
+    text = ", ".join([counted(len(live), "live worker"), *(f"{n} {s}" for s, n in counts)])
+    yield Check("workers", bool(live), text, "start a worker, or an agent beside an engine")
+    if not live:
+        return
+    yield _versions(control.workers.values())
+    for check in _alike([w.info for w in live if w.info]):
+        yield check
+    yield _all_of(
+        live,
+        "metrics",
+        lambda w: w.metrics_age_s is None or w.metrics_age_s > FRESH_S,
+        lambda w: "never" if w.metrics_age_s is None else f"{w.metrics_age_s:.0f} s ago",
+        f"all published within {FRESH_S:g} s",
+        "is the agent overloaded, or are workers and routers on different Redis servers?",
+    )
+    yield _all_of(
+        live,
+        "blocks",
+        lambda w: w.cache_usage > IN_USE and not sum(w.blocks.values()),
+        lambda w: f"{w.cache_usage:.0%} of its cache in use, no block in the index",
+        f"{counted(summary.unique_blocks, 'block')} in the index",
+        "are its KV events on? Check with --engine-url",
+    )
+    async for check in _predicted(redis, keyspace, live):
+        yield check
+
+
+def _versions(texts: Iterable[bytes]) -> Check:
+    spoken = set()
+    for text in texts:
+        try:
+            spoken.add(version_in(text))
+        except ValueError:
+            continue
+    return Check(
+        "versions",
+        spoken <= {DATA_VERSION},
+        f"workers speak version {', '.join(map(str, sorted(spoken))) or '?'} of the data model",
+        f"this release speaks {DATA_VERSION}: run one release in a namespace (docs/operating.md)",
+    )
+
+
+def _alike(infos: list[WorkerInfo]) -> Iterator[Check]:
+    """What all workers of a namespace must have in common."""
+    for about, field, why in (
+        ("block size", "block_size", "start them with the same --block-size"),
+        ("models", "models", "give each model a --namespace of its own"),
+        ("context length", "max_model_len", "start all engines with the same --max-model-len"),
+        ("tokenizer", "tokenizer_hash", "start all engines with the same model and revision"),
+    ):
+        values: dict[Any, str] = {}
+        for info in infos:
+            value = getattr(info, field)
+            if value not in ("", (), 0):
+                values.setdefault(value, str(info.key))
+        shown = "; ".join(f"{_text(value)} ({key})" for value, key in values.items())
+        if len(values) == 1:
+            shown = f"{_text(next(iter(values)))}, the same on all workers"
+        yield Check(about, len(values) <= 1, cut(shown) or "not known", why)
+
+
+def _text(value: object) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _all_of(
+    workers: list[Worker],
+    about: str,
+    is_bad: Callable[[Worker], bool],
+    said: Callable[[Worker], str],
+    good: str,
+    remedy: str,
+) -> Check:
+    bad = [f"{w.info.key}: {said(w)}" for w in workers if w.info and is_bad(w)]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return Check(about, not bad, "; ".join(bad[:3]) + more if bad else good, remedy)
+
+
+async def _predicted(
+    redis: Client, keyspace: Keyspace, workers: list[Worker]
+) -> AsyncIterator[Check]:
+    """Whether workers report the cache hits that decisions predicted."""
+    predicted: dict[str, list[float]] = {}
+    records = decisions.read(redis, keyspace)
+    async for record in _first(records, MAX_DECISIONS * len(workers)):
+        if record.full_blocks:
+            share = record.overlap.total / record.full_blocks
+            predicted.setdefault(record.worker, []).append(share)
+    gaps, compared = [], 0
+    for worker in workers:
+        key = str(worker.info.key) if worker.info else ""
+        shares = list(islice(predicted.get(key, ()), MAX_DECISIONS))
+        if len(shares) < MIN_DECISIONS:
+            continue
+        compared += 1
+        expected = statistics.mean(shares)
+        if abs(expected - worker.hit_rate) > HIT_RATE_GAP:
+            gaps.append(f"{key}: {expected:.0%} predicted, {worker.hit_rate:.0%} reported")
+    found = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded decisions"
+    yield Check(
+        "cache hits",
+        not gaps,
+        "; ".join(gaps[:3]) if gaps else f"as predicted: {found}",
+        "do clients send the prompts that they route, tokenized alike, to the worker chosen?",
+    )
+
+
+async def _first(records: AsyncIterator[Any], most: int) -> AsyncIterator[Any]:
+    seen = 0
+    async for record in records:
+        yield record
+        seen += 1
+        if seen >= most:
+            return
+        if seen % 64 == 0:
+            await asyncio.sleep(0)

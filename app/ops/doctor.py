@@ -1,0 +1,87 @@
+"""`kvroute doctor`: finds what makes cache-aware routing silently useless."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+import click
+
+from app.core.check import Check
+from app.core.keys import Keyspace
+from app.ops import checks, namespaces, workers
+from app.ops.terminal import COMMON, json_option, json_text, on_redis
+from app.options import BASE_URL, Command
+from app.state.client import Client
+
+
+@click.command(cls=Command)
+@COMMON
+@click.option(
+    "--engine-url",
+    "engine_urls",
+    multiple=True,
+    type=BASE_URL,
+    help="Base URL of an engine to look at as well; may be given several times.",
+)
+@click.option(
+    "--engine-api-key",
+    default="",
+    envvar="KVROUTE_ENGINE_API_KEY",
+    show_envvar=True,
+    help="API key that the engines ask for, if they do.",
+)
+@click.option(
+    "--probe", is_flag=True, help="Send each engine a request of a few tokens, to see its events."
+)
+@json_option
+@on_redis
+async def doctor(
+    redis: Client,
+    keyspace: Keyspace,
+    engine_urls: tuple[str, ...],
+    engine_api_key: str,
+    probe: bool,
+    as_json: bool,
+) -> None:
+    """Check Redis, the workers of a namespace and engines, a line for each check.
+
+    A line that begins with ✗ says what is wrong and what to do; the exit status is then 1.
+    """
+    found: list[Check] = []
+    async for check in _all(redis, keyspace, engine_urls, engine_api_key, probe):
+        found.append(check)
+        if not as_json:
+            click.echo(_line(check))
+    if as_json:
+        click.echo(json_text([asdict(check) for check in found]))
+    if not all(check.ok for check in found):
+        raise click.exceptions.Exit(1)
+
+
+async def _all(
+    redis: Client, keyspace: Keyspace, engine_urls: tuple[str, ...], api_key: str, probe: bool
+) -> AsyncIterator[Check]:
+    async for check in checks.of_server(redis):
+        yield check
+    async for check in checks.of_namespace(redis, keyspace):
+        yield check
+    if engine_urls:
+        # Needs what agents need, which a plain install does not have.
+        from workers.bridge.checks import of_engine
+
+        size = await namespaces.block_size(redis, keyspace)
+        live = {
+            w.info.key: w.info.address
+            for w in await workers.everyone(redis, keyspace)
+            if w.info and w.state == "live"
+        }
+        for url in engine_urls:
+            async for check in of_engine(url, api_key, size, live, probe=probe):
+                yield check
+
+
+def _line(check: Check) -> str:
+    if check.ok:
+        return f"✓ {check.about}: {check.found}"
+    return f"✗ {check.about}: {check.found}\n    {check.remedy}"

@@ -1,0 +1,201 @@
+"""`kvroute doctor` on real servers and an engine that shows itself as vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from app.core.keys import METRICS_MAXLEN
+from app.local.redis_server import EmbeddedRedis
+from tests.api.conftest import started_replica
+from tests.e2e.engines import ROOT, agent, engine
+from tests.eventually import eventually
+from tests.fake_worker import KEYS, NAMESPACE
+from tests.ops.conftest import PROMPT, kvroute
+
+ENTRY = {
+    "worker": "w1:0",
+    "gpu_cache_usage_perc": "0.5",
+    "gpu_prefix_cache_hit_rate": "0.5",
+}
+
+
+def examined(url: str, *arguments: str, namespace: str = NAMESPACE) -> dict[str, Any]:
+    """The checks by what they are about."""
+    result = kvroute(url, "doctor", "--json", *arguments, namespace=namespace)
+    found = json.loads(result.output)
+    assert result.exit_code == int(not all(check["ok"] for check in found))
+    return {check["about"]: check for check in found}
+
+
+def bad(found: dict[str, Any]) -> set[str]:
+    return {about for about, check in found.items() if not check["ok"]}
+
+
+def inc_of(raw: Redis, name: bytes) -> bytes:
+    found: Any = raw.hget(KEYS["current"], name)
+    assert isinstance(found, bytes)
+    return found
+
+
+def measured(raw: Redis, **entry: str) -> None:
+    """Let both workers have published."""
+    for name in (b"w1:0", b"w2:1"):
+        said = ENTRY | {"worker": name.decode(), "incarnation": inc_of(raw, name).decode()} | entry
+        raw.xadd(KEYS["metrics"], said, maxlen=METRICS_MAXLEN)  # type: ignore[arg-type]
+
+
+def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> None:
+    measured(raw)
+    found = examined(url)
+    assert bad(found) == set()
+    assert list(found) == [
+        "redis version",
+        "redis latency",
+        "redis eviction",
+        "clocks",
+        "workers",
+        "versions",
+        "block size",
+        "models",
+        "context length",
+        "tokenizer",
+        "metrics",
+        "blocks",
+        "cache hits",
+    ]
+    lines = kvroute(url, "doctor").output.splitlines()
+    assert all(line.startswith("✓ ") for line in lines)
+
+
+def test_an_unknown_namespace_is_named_with_the_known_ones(url: str) -> None:
+    found = examined(url, namespace="other")
+    assert bad(found) == {"namespace other"}
+    assert found["namespace other"]["remedy"] == f"--namespace {NAMESPACE}"
+
+
+def test_a_redis_that_is_away_is_the_only_thing_said() -> None:
+    result = kvroute("redis://127.0.0.1:1", "doctor")
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.output
+
+
+def test_a_redis_that_drops_keys_is_told(url: str, raw: Redis) -> None:
+    measured(raw)
+    raw.config_set("maxmemory-policy", "allkeys-lru")
+    raw.config_set("maxmemory", "100mb")
+    try:
+        result = kvroute(url, "doctor")
+    finally:
+        raw.config_set("maxmemory-policy", "noeviction")
+        raw.config_set("maxmemory", "0")
+    assert result.exit_code == 1
+    [line] = [line for line in result.output.splitlines() if line.startswith("✗")]
+    assert line.startswith("✗ redis eviction: ")
+    assert "    CONFIG SET maxmemory-policy noeviction" in result.output
+
+
+@pytest.mark.parametrize(
+    ("about", "fields"),
+    [
+        ("models", {"models": ["llama"]}),
+        ("tokenizer", {"tokenizer_hash": "0123"}),
+        ("context length", {"max_model_len": 2048}),
+    ],
+)
+def test_workers_that_differ_are_named(
+    url: str, raw: Redis, about: str, fields: dict[str, Any]
+) -> None:
+    measured(raw)
+    alike = {"models": ["qwen"], "tokenizer_hash": "4567", "max_model_len": 4096}
+    for name, said in ((b"w1:0", alike), (b"w2:1", alike | fields)):
+        inc = inc_of(raw, name)
+        text: Any = raw.hget(KEYS["workers"], inc.decode())
+        raw.hset(KEYS["workers"], inc.decode(), json.dumps(json.loads(text) | said))
+    found = examined(url)
+    assert bad(found) == {about}
+    assert "(w1:0)" in found[about]["found"]
+    assert "(w2:1)" in found[about]["found"]
+
+
+def test_another_version_is_told(url: str, raw: Redis) -> None:
+    measured(raw)
+    raw.hset(KEYS["meta"], "version", 99)
+    assert "version 99" in examined(url)[f"namespace {NAMESPACE}"]["found"]
+
+
+def test_old_metrics_and_a_cache_in_use_of_which_no_block_is_known_are_told(
+    url: str, raw: Redis
+) -> None:
+    found = examined(url)
+    assert bad(found) == {"metrics"}
+    assert "w1:0: never" in found["metrics"]["found"]
+    measured(raw)
+    for key in raw.scan_iter(f"kvroute:1:{{{NAMESPACE}#*blocks:*"):
+        raw.delete(key)
+    found = examined(url)
+    assert bad(found) == {"blocks"}
+    assert "w1:0: 50% of its cache in use" in found["blocks"]["found"]
+
+
+def test_workers_that_drain_leave_none_that_is_live(url: str) -> None:
+    for name in ("w1", "w2"):
+        kvroute(url, "drain", name, "--deadline-s", "0")
+    found = examined(url)
+    assert bad(found) == {"workers"}
+    assert found["workers"]["found"] == "0 live workers, 2 draining"
+
+
+async def test_hits_that_workers_do_not_report_are_told(url: str, raw: Redis) -> None:
+    measured(raw, gpu_prefix_cache_hit_rate="0.1")
+    async with started_replica(url) as client:
+        for _ in range(60):
+            asked = {"token_ids": PROMPT, "exclude": ["w2"]}
+            answer = await client.post("/v1/route", json=asked)
+            await client.delete(f"/v1/requests/{answer.json()['request_id']}")
+
+        async def recorded() -> int:
+            return int(raw.xlen(KEYS["decisions"]))
+
+        await eventually(recorded, lambda number: number >= 60)
+        measured(raw, gpu_prefix_cache_hit_rate="0.1")
+        found = examined_in_process(url)
+    assert found["cache hits"]["found"] == "w1:0: 100% predicted, 10% reported"
+
+
+def examined_in_process(url: str, *arguments: str) -> dict[str, Any]:
+    """As `examined`, in a process of its own."""
+    command = [sys.executable, "-m", "app.cli", "doctor", "--json", "--redis-url", url]
+    command += ["--namespace", NAMESPACE, *arguments]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = json.loads(ran.stdout)
+    assert ran.returncode == int(not all(check["ok"] for check in found)), ran.stderr
+    return {check["about"]: check for check in found}
+
+
+async def test_an_engine_and_its_agent_are_looked_at(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url = one_redis_server.url
+    with engine() as one, engine() as other, agent(one.url, url, tmp_path) as beside:
+
+        async def healthy() -> int:
+            async with httpx.AsyncClient() as http:
+                return (await http.get(f"{beside.url}/health")).status_code
+
+        await eventually(healthy, lambda status: status == 200, within_s=20.0)
+        urls = [f"--engine-url={engine.url}" for engine in (one, other)]
+        found = examined_in_process(url, *urls, "--probe")
+        nowhere = "http://127.0.0.1:1"
+        missing = examined_in_process(url, f"--engine-url={nowhere}")
+    assert bad(found) == {f"engine {other.url} agent"}
+    assert found[f"engine {one.url} agent"]["found"] == "registered as e:0"
+    assert found[f"engine {one.url} events"]["ok"]
+    assert bad(missing) == {f"engine {nowhere}"}
