@@ -13,7 +13,8 @@ import importlib.machinery
 import json
 import sys
 from array import array
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -53,6 +54,7 @@ publisher = ZmqEventPublisher(
     0, endpoint=f"tcp://*:{EVENTS_PORT}", replay_endpoint=f"tcp://*:{REPLAY_PORT}"
 )
 stamp = 0.0
+one_at_a_time = Lock()
 
 
 def publish() -> None:
@@ -67,7 +69,7 @@ def publish() -> None:
 def ask(tokens: list[int], salt: str | None) -> int:
     # The last token is always computed.
     asked = RadixKey(array("q", tokens[:-1]), cache_salt=salt)
-    cached = len(cache.match_prefix(MatchPrefixParams(key=asked)).device_indices)
+    cached = cache.match_prefix(MatchPrefixParams(key=asked)).device_prefix_len
     needed = len(tokens) // PAGE * PAGE - cached
     room = PAGES * PAGE - cache.total_size()
     if needed > room:
@@ -110,11 +112,14 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("content-length") or 0)
         asked = json.loads(self.rfile.read(length) or b"{}")
         if self.path == "/reset":
-            cache.reset()
-            publish()
+            with one_at_a_time:
+                cache.reset()
+                publish()
             self._answer({})
         elif self.path == "/ask":
-            self._answer({"cached": ask(asked["tokens"], asked.get("salt"))})
+            with one_at_a_time:
+                cached = ask(asked["tokens"], asked.get("salt"))
+            self._answer({"cached": cached})
         else:
             self._answer(None)
 
@@ -131,4 +136,4 @@ class Handler(BaseHTTPRequestHandler):
 publish()
 sys.stdout.write("serving\n")
 sys.stdout.flush()
-HTTPServer(("127.0.0.1", HTTP_PORT), Handler).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", HTTP_PORT), Handler).serve_forever()
