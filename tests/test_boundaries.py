@@ -59,7 +59,18 @@ TESTS = frozenset({"tests", "loadtest"})
 WEB = frozenset({"fastapi", "starlette", "uvicorn"})
 ROOMS = frozenset(
     f"app.{name}"
-    for name in ("core", "policy", "state", "router", "http", "api", "ops", "local", "options")
+    for name in (
+        "core",
+        "policy",
+        "state",
+        "router",
+        "http",
+        "door",
+        "api",
+        "ops",
+        "local",
+        "options",
+    )
 )
 """All of app but `app.cli`, which imports them when a subcommand is called."""
 
@@ -84,6 +95,12 @@ BOUNDARIES = [
     Boundary(
         "app.api", frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "api")
     ),
+    Boundary(
+        "app.door",
+        frozenset({"torch", "transformers"})
+        | beyond("core", "policy", "state", "router", "http", "door"),
+    ),
+    Boundary("app.door.tokens", WEB | {"redis", "click", "huggingface_hub"}),
     Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
     Boundary("app.ops", WEB | {"torch"} | beyond("core", "policy", "state", "options", "ops")),
     Boundary(
@@ -171,6 +188,8 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         if reads.search(line)
     ]
     assert found == [
+        ("app/door/tokens/templates.py", "from datetime import datetime"),
+        ("app/door/tokens/templates.py", "return datetime.now().strftime(format)"),
         ("app/ops/checks.py", "ahead_s = time.time() - (seconds + micros / 1e6)"),
         ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
         ("workers/http.py", '"created": int(time.time()),'),

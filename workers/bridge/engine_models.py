@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import orjson
-from xxhash import xxh3_64_intdigest
-
 from app.core.errors import ConfigError
+from app.core.tokenizer_hash import PROBE, hash_of_probe
 from workers.bridge.engine_http import EngineHttp, whole
 from workers.bridge.facts import Overrides
-
-PROBE = (
-    "The quick brown fox, 1234567890 times:\n\tdef f(x): return x ** 2  # ½ of π\n"
-    "Größe, naïveté, Ελλάδα, Привет, 你好世界, こんにちは, 안녕하세요, שלום, नमस्ते 🙂👩‍💻\r\n"
-    "<s></s><|endoftext|><|im_start|>user<|eot_id|>[INST]   \u00a0…"
-)
-"""Tokenizers that agree on this agree, as a rule, on all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +48,4 @@ async def tokenizer_hash(engine: EngineHttp, model: str) -> str:
     """Of the ids that the engine gives for PROBE; "" if it does not say."""
     answer = await engine.post_object("/tokenize", {"model": model, "prompt": PROBE})
     ids = (answer or {}).get("tokens")
-    return f"{xxh3_64_intdigest(orjson.dumps(ids)):016x}" if isinstance(ids, list) and ids else ""
+    return hash_of_probe(ids) if isinstance(ids, list) and ids else ""

@@ -1,0 +1,74 @@
+"""Where a text may be cut so that its parts, tokenized apart, give the ids of the whole.
+
+A tokenizer first looks for its added tokens, from left to right, the longest at each place, and
+treats the text between two of them by itself. So a part that begins with an added token, and ends
+before one, has the same ids wherever it stands, provided that this token is found at that place
+whatever surrounds it. `cut_tokens` selects the tokens of which that is sure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from tokenizers import AddedToken
+
+MAX_CUT_TOKENS = 16
+"""Each is looked for in all of a text."""
+MIN_PART_BYTES = 256
+"""Parts are at least as long, but for the last, as each costs a look-up."""
+
+
+def cut_tokens(added: Mapping[int, AddedToken], used: Collection[str]) -> dict[bytes, int]:
+    """The tokens, in UTF-8, before which a text may be cut, and their ids.
+
+    added: all added tokens, by id. used: those that the model's prompts are known to contain,
+    preferred if there are many.
+    """
+    plain = {token.content: token_id for token_id, token in added.items() if _is_plain(token)}
+    if len(plain) > MAX_CUT_TOKENS:
+        plain = {content: plain[content] for content in plain if content in used}
+    contents = {token.content for token in added.values()}
+    sure = {
+        content.encode(): token_id
+        for content, token_id in plain.items()
+        if not any(_hides(other, content) for other in contents)
+    }
+    return dict(list(sure.items())[:MAX_CUT_TOKENS])
+
+
+def _is_plain(token: AddedToken) -> bool:
+    """Whether it is looked for in the text as it came, and takes nothing of what is around it."""
+    is_literal = not (token.normalized or token.single_word or token.lstrip or token.rstrip)
+    # Neighbours may take white space.
+    return is_literal and bool(token.content) and token.content == token.content.strip()
+
+
+def _hides(other: str, content: str) -> bool:
+    """Whether finding `other` in a text may keep `content` from being found there."""
+    if other != content and content in other:
+        return True
+    return any(content.startswith(other[start:]) for start in range(1, len(other)))
+
+
+def cuts(text: bytes, tokens: Collection[bytes]) -> list[tuple[int, bytes]]:
+    """Where to cut, and the token that is there: as offsets in bytes, ascending, from 0 on.
+
+    The cuts of a text do not depend on what follows them.
+    """
+    found: list[tuple[int, bytes]] = []
+    # Looked for again only behind the place last found, so that each token costs one pass.
+    places = dict.fromkeys(tokens, -1)
+    target = 0
+    while places:
+        for token, place in list(places.items()):
+            if place < target:
+                place = text.find(token, target)
+                if place < 0:
+                    del places[token]
+                else:
+                    places[token] = place
+        if places:
+            token = min(places, key=places.__getitem__)
+            found.append((places[token], token))
+            target = places[token] + MIN_PART_BYTES
+    return found

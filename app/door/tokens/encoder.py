@@ -1,0 +1,144 @@
+"""Text -> token ids, without tokenizing again what was tokenized before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from app.core.tokenizer_hash import PROBE, hash_of_probe
+from app.door.tokens.cuts import cut_tokens, cuts
+from app.door.tokens.errors import Unrenderable
+from app.door.tokens.parts import Parts
+
+Ids = NDArray[np.uint32]
+"""Read-only. `app.core.hashing` takes it as it is; orjson writes it with OPT_SERIALIZE_NUMPY in an
+eighth of the time that a list of ints takes to be made and written."""
+
+FIRST = b"\xff"
+"""Before a part that begins a text, as some tokenizers put a space there. Not in UTF-8."""
+
+
+class Encoder:
+    """Safe to call from several threads.
+
+    used: the added tokens that texts are likely to contain. max_bytes: how much to remember of
+    texts and their ids; 0: nothing.
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, used: Collection[str], max_bytes: int
+    ) -> None:
+        # A file may ask for both, for training; a prompt must stay as it is.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._parts = Parts(max_bytes)
+        # Dropout, or tokens that are split like any text, make ids depend on more than the text.
+        is_random = bool(getattr(tokenizer.model, "dropout", None))
+        may_cut = max_bytes > 0 and not is_random and not tokenizer.encode_special_tokens
+        added = tokenizer.get_added_tokens_decoder()
+        self._cut_tokens = cut_tokens(added, used) if may_cut else {}
+        self._special = self._special_ids()
+        self.fingerprint = hash_of_probe(self._ids(PROBE, add_special_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids:
+        """The ids of `text`, the same as from scratch.
+
+        add_special_tokens: those that the tokenizer puts around a text, mostly one at its start.
+        Raises Unrenderable if `text` is not Unicode.
+        """
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise Unrenderable("text", str(error)) from None
+        places = cuts(raw, self._cut_tokens)
+        if not places or (add_special_tokens and self._special is None):
+            ids = _packed(self._ids(text, add_special_tokens))
+        else:
+            ids = self._by_parts(raw, places)
+            if add_special_tokens and self._special is not None:
+                ids = ids.join(self._special)
+        return np.frombuffer(ids, "<u4")
+
+    def _by_parts(self, raw: bytes, places: list[tuple[int, bytes]]) -> bytes:
+        """places: as from `cuts`."""
+        starts = [start for start, _ in places]
+        keys = [raw[start:end] for start, end in pairwise(starts)]
+        if starts[0]:
+            keys.insert(0, FIRST + raw[: starts[0]])
+            places = [(0, b""), *places]
+        known = self._parts.get(keys)
+        # The last part ends where the text does, and the next text may go on there.
+        parts: list[bytes] = []
+        new: list[tuple[bytes, bytes]] = []
+        at = 0
+        while at < len(places):
+            if at < len(keys) and (ids := known[at]) is not None:
+                parts.append(ids)
+                at += 1
+                continue
+            end = next((i for i in range(at + 1, len(keys)) if known[i] is not None), len(places))
+            made = self._run(raw, places[at:end], places[end] if end < len(places) else None)
+            if len(made) == end - at:
+                new += zip(keys[at:end], made, strict=False)
+            parts += made
+            at = end
+        self._parts.put(new)
+        return b"".join(parts)
+
+    def _run(
+        self, raw: bytes, places: list[tuple[int, bytes]], next_place: tuple[int, bytes] | None
+    ) -> list[bytes]:
+        """The ids of each of the parts that begin at `places`, one after another; or of all of them
+        as one, if it cannot be told where a part's ids begin.
+
+        next_place: where the next part begins; None: there is none.
+        """
+        begin = places[0][0]
+        end, token = next_place or (len(raw), b"")
+        # With the token behind it, as that is what follows.
+        ids = np.array(self._ids(raw[begin : end + len(token)].decode(), False), "<u4")
+        if token:
+            ids = ids[:-1]
+        indexes = [0]
+        last: dict[bytes, tuple[int, int]] = {}
+        where: dict[bytes, NDArray[np.intp]] = {}
+        for start, cut_token in places[1:]:
+            if cut_token not in where:
+                where[cut_token] = np.flatnonzero(ids == self._cut_tokens[cut_token])
+                # Normalized text can turn into the token's text, and then into its id.
+                if len(where[cut_token]) != raw.count(cut_token, begin, end):
+                    return [ids.tobytes()]
+            since, num = last.get(cut_token, (begin, 0))
+            num += raw.count(cut_token, since, start)
+            last[cut_token] = start, num
+            indexes.append(int(where[cut_token][num]))
+        bounds = zip(indexes, [*indexes[1:], len(ids)], strict=True)
+        return [ids[a:b].tobytes() for a, b in bounds]
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The library lets other threads run meanwhile only if given a batch.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+            0
+        ].ids
+
+    def _special_ids(self) -> tuple[bytes, bytes] | None:
+        """What the tokenizer puts before and after any text; None: it cannot be told."""
+        whole = self._tokenizer.encode("a")
+        mask = whole.special_tokens_mask
+        bare = self._ids("a", False)
+        if 0 not in mask:
+            return None
+        before = mask.index(0)
+        after = before + len(bare)
+        if whole.ids[before:after] != bare or not all(mask[after:]):
+            return None
+        return _packed(whole.ids[:before]), _packed(whole.ids[after:])
+
+
+def _packed(ids: list[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()

@@ -1,0 +1,41 @@
+"""Why the token ids of a prompt are not to be had here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from app.core.errors import KvrouteError
+
+Reason = Literal[
+    "media",  # images, audio, video
+    "message",  # a message of a form that only the engine can judge
+    "tools",
+    "tool_choice",
+    "template",  # the model has none, or the request brings its own, or this one needs more
+    "template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "response_format",
+    "truncation",
+    "special_tokens",
+    "echo",
+    "refused",  # by the template, or both continued and prompted
+    "size",
+    "text",  # not Unicode
+]
+
+
+class TokenizerUnavailable(KvrouteError):
+    """A model's tokenizer is not on this machine, or cannot be read."""
+
+
+class Unrenderable(KvrouteError):
+    """A request that cannot be rendered here exactly as its engine would. reason: one word."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason: Reason = reason
+
+
+class Overloaded(KvrouteError):
+    """As much text as may wait to be tokenized is already waiting."""

@@ -1,0 +1,292 @@
+"""A chat request, as the engine gives it to the model's template.
+
+The rules are those of vLLM 0.32: of its request models (entrypoints/openai/chat_completion) and of
+`parse_chat_messages` (renderers/chat_utils.py). What they treat in other ways than these, or may in
+another version, is left to the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from app.core.errors import shown
+from app.door.tokens.content_format import ContentFormat
+from app.door.tokens.errors import Reason, Unrenderable
+from app.door.tokens.templates import Message
+
+MAX_MESSAGES = 10_000
+"""Some templates look at all messages for each."""
+
+_LEFT_TO_THE_ENGINE: dict[str, Reason] = {
+    "chat_template": "template",
+    "chat_template_kwargs": "template_kwargs",
+    "documents": "documents",
+    "reasoning_effort": "reasoning_effort",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "truncate_prompt_tokens": "truncation",
+    "media_io_kwargs": "media",
+    "mm_processor_kwargs": "media",
+    "audio": "media",
+    "add_special_tokens": "special_tokens",
+    "echo": "echo",
+}
+"""Members of a request that change how it is rendered, unless null, false or an empty object."""
+_KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+_REASONING = ("reasoning", "reasoning_content")
+_IGNORED = frozenset({"annotations", "audio", "function_call", "refusal", "tools", "task"})
+"""Members of messages that clients send back as they got them, empty."""
+_BILLING = "x-anthropic-billing-header"
+"""vLLM drops a line that begins so from system messages: it differs in every request."""
+_LARGE_FLOAT = re.compile(rb"[0-9]e\+?[0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """messages: for templates that take content in the format asked for."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+def size(body: Mapping[str, Any]) -> int:
+    """About how many characters there are to render. Of any body, however malformed."""
+    messages = body.get("messages")
+    tools = body.get("tools")
+    total = 2_000 * len(tools) if isinstance(tools, list) else 0
+    for message in messages if isinstance(messages, list) else ():
+        total += 20
+        if isinstance(message, dict):
+            content, calls = message.get("content"), message.get("tool_calls")
+            total += len(content) if isinstance(content, str) else _length(content, "text")
+            total += _length(calls, "function")
+    return total
+
+
+def _length(items: Any, name: str) -> int:
+    """Of the texts of parts, or the arguments of tool calls."""
+    total = 0
+    for item in items if isinstance(items, list) else ():
+        value = item.get(name) if isinstance(item, dict) else item
+        text = value.get("arguments") if isinstance(value, dict) else value
+        total += 20 + (len(text) if isinstance(text, str) else 0)
+    return total
+
+
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools as the engine passes them on: known members only, in the order of its models."""
+    tools = body.get("tools")
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise Unrenderable("tool_choice", shown(choice))
+    if tools is None:
+        if choice == "auto":
+            raise Unrenderable("tool_choice", "auto, without tools")
+        return None
+    if not isinstance(tools, list) or not tools:
+        raise Unrenderable("tools", "not a list of at least one")
+    _check_numbers(tools)
+    return [_tool(tool) for tool in tools]
+
+
+def _check_numbers(tools: list[Any]) -> None:
+    """Parsers disagree on integers beyond 64 bits: some make floats of them."""
+    if _LARGE_FLOAT.search(orjson.dumps(tools)):
+        pending: list[Any] = [tools]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, float) and abs(value) >= 1e15:
+                raise Unrenderable("tools", f"{value} may have been an integer")
+            if isinstance(value, dict):
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if (
+        not isinstance(function, dict)
+        or tool.get("type", "function") != "function"
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("description"), str | None)
+        or not isinstance(function.get("parameters"), dict | None)
+        or not isinstance(function.get("strict"), bool | None)
+        or {"defer_loading"} & (tool.keys() | function.keys())
+    ):
+        raise Unrenderable("tools", shown(tool))
+    made = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        made["strict"] = function["strict"]
+    return {"type": "function", "function": made}
+
+
+def chat_of(body: Mapping[str, Any], content: ContentFormat, *, takes_developers: bool) -> Chat:
+    """The chat in the body of a request, for a template of these habits. Raises Unrenderable."""
+    for name, reason in _LEFT_TO_THE_ENGINE.items():
+        value = body.get(name)
+        if value is not None and value is not False and value != {}:
+            raise Unrenderable(reason, f"{name} is given")
+    _check_response_format(body.get("response_format"))
+    tools = tools_of(body)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Unrenderable("message", "messages is not a list of at least one")
+    if len(messages) > MAX_MESSAGES:
+        raise Unrenderable("size", f"{len(messages)} messages, over {MAX_MESSAGES}")
+    parsed = [_message(message, content) for message in messages]
+    if not takes_developers and any(message["role"] == "developer" for message in parsed):
+        parsed = _with_one_system_message(parsed)
+    prompted = _flag(body, "add_generation_prompt", True)
+    continued = _flag(body, "continue_final_message", False)
+    if prompted and continued:
+        raise Unrenderable("refused", "both add_generation_prompt and continue_final_message")
+    return Chat(parsed, tools, prompted, continued)
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name, default)
+    if not isinstance(value, bool):
+        raise Unrenderable("refused", f"{name} is {shown(value)}")
+    return value
+
+
+def _check_response_format(value: Any) -> None:
+    if value is not None and not (isinstance(value, dict) and value.get("type") == "text"):
+        raise Unrenderable("response_format", shown(value))
+
+
+def _message(message: Any, content_format: ContentFormat) -> Message:
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        raise Unrenderable("message", shown(message))
+    for name in message.keys() - _KNOWN:
+        is_ignored = name in _IGNORED and not message[name]
+        if not is_ignored and not (role == "assistant" and name in _REASONING):
+            raise Unrenderable("message", f"{shown(name)} of a message")
+    texts = _texts(message, role)
+    made: Message = {"role": role}
+    if role == "tool" or content_format == "string":
+        made["content"] = "\n".join(texts if content_format == "openai" else filter(None, texts))
+    else:
+        made["content"] = [{"type": "text", "text": text} for text in texts]
+    if role == "assistant":
+        if tool_calls := _tool_calls(message.get("tool_calls")):
+            made["tool_calls"] = tool_calls
+        if (reasoning := _reasoning(message)) is not None:
+            made["reasoning"] = made["reasoning_content"] = reasoning
+    elif message.get("tool_calls"):
+        raise Unrenderable("message", f"tool_calls of {shown(role)}")
+    if role == "tool" and "tool_call_id" in message:
+        made["tool_call_id"] = _text(message["tool_call_id"])
+    if message.get("name") is not None:
+        made["name"] = _text(message["name"])
+    if role == "developer":
+        made["tools"] = None
+    return made
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Unrenderable("message", f"{shown(value)} is not text")
+    return value
+
+
+def _texts(message: Message, role: str) -> list[str]:
+    """The texts that make up its content."""
+    content = message.get("content")
+    if content is None and role == "assistant":
+        return []
+    if isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, list):
+        texts = [_part(part) for part in content]
+    else:
+        raise Unrenderable("message", f"content is {shown(content)}")
+    if role != "system":
+        return texts
+    rests = [
+        (text.partition("\n")[2] if text.startswith(_BILLING) else text, text) for text in texts
+    ]
+    return [rest for rest, text in rests if rest or rest == text]
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise Unrenderable("message", f"{shown(part)} in content")
+    if part.get("type") != "text":
+        raise Unrenderable("media", f"a part of type {shown(part.get('type'))}")
+    if part.keys() != {"type", "text"}:
+        raise Unrenderable("message", "more than text in a part of type text")
+    return _text(part["text"])
+
+
+def _reasoning(message: Message) -> str | None:
+    given = [message[name] for name in _REASONING if message.get(name) is not None]
+    return _text(given[0]) if given else None
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise Unrenderable("message", f"tool_calls is {shown(calls)}")
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """In the order of the engine's models, as templates may write all of it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(function, dict)
+        or call.get("type") != "function"
+        or not all(isinstance(text, str) for text in (call.get("id"), function.get("name")))
+        or not isinstance(function.get("arguments"), str)
+    ):
+        raise Unrenderable("message", f"a tool call of another form: {shown(call)}")
+    made = {"arguments": _arguments(function["arguments"]), "name": function["name"]}
+    first = {"id": call["id"], "function": _followed(made, function), "type": "function"}
+    return _followed(first, call)
+
+
+def _followed(first: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    return first | {name: others[name] for name in others if name not in first}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text) if text else {}
+    except ValueError:
+        parsed = {}  # as the engine does, lest the chat can never go on
+    except RecursionError:
+        raise Unrenderable("message", "arguments of a tool call are too deep") from None
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _with_one_system_message(messages: list[Message]) -> list[Message]:
+    """With developers as systems, and all of those as one, at the start."""
+    for message in messages:
+        if message["role"] == "developer":
+            message["role"] = "system"
+            del message["tools"]
+    systems = [message for message in messages if message["role"] == "system"]
+    if systems == messages[:1]:
+        return messages
+    contents = [_joined(message["content"]) for message in systems]
+    merged: Message = {"role": "system", "content": "\n\n".join(filter(None, contents))}
+    return [merged, *(message for message in messages if message["role"] != "system")]
+
+
+def _joined(content: str | list[dict[str, str]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)

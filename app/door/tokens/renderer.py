@@ -1,0 +1,116 @@
+"""The ids of a model's prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from app.core.errors import cut
+from app.door.tokens import files
+from app.door.tokens.encoder import Encoder, Ids
+from app.door.tokens.errors import TokenizerUnavailable, Unrenderable
+from app.door.tokens.messages import chat_of, size
+from app.door.tokens.pool import Pool
+from app.door.tokens.templates import ChatTemplate
+
+AT_ONCE_CHARACTERS = 1_000
+"""Shorter prompts are tokenized where they are: handing them to a thread takes as long."""
+REMEMBERED_BYTES = 64 << 20
+"""Of texts and their ids, per model: some six million tokens."""
+
+_POOL = Pool()
+
+
+def load(source: str, pool: Pool = _POOL, max_bytes: int = REMEMBERED_BYTES) -> Renderer:
+    """What renders and tokenizes a model's prompts. Takes up to seconds: call it in a thread.
+
+    source: a folder with a tokenizer.json and, for chats, a template; or the name of a model in the
+    local Hugging Face cache. Nothing is downloaded. max_bytes: how much to remember of texts and
+    their ids, lest they are tokenized again.
+    Raises TokenizerUnavailable.
+    """
+    found = files.read(files.folder_of(source))
+    try:
+        templates = {
+            name: ChatTemplate(text, found.special_tokens) for name, text in found.templates.items()
+        }
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise TokenizerUnavailable(f"{source}: its chat template: {cut(str(error))}") from None
+    used = {
+        token.content
+        for token in found.tokenizer.get_added_tokens_decoder().values()
+        if token.content in found.special_tokens.values()
+        or any(token.content in text for text in found.templates.values())
+    }
+    return Renderer(found, templates, Encoder(found.tokenizer, used, max_bytes), pool)
+
+
+class Renderer:
+    """Made by `load`."""
+
+    def __init__(
+        self,
+        found: files.ModelFiles,
+        templates: Mapping[str, ChatTemplate],
+        encoder: Encoder,
+        pool: Pool,
+    ) -> None:
+        self._found = found
+        self._templates = templates
+        self._encoder = encoder
+        self._pool = pool
+
+    @property
+    def fingerprint(self) -> str:
+        """As a worker's `tokenizer_hash`, if its engine tokenizes alike."""
+        return self._encoder.fingerprint
+
+    async def of_chat(self, body: Mapping[str, Any]) -> Ids:
+        """The ids of a chat request. body: what its JSON says.
+
+        Raises Unrenderable, if only the engine can tell; Overloaded.
+        """
+        length = size(body)
+        if length <= AT_ONCE_CHARACTERS:
+            return self._chat(body)
+        return await self._pool.run(length, self._chat, body)
+
+    async def of_text(self, prompt: str, add_special_tokens: bool = True) -> Ids:
+        """The ids of the prompt of a completion.
+
+        add_special_tokens: those that the tokenizer puts around a text.
+        Raises Unrenderable, if it is not Unicode; Overloaded.
+        """
+        if len(prompt) <= AT_ONCE_CHARACTERS:
+            return self._text(prompt, add_special_tokens)
+        return await self._pool.run(len(prompt), self._text, prompt, add_special_tokens)
+
+    def _text(self, prompt: str, add_special_tokens: bool) -> Ids:
+        return self._encoder.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _chat(self, body: Mapping[str, Any]) -> Ids:
+        template = self._template(has_tools=bool(body.get("tools")))
+        return self._encoder.encode(rendered(template, body))
+
+    def _template(self, *, has_tools: bool) -> ChatTemplate:
+        template = self._templates.get("default")
+        if has_tools:
+            template = self._templates.get("tool_use", template)
+        if template is None:
+            raise Unrenderable("template", self._found.why_no_template)
+        if unsure := template.variables & self._found.unsure:
+            raise Unrenderable("template", f"{', '.join(sorted(unsure))}: known to engines alone")
+        return template
+
+
+def rendered(template: ChatTemplate, body: Mapping[str, Any]) -> str:
+    """The text that the model is prompted with. Raises Unrenderable."""
+    chat = chat_of(body, template.content_format, takes_developers=template.takes_developers)
+    return template.render(
+        chat.messages,
+        chat.tools,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+    )
