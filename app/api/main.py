@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
@@ -18,10 +19,14 @@ from app.api.routes import HOT_ROUTES, routes
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.door.auth import check_open, load_keys
+from app.door.errors import Unauthorized
+from app.door.http import HttpDoor, refuse
 from app.http.server import serve
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
+from app.router.routers import Routers
 from app.state.connect import check_server, connect, shown_url
 from app.state.scripts import ScriptRunner
 
@@ -42,46 +47,53 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
             await check_server(redis, CHECK_TIMEOUT_S)
         except RedisUnavailable as error:
             log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
-    router: Router = app.state.router
+    routers: Routers = app.state.routers
     await serve(
         app,
         *sockets,
-        on_stop=router.stop,
-        on_refused=lambda code: router.telemetry.refusals.labels(code).inc(),
+        on_stop=routers.stop,
+        on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
     )
 
 
 def create_app(settings: RouterSettings) -> FastAPI:
     """A router replica. It starts even without Redis, and says in /readiness what is missing.
 
-    Raises ConfigError for a bad Redis URL or namespace.
+    Raises ConfigError for a bad Redis URL, namespace or file of keys.
     """
-    keyspace = Keyspace(settings.namespace)
-    timeout_s = settings.redis_timeout_ms / 1000
-    redis = connect(settings.redis_url, timeout_s=timeout_s)
-    fleet = Fleet(redis, keyspace, timeout_s)
-    on_replicas = READS_OF_THE_INDEX if settings.read_from == "replica" else ()
-    runner = ScriptRunner(redis, timeout_s, on_replicas=on_replicas)
-    router = Router(runner, keyspace, settings, fleet, Telemetry())
+    keys = load_keys(settings.api_key, settings.api_key_file)
+    check_open(settings.host, keys, no_auth=settings.no_auth)
+    routers = Routers(settings.namespace, partial(_router, settings))
+    door = HttpDoor(settings, routers, keys)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(router.run())
-                yield
-                running.cancel()
-        finally:
-            await redis.aclose()
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(door.run()), tasks.create_task(routers.run())]
+            yield
+            for task in running:
+                task.cancel()
 
     # A redirect to the path with or without a slash would repeat the caller's Host header.
     app = Application(title="kvroute router", lifespan=lifespan, redirect_slashes=False)
-    app.state.router = router
+    app.state.routers = routers
+    app.state.router = routers.own
+    app.state.door = door
     app.state.settings = settings
     app.state.bodies = BodyReader(settings.max_prompt_tokens)
     errors.install(app)
     app.include_router(routes)
     return app
+
+
+def _router(settings: RouterSettings, namespace: str) -> Router:
+    keyspace = Keyspace(namespace)
+    timeout_s = settings.redis_timeout_ms / 1000
+    redis = connect(settings.redis_url, timeout_s=timeout_s)
+    fleet = Fleet(redis, keyspace, timeout_s)
+    on_replicas = READS_OF_THE_INDEX if settings.read_from == "replica" else ()
+    runner = ScriptRunner(redis, timeout_s, on_replicas=on_replicas)
+    return Router(runner, keyspace, settings, fleet, Telemetry())
 
 
 class Application(FastAPI):
@@ -93,8 +105,18 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            endpoint = HOT_ROUTES.get(scope["path"])
+        if scope["type"] == "http":
+            door: HttpDoor = self.state.door
+            try:
+                scope["kvroute.key"] = door.key_name(scope)
+            except Unauthorized as error:
+                await refuse(send, error)
+                return
+            if door.takes(scope):
+                await door(scope, receive, send)
+                return
+            if scope["method"] == "POST":
+                endpoint = HOT_ROUTES.get(scope["path"])
         if endpoint is None:
             await super().__call__(scope, receive, send)
             return

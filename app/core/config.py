@@ -140,8 +140,68 @@ class CommonSettings:
     log_level: str = setting("info", "Minimum severity to log.", OneOf(LOG_LEVELS))
 
 
+def parse_names(text: str) -> dict[str, str]:
+    """Name -> value, from text like `a=x,b=y`. Raises ValueError for anything else."""
+    pairs = [part.partition("=") for part in filter(None, text.split(","))]
+    for name, _, value in pairs:
+        if not name or not value:
+            raise ValueError(f"{text!r}: each entry needs a name and a value, NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
 @dataclass(frozen=True, slots=True)
-class RouterSettings(CommonSettings):
+class DoorSettings(CommonSettings):
+    """How a replica takes the requests of OpenAI clients, and carries them to engines."""
+
+    api_key: str = setting(
+        "",
+        "Key that every request must carry (Authorization: Bearer KEY), except for /health and "
+        "/readiness.",
+    )
+    api_key_file: str = setting(
+        "", "File with further keys: one on each line, `NAME KEY` or only the key."
+    )
+    no_auth: bool = setting(
+        False,
+        "Without a key, listen on addresses other than loopback as well: something in front asks "
+        "for keys.",
+        bool,
+    )
+    worker_key: str = setting("", "Key that workers ask for.")
+    tokenizers: str = setting(
+        "",
+        "Where the tokenizers of models are, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: where "
+        "their workers say.",
+        Text("NAME=SOURCE,...", parse_names),
+    )
+    max_request_bytes: int = setting(
+        64 * 1024 * 1024, "Larger bodies of OpenAI clients are refused (413).", POSITIVE
+    )
+    answer_timeout_s: float = setting(
+        600.0,
+        "An engine's answer must begin within this time, all tries together.",
+        POSITIVE_SECONDS,
+    )
+    gap_timeout_s: float = setting(
+        300.0, "Longest pause between two parts of an engine's answer.", POSITIVE_SECONDS
+    )
+    stalled_s: float = setting(
+        60.0,
+        "A client that takes nothing of its answer for this long is cut off.",
+        POSITIVE_SECONDS,
+    )
+    show_decision: bool = setting(
+        False,
+        "Answers name their worker and its overlap (x-kvroute-worker, x-kvroute-overlap).",
+        bool,
+    )
+    access_log: bool = setting(
+        False, "A line of JSON on standard output for each request of an OpenAI client.", bool
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings(DoorSettings):
     """One router replica."""
 
     port: int = setting(8080, "Port to listen on; 0 takes a free one.", PORT)

@@ -51,7 +51,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             deadline = deadline or asyncio.get_running_loop().time() + BODY_TIMEOUT_S
             try:
                 async with asyncio.timeout_at(deadline):
-                    message = await _resumed(receiving, waits_for)
+                    message = await resumed(receiving, waits_for)
             except TimeoutError:
                 raise BodyTimeout(f"body: incomplete after {BODY_TIMEOUT_S:g} s") from None
         if message["type"] == "http.disconnect":
@@ -65,7 +65,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 @coroutine
-def _resumed(started: Generator[Any, None, T], waits_for: Any) -> Generator[Any, None, T]:
+def resumed(started: Generator[Any, None, T], waits_for: Any) -> Generator[Any, None, T]:
     """Awaits the rest of what has been started and came to wait for something."""
     try:
         yield waits_for

@@ -76,6 +76,13 @@ class Fleet:
         return self.last_view.block_size if self.last_view else None
 
     @property
+    def infos(self) -> tuple[WorkerInfo, ...]:
+        """Of the workers that were alive when Redis was last asked, also of those that get no
+        requests for a while."""
+        view = self.last_view
+        return (*view.infos, *view.paused.values()) if view else ()
+
+    @property
     def recovers(self) -> bool:
         """Whether Redis was unreachable so recently that a live worker's lease may have run out."""
         return time.monotonic() < self._recovers_until

@@ -53,6 +53,8 @@ class Router:
         telemetry.decisions_of(settings.policy, RoutingError.outcome)
         for error in RoutingError.__subclasses__():
             telemetry.decisions_of(settings.policy, error.outcome)
+        self.namespace = keyspace.namespace
+        self.redis = runner.redis
         self._runner = runner
         self._keyspace = keyspace
         self._history = History(replica)
@@ -75,6 +77,7 @@ class Router:
                 tasks.create_task(self._runner.redis.follow())
         finally:
             await self._endings.finish()
+            await self.redis.aclose()
 
     async def route(
         self,

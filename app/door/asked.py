@@ -1,0 +1,146 @@
+"""What the body of a request for an answer asks for, and what of it only routers may say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from app.core.config import PRIORITIES
+from app.core.errors import InvalidRequest, shown
+from app.core.types import REQUEST_ID, TENANT_ID
+
+ONLY_ROUTERS = (
+    "kv_transfer_params",
+    "prompt_token_ids",
+    "input_ids",
+    "input_embeds",
+    "prompt_embeds",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "extra_key",
+    "rid",
+    "chat_template",
+    "priority",
+)
+"""Members of a body by which a client could read what others cached, choose its engine, overtake
+others, or run a template of its own."""
+_STORED = ("previous_response_id", "conversation", "background")
+
+
+class Api(StrEnum):
+    """The kinds of requests, by what their paths are about."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+
+
+PATHS = {
+    "/v1/chat/completions": Api.CHAT,
+    "/v1/completions": Api.COMPLETIONS,
+    "/v1/embeddings": Api.EMBEDDINGS,
+    "/v1/messages": Api.MESSAGES,
+    "/v1/responses": Api.RESPONSES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """session, tenant: "" for none. cache_salt: as the client gave it; "": none.
+
+    streams: the answer comes in events. wants_usage: a stream is to end with its usage.
+    """
+
+    api: Api
+    model: object
+    streams: bool
+    wants_usage: bool
+    session: str
+    tenant: str
+    priority: str
+    cache_salt: str
+
+
+def read(api: Api, fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Asked:
+    """What `fields`, the top-level members of a body, ask for. Raises InvalidRequest."""
+    for name in ONLY_ROUTERS:
+        if fields.get(name) is not None:
+            raise InvalidRequest(name, f"may only be set by a router, got {shown(fields[name])}")
+    xargs = fields.get("vllm_xargs")
+    if isinstance(xargs, dict) and "kv_cache_report_mode" in xargs:
+        raise InvalidRequest("vllm_xargs", "kv_cache_report_mode may only be set by a router")
+    if api is Api.RESPONSES:
+        for name in _STORED:
+            if fields.get(name):
+                raise InvalidRequest(
+                    name, "leans on what one engine stored; send the whole input instead"
+                )
+    streams = fields.get("stream") or False
+    if not isinstance(streams, bool):
+        raise InvalidRequest("stream", f"must be true or false, got {shown(streams)}")
+    options = fields.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise InvalidRequest("stream_options", f"must be an object, got {shown(options)}")
+    return Asked(
+        api,
+        fields.get("model"),
+        streams,
+        bool(options and options.get("include_usage")),
+        session=_session(fields, headers),
+        tenant=_tenant(headers.get(b"x-tenant-id")),
+        priority=_priority(headers.get(b"x-priority")),
+        cache_salt=_salt(fields.get("cache_salt")),
+    )
+
+
+def _session(fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str:
+    """The session that a header or the body names, or what clients of OpenAI name instead."""
+    given = headers.get(b"x-session-id", b"").decode("latin-1") or fields.get("session_id")
+    if given is not None:
+        if not isinstance(given, str) or not REQUEST_ID.fullmatch(given):
+            raise InvalidRequest(
+                "session_id", f"needs 1 to 128 visible ASCII characters, got {shown(given)}"
+            )
+        return given
+    key = fields.get("prompt_cache_key")
+    # Any text may be there.
+    return (
+        hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
+        if isinstance(key, str) and key
+        else ""
+    )
+
+
+def _tenant(value: bytes | None) -> str:
+    text = (value or b"").decode("latin-1")
+    if text and not TENANT_ID.fullmatch(text):
+        raise InvalidRequest(
+            "x-tenant-id", f"needs 1 to 64 visible ASCII characters, got {shown(text)}"
+        )
+    return text
+
+
+def _priority(value: bytes | None) -> str:
+    text = (value or b"normal").decode("latin-1")
+    if text not in PRIORITIES:
+        raise InvalidRequest(
+            "x-priority", f"must be one of {', '.join(PRIORITIES)}, got {shown(text)}"
+        )
+    return text
+
+
+def _salt(value: object) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest("cache_salt", f"must be a non-empty string, got {shown(value)}")
+    return value

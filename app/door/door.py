@@ -1,0 +1,227 @@
+"""Carries a request to a worker and the answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.core.errors import NoWorkers, RedisUnavailable
+from app.door.errors import WorkerFailed
+from app.door.events import Stream, Whole, usage_in
+from app.door.forwarding import Outgoing, headers_for_client
+from app.door.lifecycle import Lifecycle
+from app.door.models import Model
+from app.door.upstream import Answer, Upstream, UpstreamError
+
+log = logging.getLogger(__name__)
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+TRIES = 3
+CONNECT_S = 5.0
+MAX_WHOLE_BYTES = 1024 * 1024
+"""An answer that is not streamed is held back until it is complete, so that another worker can
+still take its request; a larger one is passed on as it comes."""
+FAILURES = (500, 502, 504)
+BACK_PRESSURE = (429, 503)
+
+
+class Client(Protocol):
+    """Who takes an answer. Both raise ClientStalled if it takes nothing for too long."""
+
+    async def start(self, status: int, headers: Headers) -> None: ...
+
+    async def send(self, piece: bytes, *, last: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. answer: until an answer begins, over all tries. between: between pieces of one."""
+
+    answer_s: float
+    between_s: float
+
+
+@dataclass(slots=True)
+class _Begun:
+    """An answer of which a first part is here. whole: all of it is."""
+
+    answer: Answer
+    first: bytes
+    whole: bool
+
+
+class Door:
+    """Knows how to reach engines, and how long to wait for them."""
+
+    def __init__(self, upstream: Upstream, patience: Patience) -> None:
+        self._upstream = upstream
+        self._patience = patience
+
+    async def carry(
+        self,
+        life: Lifecycle,
+        outgoing: Outgoing,
+        path: str,
+        headers: Headers,
+        policy: str,
+        client: Client,
+    ) -> None:
+        """Have a worker answer; ends `life` unless it raises.
+
+        Until the first byte has gone out to the client, another worker takes the place of one that
+        failed. Raises as Router.route does, and WorkerFailed if there is no further one to try, or
+        one fails later.
+        """
+        begun = await self._begun(life, outgoing, path, headers, policy)
+        try:
+            await self._relay(life, outgoing, begun, client)
+        finally:
+            begun.answer.abort()
+
+    async def pass_on(
+        self, model: Model, body: bytes, path: str, headers: Headers, client: Client
+    ) -> None:
+        """Have any worker of `model` answer. Raises WorkerFailed if none does."""
+        failure: UpstreamError | None = None
+        for worker in random.sample(model.workers, min(TRIES, len(model.workers))):
+            try:
+                answer = await self._upstream.send(
+                    worker.address,
+                    path,
+                    headers,
+                    body,
+                    connect_s=CONNECT_S,
+                    answer_s=self._patience.between_s,
+                )
+                pieces = []
+                while piece := await answer.read(self._patience.between_s):
+                    pieces.append(piece)
+            except UpstreamError as error:
+                failure = error
+                continue
+            text = b"".join(pieces)
+            length = (b"content-length", b"%d" % len(text))
+            await client.start(answer.status, [*headers_for_client(answer.headers), length])
+            await client.send(text, last=True)
+            return
+        raise WorkerFailed(f"model {model.name}: {failure}")
+
+    async def _begun(
+        self, life: Lifecycle, outgoing: Outgoing, path: str, headers: Headers, policy: str
+    ) -> _Begun:
+        deadline_s = asyncio.get_running_loop().time() + self._patience.answer_s
+        refusal: _Begun | None = None
+        """What is answered if no other worker answers better."""
+        failure: WorkerFailed | None = None
+        for left in reversed(range(TRIES)):
+            try:
+                decision = await life.decide(policy)
+            except NoWorkers:
+                break
+            try:
+                begun = await self._try(life, outgoing, path, headers, deadline_s)
+            except UpstreamError as error:
+                failure = WorkerFailed(f"worker {decision.worker.key}: {error}")
+                log.warning("%s; request %s", failure, decision.request_id)
+                await self._failed(life, suspend=True)
+                continue
+            status = begun.answer.status
+            if status not in FAILURES and status not in BACK_PRESSURE:
+                return begun
+            if refusal is not None:
+                refusal.answer.abort()
+            refusal = begun
+            if not left or (status == 500 and life.record.failed):
+                return refusal
+            await self._failed(life, suspend=status in FAILURES and status != 500)
+        if refusal is not None:
+            return refusal
+        if failure is None:
+            raise NoWorkers("no worker is alive")
+        raise failure
+
+    async def _failed(self, life: Lifecycle, *, suspend: bool) -> None:
+        try:
+            await life.worker_failed(suspend=suspend)
+        except RedisUnavailable as error:
+            log.debug("not told of a failed worker: %s", error)
+
+    async def _try(
+        self,
+        life: Lifecycle,
+        outgoing: Outgoing,
+        path: str,
+        headers: Headers,
+        deadline_s: float,
+    ) -> _Begun:
+        """The beginning of one worker's answer. Raises UpstreamError."""
+        worker = life.decision.worker
+        left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+        answer = await self._upstream.send(
+            worker.address,
+            path,
+            [*headers, (b"x-data-parallel-rank", b"%d" % worker.key.dp_rank)]
+            if worker.key.dp_rank
+            else headers,
+            outgoing.for_worker(worker),
+            connect_s=min(CONNECT_S, left_s),
+            answer_s=left_s,
+        )
+        try:
+            if outgoing.asked.streams and answer.status == 200:
+                return _Begun(answer, await answer.read(left_s), whole=False)
+            pieces: list[bytes] = []
+            size = 0
+            while piece := await answer.read(left_s):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_WHOLE_BYTES:
+                    return _Begun(answer, b"".join(pieces), whole=False)
+            return _Begun(answer, b"".join(pieces), whole=True)
+        except BaseException:
+            answer.abort()
+            raise
+
+    async def _relay(
+        self, life: Lifecycle, outgoing: Outgoing, begun: _Begun, client: Client
+    ) -> None:
+        asked, answer = outgoing.asked, begun.answer
+        headers = headers_for_client(answer.headers)
+        life.record.status = answer.status
+        if begun.whole:
+            headers.append((b"content-length", b"%d" % len(begun.first)))
+            usage = usage_in(begun.first[-_TAIL:]) if answer.status == 200 else None
+            life.first_token()
+            life.end("ok" if answer.status < 400 else "refused", usage=usage)
+            await client.start(answer.status, headers)
+            await client.send(begun.first, last=True)
+            return
+        parser: Stream | Whole = Whole()
+        if asked.streams and answer.status == 200:
+            parser = Stream(drops_usage=not asked.wants_usage)
+            headers += _STREAM_HEADERS
+        await client.start(answer.status, headers)
+        piece = begun.first
+        try:
+            while piece:
+                passed = parser.passed(piece)
+                if parser.has_first_token:
+                    life.first_token()
+                if passed:
+                    await client.send(passed)
+                piece = await answer.read(self._patience.between_s)
+        except UpstreamError as error:
+            raise WorkerFailed(f"worker {life.decision.worker.key}: {error}") from None
+        rest = parser.rest()
+        outcome = "error_event" if parser.failed else "ok"
+        life.end(outcome, ended_by="worker", usage=usage_in(parser.tail))
+        await client.send(rest, last=True)
+
+
+_TAIL = 4096
+_STREAM_HEADERS = [(b"x-accel-buffering", b"no"), (b"cache-control", b"no-cache")]

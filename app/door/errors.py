@@ -1,0 +1,44 @@
+"""What a request through the front door may end in besides an answer."""
+
+from __future__ import annotations
+
+from app.core.errors import InvalidRequest, KvrouteError
+
+
+class UnknownModel(KvrouteError):
+    """No worker has ever announced a model of that name."""
+
+    def __init__(self, name: str, shown: str) -> None:
+        super().__init__(f"The model {shown} does not exist.")
+        self.name = name
+
+
+class ModelUnavailable(KvrouteError):
+    """The model is known, but no worker that serves it is alive."""
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt has more tokens than the model takes."""
+
+
+class NotTokenized(KvrouteError):
+    """The ids of a prompt cannot be known here. reason: from a closed list, for metrics."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class WorkerFailed(KvrouteError):
+    """A worker gave no answer, or one that another worker would not give.
+
+    suspend: nothing should be routed to it for a while.
+    """
+
+    def __init__(self, what: str, *, suspend: bool = True) -> None:
+        super().__init__(what)
+        self.suspend = suspend
+
+
+class Unauthorized(KvrouteError):
+    """A request carries no valid key."""

@@ -1,0 +1,346 @@
+"""The front door's HTTP: raw ASGI, as each call here is in the path of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from app.core.config import RouterSettings, parse_names
+from app.core.errors import KvrouteError
+from app.core.types import checked_request_id
+from app.door import answers, asked
+from app.door.asked import PATHS, Api
+from app.door.auth import Keys
+from app.door.body import JsonBody
+from app.door.door import Door, Headers, Patience
+from app.door.errors import Unauthorized
+from app.door.forwarding import Outgoing, headers_for_engine
+from app.door.lifecycle import Admitted, Lifecycle
+from app.door.models import Model, Models
+from app.door.outcomes import Outcomes
+from app.door.prompts import PromptIds, Prompts
+from app.door.upstream import Upstream
+from app.http.body import read_body, resumed
+from app.router.prompt import Prompt, check_length
+from app.router.routers import Routers
+
+log = logging.getLogger(__name__)
+
+OPEN = ("/health", "/readiness")
+"""Paths that need no key."""
+PASSED_ON = ("/tokenize", "/detokenize")
+"""Paths of which any worker of a model may answer requests, without being reserved."""
+MODELS = "/v1/models"
+REFUSAL_S = 10.0
+_JSON = (b"content-type", b"application/json")
+
+
+class ClientStalled(KvrouteError):
+    """The client has taken nothing of its answer for too long."""
+
+
+class ClientGone(KvrouteError):
+    """The client hung up."""
+
+
+class HttpDoor:
+    """One replica's front door, while `run` runs."""
+
+    def __init__(self, settings: RouterSettings, routers: Routers, keys: Keys) -> None:
+        self.models = Models(routers, settings.redis_timeout_ms / 1000)
+        self._settings = settings
+        self._keys = keys
+        self._outcomes = Outcomes(routers.own.telemetry.registry, log=settings.access_log)
+        self._begun_s = int(time.time())
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        settings = self._settings
+        upstream = Upstream()
+        try:
+            self._upstream = upstream
+            self.prompts = Prompts(upstream, parse_names(settings.tokenizers), settings.worker_key)
+            self._door = Door(upstream, Patience(settings.answer_timeout_s, settings.gap_timeout_s))
+            await self.models.run()
+        finally:
+            await upstream.close()
+
+    def key_name(self, scope: Scope) -> str:
+        """The name of the key that a request carries. Raises Unauthorized."""
+        if not self._keys or scope["path"] in OPEN:
+            return ""
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization")
+        if given is None and b"x-api-key" in headers:
+            given = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
+        name = self._keys.name_of(given)
+        if name is None:
+            raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")
+        return name
+
+    def takes(self, scope: Scope) -> bool:
+        """Whether a request is one for the front door."""
+        path: str = scope["path"]
+        if scope["method"] == "POST":
+            return path in PATHS or path in PASSED_ON
+        return scope["method"] == "GET" and (path == MODELS or path.startswith(f"{MODELS}/"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        api = PATHS.get(path, Api.CHAT)
+        client = _Client(send, self._settings.stalled_s)
+        work: Coroutine[Any, Any, None]
+        if scope["method"] == "GET":
+            work = self._list(path, client)
+        elif path in PASSED_ON:
+            work = self._pass_on(scope, receive, client)
+        else:
+            work = self._answer(api, scope, receive, client)
+        try:
+            await work
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if not isinstance(error, KvrouteError):
+                log.error("%s failed", path, exc_info=error)
+            await client.fail(error, api)
+
+    async def _answer(self, api: Api, scope: Scope, receive: Receive, client: _Client) -> None:
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers)
+        client.about = [(b"x-request-id", request_id.encode())]
+        body = JsonBody.parse(
+            await read_body(Request(scope, receive), self._settings.max_request_bytes)
+        )
+        wanted = asked.read(api, body.fields, headers)
+        model = self.models.find(wanted.model)
+        async with _watched(receive) as watch:
+            life: Lifecycle | None = None
+            try:
+                ids = await self.prompts.of(api, model, body.fields)
+                life = self._admit(scope, headers, request_id, model, wanted, ids)
+                await self._door.carry(
+                    life,
+                    Outgoing(body, wanted, ids),
+                    scope["path"],
+                    headers_for_engine(scope["headers"], request_id, self._settings.worker_key),
+                    self._settings.policy,
+                    _Shown(client, life, self._settings.show_decision),
+                )
+            except asyncio.CancelledError:
+                if life is not None:
+                    life.end("client_gone", ended_by="client")
+                if not watch.is_gone:
+                    raise
+            except ClientStalled:
+                assert life is not None
+                life.end("client_stalled", ended_by="router")
+                raise
+            except KvrouteError as error:
+                if life is not None:
+                    life.record.status = answers.status_of(error)
+                    life.end(answers.code_of(error), ended_by="router")
+                raise
+            except Exception:
+                if life is not None:
+                    life.end("internal", ended_by="router")
+                raise
+
+    def _admit(
+        self,
+        scope: Scope,
+        headers: Mapping[bytes, bytes],
+        request_id: str,
+        model: Model,
+        wanted: asked.Asked,
+        ids: PromptIds,
+    ) -> Lifecycle:
+        settings = self._settings
+        prompt = None
+        if ids.ids is not None:
+            check_length("messages", ids.num_tokens, settings.max_prompt_tokens)
+            prompt = Prompt(
+                ids.num_tokens,
+                tokens=ids.ids,
+                lora_name=model.lora_name,
+                cache_namespace=wanted.cache_salt or None,
+            )
+        return Lifecycle(
+            Admitted(
+                request_id=request_id,
+                model=model,
+                prompt=prompt,
+                num_tokens=ids.num_tokens,
+                tokens_from=ids.tokens_from,
+                session=wanted.session if settings.session_affinity else "",
+                tenant=wanted.tenant if settings.wait_queue else "",
+                priority=wanted.priority,
+                balancer_id=headers.get(b"x-balancer-id", b"").decode("latin-1"),
+                began_ms=model.router.fleet.redis_now_ms,
+                key_name=scope.get("kvroute.key", ""),
+            ),
+            self._outcomes.ended,
+        )
+
+    async def _pass_on(self, scope: Scope, receive: Receive, client: _Client) -> None:
+        """Have any worker of the model answer."""
+        headers = dict(scope["headers"])
+        body = JsonBody.parse(
+            await read_body(Request(scope, receive), self._settings.max_request_bytes)
+        )
+        model = self.models.find(body.fields.get("model"))
+        async with _watched(receive):
+            await self._door.pass_on(
+                model,
+                body.raw,
+                scope["path"],
+                headers_for_engine(
+                    scope["headers"], _request_id(headers), self._settings.worker_key
+                ),
+                client,
+            )
+
+    async def _list(self, path: str, client: _Client) -> None:
+        if path == MODELS:
+            content: object = {"object": "list", "data": [self._card(m) for m in self.models]}
+        else:
+            content = self._card(self.models.find(path[len(MODELS) + 1 :]))
+        text = orjson.dumps(content)
+        await client.start(200, [_JSON, (b"content-length", b"%d" % len(text))])
+        await client.send(text, last=True)
+
+    def _card(self, model: Model) -> dict[str, object]:
+        base = model.root.models[0] if model.root.models else model.name
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._begun_s,
+            "owned_by": "kvroute",
+            "root": base,
+            "parent": base if model.lora_name else None,
+            "max_model_len": model.max_tokens or None,
+        }
+
+
+async def refuse(send: Send, error: Exception) -> None:
+    """Answer a request that is not even looked at."""
+    await _Client(send, REFUSAL_S).fail(error, Api.CHAT)
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id")
+    if not given:
+        return f"req-{uuid.uuid4().hex}"
+    return checked_request_id(given.decode("latin-1"))
+
+
+class _Client:
+    """The client of one request. about: headers of every answer."""
+
+    def __init__(self, send: Send, stalled_s: float) -> None:
+        self.about: Headers = ()
+        self._send = send
+        self._stalled_s = stalled_s
+        self._has_begun = self._has_ended = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self._has_begun = True
+        await self._say(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *self.about],
+            }
+        )
+
+    async def send(self, piece: bytes, *, last: bool = False) -> None:
+        self._has_ended = last
+        await self._say({"type": "http.response.body", "body": piece, "more_body": not last})
+
+    async def _say(self, message: Any) -> None:
+        sending = self._send(message).__await__()
+        try:
+            waits_for = next(sending)
+        except StopIteration:
+            return
+        # Only a client that is behind is waited for, and a deadline for each part would cost.
+        try:
+            async with asyncio.timeout(self._stalled_s):
+                await resumed(sending, waits_for)
+        except TimeoutError:
+            raise ClientStalled(f"took nothing for {self._stalled_s:g} s") from None
+
+    async def fail(self, error: Exception, api: Api) -> None:
+        """Answer with an error; in the midst of an answer, end that with one."""
+        if self._has_ended or isinstance(error, ClientStalled):
+            raise error
+        if self._has_begun:
+            await self.send(answers.event_of(error, api), last=True)
+            return
+        text = answers.body_of(error, api)
+        headers = [_JSON, (b"content-length", b"%d" % len(text)), *answers.headers_of(error)]
+        await self.start(answers.status_of(error), headers)
+        await self.send(text, last=True)
+
+
+class _Shown:
+    """A client that is told where its answer comes from, or why its tokens were not known."""
+
+    def __init__(self, client: _Client, life: Lifecycle, show_decision: bool) -> None:
+        self._client = client
+        self._life = life
+        self._show_decision = show_decision
+        self.send = client.send
+
+    async def start(self, status: int, headers: Headers) -> None:
+        record = self._life.record
+        shown = list(headers)
+        if record.admitted.tokens_from.startswith("blind:"):
+            shown.append((b"x-kvroute-tokens", record.admitted.tokens_from.encode()))
+        if self._show_decision and record.decision is not None:
+            decision = record.decision
+            overlap = f"{decision.overlap.total}/{decision.isl_blocks}"
+            shown.append((b"x-kvroute-worker", str(decision.worker.key).encode()))
+            shown.append((b"x-kvroute-overlap", overlap.encode()))
+        await self._client.start(status, shown)
+
+
+class _watched:  # noqa: N801 - used like asyncio.timeout
+    """Cancels what is done for a client as soon as that hangs up. Its body has been read.
+
+    is_gone: whether it did.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.is_gone = False
+        self._receive = receive
+
+    async def __aenter__(self) -> _watched:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watching
+        if self.is_gone:
+            self._task.uncancel()
+        return self.is_gone and kind is not None and issubclass(kind, asyncio.CancelledError)

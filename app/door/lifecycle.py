@@ -1,0 +1,172 @@
+"""One request from admission to its end, however it came in: nothing here is of HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from app.core.types import SequenceHash
+from app.door.errors import ContextTooLong
+from app.door.models import Model
+from app.policy.decision import Decision, RouteRequest
+from app.router.pending import Caller
+from app.router.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, as the engine counted them. cached: None: it did not say."""
+
+    prompt: int
+    output: int
+    cached: int | None
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A request that has been let in.
+
+    prompt: None if its tokens cannot be known here; it is then routed by load and session alone.
+    num_tokens: its length, estimated without a prompt. tokens_from: who knew the tokens, or why
+    nobody did, for headers and metrics.
+    """
+
+    request_id: str
+    model: Model
+    prompt: Prompt | None
+    num_tokens: int
+    tokens_from: str
+    session: str = ""
+    tenant: str = ""
+    priority: str = "normal"
+    balancer_id: str = ""
+    began_ms: int | None = None
+    key_name: str = ""
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of a request at its end. Times: monotonic seconds; 0.0: it never came to that.
+
+    outcome: ok, or what it ended by. ended_by: client, worker or router.
+    """
+
+    admitted: Admitted
+    began_s: float
+    tries: int = 0
+    decision: Decision | None = None
+    decided_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    usage: Usage | None = None
+    outcome: str = ""
+    ended_by: str = ""
+    status: int = 0
+    failed: list[str] = field(default_factory=list)
+    """The workers that failed it."""
+
+    @property
+    def predicted_cached(self) -> int | None:
+        """Tokens of the prompt that the worker was predicted to have cached; None: nobody could
+        tell. The last token is always computed, and with it its block."""
+        decision, admitted = self.decision, self.admitted
+        if decision is None or admitted.prompt is None or decision.degraded:
+            return None
+        info = decision.worker
+        unit = info.reuse_blocks
+        blocks = min(decision.overlap.total, (admitted.num_tokens - 1) // info.block_size)
+        return max(0, blocks // unit * unit - info.recomputed_blocks) * info.block_size
+
+
+class Lifecycle:
+    """admit -> decide -> first token -> end. Each reservation is ended exactly once.
+
+    on_end: called with the record of the whole at the end.
+    """
+
+    def __init__(self, admitted: Admitted, on_end: Callable[[Record], object]) -> None:
+        """Raises ContextTooLong."""
+        model = admitted.model
+        if admitted.prompt is not None and 0 < model.max_tokens <= admitted.num_tokens:
+            raise ContextTooLong(
+                "messages",
+                f"This model's maximum context length is {model.max_tokens} tokens, and the "
+                f"prompt has {admitted.num_tokens}.",
+            )
+        self.record = Record(admitted, time.monotonic())
+        self._admitted = admitted
+        self._router = model.router
+        self._on_end = on_end
+        self._chain: list[SequenceHash] | None = None
+        self._tried: set[str] = set()
+        self._held: Decision | None = None
+
+    @property
+    def decision(self) -> Decision:
+        """The one that holds. Only after `decide`."""
+        assert self._held is not None
+        return self._held
+
+    async def decide(self, policy: str, caller: Caller | None = None) -> Decision:
+        """Choose and reserve a worker that has not failed this request yet. As Router.route."""
+        admitted, router = self._admitted, self._router
+        if self._chain is None:
+            self._chain = []
+            if admitted.prompt is not None:
+                self._chain = await admitted.prompt.chain(await router.block_size(policy))
+        self._held = None
+        self.record.tries += 1
+        decision = await router.route(
+            RouteRequest(
+                request_id=admitted.request_id,
+                chain=self._chain,
+                isl_tokens=admitted.num_tokens,
+                policy=policy,
+                began_ms=admitted.began_ms,
+                exclude=admitted.model.others | self._tried,
+                session=admitted.session,
+                tenant=admitted.tenant,
+                priority=admitted.priority,
+                balancer_id=admitted.balancer_id,
+            ),
+            caller,
+        )
+        self._held = self.record.decision = decision
+        self.record.decided_s = time.monotonic()
+        return decision
+
+    async def worker_failed(self, *, suspend: bool) -> None:
+        """The worker gave no answer: the next decision is for another.
+
+        suspend: nothing at all is routed to it for a while.
+        """
+        decision, self._held = self.decision, None
+        name = str(decision.worker.key)
+        self._tried.add(name)
+        self.record.failed.append(name)
+        if not decision.reserved:
+            return
+        if suspend:
+            await self._router.release(decision.reservation_id, worker_failed=True)
+        else:
+            self._router.end(decision.reservation_id)
+
+    def first_token(self) -> None:
+        """The first token is out."""
+        if not self.record.first_token_s:
+            self.record.first_token_s = time.monotonic()
+            if self.decision.reserved:
+                self._router.first_token(self.decision.reservation_id)
+
+    def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> None:
+        """The answer has ended, in whatever way. Only the first call counts."""
+        record = self.record
+        if record.outcome:
+            return
+        record.outcome, record.ended_by, record.usage = outcome, ended_by, usage
+        record.ended_s = time.monotonic()
+        decision, self._held = self._held, None
+        if decision is not None and decision.reserved:
+            self._router.end(decision.reservation_id)
+        self._on_end(record)

@@ -1,0 +1,130 @@
+"""The models behind this replica: which names clients may ask for, and who serves each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from app.core.errors import RedisUnavailable, shown
+from app.core.worker_report import WorkerInfo
+from app.door.errors import ModelUnavailable, UnknownModel
+from app.router.router import Router
+from app.router.routers import Routers
+from app.state.connect import deadline
+from app.state.models import directory
+
+log = logging.getLogger(__name__)
+
+DIRECTORY_INTERVAL_S = 2.0
+VIEW_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One name that clients may ask for, as long as the same workers serve it.
+
+    workers: those that do. others: names of the workers of its namespace that do not. lora_name:
+    that of the adapter which it is; None: it is none. max_tokens: the length of a prompt and its
+    answer together; 0: unknown.
+    """
+
+    name: str
+    router: Router
+    workers: tuple[WorkerInfo, ...]
+    others: frozenset[str]
+    lora_name: str | None
+    max_tokens: int
+
+    @property
+    def namespace(self) -> str:
+        return self.router.namespace
+
+    @property
+    def root(self) -> WorkerInfo:
+        """A worker that serves it."""
+        return self.workers[0]
+
+
+class Models:
+    """Follows what workers announce, while `run` runs."""
+
+    def __init__(self, routers: Routers, timeout_s: float) -> None:
+        self._routers = routers
+        self._timeout_s = timeout_s
+        self._announced: Mapping[str, list[str]] = {}
+        self._live: dict[str, Model] = {}
+        self._seen: dict[str, tuple[WorkerInfo, ...]] = {}
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_directory())
+            tasks.create_task(self._follow_workers())
+
+    def __iter__(self) -> Iterator[Model]:
+        """Those with a live worker, by name."""
+        return (self._live[name] for name in sorted(self._live))
+
+    def find(self, name: object) -> Model:
+        """Raises UnknownModel; ModelUnavailable if no worker of it is alive."""
+        if isinstance(name, str):
+            for look_again in (True, False):
+                if name in self._live:
+                    return self._live[name]
+                if look_again:
+                    self._look()
+        if any(name in names for names in self._announced.values()):
+            raise ModelUnavailable(f"No worker that serves {shown(name)} is alive.")
+        raise UnknownModel(str(name), shown(name))
+
+    async def _follow_directory(self) -> None:
+        while True:
+            try:
+                async with deadline(self._timeout_s):
+                    self._announced = await directory(self._routers.own.redis)
+                self._routers.serve(self._announced)
+            except RedisUnavailable as error:
+                log.debug("models not read: %s", error)
+            await asyncio.sleep(DIRECTORY_INTERVAL_S)
+
+    async def _follow_workers(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(VIEW_INTERVAL_S)
+
+    def _look(self) -> None:
+        """Learn who serves what, if that has changed."""
+        by_namespace = self._routers.by_namespace
+        now = {name: router.fleet.infos for name, router in by_namespace.items()}
+        if now == self._seen:
+            return
+        self._seen = now
+        self._live = {}
+        for namespace, infos in now.items():
+            for model in _models(by_namespace[namespace], infos):
+                first = self._live.setdefault(model.name, model)
+                if first is not model:
+                    log.warning(
+                        "model %s is announced in namespaces %s and %s: requests go to the first",
+                        model.name,
+                        first.namespace,
+                        namespace,
+                    )
+
+
+def _models(router: Router, infos: tuple[WorkerInfo, ...]) -> Iterator[Model]:
+    """Each name that some of the workers serve."""
+    adapters = {name for info in infos for name in info.adapters}
+    for name in dict.fromkeys(name for info in infos for name in (*info.models, *info.adapters)):
+        serving = tuple(info for info in infos if name in info.models or name in info.adapters)
+        lengths = [info.max_model_len for info in serving if info.max_model_len]
+        yield Model(
+            name,
+            router,
+            serving,
+            frozenset(str(info.key) for info in infos if info not in serving),
+            name if name in adapters else None,
+            min(lengths, default=0),
+        )

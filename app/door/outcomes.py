@@ -1,0 +1,141 @@
+"""What is told of requests that have ended: metrics, and a line of a log for each."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import orjson
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from app.door.lifecycle import Record
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+
+class Outcomes:
+    """Counts what has ended. log: also writes it, a line of JSON each, to standard output."""
+
+    def __init__(self, registry: CollectorRegistry, *, log: bool) -> None:
+        self._log = log
+        by_model = ("model",)
+        self._requests = Counter(
+            "kvroute_door_requests_total",
+            "Requests of OpenAI clients that have ended, by how.",
+            ("model", "outcome"),
+            registry=registry,
+        )
+        self._retries = Counter(
+            "kvroute_door_retries_total",
+            "Workers that failed a request before its first byte, so that another took it.",
+            by_model,
+            registry=registry,
+        )
+        self._tokens_from = Counter(
+            "kvroute_door_tokens_from_total",
+            "Requests by who knew their token ids: client, router, engine; blind:<why>: nobody.",
+            ("model", "source"),
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "kvroute_door_tokens_total",
+            "Tokens as engines counted them, by kind: prompt, cached, output.",
+            ("model", "kind"),
+            registry=registry,
+        )
+        self._apart = Counter(
+            "kvroute_door_cached_apart_tokens_total",
+            "Tokens by which the cached ones that a worker reported differed from the predicted.",
+            ("model", "worker"),
+            registry=registry,
+        )
+        self._compared = Counter(
+            "kvroute_door_cached_compared_tokens_total",
+            "Prompt tokens of the requests that were compared so.",
+            ("model", "worker"),
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "kvroute_door_ttft_seconds",
+            "Time from a request to its first token.",
+            by_model,
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._per_token = Histogram(
+            "kvroute_door_time_per_output_token_seconds",
+            "Mean time between two tokens of an answer.",
+            by_model,
+            registry=registry,
+            buckets=_PER_TOKEN,
+        )
+        self._duration = Histogram(
+            "kvroute_door_request_seconds",
+            "Time from a request to the end of its answer.",
+            by_model,
+            registry=registry,
+            buckets=_SECONDS,
+        )
+
+    def ended(self, record: Record) -> None:
+        """Count one request."""
+        model = record.admitted.model.name
+        self._requests.labels(model, record.outcome).inc()
+        self._tokens_from.labels(model, record.admitted.tokens_from).inc()
+        if record.failed:
+            self._retries.labels(model).inc(len(record.failed))
+        self._duration.labels(model).observe(record.ended_s - record.began_s)
+        if record.first_token_s:
+            self._ttft.labels(model).observe(record.first_token_s - record.began_s)
+        if record.usage is not None:
+            self._count_tokens(model, record)
+        if self._log:
+            sys.stdout.write(orjson.dumps(_line(record)).decode() + "\n")
+            sys.stdout.flush()
+
+    def _count_tokens(self, model: str, record: Record) -> None:
+        usage = record.usage
+        assert usage is not None
+        self._tokens.labels(model, "prompt").inc(usage.prompt)
+        self._tokens.labels(model, "output").inc(usage.output)
+        if record.first_token_s and usage.output > 1:
+            took_s = record.ended_s - record.first_token_s
+            self._per_token.labels(model).observe(took_s / (usage.output - 1))
+        if usage.cached is None:
+            return
+        self._tokens.labels(model, "cached").inc(usage.cached)
+        predicted = record.predicted_cached
+        if predicted is not None and record.decision is not None:
+            worker = str(record.decision.worker.key)
+            self._compared.labels(model, worker).inc(usage.prompt)
+            self._apart.labels(model, worker).inc(abs(usage.cached - predicted))
+
+
+def _line(record: Record) -> dict[str, Any]:
+    """Never the prompt."""
+    admitted, decision, usage = record.admitted, record.decision, record.usage
+    return {
+        "request_id": admitted.request_id,
+        "key": admitted.key_name,
+        "model": admitted.model.name,
+        "namespace": admitted.model.namespace,
+        "worker": str(decision.worker.key) if decision else None,
+        "tries": record.tries,
+        "failed": record.failed,
+        "tokens_from": admitted.tokens_from,
+        "predicted_cached_tokens": record.predicted_cached,
+        "cached_tokens": usage.cached if usage else None,
+        "prompt_tokens": usage.prompt if usage else admitted.num_tokens,
+        "output_tokens": usage.output if usage else None,
+        "waited_ms": decision.waited_ms if decision else None,
+        "ttft_s": _since(record, record.first_token_s),
+        "duration_s": _since(record, record.ended_s),
+        "status": record.status,
+        "outcome": record.outcome,
+        "ended_by": record.ended_by,
+    }
+
+
+def _since(record: Record, at_s: float) -> float | None:
+    return round(at_s - record.began_s, 4) if at_s else None

@@ -1,0 +1,278 @@
+"""The token ids of prompts: known by the client, rendered here, or asked of the engine.
+
+Rendered here, they go along to the engine, which then does not tokenize again: cache and router
+cannot disagree. A canary compares what is rendered here with what the engine renders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app.core.errors import InvalidRequest, RouterOverloaded, shown
+from app.core.hashing import Tokens
+from app.door.asked import Api
+from app.door.errors import NotTokenized
+from app.door.models import Model
+from app.door.tokens import Overloaded, Renderer, TokenizerUnavailable, Unrenderable, load
+from app.door.upstream import Upstream, UpstreamError
+
+log = logging.getLogger(__name__)
+
+CANARY_EVERY = 1000
+"""One in so many prompts rendered here is compared with the engine's, besides the first."""
+ENGINE_TIMEOUT_S = 5.0
+RELOAD_S = 60.0
+"""How long after a failure to load a tokenizer it is tried again."""
+CHARACTERS_PER_TOKEN = 4
+"""To estimate the length of prompts whose tokens are not known."""
+MAX_CANARIES = 4
+"""At once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """tokens_from: client, router or engine; or, without ids, `blind:<why>`.
+
+    are_sent: the engine is to take these ids, rather than to tokenize again.
+    """
+
+    ids: Tokens | None
+    num_tokens: int
+    tokens_from: str
+    are_sent: bool = False
+
+
+@dataclass(slots=True)
+class _Rendering:
+    """What is known about rendering the prompts of one model here."""
+
+    renderer: Renderer | None = None
+    loading: asyncio.Task[None] | None = None
+    retry_s: float = 0.0
+    count: int = 0
+    differs: str = ""
+    """How its ids differ from the engine's; "": they do not, as far as was seen."""
+    why_not: str = "not loaded yet"
+
+
+class Prompts:
+    """Finds the ids of prompts. sources: where the tokenizers of models are, by name, instead of
+    where their workers say."""
+
+    def __init__(self, upstream: Upstream, sources: Mapping[str, str], worker_key: str) -> None:
+        self._upstream = upstream
+        self._sources = sources
+        self._headers = [(b"content-type", b"application/json")]
+        if worker_key:
+            self._headers.append((b"authorization", b"Bearer " + worker_key.encode()))
+        self._renderings: dict[tuple[str, str], _Rendering] = {}
+        self._canaries: set[asyncio.Task[None]] = set()
+
+    def state(self) -> dict[str, str]:
+        """For each model whose prompts are not rendered here, why."""
+        return {
+            model: rendering.differs or rendering.why_not
+            for (_, model), rendering in self._renderings.items()
+            if rendering.differs or rendering.renderer is None
+        }
+
+    async def of(self, api: Api, model: Model, fields: Mapping[str, Any]) -> PromptIds:
+        """The ids of the prompt in a body. Raises InvalidRequest, RouterOverloaded."""
+        if api is Api.COMPLETIONS:
+            given = _given_ids(fields.get("prompt"))
+            if given is not None:
+                return PromptIds(given, len(given), "client")
+        try:
+            return await self._rendered(api, model, fields)
+        except Overloaded as error:
+            raise RouterOverloaded(str(error)) from None
+        except NotTokenized as error:
+            length = len(orjson.dumps(_text_of(api, fields), option=orjson.OPT_SERIALIZE_NUMPY))
+            return PromptIds(None, max(1, length // CHARACTERS_PER_TOKEN), f"blind:{error.reason}")
+
+    async def _rendered(self, api: Api, model: Model, fields: Mapping[str, Any]) -> PromptIds:
+        if api not in (Api.CHAT, Api.COMPLETIONS):
+            raise NotTokenized(api)
+        rendering = self._of(model)
+        if rendering.renderer is not None and not rendering.differs:
+            try:
+                if api is Api.CHAT:
+                    ids = await rendering.renderer.of_chat(fields)
+                else:
+                    ids = await rendering.renderer.of_text(
+                        _one_text(fields.get("prompt")), _adds_special(fields)
+                    )
+            except Unrenderable as error:
+                if error.reason == "media":
+                    raise NotTokenized(error.reason) from None
+            else:
+                self._maybe_compare(api, model, fields, rendering, ids)
+                return PromptIds(ids, len(ids), "router", are_sent=True)
+        asked = await self._ask(api, model, fields)
+        return PromptIds(asked, len(asked), "engine")
+
+    def _of(self, model: Model) -> _Rendering:
+        source = self._sources.get(model.name) or model.root.tokenizer
+        key = (source, model.name)
+        rendering = self._renderings.get(key)
+        if rendering is None:
+            rendering = self._renderings[key] = _Rendering()
+        now_s = asyncio.get_running_loop().time()
+        if rendering.renderer is None and rendering.loading is None and now_s >= rendering.retry_s:
+            rendering.loading = asyncio.create_task(self._load(model.name, source, rendering))
+        return rendering
+
+    async def _load(self, name: str, source: str, rendering: _Rendering) -> None:
+        try:
+            if not source:
+                raise TokenizerUnavailable("its workers do not say where its tokenizer is")
+            rendering.renderer = await asyncio.to_thread(load, source)
+        except TokenizerUnavailable as error:
+            rendering.why_not = str(error)
+            rendering.retry_s = asyncio.get_running_loop().time() + RELOAD_S
+            log.warning("model %s is tokenized by its engine, not here: %s", name, error)
+        finally:
+            rendering.loading = None
+
+    async def _ask(self, api: Api, model: Model, fields: Mapping[str, Any]) -> list[int]:
+        """The ids by the engine's own rendering. Raises NotTokenized."""
+        if api is Api.CHAT:
+            asked = {name: fields[name] for name in _RENDERED if fields.get(name) is not None}
+            if _has_media(fields.get("messages")):
+                raise NotTokenized("media")
+        else:
+            asked = {"prompt": _one_text(fields.get("prompt"))}
+            if "add_special_tokens" in fields:
+                asked["add_special_tokens"] = fields["add_special_tokens"]
+        asked["model"] = model.name
+        try:
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                answer = await self._upstream.send(
+                    model.root.address,
+                    "/tokenize",
+                    self._headers,
+                    orjson.dumps(asked),
+                    connect_s=ENGINE_TIMEOUT_S,
+                    answer_s=ENGINE_TIMEOUT_S,
+                )
+                body = b""
+                while piece := await answer.read():
+                    body += piece
+        except (UpstreamError, TimeoutError):
+            raise NotTokenized("engine") from None
+        try:
+            ids = orjson.loads(body)["tokens"] if answer.status == 200 else None
+        except (ValueError, LookupError, TypeError):
+            ids = None
+        if not isinstance(ids, list) or not ids:
+            raise NotTokenized("refused")
+        return ids
+
+    def _maybe_compare(
+        self,
+        api: Api,
+        model: Model,
+        fields: Mapping[str, Any],
+        rendering: _Rendering,
+        ids: Tokens,
+    ) -> None:
+        is_due = rendering.count % CANARY_EVERY == 0
+        rendering.count += 1
+        if is_due and len(self._canaries) < MAX_CANARIES:
+            task = asyncio.create_task(self._compare(api, model, fields, rendering, ids))
+            self._canaries.add(task)
+            task.add_done_callback(self._canaries.discard)
+
+    async def _compare(
+        self,
+        api: Api,
+        model: Model,
+        fields: Mapping[str, Any],
+        rendering: _Rendering,
+        ids: Tokens,
+    ) -> None:
+        try:
+            theirs = await self._ask(api, model, fields)
+        except NotTokenized:
+            rendering.count = 0  # compare the next one
+            return
+        ours = np.asarray(ids).tolist()
+        if ours == theirs:
+            return
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        at = min(len(ours), len(theirs)) if at is None else at
+        rendering.differs = (
+            f"its ids differ from the engine's from token {at} on ({len(ours)} here, "
+            f"{len(theirs)} there)"
+        )
+        log.error(
+            "model %s is tokenized by its engine from now on, not here: %s",
+            model.name,
+            rendering.differs,
+        )
+
+
+_RENDERED = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "documents",
+)
+"""Members of a chat request that its rendering depends on."""
+
+
+def _given_ids(prompt: object) -> NDArray[np.uint32] | None:
+    """The ids that a client gives as its prompt; None: it gives text. Raises InvalidRequest."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = np.array(prompt[0]) if {*map(type, prompt[0])} == {int} else None
+    if not isinstance(prompt, np.ndarray):
+        return None
+    if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= 2**32:
+        raise InvalidRequest("prompt", "not all are token ids, which are integers below 2^32")
+    return prompt.astype(np.uint32)
+
+
+def _one_text(prompt: object) -> str:
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if isinstance(prompt, list):
+        raise NotTokenized("batch")
+    if not isinstance(prompt, str):
+        raise InvalidRequest("prompt", f"must be text or token ids, got {shown(prompt)}")
+    return prompt
+
+
+def _adds_special(fields: Mapping[str, Any]) -> bool:
+    return fields.get("add_special_tokens") is not False
+
+
+def _has_media(messages: object) -> bool:
+    if not isinstance(messages, list):
+        return False
+    contents = [m.get("content") for m in messages if isinstance(m, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") not in ("text", None) for part in parts)
+
+
+def _text_of(api: Api, fields: Mapping[str, Any]) -> object:
+    """What of a body the engine makes the prompt of."""
+    if api is Api.CHAT:
+        return [fields.get(name) for name in ("messages", "tools")]
+    if api is Api.MESSAGES:
+        return [fields.get(name) for name in ("system", "messages", "tools")]
+    if api is Api.RESPONSES:
+        return [fields.get(name) for name in ("instructions", "input", "tools")]
+    return fields.get("prompt" if api is Api.COMPLETIONS else "input")
