@@ -64,6 +64,10 @@ class Encoder:
                 ids = ids.join(self._special)
         return np.frombuffer(ids, "<u4")
 
+    def check(self) -> None:
+        """Raises AssertionError if more is remembered than may be."""
+        self._parts.check()
+
     def _by_parts(self, raw: bytes, places: list[tuple[int, bytes]]) -> bytes:
         """places: as from `cuts`."""
         starts = [start for start, _ in places]
