@@ -80,7 +80,14 @@ def beyond(*rooms: str) -> frozenset[str]:
     return TESTS | {"workers"} | (ROOMS - {f"app.{room}" for room in rooms})
 
 
-SERVED = frozenset({"workers.engine_agent", "workers.http", "workers.publishing.vllm_http"})
+SERVED = frozenset(
+    {
+        "workers.chat",
+        "workers.engine_agent",
+        "workers.http",
+        "workers.publishing.vllm_http",
+    }
+)
 
 BOUNDARIES = [
     Boundary("app", TESTS | {"torch", "workers"}),
@@ -91,9 +98,15 @@ BOUNDARIES = [
         "app.state", WEB | {"click", "torch", "app.policy.plan"} | beyond("core", "policy", "state")
     ),
     Boundary("app.router", WEB | {"click", "torch"} | beyond("core", "policy", "state", "router")),
+    Boundary(
+        "app.door",
+        frozenset({"fastapi", "click", "torch", "transformers"})
+        | beyond("core", "policy", "state", "router", "http", "door"),
+    ),
     Boundary("app.http", frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http")),
     Boundary(
-        "app.api", frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "api")
+        "app.api",
+        frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "door", "api"),
     ),
     Boundary(
         "app.door",
@@ -109,7 +122,9 @@ BOUNDARIES = [
         | beyond("core", "http", "policy", "options", "local"),
     ),
     Boundary("app.cli", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
-    Boundary("workers", beyond("core", "state", "http") - {"workers"}),
+    # Of app.door they know app.door.tokens.
+    Boundary("workers", beyond("core", "state", "http", "door") - {"workers"}),
+    Boundary("workers", frozenset({"app.router", "app.door.http"})),
     Boundary("workers", frozenset({"fastapi"}), without=SERVED),
     Boundary("workers", WEB, without=SERVED | {"workers.main"}),
     Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH),
@@ -188,10 +203,13 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         if reads.search(line)
     ]
     assert found == [
+        ("app/door/http.py", "self._begun_s = int(time.time())"),
+        ("app/door/tokens/templates.py", "from datetime import datetime"),
         ("app/door/tokens/templates.py", "from datetime import datetime"),
         ("app/door/tokens/templates.py", "return datetime.now().strftime(format)"),
         ("app/ops/checks.py", "ahead_s = time.time() - (seconds + micros / 1e6)"),
         ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
+        ("workers/chat.py", "created = int(time.time())"),
         ("workers/http.py", '"created": int(time.time()),'),
         ("workers/publishing/event_socket.py", "payload = encode(time.time(), events, self._rank)"),
         ("workers/publishing/vllm_http.py", '"created": int(time.time()),'),

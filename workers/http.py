@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
@@ -60,6 +61,7 @@ def create_app(
     model: str = "simulated",
     tokenizer: Tokenizer | None = None,
     registry: CollectorRegistry | None = None,
+    key: str = "",
 ) -> FastAPI:
     """The HTTP interface of `engine`; the caller runs it.
 
@@ -70,7 +72,8 @@ def create_app(
     the query. Unknown fields are ignored. A body larger than the longest prompt that fits could
     need is not read to its end. A client that disconnects cancels its request.
 
-    registry: of the metrics; None: the engine's.
+    registry: of the metrics; None: the engine's. key: that requests must carry, but for /health;
+    "": none.
     """
     app = FastAPI(title="kvroute worker", openapi_url=None, redirect_slashes=False)
     for kind in (
@@ -84,6 +87,9 @@ def create_app(
     ):
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(HTTPException, http_error)
+
+    if key:
+        app.add_middleware(_Guard, key=key)
 
     @app.get("/health")
     async def health() -> Response:
@@ -100,14 +106,36 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         call = await _read(request, engine.max_context_tokens, tokenizer)
-        completion = _Completion(engine, call, model, tokenizer)
-        return _Stream(completion) if call.stream else await _answer(request, completion)
+        return await respond(request, call, Completion(engine, call, model, tokenizer))
 
     return app
 
 
+class _Guard:
+    """Lets only requests with the key pass, but for /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._wanted = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._wanted):
+                body = error_body("unauthorized", "Authorization: Bearer KEY is missing or wrong")
+                answer = json_response(body, 401, {"WWW-Authenticate": "Bearer"})
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def respond(request: Request, call: Call, completion: Completion) -> Response:
+    """The answer, streamed if the call asks for that."""
+    return _Stream(completion) if call.stream else await _answer(request, completion)
+
+
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """A checked request."""
 
     completion: CompletionRequest
@@ -115,7 +143,7 @@ class _Call:
     stream_interval: int
 
 
-async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer | None) -> _Call:
+async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer | None) -> Call:
     """Raises InvalidRequest, naming the field and its value, and what `read_body` raises."""
     is_raw = (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS)
     if is_raw:
@@ -126,7 +154,7 @@ async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer 
     if is_raw:
         if len(body) % 4:
             raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
-        return _check(_query_fields(request.query_params), body)
+        return check(_query_fields(request.query_params), body)
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -139,7 +167,7 @@ async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer 
             raise InvalidRequest("prompt", "is text, but this worker has no tokenizer")
         # Encoding a megabyte takes a second.
         prompt = await asyncio.to_thread(tokenizer.encode, prompt)
-    return _check(fields, _prompt_bytes(prompt))
+    return check(fields, _prompt_bytes(prompt))
 
 
 def _prompt_bytes(prompt: object) -> bytes:
@@ -162,7 +190,8 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
     return fields
 
 
-def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
+def check(fields: Mapping[str, object], prompt: bytes) -> Call:
+    """The request that these fields of a body ask for. Raises InvalidRequest."""
     if not prompt:
         raise InvalidRequest("prompt", "is empty")
     request_id = fields.get("request_id")
@@ -176,7 +205,7 @@ def _check(fields: Mapping[str, object], prompt: bytes) -> _Call:
         Sampling(**chosen),  # type: ignore[arg-type]  # it checks them
         _flag(fields, "ignore_eos"),
     )
-    return _Call(completion, _flag(fields, "stream"), _positive(fields, "stream_interval", 1))
+    return Call(completion, _flag(fields, "stream"), _positive(fields, "stream_interval", 1))
 
 
 def _flag(fields: Mapping[str, object], name: str) -> bool:
@@ -197,19 +226,17 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
     return value
 
 
-class _Completion:
+class Completion:
     """A request under way, submitted on construction; `cancel` it in every case."""
 
-    def __init__(
-        self, engine: Engine, call: _Call, model: str, tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, engine: Engine, call: Call, model: str, tokenizer: Tokenizer | None) -> None:
         request = call.completion
         interval = call.stream_interval if call.stream else request.max_tokens
         self._generation = engine.complete(request, stream_interval=interval)
         self._text: TextStream | None = None
         if tokenizer is not None:
             self._text = tokenizer.stream(np.frombuffer(request.prompt, "<u4").tolist())
-        self._frame = {
+        self._frame: dict[str, object] = {
             "id": request.request_id,
             "object": "text_completion",
             "created": int(time.time()),
@@ -255,14 +282,14 @@ class _Completion:
             "token_ids": token_ids,
             "finish_reason": finished.finish_reason if finished else None,
         }
-        usage = {"usage": _usage(finished)} if finished else {}
+        usage = {"usage": usage_of(finished)} if finished else {}
         return orjson.dumps({**self._frame, "choices": [choice], **usage})
 
 
 class _Stream(StreamingResponse):
     """Cancels the request however the exchange with the client ends."""
 
-    def __init__(self, completion: _Completion) -> None:
+    def __init__(self, completion: Completion) -> None:
         super().__init__(completion.chunks(), media_type="text/event-stream")
         self._completion = completion
 
@@ -273,7 +300,7 @@ class _Stream(StreamingResponse):
             self._completion.cancel()
 
 
-async def _answer(request: Request, completion: _Completion) -> Response:
+async def _answer(request: Request, completion: Completion) -> Response:
     """The whole answer, computed before anything is sent, so that the status reflects the outcome.
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
@@ -292,7 +319,8 @@ async def _answer(request: Request, completion: _Completion) -> Response:
         await asyncio.wait([answer, leaving])
 
 
-def _usage(finished: Finished) -> dict[str, object]:
+def usage_of(finished: Finished) -> dict[str, object]:
+    """As in the OpenAI API, with the cached tokens by tier."""
     return {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.output_tokens,

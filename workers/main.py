@@ -61,7 +61,9 @@ async def serve(settings: WorkerSettings) -> None:
 async def _serve_with_agent(
     settings: WorkerSettings, keyspace: Keyspace, hosted: Hosted, listening: socket.socket
 ) -> None:
-    from workers.http import create_app  # only the modules imported so load FastAPI
+    # Only the modules imported so load FastAPI.
+    from workers.chat import add_chat
+    from workers.http import create_app
 
     async with AsyncExitStack() as opened:
         redis = await opened.enter_async_context(
@@ -82,7 +84,11 @@ async def _serve_with_agent(
             await check_server(redis, REDIS_TIMEOUT_S)
         except RedisUnavailable as error:
             log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
-        app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer)
+        names = settings.model_names(hosted.model)
+        app = create_app(
+            engine, model=names[0], tokenizer=hosted.tokenizer, key=settings.worker_key
+        )
+        add_chat(app, engine, names, hosted.tokenizer, hosted.tokenizer_source)
         async with asyncio.TaskGroup() as tasks:
             running_agent = tasks.create_task(_run(agent))
 
@@ -174,6 +180,8 @@ async def _new_agent(
         accelerator=await asyncio.to_thread(gpu.start),
         engine=f"kvroute-{settings.engine} {version('kvroute')}",
         models=settings.model_names(hosted.model),
+        max_model_len=hosted.num_blocks[Tier.DEVICE] * settings.block_size,
+        tokenizer=hosted.tokenizer_source,
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)

@@ -382,6 +382,9 @@ class WorkerSettings(MemberSettings):
         "Names by which requests may ask for the model, separated by commas; unset: --profile's "
         "(sim) or --model's (torch).",
     )
+    worker_key: str = setting(
+        "", "Key that every request to the worker must carry, except for /health."
+    )
     device: str = setting(
         "auto", "Device of the torch engine: cpu, cuda or cuda:N; auto: a GPU if there is one."
     )

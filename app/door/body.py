@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 from app.core.errors import InvalidRequest, cut
 from app.http import numbers
 
+try:
+    import simdjson
+except ImportError:  # there is no wheel for the newest Python yet
+    simdjson = None  # type: ignore[assignment]
+
 MAX_MEMBERS = 1000
 """No API has a tenth of that, and making objects of millions takes seconds."""
 PROMPTS = ("prompt", "input")
@@ -129,11 +134,11 @@ def _members(raw: bytes) -> dict[str, Any]:
 def _num_members(raw: bytes) -> int:
     """How many members an object in JSON has, names that come twice counted twice; 1: or none. If
     over MAX_MEMBERS, perhaps more. Says nothing if `raw` is not valid."""
-    if numbers.simdjson is not None:
+    if simdjson is not None:
         # It refuses some numbers that orjson takes.
         with suppress(RuntimeError, ValueError):
             # The parser must outlive what it has parsed.
-            parser = numbers.simdjson.Parser()
+            parser = simdjson.Parser()
             document: Any = parser.parse(raw)
             return max(1, len(document))
     return len(_commas(_without_escapes(raw))) + 1
@@ -149,7 +154,7 @@ def _repeated(raw: bytes) -> str:
         if name in names:
             break
         names.add(name)
-    return name
+    return str(name)
 
 
 def _ids_in(raw: bytes) -> tuple[str, NDArray[np.uint64], bytes] | None:

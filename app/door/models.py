@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from app.core.errors import RedisUnavailable, shown
@@ -53,8 +53,9 @@ class Models:
     def __init__(self, routers: Routers, timeout_s: float) -> None:
         self._routers = routers
         self._timeout_s = timeout_s
-        self._announced: Mapping[str, list[str]] = {}
         self._live: dict[str, Model] = {}
+        self._known: set[str] = set()
+        """Names that some worker had at some time."""
         self._seen: dict[str, tuple[WorkerInfo, ...]] = {}
 
     async def run(self) -> None:
@@ -75,7 +76,7 @@ class Models:
                     return self._live[name]
                 if look_again:
                     self._look()
-        if any(name in names for names in self._announced.values()):
+        if isinstance(name, str) and name in self._known:
             raise ModelUnavailable(f"No worker that serves {shown(name)} is alive.")
         raise UnknownModel(str(name), shown(name))
 
@@ -83,8 +84,10 @@ class Models:
         while True:
             try:
                 async with deadline(self._timeout_s):
-                    self._announced = await directory(self._routers.own.redis)
-                self._routers.serve(self._announced)
+                    announced = await directory(self._routers.own.redis)
+                for names in announced.values():
+                    self._known.update(names)
+                self._routers.serve(announced)
             except RedisUnavailable as error:
                 log.debug("models not read: %s", error)
             await asyncio.sleep(DIRECTORY_INTERVAL_S)
@@ -105,6 +108,7 @@ class Models:
         for namespace, infos in now.items():
             for model in _models(by_namespace[namespace], infos):
                 first = self._live.setdefault(model.name, model)
+                self._known.add(model.name)
                 if first is not model:
                     log.warning(
                         "model %s is announced in namespaces %s and %s: requests go to the first",

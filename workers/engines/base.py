@@ -184,6 +184,8 @@ class TextStream(Protocol):
 class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
     def stream(self, context: Sequence[int] = ()) -> TextStream: ...
 
 
@@ -203,6 +205,8 @@ class Hosted:
     gpu: int | None = 0
     reuse_tokens: int | None = None
     """Prompts reuse multiples of so many tokens; None: of a block."""
+    tokenizer_source: str = ""
+    """Folder of the tokenizer and the chat template; "": there is none."""
 
 
 class HitRate:

@@ -9,6 +9,7 @@ from workers.engines.base import Engine, Hosted
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import PROFILES
 from workers.engines.sim.runner import EngineRunner
+from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.kv.cache import Publisher
 
 
@@ -40,4 +41,10 @@ def _simulated(settings: WorkerSettings) -> Hosted:
         Tier.DEVICE: engine.pool.num_blocks,
         Tier.HOST: settings.host_pool_tokens // settings.block_size,
     }
-    return Hosted(settings.profile, num_blocks, start)
+    return Hosted(
+        settings.profile,
+        num_blocks,
+        start,
+        tokenizer=SimTokenizer(),
+        tokenizer_source=str(FOLDER),
+    )

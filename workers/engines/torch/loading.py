@@ -139,7 +139,14 @@ def _with_tiers(
 
     gpu = None if model.device.type == "cpu" else model.device.index or 0
     return Hosted(
-        settings.model, num_blocks, start, kept.close, tokenizer, gpu, settings.prefill_chunk
+        settings.model,
+        num_blocks,
+        start,
+        kept.close,
+        tokenizer,
+        gpu,
+        settings.prefill_chunk,
+        settings.model if tokenizer is not None else "",
     )
 
 

@@ -1,0 +1,86 @@
+"""A replica in this process with simulated workers as processes, and a client of each kind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api.main import create_app
+from app.core.config import RouterSettings
+from app.http.server import listen, serve
+from app.local.redis_server import EmbeddedRedis
+from tests.e2e.engines import Process
+from tests.eventually import eventually
+from tests.fake_worker import NAMESPACE
+
+MODEL = "sim-model"
+
+
+@contextmanager
+def worker(redis_url: str, name: str, **options: object) -> Iterator[Process]:
+    """A simulated worker of MODEL, a hundred times as fast as a real one."""
+    chosen = {
+        "redis_url": redis_url,
+        "namespace": NAMESPACE,
+        "worker_id": name,
+        "port": 0,
+        "model_name": MODEL,
+        "speedup": 100,
+    } | options
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
+    process = Process("worker", *flags)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@asynccontextmanager
+async def replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a replica that listens on a port."""
+    chosen = {"seed": 7, "redis_timeout_ms": 5000, "show_decision": True} | settings
+    app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen))
+    with listen("127.0.0.1", 0) as listening:
+        serving = asyncio.create_task(serve(app, listening))
+        url = f"http://127.0.0.1:{port_of(listening)}"
+        key = settings.get("api_key")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
+                yield client
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+
+def port_of(listening: socket.socket) -> int:
+    port: int = listening.getsockname()[1]
+    return port
+
+
+async def models(client: httpx.AsyncClient) -> list[str]:
+    return [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+
+
+async def until_serving(client: httpx.AsyncClient, num_workers: int) -> None:
+    async def workers() -> int:
+        return len((await client.get("/v1/workers")).json()["workers"])
+
+    await eventually(workers, lambda found: found == num_workers, within_s=30.0)
+    await eventually(lambda: models(client), bool)
+
+
+@pytest.fixture
+async def door(one_redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a replica with two workers."""
+    url = one_redis_server.url
+    with worker(url, "a"), worker(url, "b"):
+        async with replica(url) as client:
+            await until_serving(client, 2)
+            yield client

@@ -1,0 +1,183 @@
+"""What clients of the OpenAI API get at the front door, from real workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import MODEL, models, replica, until_serving, worker
+from tests.eventually import eventually
+
+SYSTEM = {"role": "system", "content": "You are terse. " * 40}
+
+
+def chat(*turns: str, **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    return {"model": MODEL, "messages": [SYSTEM, *messages], "max_tokens": 8} | more
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [orjson.loads(line) for line in lines[:-1]]
+
+
+async def test_a_chat_goes_where_its_prefix_is_and_is_not_tokenized_again(
+    door: httpx.AsyncClient,
+) -> None:
+    async def ask(*turns: str) -> tuple[str, int, int]:
+        answer = await door.post("/v1/chat/completions", json=chat(*turns))
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return answer.headers["x-kvroute-worker"], cached, usage["prompt_tokens"]
+
+    async def tokens_from(source: str) -> float:
+        return await counted(door, f'tokens_from_total{{model="{MODEL}",source="{source}"}}')
+
+    await ask("warm up")
+    await eventually(lambda: ask("warm up"), lambda found: found[1] > 0)
+
+    async def rendered() -> float:
+        await ask("hello")
+        return await tokens_from("router")
+
+    await eventually(rendered, lambda number: number > 0)
+    first, _, _ = await ask("hello")
+    await asyncio.sleep(0.3)
+    again, cached, prompt = await ask("hello", "hi", "how are you?")
+    assert again == first
+    assert cached > 600
+    assert cached < prompt
+    assert (
+        await counted(door, f'cached_apart_tokens_total{{model="{MODEL}",worker="{first}"}}') == 0
+    )
+
+
+async def counted(door: httpx.AsyncClient, name: str) -> float:
+    lines = (await door.get("/metrics")).text.splitlines()
+    found = [line for line in lines if line.startswith(f"kvroute_door_{name}")]
+    return float(found[0].rpartition(" ")[2]) if found else 0.0
+
+
+async def test_a_stream_has_usage_only_if_it_was_asked_for(door: httpx.AsyncClient) -> None:
+    asked = chat("count", stream=True, max_tokens=5)
+    plain = events((await door.post("/v1/chat/completions", json=asked)).text)
+    assert [len(event["choices"]) for event in plain] == [1] * 5
+    assert plain[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert not any("usage" in event for event in plain)
+    asked |= {"stream_options": {"include_usage": True}}
+    full = events((await door.post("/v1/chat/completions", json=asked)).text)
+    assert full[-1]["choices"] == []
+    assert full[-1]["usage"]["completion_tokens"] == 5
+    tokens = await counted(door, f'tokens_total{{kind="output",model="{MODEL}"}}')
+    assert tokens == 10
+
+
+async def test_equal_prompts_have_equal_answers_however_they_come(door: httpx.AsyncClient) -> None:
+    whole = (await door.post("/v1/chat/completions", json=chat("tell"))).json()
+    stream = await door.post("/v1/chat/completions", json=chat("tell", stream=True))
+    pieces = [e["choices"][0]["delta"].get("content", "") for e in events(stream.text)]
+    assert whole["choices"][0]["message"]["content"] == "".join(pieces)
+    text = {"model": MODEL, "prompt": "once upon a time", "max_tokens": 6}
+    one = (await door.post("/v1/completions", json=text)).json()
+    ids = (await door.post("/tokenize", json={"model": MODEL, "prompt": text["prompt"]})).json()
+    other = (await door.post("/v1/completions", json=text | {"prompt": ids["tokens"]})).json()
+    assert one["choices"][0]["text"] == other["choices"][0]["text"]
+    assert one["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"] == ids["count"]
+
+
+async def test_an_unknown_model_is_404_and_one_without_workers_503(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    url = one_redis_server.url
+    async with replica(url) as door:
+        with worker(url, "a"):
+            await until_serving(door, 1)
+            answer = await door.post("/v1/chat/completions", json=chat("x", model="other"))
+            assert answer.status_code == 404
+            assert answer.json()["error"] == {
+                "message": "The model 'other' does not exist.",
+                "type": "invalid_request_error",
+                "param": "model",
+                "code": "model_not_found",
+            }
+        await eventually(lambda: models(door), lambda found: found == [])
+        answer = await door.post("/v1/chat/completions", json=chat("x"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", "body"),
+        (b"[]", "body"),
+        (b'{"model": "sim-model", "model": "x"}', "model"),
+        (
+            orjson.dumps(chat("x", kv_transfer_params={"prompt_token_ids": [1]})),
+            "kv_transfer_params",
+        ),
+        (orjson.dumps(chat("x", input_ids=[1])), "input_ids"),
+        (orjson.dumps(chat("x", stream="yes")), "stream"),
+        (orjson.dumps(chat("x", cache_salt=7)), "cache_salt"),
+    ],
+)
+async def test_what_a_client_may_not_say_is_named(
+    door: httpx.AsyncClient, body: bytes, param: str
+) -> None:
+    answer = await door.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_salts_share_nothing(door: httpx.AsyncClient) -> None:
+    async def overlap(**more: Any) -> str:
+        answer = await door.post("/v1/chat/completions", json=chat("salted", **more))
+        return answer.headers["x-kvroute-overlap"]
+
+    await overlap()
+    await eventually(overlap, lambda found: not found.startswith("0/"))
+    assert (await overlap(cache_salt="red")).startswith("0/")
+
+
+async def test_stored_state_is_refused(door: httpx.AsyncClient) -> None:
+    asked = {"model": MODEL, "input": "x", "previous_response_id": "resp_1"}
+    answer = await door.post("/v1/responses", json=asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "previous_response_id"
+
+
+async def test_errors_of_messages_have_their_own_form(door: httpx.AsyncClient) -> None:
+    answer = await door.post("/v1/messages", json={"model": "x", "messages": []})
+    assert answer.status_code == 404
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "not_found_error"
+
+
+async def test_a_key_guards_all_but_health(one_redis_server: EmbeddedRedis) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", worker_key="inner"):
+        async with replica(url, api_key="secret", worker_key="inner") as door:
+            await until_serving(door, 1)
+            answer = await door.post("/v1/chat/completions", json=chat("x"))
+            assert answer.status_code == 200, answer.text
+            for wrong in ({"authorization": "Bearer no"}, {"authorization": "secret"}):
+                for path in ("/v1/models", "/v1/workers", "/metrics", "/nowhere"):
+                    answer = await door.get(path, headers=wrong)
+                    assert answer.status_code == 401
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
+                answer = await door.post("/v1/chat/completions", json=chat("x"), headers=wrong)
+                assert answer.status_code == 401
+                for path in ("/health", "/readiness"):
+                    assert (await door.get(path, headers=wrong)).status_code == 200
+            answer = await door.get(
+                "/v1/models", headers={"authorization": "", "x-api-key": "secret"}
+            )
+            assert answer.status_code == 401  # an empty bearer token is one

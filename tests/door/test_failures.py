@@ -1,0 +1,119 @@
+"""Workers that fail, clients that hang up, and what is left of their requests: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import MODEL, replica, until_serving, worker
+from tests.door.test_answers import chat, counted
+from tests.eventually import eventually
+from tests.fake_worker import KEYS
+
+
+async def nothing_reserved(redis: Redis) -> None:
+    async def reserved() -> int:
+        return int(await redis.hlen(KEYS["reservations"]))  # type: ignore[misc]
+
+    await eventually(reserved, lambda number: number == 0)
+
+
+async def running_on(url: str) -> float:
+    async with httpx.AsyncClient() as http:
+        lines = (await http.get(f"{url}/metrics")).text.splitlines()
+    name = 'kvroute_engine_requests{state="running"}'
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+async def test_a_worker_killed_before_the_first_byte_costs_no_request(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=5) as first, worker(url, "b", speedup=5):
+        async with replica(url) as door:
+            await until_serving(door, 2)
+            asked = [
+                door.post("/v1/chat/completions", json=chat(f"{n}", max_tokens=30))
+                for n in range(60)
+            ]
+            answers = asyncio.gather(*asked)
+            await asyncio.sleep(0.3)
+            first.popen.send_signal(signal.SIGKILL)
+            assert {answer.status_code for answer in await answers} == {200}
+            assert await counted(door, f'retries_total{{model="{MODEL}"}}') > 0
+            await nothing_reserved(redis)
+
+
+async def test_a_stream_whose_worker_dies_ends_with_an_error_and_without_done(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=1) as only:
+        async with replica(url) as door:
+            await until_serving(door, 1)
+            asked = chat("long", stream=True, max_tokens=500)
+            text = ""
+            async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                async for piece in answer.aiter_text():
+                    if not text:
+                        only.popen.send_signal(signal.SIGKILL)
+                    text += piece
+            assert '"code":"worker_failed"' in text.rpartition("data: ")[2]
+            assert "[DONE]" not in text
+            labels = f'model="{MODEL}",outcome="worker_failed"'
+            assert await counted(door, f"requests_total{{{labels}}}") == 1
+            await nothing_reserved(redis)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserved(
+    one_redis_server: EmbeddedRedis, redis: Redis, streams: bool
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=1) as only:
+        async with replica(url) as door:
+            await until_serving(door, 1)
+            asked: dict[str, Any] = chat("long", stream=streams, max_tokens=2000)
+
+            async def ask() -> None:
+                async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                    async for _ in answer.aiter_text():
+                        pass
+
+            asking = asyncio.create_task(ask())
+            await eventually(lambda: running_on(only.url), lambda number: number == 1)
+            asking.cancel()
+            await eventually(lambda: running_on(only.url), lambda number: number == 0, within_s=3.0)
+            await nothing_reserved(redis)
+            labels = f'model="{MODEL}",outcome="client_gone"'
+            await eventually(
+                lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
+            )
+
+
+async def test_a_client_that_reads_nothing_is_cut_off(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=1000):
+        async with replica(url, stalled_s=0.5) as door:
+            await until_serving(door, 1)
+            asked = chat("x", stream=True, max_tokens=60_000)
+            body = httpx.Request("POST", "http://x", json=asked).content
+            _, writer = await asyncio.open_connection("127.0.0.1", door.base_url.port)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+            writer.write(f"{head}\r\n\r\n".encode() + body)
+            labels = f'model="{MODEL}",outcome="client_stalled"'
+            await eventually(
+                lambda: counted(door, f"requests_total{{{labels}}}"),
+                lambda number: number == 1,
+                within_s=30.0,
+            )
+            await nothing_reserved(redis)
+            writer.close()

@@ -1,0 +1,46 @@
+"""Text for the simulated engine, which invents its tokens: they stand for words of a fixed text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+FOLDER = Path(__file__).parent / "tokenizer"
+_TEXT = (
+    "the quick brown fox jumps over a lazy dog while every router sends each request to the worker "
+    "that holds most of its prefix and will start it soonest"
+)
+WORDS = _TEXT.split()
+
+
+class SimTokenizer:
+    """Bytes in, words out. So what it wrote is other tokens when it comes back in a prompt."""
+
+    def __init__(self) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a prompt."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def stream(self, context: Sequence[int] = ()) -> _Words:
+        """Text of an output; what came before does not change it."""
+        return _Words()
+
+
+class _Words:
+    def __init__(self) -> None:
+        self._space = ""
+
+    def push(self, token: int) -> str:
+        text = self._space + WORDS[token % len(WORDS)]
+        self._space = " "
+        return text
+
+    def end(self) -> str:
+        return ""
