@@ -177,7 +177,7 @@ def agent(**values: Any) -> None:
     WorkerSettings,
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
-        *("publish_events", "events_port", "replay_port"),
+        *("publish_events", "events_port", "replay_port", "worker_key"),
     ),
 )
 @click.option(
@@ -247,12 +247,14 @@ def _listening(cluster: Any) -> str:
 
     redis_url = shown_url(cluster.redis_url)
     balancer = "haproxy" if cluster.balancer else "a socket shared by the replicas"
+    chat = f'{{"model": "{cluster.model}", "messages": [{{"role": "user", "content": "hi"}}]}}'
     lines = [
         f"balancer   {cluster.balancer_url}   ({balancer})",
         *(f"{m.name:<10} {m.url}" for m in [*cluster.routers, *cluster.workers]),
         f"redis      {redis_url}",
         "",
         "Try:",
+        f"  curl -s {cluster.balancer_url}/v1/chat/completions -d '{chat}'",
         f"  curl -s {cluster.balancer_url}/v1/workers",
         f"  curl -s {cluster.balancer_url}/v1/route -H 'content-type: application/json' "
         """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings, variable
+from app.door.outcomes import Outcomes
 from app.policy.cost import POLICIES
 from app.router.metrics import Telemetry
 
@@ -32,7 +33,9 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_metric_that_a_document_names_exists(document: str) -> None:
-    families = list(Telemetry().registry.collect())
+    telemetry = Telemetry()
+    Outcomes(telemetry.registry, log=False)
+    families = list(telemetry.registry.collect())
     existing = {family.name for family in families}
     existing |= {f"{f.name}_total" for f in families if f.type == "counter"}
     existing |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}

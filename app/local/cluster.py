@@ -95,6 +95,14 @@ class Cluster:
         self._exit = ExitStack()
 
     @property
+    def model(self) -> str:
+        """The name by which requests ask for the workers' model."""
+        is_simulated = self._worker.engine == "sim"
+        return self._worker.model_names(
+            self._worker.profile if is_simulated else self._worker.model
+        )[0]
+
+    @property
     def members(self) -> list[Member]:
         return [*self.workers, *self.routers, *([self.balancer] if self.balancer else [])]
 
@@ -184,11 +192,14 @@ class Cluster:
         host, port = self._front
         # HAProxy knows no timeout of more than 24 days.
         patience_s = min(round(self._router.wait_timeout_s), 86_400) + 20
+        answer_s = max(self._router.answer_timeout_s, self._router.gap_timeout_s)
+        answer_s = min(round(answer_s), 86_400) + 60
         environment = {
             **os.environ,
             "KVROUTE_BALANCER_HOST": host,
             "KVROUTE_BALANCER_PORT": str(port),
             "KVROUTE_BALANCER_TIMEOUT": f"{patience_s}s",
+            "KVROUTE_BALANCER_ANSWER_TIMEOUT": f"{answer_s}s",
         }
         command = [str(binary), "-db", "-f", str(config)]
         return Member("balancer", self.balancer_url, start_child(command, env=environment))
