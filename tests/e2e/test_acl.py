@@ -272,7 +272,7 @@ async def test_workers_and_routers_are_refused_nothing_even_while_they_replace_w
         agent = cluster.agents["w0"]
         await check_server(agent._runner.redis, 1.0)
         await check_server(cluster.router.fleet._redis, 1.0)
-        await agent.stop()
+        await cluster.leave("w0")
     assert denials(guarded.admin) == []
 
 

@@ -68,6 +68,8 @@ class World:
         self.redis: Any = redis
         self.rng = random.Random(seed)
         self.agents = {name: agent_of(name, of_agents) for name in WORKERS}
+        self.running: dict[str, asyncio.Task[None]] = {}
+        """By worker."""
         self.router = Router(
             ScriptRunner(of_router, timeout_s=0.5),
             KEYS,
@@ -285,6 +287,12 @@ class World:
         await self.pause()
         await self.heals(what)
 
+    async def leave(self, name: str) -> None:
+        """Stop an agent as its process does when it ends."""
+        self.running[name].cancel()
+        await asyncio.wait([self.running[name]])
+        await self.agents[name].stop()
+
     async def watch(self) -> None:
         """Until cancelled, check that no overlap is longer than what the worker holds."""
         while True:
@@ -356,8 +364,8 @@ async def world(
         made = World(redis, of_agents, of_router, seed, **settings)
         for agent in made.agents.values():
             await agent.start()
-        running = [tasks.create_task(agent.run()) for agent in made.agents.values()]
-        running += [tasks.create_task(made.router.run()), tasks.create_task(made.work())]
+        made.running = {name: tasks.create_task(agent.run()) for name, agent in made.agents.items()}
+        others = [tasks.create_task(made.router.run()), tasks.create_task(made.work())]
         for i, name in enumerate(WORKERS):
             made.hold(name, 0, 20, 0)
             made.hold(name, 1, 5 * (i + 1), 3)
@@ -369,7 +377,7 @@ async def world(
         try:
             yield made
         finally:
-            for task in running:
+            for task in (*made.running.values(), *others):
                 task.cancel()
 
 

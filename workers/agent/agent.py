@@ -149,7 +149,10 @@ class Agent:
         return False
 
     async def stop(self) -> None:
-        """Retire, so that nobody is routed here for the rest of the lease."""
+        """Retire, so that nobody is routed here for the rest of the lease.
+
+        Not while `run` runs, which would take that for a loss.
+        """
         leased = [inc for inc in (self.incarnation, self._staged) if inc is not None]
         if not leased:
             return
@@ -225,7 +228,7 @@ class Agent:
             except RedisUnavailable as error:
                 log.warning("%s: lease not renewed: %s", self.info.key, error)
                 continue
-            self.num_leases = max([*renewed, 1])
+            self.num_leases = max(*renewed, 1)
             if self.incarnation == leased[0] and not renewed[0]:
                 self._publisher.interrupt(IncarnationLost(f"incarnation {leased[0]} lapsed"))
 
