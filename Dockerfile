@@ -2,6 +2,8 @@
 #
 # docker build --target router .        one router replica (the default); needs REDIS_URL
 # docker build --target worker .        one worker, with kvroute's own engine; needs REDIS_URL
+# docker build --target agent .         the agent beside a vLLM or SGLang; needs REDIS_URL and
+#                                       KVROUTE_ENGINE_URL
 # docker build --target all-in-one .    Redis, routers, balancer and workers in one container, to
 #                                       try out: only clients inside it can reach its workers
 
@@ -23,6 +25,10 @@ ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" '.[worker]'
 
+FROM build AS build-agent
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /venv/bin/pip install -c constraints.txt '.[agent]'
+
 FROM build AS build-all-in-one
 ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
@@ -43,6 +49,15 @@ EXPOSE 8081
 HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
     "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
 CMD ["kvroute", "worker"]
+
+FROM base AS agent
+COPY --from=build-agent /venv /venv
+USER 10001
+ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8082
+EXPOSE 8082
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
+    "import socket, os; socket.create_connection(('127.0.0.1', int(os.environ['KVROUTE_PORT'])), 2)"]
+CMD ["kvroute", "agent"]
 
 FROM base AS all-in-one
 # hadolint ignore=DL3008

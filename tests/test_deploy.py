@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import promql_parser
@@ -19,6 +20,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
 from app.cli import main
+from app.core.config import EngineAgentSettings, variable
 from app.local.redis_server import free_port
 from app.router.metrics import Telemetry
 from tests.redis_servers import default_kind, require_redis
@@ -221,3 +223,31 @@ def test_redis_does_not_start_without_a_password(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "ROUTER_PASSWORD is not set" in output
+
+
+def _containers() -> dict[str, dict[str, str]]:
+    """The environment of each agent in the examples with a real engine."""
+    service = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]["agent"]
+    pod = yaml.safe_load((DEPLOY / "vllm.kubernetes.yaml").read_text())["spec"]["template"]["spec"]
+    [container] = [c for c in pod["containers"] if c["name"] == "agent"]
+    names = {entry["name"]: str(entry.get("value", "")) for entry in container["env"]}
+    return {"compose": service["environment"], "kubernetes": names}
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_an_agent_in_the_examples_is_told_only_what_it_knows(where: str) -> None:
+    known = {variable(field) for field in fields(EngineAgentSettings)}
+    environment = _containers()[where]
+    ours = {name for name in environment if name.startswith("KVROUTE_")} | {"REDIS_URL"}
+    assert ours <= known
+    assert environment["KVROUTE_ENGINE_URL"].startswith("http://")
+
+
+def test_the_engines_of_the_examples_publish_events_that_can_be_asked_for_again() -> None:
+    for name in ("vllm.compose.yaml", "vllm.kubernetes.yaml"):
+        [config] = re.findall(r"--kv-events-config=(\{.*?\})'?\n", (DEPLOY / name).read_text())
+        said = json.loads(config)
+        assert said["enable_kv_cache_events"]
+        assert said["publisher"] == "zmq"
+        assert said["endpoint"].startswith("tcp://*:")
+        assert said["replay_endpoint"].startswith("tcp://*:")

@@ -74,6 +74,10 @@ class HttpDoor:
         finally:
             await upstream.close()
 
+    def not_tokenized(self) -> dict[str, str]:
+        """For each model whose prompts are not tokenized here, why."""
+        return self.prompts.state() if hasattr(self, "prompts") else {}
+
     def key_name(self, scope: Scope) -> str:
         """The name of the key that a request carries. Raises Unauthorized."""
         if not self._keys or scope["path"] in OPEN:

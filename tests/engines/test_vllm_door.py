@@ -1,0 +1,98 @@
+"""Chats with a real vLLM through the front door: see `make test-vllm`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import replica, until_serving
+from tests.door.test_answers import counted
+from tests.e2e.engines import agent
+from tests.engines.vllm_server import BLOCK, MODEL, vllm_servers
+from tests.eventually import eventually
+
+CHATS, TURNS = 100, 3
+_TEXT = "the quick brown fox jumps over a lazy dog and says hello to each of you"
+WORDS = _TEXT.split()
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Looks a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+        },
+    }
+]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+
+def text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    rng = random.Random(4)
+    systems = [{"role": "system", "content": text(rng, 60)} for _ in range(4)]
+    url = one_redis_server.url
+    with (
+        vllm_servers(tmp_path, "a", blocks=2000) as [engine],
+        agent(engine.url, url, tmp_path / "memory", "a"),
+    ):
+        async with (
+            replica(url) as door,
+            httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
+        ):
+            await until_serving(door, 1)
+
+            async def ask(messages: list[Any], **more: Any) -> tuple[str, int, int]:
+                """What is answered, and the blocks predicted and found cached."""
+                asked = {"model": MODEL, "messages": messages, "max_tokens": 8} | more
+                asked |= {"temperature": 0}
+                answer = await door.post("/v1/chat/completions", json=asked)
+                assert answer.status_code == 200, answer.text
+                body = answer.json()
+                usage = body["usage"]
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                # The last token is always computed, and with it its block.
+                stated = int(answer.headers["x-kvroute-overlap"].partition("/")[0])
+                most = (usage["prompt_tokens"] - 1) // BLOCK
+                own = (await direct.post("/v1/chat/completions", json=asked)).json()
+                reply = body["choices"][0]["message"]["content"]
+                assert reply == own["choices"][0]["message"]["content"]
+                assert usage["prompt_tokens"] == own["usage"]["prompt_tokens"]
+                return reply, min(stated, most), cached // BLOCK
+
+            async def rendered_here() -> float:
+                await ask([{"role": "user", "content": "hello"}])
+                return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
+
+            await eventually(rendered_here, lambda number: number > 0, within_s=30.0)
+            differences = []
+            for number in range(CHATS):
+                messages = [rng.choice(systems)]
+                more = {"tools": TOOLS, "tool_choice": "none"} if number % 3 == 0 else {}
+                for _ in range(TURNS):
+                    messages = [*messages, {"role": "user", "content": text(rng, 20)}]
+                    reply, stated, cached = await ask(messages, **more)
+                    messages = [*messages, {"role": "assistant", "content": reply or "yes"}]
+                    if stated != cached:
+                        differences.append(f"chat {number}: {stated} stated, {cached} cached")
+            assert differences == []
+            sources = {
+                source: await counted(
+                    door, f'tokens_from_total{{model="{MODEL}",source="{source}"}}'
+                )
+                for source in ("router", "engine")
+            }
+            assert sources["router"] >= CHATS * TURNS
+            # Only while the tokenizer was read.
+            assert sources["engine"] <= 2
