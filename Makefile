@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-gpu lint format docs demo demo-torch clean
+.PHONY: help setup test test-slow test-gpu test-vllm test-sglang lint format docs demo demo-torch clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,24 @@ test-slow: setup ## Run the long tests, and all on the other servers
 test-gpu: setup ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
+VLLM := .venv-vllm
+
+$(VLLM): tests/engines/install_vllm.sh tests/engines/vllm-requirements.txt
+	tests/engines/install_vllm.sh $@ $(PYTHON)
+	@touch $@
+
+test-vllm: setup $(if $(KVROUTE_TEST_VLLM),,$(VLLM)) ## Run the tests with real vLLM servers on the CPU
+	$(BIN)/pytest -m vllm
+
+SGLANG := .venv-sglang
+
+$(SGLANG): tests/engines/install_sglang.sh tests/engines/sglang-requirements.txt
+	tests/engines/install_sglang.sh $@ $(PYTHON)
+	@touch $@
+
+test-sglang: setup $(if $(KVROUTE_TEST_SGLANG),,$(SGLANG)) ## Run the tests with SGLang's own cache
+	$(BIN)/pytest -m sglang
+
 lint: setup ## Run ruff and mypy, changing nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -50,5 +68,5 @@ demo-torch: setup ## Run two workers with a real model on this machine's CPU
 	$(BIN)/python -m loadtest.demo_torch
 
 clean: ## Remove .venv, caches and builds
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find app lua workers loadtest deploy tests -name __pycache__ -type d -prune -exec rm -rf {} +

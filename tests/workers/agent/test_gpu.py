@@ -179,6 +179,11 @@ async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
         assert one.latest() == NO_READINGS
         library.gpus[0].failing.clear()
         await until(one, READ)
+
+        async def logged() -> int:
+            return len(caplog.records)
+
+        await eventually(logged, lambda records: records >= 3)
     lost, *_ = (r.message for r in caplog.records if r.levelno == logging.WARNING)
     assert [r.message for r in caplog.records] == [
         "reading NVIDIA H100 80GB HBM3 once a second",

@@ -1,0 +1,197 @@
+"""Two real vLLM servers on the CPU, an agent beside each, and routers: see `make test-vllm`.
+
+At rest, what routers state of a prompt is what vLLM then reports as cached, whatever happened
+before: evictions, adapters, salts, kills of an engine and of an agent, a reset and a sleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.local.redis_server import EmbeddedRedis
+from tests.api.conftest import started_replica
+from tests.e2e.engines import Process, agent
+from tests.engines.vllm_server import ADAPTER, BLOCK, MODEL, VllmServer, vllm_servers
+from tests.eventually import eventually
+
+REQUESTS, SAMPLE, AT_ONCE = 500, 200, 4
+CACHE_BLOCKS = 200
+TOLD = {300: "/reset_prefix_cache", 380: "/sleep?level=1", 430: "/wake_up"}
+"""What the second engine is told before the request of that number."""
+SALTS = (None, None, None, "red", "blue")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    tokens: tuple[int, ...]
+    model: str
+    salt: str | None
+
+    @property
+    def for_router(self) -> dict[str, Any]:
+        asked: dict[str, Any] = {"token_ids": self.tokens}
+        if self.model != MODEL:
+            asked["lora_name"] = self.model
+        if self.salt:
+            asked["cache_namespace"] = self.salt
+        return asked
+
+    @property
+    def for_engine(self) -> dict[str, Any]:
+        asked: dict[str, Any] = {"model": self.model, "prompt": self.tokens, "max_tokens": 3}
+        return asked | {"ignore_eos": True} | ({"cache_salt": self.salt} if self.salt else {})
+
+
+class Prompts:
+    """Prompts that share prefixes, with adapters and salts, seeded."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._prefixes = [
+            [self._random.randrange(5, 400) for _ in range(self._random.choice([64, 200, 600]))]
+            for _ in range(12)
+        ]
+
+    def next(self) -> Asked:
+        choice = self._random
+        begun = choice.choice(self._prefixes)
+        kept = begun[: choice.choice([len(begun), len(begun), choice.randrange(len(begun))])]
+        more = [choice.randrange(5, 400) for _ in range(choice.choice([1, 17, 40, 100]))]
+        model = ADAPTER if choice.random() < 0.2 else MODEL
+        return Asked((*kept, *more), model, choice.choice(SALTS))
+
+
+class Fleet:
+    """Two engines, the agent of each, and two replicas."""
+
+    def __init__(
+        self, engines: list[VllmServer], routers: list[httpx.AsyncClient], http: httpx.AsyncClient
+    ) -> None:
+        self.engines = engines
+        self._routers = routers
+        self._http = http
+        self._urls = {name: engine.url for name, engine in zip("ab", engines, strict=True)}
+
+    async def send(self, number: int, asked: Asked) -> None:
+        """As a client would: another worker takes the place of one that fails."""
+        router = self._routers[number % len(self._routers)]
+        exclude: list[str] = []
+        while True:
+            body = asked.for_router | {"request_id": f"r{number}", "retry": bool(exclude)}
+            answer = await router.post("/v1/route", json=body | {"exclude": exclude})
+            if answer.status_code == 503:
+                await asyncio.sleep(0.5)
+                exclude = []
+                continue
+            routed = answer.json()
+            release = f"/v1/requests/{routed['reservation_id']}"
+            try:
+                await self.complete(routed["address"], asked)
+            except httpx.HTTPError:
+                await router.delete(f"{release}?worker_failed=true")
+                exclude = [routed["worker_id"]]
+            else:
+                await router.delete(release)
+                return
+
+    async def complete(self, url: str, asked: Asked) -> int:
+        """How many tokens the engine says were cached."""
+        answer = await self._http.post(f"{url}/v1/completions", json=asked.for_engine)
+        answer.raise_for_status()
+        details = answer.json()["usage"]["prompt_tokens_details"] or {}
+        return int(details.get("cached_tokens") or 0)
+
+    async def overlap(self, name: str, asked: Asked) -> int:
+        """Blocks, as the second replica states them, once two looks agree."""
+        body = asked.for_router | {"reserve": False, "explain": True}
+        last = -1
+        while True:
+            await asyncio.sleep(0.05)
+            answer = (await self._routers[1].post("/v1/route", json=body)).json()
+            [found] = [c for c in answer["candidates"] if c["worker_id"] == name]
+            now = sum(found["overlap_blocks"].values())
+            if now == last:
+                return now
+            last = now
+
+    async def differences(self, prompts: Prompts) -> list[str]:
+        """Where routers and engines disagree over a sample."""
+        found = []
+        for number in range(SAMPLE):
+            asked, name = prompts.next(), "ab"[number % 2]
+            stated = await self.overlap(name, asked)
+            # The last token is always computed, and with it its block.
+            expected = min(stated, (len(asked.tokens) - 1) // BLOCK) * BLOCK
+            cached = await self.complete(self._urls[name], asked)
+            if cached != expected:
+                found.append(f"{number} {name}: {expected} stated, {cached} cached, {asked}")
+        return found
+
+    async def serving(self, *names: str) -> None:
+        async def look() -> list[str]:
+            listed: Any = (await self._routers[0].get("/v1/workers")).json()
+            return sorted(worker["worker_id"] for worker in listed["workers"])
+
+        await eventually(look, lambda seen: seen == list(names), within_s=600.0)
+
+
+@asynccontextmanager
+async def fleet(redis_url: str, folder: Path, stack: ExitStack) -> AsyncIterator[Fleet]:
+    engines = stack.enter_context(vllm_servers(folder, "a", "b", blocks=CACHE_BLOCKS))
+    async with (
+        started_replica(redis_url) as one,
+        started_replica(redis_url) as other,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        yield Fleet(engines, [one, other], http)
+
+
+async def test_overlap_is_what_vllm_reports_after_evictions_kills_a_reset_and_a_sleep(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url, prompts = one_redis_server.url, Prompts(3)
+    with ExitStack() as stack:
+        async with fleet(url, tmp_path, stack) as served:
+            beside: list[Process] = [
+                stack.enter_context(agent(engine.url, url, tmp_path / name, name))
+                for name, engine in zip("ab", served.engines, strict=True)
+            ]
+            await served.serving("a", "b")
+
+            async def disturb(number: int) -> None:
+                if number == 100:
+                    served.engines[0].kill()
+                    served.engines[0].start()
+                elif number == 250:
+                    beside[1].end(signal.SIGKILL)
+                    beside[1] = stack.enter_context(
+                        agent(served.engines[1].url, url, tmp_path / "b", "b")
+                    )
+                elif number in TOLD:
+                    async with httpx.AsyncClient(timeout=30) as http:
+                        await http.post(f"{served.engines[1].url}{TOLD[number]}")
+
+            slots = asyncio.Semaphore(AT_ONCE)
+
+            async def one(number: int) -> None:
+                async with slots:
+                    await disturb(number)
+                    await served.send(number, prompts.next())
+
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(REQUESTS):
+                    tasks.create_task(one(number))
+            await served.serving("a", "b")
+            assert await served.differences(Prompts(3)) == []

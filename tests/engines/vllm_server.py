@@ -1,0 +1,110 @@
+"""A real vLLM on the CPU, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.local.redis_server import free_port
+
+VENV = Path(os.environ.get("KVROUTE_TEST_VLLM", Path(__file__).parents[2] / ".venv-vllm"))
+"""The virtual environment that install_vllm.sh makes."""
+MODEL, ADAPTER = "tiny", "sql"
+BLOCK = 32
+"""A CPU's attention needs a multiple of it."""
+START_S = 600.0
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+
+
+def make_models(folder: Path) -> None:
+    script = Path(__file__).with_name("make_model.py")
+    subprocess.run([VENV / "bin" / "python", script, folder], check=True)
+
+
+class VllmServer:
+    """Serves the model in `folder`; started on construction. blocks: of its KV cache."""
+
+    def __init__(self, folder: Path, name: str, blocks: int) -> None:
+        if not VENV.exists():
+            pytest.fail(f"there is no {VENV}: make test-vllm installs vLLM there")
+        self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._folder, self._blocks = folder, blocks
+        self._log = folder / f"{name}.log"
+        self.start()
+
+    def start(self) -> None:
+        events = (
+            '{"enable_kv_cache_events":true,"publisher":"zmq",'
+            f'"endpoint":"tcp://*:{self.events_port}",'
+            f'"replay_endpoint":"tcp://*:{self.replay_port}"}}'
+        )
+        command = [
+            *(VENV / "bin" / "vllm", "serve", self._folder / "model"),
+            *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--load-format", "dummy", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", str(BLOCK)),
+            *("--num-gpu-blocks-override", str(self._blocks)),
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            *("--enable-lora", "--max-lora-rank", "8"),
+            *("--lora-modules", f"{ADAPTER}={self._folder / 'adapter'}"),
+            *("--kv-events-config", events),
+        ]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=os.environ | ENVIRONMENT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # its engine is a process of its own
+            )
+
+    def wait(self) -> None:
+        """Until it serves."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.url}/health", timeout=1.0).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        log = self._log.read_text(errors="replace")
+        raise AssertionError(f"vLLM does not serve:\n{log[-4000:]}")
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def vllm_servers(folder: Path, *names: str, blocks: int) -> Iterator[list[VllmServer]]:
+    """That many servers, all of which serve."""
+    make_models(folder)
+    servers: list[VllmServer] = []
+    try:
+        servers += [VllmServer(folder, name, blocks) for name in names]
+        for server in servers:
+            server.wait()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
