@@ -72,6 +72,7 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
             kv_cache_spec_kind=self.kv_cache_spec_kind,
             locality=self.locality,
             lora_id=self.lora_id,
+            kv_cache_spec_sliding_window=self.kv_cache_spec_sliding_window,
         )
 
 

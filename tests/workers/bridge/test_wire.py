@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -22,6 +23,28 @@ def test_events_that_were_encoded_are_decoded_as_they_were() -> None:
     batch = decode(encode(2.5, events, 3))
     assert (batch.ts, batch.events, batch.rank) == (2.5, events, 3)
     assert (batch.num_unknown, batch.num_broken) == (0, 0)
+
+
+def test_no_field_of_an_event_is_lost() -> None:
+    stored = BlockStored(
+        [7],
+        5,
+        [1, 2],
+        2,
+        medium="GPU",
+        lora_name="sql",
+        cache_salt="red",
+        extra_keys=[["red"]],
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        locality="LOCAL",
+        lora_id=3,
+        kv_cache_spec_sliding_window=128,
+    )
+    removed = BlockRemoved([7], "GPU", 1, "LOCAL", [2])
+    for event in (stored, removed):
+        assert all(getattr(event, field.name) is not None for field in fields(event))
+    assert decode(encode(1.0, [stored, removed])).events == [stored, removed]
 
 
 def test_maps_and_arrays_of_one_batch_are_told_apart_one_by_one() -> None:
