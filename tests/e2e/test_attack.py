@@ -282,14 +282,20 @@ def attacked_cluster(num_workers: int, num_replicas: int, *, haproxy: bool | Non
     )
 
 
-async def targets_of(cluster: Cluster, probe: Probe, drawn: int) -> list[Target]:
-    """The balancer, every router and a worker."""
+async def targets_of(
+    cluster: Cluster, probe: Probe, drawn: int, holder: str | None = None
+) -> list[Target]:
+    """The balancer, every router and a worker other than `holder`.
+
+    What a worker under attack had cached is evicted: prompts that it serves fill it seven times.
+    """
     openapi = (await probe.http.get("/openapi.json")).json()
     router = Surface.of_router(openapi, drawn, SEED)
+    worker = next(member for member in cluster.workers if member.name != f"worker {holder}")
     return [
         Target("balancer", cluster.balancer_url, router),
         *(Target(member.name, member.url, router) for member in cluster.routers),
-        Target("worker", cluster.workers[0].url, Surface.of_worker(drawn, SEED)),
+        Target("worker", worker.url, Surface.of_worker(drawn, SEED)),
     ]
 
 
@@ -332,7 +338,7 @@ async def test_ten_thousand_hostile_inputs_do_no_harm(
         known = prompt(seed=1, num_tokens=10 * BLOCK_SIZE)
         holder = await probe.complete(known)
         await eventually(lambda: probe.overlaps(known), lambda seen: seen == {holder: 10})
-        attack = Attack(await targets_of(cluster, probe, drawn=500))
+        attack = Attack(await targets_of(cluster, probe, drawn=500, holder=holder))
         async with answering(cluster, attack.problems):
             await asyncio.gather(attack.send(0, 2_000, SLOW_S), attack.send_largest())
             await settled(cluster, probe)
