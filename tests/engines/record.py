@@ -2,9 +2,9 @@
 
     python -m tests.engines.record URL REPLAY_ADDRESS FILE NUM_REQUESTS [ADAPTER]
 
-The engine is a vLLM with VLLM_SERVER_DEV_MODE=1, --enable-prompt-tokens-details and a context of 512
-tokens, or sglang_engine.py. It was just started, and has so few blocks that some are evicted. The
-bytes are those of its replay socket.
+The engine is a vLLM with VLLM_SERVER_DEV_MODE=1, --enable-prompt-tokens-details and a context of
+512 tokens, or sglang_engine.py. It was just started, and has so few blocks that some are evicted.
+The bytes are those of its replay socket.
 """
 
 from __future__ import annotations
