@@ -12,6 +12,7 @@ import zmq.asyncio
 from workers.bridge import wire
 from workers.bridge.engine_events import EngineEvent
 from workers.bridge.facts import EventSource
+from workers.bridge.stream import Position
 
 END = b"\xff" * 8
 
@@ -56,6 +57,24 @@ class Publisher:
             await self._pub.send_multipart([b"", self._next.to_bytes(8, "big"), payload])
         self._kept.append((self._next, payload))
         self._next += 1
+
+    @property
+    def position(self) -> Position | None:
+        """The last batch that was published."""
+        return Position(self._next - 1, self._ts) if self._next else None
+
+    async def send_late(self, back: int) -> None:
+        """The batch that many before the last one arrives now, if it is still kept."""
+        if back < len(self._kept):
+            seq, payload = self._kept[-1 - back]
+            await self._pub.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+
+    def cut(self) -> None:
+        """Nothing arrives until `mend`."""
+        self._pub.unbind(self.source.endpoint)
+
+    def mend(self) -> None:
+        self._pub.bind(self.source.endpoint)
 
     async def send(self, frames: Sequence[bytes]) -> None:
         await self._pub.send_multipart(list(frames))

@@ -1,0 +1,213 @@
+"""Whatever is lost, repeated, late or cut on the way: at rest, routers see what the engine holds.
+
+A small engine on real sockets, the rank beside it, and real Redis. The engine stores and removes as
+vLLM does, in a tree of prompts; blocks may go before those that follow them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+import zmq.asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.core.keys import Keyspace
+from app.core.types import TierOverlap, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.http.server import run
+from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
+from app.state.overlap import match
+from app.state.scripts import ScriptRunner
+from tests.eventually import eventually
+from tests.workers.bridge.holder import SIZE, chain_of
+from tests.workers.bridge.publisher import Publisher
+from workers.agent.agent import AgentSettings
+from workers.bridge import stream
+from workers.bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored
+from workers.bridge.facts import EngineFacts
+from workers.bridge.rank import Rank
+
+KEYS = Keyspace("faults")
+TOKENS = list(range(100, 100 + 8 * SIZE))
+PROMPTS = [
+    TOKENS,
+    [*TOKENS[: 5 * SIZE], *range(200, 200 + 3 * SIZE)],
+    [*TOKENS[:SIZE], *range(300, 300 + 4 * SIZE)],
+    list(range(400, 400 + 6 * SIZE)),
+]
+NAMES = [[hash(tuple(p[:end])) for end in range(SIZE, len(p) + 1, SIZE)] for p in PROMPTS]
+"""What the engine calls the blocks of each prompt: those of shared prefixes alike."""
+ALL_NAMES = sorted({name for names in NAMES for name in names})
+CAPACITY = len(ALL_NAMES)
+FACTS = EngineFacts(
+    kind="vllm",
+    version="0.33.0",
+    models=("m",),
+    adapters=(),
+    max_model_len=None,
+    block_size=SIZE,
+    capacity_tokens=CAPACITY * SIZE,
+    reuse_tokens=SIZE,
+    recomputed_tokens=0,
+    max_requests=None,
+    sources=(),
+    announces_copies=True,
+    started_s=None,
+)
+
+Step = tuple[str, int, int]
+
+
+class Engine:
+    """What it holds, and what it publishes of it."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.held: set[int] = set()
+
+    async def store(self, prompt: int, length: int, times: int) -> None:
+        """The first `length` blocks of the prompt, those that it holds already excepted."""
+        names = NAMES[prompt][:length]
+        events = []
+        for n, name in enumerate(names):
+            if name not in self.held:
+                parent = names[n - 1] if n else None
+                tokens = PROMPTS[prompt][n * SIZE : (n + 1) * SIZE]
+                events.append(BlockStored([name], parent, tokens, SIZE, medium="GPU"))
+        self.held.update(names)
+        if events:
+            await self.publisher.publish(events, times=times)
+
+    async def remove(self, number: int, times: int) -> None:
+        name = ALL_NAMES[number]
+        if name in self.held:
+            self.held.discard(name)
+            await self.publisher.publish([BlockRemoved([name], "GPU")], times=times)
+
+    async def clear(self, times: int) -> None:
+        self.held.clear()
+        await self.publisher.publish([AllBlocksCleared()], times=times)
+
+    def restart(self) -> None:
+        self.held.clear()
+        self.publisher.restart()
+
+    def overlap(self, prompt: int) -> int:
+        names = NAMES[prompt]
+        return next((n for n, name in enumerate(names) if name not in self.held), len(names))
+
+
+async def step(engine: Engine, name: str, number: int, times: int) -> None:
+    match name:
+        case "store":
+            await engine.store(number % len(PROMPTS), 1 + number // len(PROMPTS) % 8, times)
+        case "remove":
+            await engine.remove(number % CAPACITY, times)
+        case "clear":
+            await engine.clear(times)
+        case "restart":
+            engine.restart()
+        case "late":
+            await engine.publisher.send_late(number % 4)
+        case "cut":
+            with suppress(zmq.ZMQError):  # it is cut already
+                engine.publisher.cut()
+        case "mend":
+            with suppress(zmq.ZMQError):  # it is whole
+                engine.publisher.mend()
+        case "silence":
+            engine.publisher.answers = not engine.publisher.answers
+        case "pause":
+            await asyncio.sleep(number * 0.005)
+
+
+STEPS = st.tuples(
+    st.sampled_from(
+        ["store"] * 6
+        + ["remove"] * 4
+        + ["late"] * 2
+        + ["pause"] * 2
+        + ["clear", "restart", "cut", "mend", "silence"]
+    ),
+    st.integers(0, 31),
+    st.sampled_from([1, 1, 1, 0, 2, 3]),
+)
+
+
+async def run_steps(url: str, buffer: int, steps: list[Step]) -> None:
+    context = zmq.asyncio.Context()
+    async with connect(url) as redis, Publisher(buffer) as publisher:
+        await redis.flushall()
+        runner = ScriptRunner(redis, timeout_s=5.0)
+        rank = Rank(
+            context,
+            publisher.source,
+            FACTS,
+            WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", SIZE, CAPACITY, 8),
+            AgentSettings(lease_ttl_s=30.0, index_blocks=128),
+            runner,
+            KEYS,
+            lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+            None,
+        )
+        running = asyncio.create_task(rank.run())
+        try:
+            engine = Engine(publisher)
+
+            async def hears() -> bool:
+                await engine.clear(times=1)
+                counters = rank.stream.counters
+                return rank.agent.incarnation is not None and counters.batches > counters.replayed
+
+            async def has_caught_up() -> bool:
+                return rank.stream.position == publisher.position and rank.stream.answers
+
+            await eventually(hears)
+            # So that as many batches may come from another process.
+            engine.restart()
+            await eventually(has_caught_up)
+            for one in steps:
+                await step(engine, *one)
+            publisher.answers = True
+            await step(engine, "mend", 0, 0)
+            await eventually(has_caught_up)
+            assert await rank.agent.published()
+            chains = [chain_of(prompt) for prompt in PROMPTS]
+            seen, _ = await match(runner, KEYS, chains)
+            for prompt, found in enumerate(seen):
+                assert found is not None
+                shown = found.get(rank.agent.incarnation, TierOverlap()).total
+                if rank.joined_late:
+                    assert shown <= engine.overlap(prompt)
+                else:
+                    assert shown == engine.overlap(prompt)
+            # Where the engine still has all batches, nothing may stay unknown.
+            assert buffer == 2 or not rank.joined_late
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            context.destroy(linger=0)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PROBE_S", "RETRY_S", "MIN_WAIT_S", "MAX_WAIT_S"):
+        monkeypatch.setattr(stream, name, 0.05)
+    monkeypatch.setattr(stream, "REPLY_S", 0.3)
+
+
+@pytest.mark.timeout(300)
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(buffer=st.sampled_from([2, 10_000]), steps=st.lists(STEPS, max_size=30))
+def test_at_rest_routers_see_what_the_engine_holds(
+    one_redis_server: EmbeddedRedis, buffer: int, steps: list[Step]
+) -> None:
+    run(run_steps(one_redis_server.url, buffer, steps))
