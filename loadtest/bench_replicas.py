@@ -116,7 +116,7 @@ def _play(
     before = _cpu_s(cluster)
     played = run(replay_policy(trace, urls, None, speedup=speedup, load=load, seed=seed))
     available, *used = (b - a for a, b in zip(before, _cpu_s(cluster), strict=True))
-    machine_cpu, cluster_cpu, routers_cpu = (seconds / available for seconds in used)
+    machine_cpu, cluster_cpu, routers_cpu = (min(1.0, seconds / available) for seconds in used)
     counted = counters(urls)
     decisions = counted["kvroute_decisions_total"]
     return Round(
