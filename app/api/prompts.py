@@ -5,19 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.datastructures import QueryParams
 
 from app.api import schemas
 from app.core.errors import InvalidRequest
 from app.core.hashing import Tokens, token_bytes
+from app.http import numbers
 from app.router.prompt import Prompt, check_length
-
-try:
-    import simdjson
-except ImportError:  # there is no wheel for the newest Python yet
-    simdjson = None  # type: ignore[assignment]
 
 M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
 
@@ -30,7 +24,7 @@ def parse(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     other fields, and the whole body if that is not plainly valid, as it knows how to report why.
     """
     # Only objects; and simdjson would accept a byte order mark and read on.
-    if simdjson is not None and raw.startswith(b"{"):
+    if numbers.simdjson is not None and raw.startswith(b"{"):
         with suppress(InvalidRequest, LookupError, RuntimeError, TypeError, ValueError):
             return _fields(model, raw)
     return model.model_validate_json(raw), None
@@ -39,7 +33,7 @@ def parse(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
 def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     """As `parse`. Raises if the body is not plainly valid."""
     # A new parser each time, which takes no longer: a parser keeps all that it has read.
-    document: Any = simdjson.Parser().parse(raw)
+    document: Any = numbers.simdjson.Parser().parse(raw)
     fields: dict[str, Any] = {}
     tokens: bytes | None = None
     hashes: list[int] | None = None
@@ -51,14 +45,14 @@ def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
         if name in fields:
             raise ValueError(f"{name} comes twice, and simdjson shows only the first")
         value = document[name]
-        if not isinstance(value, simdjson.Array):
+        if not isinstance(value, numbers.simdjson.Array):
             fields[name] = value
             continue
         num_arrays += 1
         if name == "token_ids":
-            tokens, fields[name] = token_bytes(_unsigned(value)), []
+            tokens, fields[name] = token_bytes(numbers.unsigned(value)), []
         elif name == "local_hashes":
-            hashes, fields[name] = _unsigned(value).tolist(), []
+            hashes, fields[name] = numbers.unsigned(value).tolist(), []
         else:
             fields[name] = value.as_list()
             num_arrays += sum(isinstance(inner, list) for inner in fields[name])
@@ -70,24 +64,6 @@ def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     if hashes is not None:
         body.local_hashes = hashes
     return body, tokens
-
-
-def unsigned_of(array: bytes) -> NDArray[np.uint64] | None:
-    """The numbers of an array in JSON; None if one is not an integer in [0, 2^64), or there are
-    none, or only pydantic can say."""
-    # Buffers are flat, so the array must not contain others.
-    if simdjson is not None and array.rfind(b"[") == 0:
-        with suppress(RuntimeError, TypeError, ValueError):
-            # The parser must outlive what it has parsed.
-            parser = simdjson.Parser()
-            numbers: Any = parser.parse(array)
-            return _unsigned(numbers)
-    return None
-
-
-def _unsigned(numbers: simdjson.Array) -> NDArray[np.uint64]:
-    """Raises TypeError or ValueError if one is not an integer in [0, 2^64), or there are none."""
-    return np.frombuffer(numbers.as_buffer(of_type="u"), np.uint64)
 
 
 def options_in_query(query: QueryParams) -> schemas.RouteOptions:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 try:
-    import simdjson
+    import simdjson as simdjson  # it is what others use it by
 except ImportError:  # there is no wheel for the newest Python yet
     simdjson = None  # type: ignore[assignment]
 

@@ -13,6 +13,7 @@ from app.api import prompts
 from app.api.prompts import parse
 from app.api.schemas import FindBestWorker, RouteBody
 from app.core.hashing import token_bytes
+from app.http import numbers as json_numbers
 
 NUMBERS = ("0", "1", "70000", "4294967295", "4294967296", "18446744073709551615", "-1", "1e400")
 OTHERS = ("1.0", "-0", "01", "true", "null", '"7"', '"f7f70123456789ab"', '"["', "[1]", "[]", "{}")
@@ -65,7 +66,7 @@ def test_every_body_is_read_as_pydantic_reads_it(
 def test_without_simdjson_pydantic_reads_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = b'{"token_ids": [1, 2], "reserve": false}'
     fast = outcome(lambda: parse(RouteBody, raw))
-    monkeypatch.setattr(prompts, "simdjson", None)
+    monkeypatch.setattr(json_numbers, "simdjson", None)
     assert parse(RouteBody, raw)[1] is None
     assert outcome(lambda: parse(RouteBody, raw)) == fast
 
@@ -86,7 +87,7 @@ def test_only_the_first_bad_item_of_an_array_is_an_error(field: str) -> None:
     assert refused.value.error_count() == 1
 
 
-@pytest.mark.skipif(prompts.simdjson is None, reason="simdjson has no wheel for this Python")
+@pytest.mark.skipif(json_numbers.simdjson is None, reason="simdjson has no wheel for this Python")
 def test_no_value_is_looked_up_in_a_body_with_unknown_fields() -> None:
     # To find a field, simdjson scans them all: in a body of 20,000, this took 0.75 s.
     with pytest.raises(ValueError, match=r"^junk is unknown"):

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.api import large_bodies, prompts
+from app.api import large_bodies
 from app.api.large_bodies import BodyReader
 from app.api.schemas import MAX_EXCLUDED, RouteBody
 from app.core.errors import InvalidRequest
 from app.core.hashing import token_bytes
+from app.http import numbers as json_numbers
 from loadtest.bench_bodies import BLOCK_SIZE, MAX_TOKENS, REFUSED, hostile_bodies
 from tests.api.test_bodies import bodies
 
@@ -177,7 +178,7 @@ async def test_without_simdjson_large_bodies_are_read_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fast = await read(ACCEPTED["tokens"])
-    monkeypatch.setattr(prompts, "simdjson", None)
+    monkeypatch.setattr(json_numbers, "simdjson", None)
     assert await read(ACCEPTED["tokens"]) == fast
 
 
