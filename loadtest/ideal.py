@@ -11,12 +11,12 @@ from dataclasses import replace
 from itertools import count, cycle, islice
 from operator import itemgetter
 
+from app.core.steps import Finished, SimRequest
 from loadtest.client import Outcome
 from loadtest.traces import Trace
 from loadtest.virtual import Prompts, Setting
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import PROFILES
-from workers.engines.steps import Finished, SimRequest
 
 
 def ideal(setting: Setting, trace: Trace, prompts: Prompts) -> list[Outcome]:

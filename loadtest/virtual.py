@@ -23,6 +23,7 @@ import numpy as np
 from app.core.errors import AllWorkersBusy
 from app.core.events import CacheEvent, Cleared, Stored
 from app.core.loads import Load, Reservation
+from app.core.steps import Finished, SimRequest, Step
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.policy.choose import choose
@@ -39,7 +40,6 @@ from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import PROFILES, Profile
 from workers.engines.speed import SpeedLearner
-from workers.engines.steps import Finished, SimRequest, Step
 
 T = TypeVar("T")
 

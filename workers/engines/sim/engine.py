@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from app.core.events import CacheEvent
 from app.core.hashing import compute_local_hashes, next_sequence_hash
+from app.core.steps import Finished, SimRequest, Step
 from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics
 from workers.engines.base import HitRate, PromptTooLargeError
 from workers.engines.sim.pool import BlockPool
 from workers.engines.sim.profiles import Profile
-from workers.engines.steps import Finished, SimRequest, Step
 
 
 @dataclass(eq=False, slots=True)
