@@ -70,6 +70,7 @@ ROOMS = frozenset(
         "ops",
         "local",
         "options",
+        "virtual",
     )
 )
 """All of app but `app.cli`, which imports them when a subcommand is called."""
@@ -93,6 +94,10 @@ BOUNDARIES = [
     Boundary("app", TESTS | {"torch", "workers"}),
     Boundary("app.core", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core")),
     Boundary("app.policy", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy")),
+    Boundary(
+        "app.virtual",
+        WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy", "virtual"),
+    ),
     # Of app.policy it knows the record of a decision, and what that is made of.
     Boundary(
         "app.state", WEB | {"click", "torch", "app.policy.plan"} | beyond("core", "policy", "state")
