@@ -127,10 +127,12 @@ class Cluster:
         heapq.heappush(self._agenda, (when_s, next(self._order), act))
 
     def run(self, until_s: float = math.inf) -> None:
-        """Let happen all that is due until then."""
+        """Let happen all that is due until then, which is the time afterwards."""
         while self._agenda and self._agenda[0][0] <= until_s:
             self.now_s, _, act = heapq.heappop(self._agenda)
             act(self.now_s)
+        if until_s < math.inf:
+            self.now_s = max(self.now_s, until_s)
 
     def ask(self, request: SimRequest, then: Then) -> None:
         """A request arrives now; `then` gets what becomes of it."""
@@ -189,6 +191,12 @@ class Cluster:
         if worker.quiet is not None:
             self._end_quiet(worker, worker.quiet, self.now_s)
         worker.slowness = slowness
+
+    def warm(self, place: int, request: SimRequest) -> None:
+        """The worker's cache is as if it had just answered the request."""
+        worker = self.workers[place]
+        worker.engine.warm(request)
+        worker.holdings.publish(worker.engine.take_events(), self.now_s)
 
     def _queue(self, flight: _Flight) -> None:
         replica = flight.replica

@@ -28,6 +28,9 @@ class Engine(Protocol):
 
     def submit(self, request: SimRequest) -> None: ...
 
+    def warm(self, request: SimRequest) -> None:
+        """Hold the prompt's blocks as if it had just been answered."""
+
     def step(self) -> Step | None:
         """Run one step; None if there is nothing to do."""
 

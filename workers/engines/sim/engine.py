@@ -118,6 +118,15 @@ class SimEngine:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         self._waiting[request.request_id] = request
 
+    def warm(self, request: SimRequest) -> None:
+        """Hold the prompt's blocks as if it had just been answered. Does nothing if requests in
+        flight leave no room for them."""
+        prefix = request.blocks[: self.pool.match(request.blocks)]
+        if self.pool.acquire(prefix, len(request.blocks)) is not None:
+            rest = request.blocks[len(prefix) :]
+            self.pool.register(rest, prefix[-1] if prefix else None)
+            self.pool.release(request.blocks, 0)
+
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its blocks; does nothing if it is unknown or finished."""
         self._waiting.pop(request_id, None)
