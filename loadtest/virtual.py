@@ -54,6 +54,7 @@ class Simulation:
     def __init__(self, policy: str, setting: Setting, prompts: Prompts | None = None) -> None:
         self.cluster = Cluster(policy, setting, sim_machine)
         self.outcomes: list[Outcome] = []
+        self.on_answer: Callable[[Answer], None] | None = None
         self._prompts = prompts or Prompts(setting.block_size)
 
     def run(self, trace: Trace) -> list[Outcome]:
@@ -76,6 +77,8 @@ class Simulation:
 
     def _end(self, session: Session, turn: int, answer: Answer, now_s: float) -> None:
         self.outcomes.append(outcome_of(answer))
+        if self.on_answer is not None:
+            self.on_answer(answer)
         turn += 1
         if turn < len(session.turns):
             self._arrive_at(session, turn, now_s + session.turns[turn].think_s)

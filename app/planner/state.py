@@ -40,6 +40,8 @@ class Reason(StrEnum):
     SLO_MISSED = "slo_missed"
     SLO_MET_BY_FEWER = "slo_met_by_fewer"
     ENOUGH = "enough"
+    SCHEDULED = "scheduled"
+    """By somebody who sets sizes by the clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,11 @@ class Holdings:
         self._late: deque[tuple[float, list[CacheEvent]]] = deque()
         self._promised: Counter[SequenceHash] = Counter()
 
+    @property
+    def num_blocks(self) -> int:
+        """Published, and in any tier."""
+        return len(self._tiers)
+
     def publish(self, events: list[CacheEvent], now_s: float) -> None:
         if events:
             self._late.append((now_s + self._delay_s, events))

@@ -62,6 +62,17 @@ class Answer:
 Then = Callable[[Answer, float], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A request that went to the worker at `worker`. best_blocks: leading blocks of its prompt on
+    the worker that held most of them."""
+
+    request: SimRequest
+    at_s: float
+    worker: int
+    best_blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     """A request under way, and when things happened to it."""
@@ -95,6 +106,7 @@ class _Plan:
     worker: int
     seen_total: int
     reservation: Reservation
+    best_blocks: int
 
 
 class Cluster:
@@ -102,6 +114,8 @@ class Cluster:
 
     def __init__(self, policy: str, setting: Setting, make_machine: MakeMachine) -> None:
         self.setting = setting
+        self.on_decided: Callable[[Decided], None] | None = None
+        """Called with each decision that holds."""
         self.workers: list[Worker] = []
         """All that there ever were; a worker's place is its name."""
         self.conflicts = 0
@@ -254,7 +268,8 @@ class Cluster:
             prefill_us=round(1e6 * float(predicted_prefill_s(candidates, size)[at])),
             blocks=size.isl_blocks,
         )
-        return _Plan(flight, place, loads[place].total, reservation)
+        best_blocks = int(candidates.overlap.max())
+        return _Plan(flight, place, loads[place].total, reservation, best_blocks)
 
     def _reserve(self, replica: _Replica, plans: list[_Plan], now_s: float) -> None:
         """Like lua/reserve.lua: a reservation is refused, with all behind it for the same worker,
@@ -273,6 +288,9 @@ class Cluster:
                 continue
             self._tell(replica, plan.worker, now_s, Books.reserve, plan.reservation)
             self._start(plan.flight, plan.worker, now_s)
+            if self.on_decided is not None:
+                request = plan.flight.request
+                self.on_decided(Decided(request, now_s, plan.worker, plan.best_blocks))
         self.conflicts += len(refused)
         replica.waiting = refused + replica.waiting
         replica.is_deciding = False
