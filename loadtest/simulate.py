@@ -4,7 +4,7 @@
     python -m loadtest.simulate --load 1.1 --replicas 16 --sharing late --sync-ms 50
 
 The policies and the engine are the real ones, and the books of reservations follow the rules of the
-Lua scripts (loadtest/virtual.py). Without --load, the knee is found first, and the trace is played
+Lua scripts (app/virtual/). Without --load, the knee is found first, and the trace is played
 at 50, 70 and 90 % of it.
 """
 
@@ -31,13 +31,14 @@ from rich.table import Table
 from app.core.config import LONGEST_S
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
+from app.virtual.setting import Policy, Setting, Sharing
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
 from loadtest.ideal import ideal
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
-from loadtest.virtual import Policy, Prompts, Setting, Sharing, Simulation
+from loadtest.virtual import Prompts, Simulation
 from workers.engines.sim.profiles import PROFILES
 
 IDEAL = "ideal"
@@ -153,7 +154,7 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
     else:
         simulation = Simulation(policy, setting, prompts)
         outcomes = simulation.run(offered(trace, load))
-        conflicts = simulation.conflicts
+        conflicts = simulation.cluster.conflicts
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
     good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)

@@ -92,6 +92,12 @@ class Trace:
     def num_requests(self) -> int:
         return sum(len(session.turns) for session in self.sessions)
 
+    @property
+    def span_s(self) -> float:
+        """As if another session followed the last one after the mean gap between sessions."""
+        last_s, number = self.sessions[-1].start_s, len(self.sessions)
+        return last_s * number / max(1, number - 1) or 1.0
+
     def cut(
         self,
         start_s: float = 0.0,
@@ -107,18 +113,16 @@ class Trace:
         shifted = (replace(s, start_s=s.start_s - start_s) for s in inside)
         return replace(self, sessions=tuple(_first_requests(shifted, requests)))
 
-    def repeated(self, times: int) -> Trace:
-        """Each session `times` times, spread evenly over the same span, each with its own tokens.
+    def repeated(self, times: int, *, in_turn: bool = False) -> Trace:
+        """Each session `times` times, each with its own tokens: spread evenly over the same span,
+        or one whole trace after the other.
 
         Blocks that several sessions share, such as a system prompt, stay shared.
         """
         sessions_of = Counter(
             block for s in self.sessions for block in {b for turn in s.turns for b in turn.blocks}
         )
-        # As if another session followed the last one after the mean gap between sessions.
-        span_s = (
-            self.sessions[-1].start_s * len(self.sessions) / max(1, len(self.sessions) - 1) or 1.0
-        )
+        span_s = self.span_s
         alone = {block for block, sessions in sessions_of.items() if sessions == 1}
         size = self.num_requests
 
@@ -128,7 +132,9 @@ class Trace:
 
         copies = [
             Session(
-                (session.start_s + number / times * span_s) % span_s,
+                session.start_s + number * span_s
+                if in_turn
+                else (session.start_s + number / times * span_s) % span_s,
                 tuple(copied(turn, number) for turn in session.turns),
             )
             for number in range(times)

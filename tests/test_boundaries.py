@@ -70,6 +70,8 @@ ROOMS = frozenset(
         "ops",
         "local",
         "options",
+        "planner",
+        "virtual",
     )
 )
 """All of app but `app.cli`, which imports them when a subcommand is called."""
@@ -93,6 +95,16 @@ BOUNDARIES = [
     Boundary("app", TESTS | {"torch", "workers"}),
     Boundary("app.core", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core")),
     Boundary("app.policy", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy")),
+    Boundary(
+        "app.virtual",
+        WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy", "virtual"),
+    ),
+    Boundary(
+        "app.planner",
+        WEB
+        | {"redis", "click", "torch", "asyncio"}
+        | beyond("core", "policy", "virtual", "planner"),
+    ),
     # Of app.policy it knows the record of a decision, and what that is made of.
     Boundary(
         "app.state", WEB | {"click", "torch", "app.policy.plan"} | beyond("core", "policy", "state")
@@ -170,7 +182,8 @@ def test_app_core_loads_three_libraries_and_nothing_else() -> None:
 def test_a_decision_is_given_the_time_and_does_not_read_it() -> None:
     """numpy loads `time`, so that loaded modules say nothing of it."""
     imports = re.compile(r"^\s*(import|from) (time|datetime|asyncio)\b", re.MULTILINE)
-    files = (ROOT / "app/policy").glob("*.py")
+    packages = ("app/policy", "app/virtual", "app/planner")
+    files = [path for package in packages for path in (ROOT / package).glob("*.py")]
     assert [path.name for path in files if imports.search(path.read_text())] == []
 
 

@@ -13,10 +13,10 @@ from fastapi.responses import Response
 
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
+from app.core.steps import Finished
 from app.door.tokens import Renderer, Unrenderable, load
 from app.http.body import header, json_response, read_body
 from workers.engines.base import Engine, Tokenizer
-from workers.engines.steps import Finished
 from workers.http import Call, Completion, check, respond, usage_of
 
 MAX_BODY_BYTES = 64 * 1024 * 1024

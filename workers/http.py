@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
+from app.core.steps import Finished
 from app.core.types import checked_request_id
 from app.http.body import CLOSE, Caller, error_body, header, http_error, json_response, read_body
 from workers.engines.base import (
@@ -34,7 +35,6 @@ from workers.engines.base import (
     Tokenizer,
 )
 from workers.engines.sampling_options import Sampling
-from workers.engines.steps import Finished
 from workers.metrics import registry_of
 
 DEFAULT_MAX_TOKENS = 16

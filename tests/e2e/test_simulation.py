@@ -8,11 +8,11 @@ import pytest
 
 from app.core.config import RouterSettings, WorkerSettings
 from app.local.cluster import Cluster
+from app.virtual.setting import Setting
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
 from loadtest.simulate import Scenario, simulate
 from loadtest.traces import Trace, read_trace
-from loadtest.virtual import Setting
 from tests.redis_servers import default_kind, require_redis
 
 SLICE = Path(__file__).parents[1] / "data" / "agentic-slice.jsonl"

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from app.virtual.setting import Setting
 from loadtest.client import Outcome
 from loadtest.ideal import ideal
 from loadtest.traces import DEMO_TRACE, Session, Trace, read_trace
-from loadtest.virtual import Prompts, Setting, Simulation
+from loadtest.virtual import Prompts, Simulation
 from tests.loadtest.test_virtual import open_loop, request
 
 

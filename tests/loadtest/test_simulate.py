@@ -9,6 +9,7 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
+from app.virtual.setting import Setting, Sharing
 from loadtest.client import Outcome
 from loadtest.simulate import (
     Scenario,
@@ -23,7 +24,6 @@ from loadtest.simulate import (
     simulate,
 )
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
-from loadtest.virtual import Setting, Sharing
 from workers.engines.sim.profiles import PROFILES
 
 H100 = "70b-4xh100"

@@ -7,8 +7,10 @@ import pytest
 
 from app.core.loads import Load, Reservation
 from app.policy.cost import Candidates
+from app.virtual.books import Books
+from app.virtual.setting import Setting, Sharing
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
-from loadtest.virtual import Books, Setting, Sharing, Simulation
+from loadtest.virtual import Simulation
 
 SMALL = Setting(num_workers=4, seed=1)
 
@@ -43,14 +45,17 @@ def test_everything_reserved_is_released(sharing: Sharing) -> None:
         "latency", Setting(num_workers=3, replicas=4, sharing=sharing, host_pool_tokens=100_000)
     )
     assert len(simulation.run(trace)) == 200
-    for replica in simulation.replicas:
+    replicas = simulation.cluster.replicas
+    for replica in replicas:
         for books in replica.books:
             load = books.load
             assert load == Load(head_since_ms=load.head_since_ms, total=load.total)
-    for worker in simulation.workers:
+    for worker in simulation.cluster.workers:
         assert worker.engine.metrics().kv_active_blocks == 0
         worker.engine.check()
-    made = [sum(books.load.total for books in replica.books) for replica in simulation.replicas]
+    made = [
+        sum(books.load.total for books in replica.books) for replica in simulation.cluster.replicas
+    ]
     assert made == ([50] * 4 if sharing is Sharing.NONE else [200] * 4)
 
 
@@ -91,7 +96,7 @@ def test_replicas_with_exact_sharing_retry_if_another_reserved_first() -> None:
     simulation = Simulation("latency", Setting(num_workers=8, replicas=8))
     workers = [outcome.worker for outcome in simulation.run(burst)]
     assert len(set(workers)) == 8
-    assert simulation.conflicts > 0
+    assert simulation.cluster.conflicts > 0
     assert max(outcome.attempts for outcome in simulation.outcomes) > 1
 
 
@@ -103,7 +108,7 @@ def test_a_refusal_delays_only_later_requests_for_the_same_worker() -> None:
     simulation.run(burst)
     attempts = {outcome.request_id: outcome.attempts for outcome in simulation.outcomes}
     assert attempts == {"0": 1, "2": 1, "4": 1, "1": 3, "3": 2, "5": 1}
-    assert simulation.conflicts == 3
+    assert simulation.cluster.conflicts == 3
 
 
 def test_blocks_count_only_after_their_events_have_arrived() -> None:
@@ -145,7 +150,7 @@ def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time() -> No
     blocks = [tuple(range(100 * i, 100 * i + 4)) for i in range(300)]
     simulation = Simulation("latency", Setting(num_workers=1))
     simulation.run(open_loop(*(request(i, b) for i, b in enumerate(blocks)), every_s=1.0))
-    (worker,) = simulation.workers
+    (worker,) = simulation.cluster.workers
     seen = Candidates(*np.array(worker.column(Load(), [], now_s=300.0))[:, np.newaxis])
     assert seen.kv_idle_before_evict_s == pytest.approx(98, rel=0.05)
 
@@ -157,7 +162,7 @@ def test_metrics_are_as_old_as_their_interval_even_if_the_engine_only_decoded_si
     # They are due once, while the request decodes.
     simulation = Simulation("latency", Setting(num_workers=1, metrics_interval_s=0.6 * alone.end_s))
     simulation.run(trace)
-    (worker,) = simulation.workers
+    (worker,) = simulation.cluster.workers
     assert worker.engine.metrics().request_active_slots == 0
     assert worker.metrics.request_active_slots == 1
 

@@ -16,6 +16,7 @@ import uvicorn
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
+from app.core.steps import SimRequest
 from app.core.worker_report import DEFAULT_SPEED
 from app.http import body
 from tests.eventually import eventually
@@ -24,7 +25,6 @@ from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import Profile
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.speed import sped_up
-from workers.engines.steps import SimRequest
 from workers.http import create_app
 
 # A prefill step of n tokens takes 1 + n engine seconds, a decode step of n requests 1 + n.

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from app.core.steps import Finished, Step
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from workers.engines.sampling_options import Sampling
-from workers.engines.steps import Finished, Step
 from workers.kv.cache import Publisher
 
 HIT_RATE_WINDOW = 1000

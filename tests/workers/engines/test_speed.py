@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from app.core.steps import Finished, SimRequest, Step
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.profiles import PROFILES
 from workers.engines.speed import SpeedLearner, sped_up
-from workers.engines.steps import Finished, SimRequest, Step
 
 H100 = PROFILES["70b-4xh100"]
 FULL_STEP_S_PER_TOKEN = (0.002 + 0.0095 + 80.3e-6 * 2048) / 2048  # 85.9 us

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from app.core.events import CacheEvent
 from app.core.hashing import compute_local_hashes, next_sequence_hash
+from app.core.steps import Finished, SimRequest, Step
 from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics
 from workers.engines.base import HitRate, PromptTooLargeError
 from workers.engines.sim.pool import BlockPool
 from workers.engines.sim.profiles import Profile
-from workers.engines.steps import Finished, SimRequest, Step
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +117,15 @@ class SimEngine:
         if request.request_id in self._waiting or request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         self._waiting[request.request_id] = request
+
+    def warm(self, request: SimRequest) -> None:
+        """Hold the prompt's blocks as if it had just been answered. Does nothing if requests in
+        flight leave no room for them."""
+        prefix = request.blocks[: self.pool.match(request.blocks)]
+        if self.pool.acquire(prefix, len(request.blocks)) is not None:
+            rest = request.blocks[len(prefix) :]
+            self.pool.register(rest, prefix[-1] if prefix else None)
+            self.pool.release(request.blocks, 0)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its blocks; does nothing if it is unknown or finished."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent
+from app.core.steps import Finished, SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from workers.engines.base import (
@@ -19,7 +20,6 @@ from workers.engines.base import (
 )
 from workers.engines.sim.engine import SimEngine
 from workers.engines.speed import SpeedLearner, sped_up
-from workers.engines.steps import Finished, SimRequest
 
 
 class EngineRunner:

@@ -22,6 +22,7 @@ from itertools import islice
 import torch
 
 from app.core.errors import InvalidRequest, NotEnoughBlocks
+from app.core.steps import Finished
 from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from workers.engines.base import (
@@ -32,7 +33,6 @@ from workers.engines.base import (
     QueueFullError,
     Watcher,
 )
-from workers.engines.steps import Finished
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.sampling import sample

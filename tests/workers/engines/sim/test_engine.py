@@ -8,12 +8,12 @@ import pytest
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.hashing import compute_hashes
+from app.core.steps import SimRequest, Step
 from app.core.types import SequenceHash, Tier
 from workers.engines.base import PromptTooLargeError
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.pool import BlockPool
 from workers.engines.sim.profiles import PROFILES, Profile
-from workers.engines.steps import SimRequest, Step
 
 BLOCK_SIZE = 4
 # Steps take 1 + max(10, n) + 0.01 per attention pair + 0.001 per token of decode context.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from app.core.errors import InvalidRequest
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
+from app.core.steps import Finished
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import DEFAULT_SPEED
 from tests.eventually import eventually
@@ -32,7 +33,6 @@ from workers.engines.base import (
     QueueFullError,
 )
 from workers.engines.sampling_options import Sampling
-from workers.engines.steps import Finished
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
+from app.core.steps import Finished
 from app.core.types import SequenceHash, Tier
 from app.local.redis_server import EmbeddedRedis
 from tests.eventually import eventually
@@ -24,7 +25,6 @@ from tests.workers.engines.torch.checkpoints import reference
 from tests.workers.kv.cache_model import FakePublisher
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
-from workers.engines.steps import Finished
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.loading import _fingerprint, _identity

@@ -1,4 +1,4 @@
-"""What goes into the simulated engine, and what one of its steps reports."""
+"""What goes into a simulated engine, and what one step of an engine reports."""
 
 from __future__ import annotations
 

@@ -1,0 +1,162 @@
+"""Policies: how large a fleet should be. Each is a pure function of what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from statistics import fmean
+
+from app.planner.state import FleetState, Phase, Prediction, Proposal, Reason, Rules, WorkerLoad
+
+Predict = Callable[[int], Prediction]
+"""What a fleet of this size would have made of the recorded decisions. One less is one without
+the worker that would leave."""
+Victim = Callable[[FleetState], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a policy wants, within the rules or not."""
+
+    desired: int
+    reason: Reason
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    candidates: tuple[Prediction, ...] = ()
+
+
+Policy = Callable[[FleetState, Rules, Predict], Wish]
+
+
+def propose(
+    name: str, state: FleetState, rules: Rules, predict: Predict, victim: Victim
+) -> Proposal:
+    """What the policy `name`, a key of POLICIES, proposes within the rules.
+
+    At most one worker leaves at a time.
+    """
+    wish = _bounded(_wish(name, state, rules, predict), state, rules)
+    desired = max(wish.desired, state.size - 1)
+    return Proposal(
+        at_s=state.now_s,
+        policy=name,
+        size=state.size,
+        desired=desired,
+        reason=wish.reason,
+        victim=victim(state) if desired < state.size and state.those(Phase.LIVE) else None,
+        inputs=wish.inputs,
+        candidates=wish.candidates,
+    )
+
+
+def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Wish:
+    size = state.size
+    if size < rules.min_workers:
+        return Wish(rules.min_workers, Reason.BELOW_MINIMUM)
+    if size > rules.max_workers:
+        return Wish(rules.max_workers, Reason.OVER_BUDGET)
+    if any(worker.load is None for worker in state.those(Phase.LIVE)):
+        return Wish(size, Reason.NO_METRICS)
+    if state.proposals and size not in (state.proposals[-1].size, state.proposals[-1].desired):
+        return Wish(size, Reason.FLEET_CHANGED)
+    return POLICIES[name](state, rules, predict)
+
+
+def _bounded(wish: Wish, state: FleetState, rules: Rules) -> Wish:
+    if wish.desired > rules.max_workers:
+        reason = wish.reason if state.size < rules.max_workers else Reason.AT_BUDGET
+        return Wish(rules.max_workers, reason, wish.inputs, wish.candidates)
+    if wish.desired < rules.min_workers:
+        reason = wish.reason if state.size > rules.min_workers else Reason.AT_MINIMUM
+        return Wish(rules.min_workers, reason, wish.inputs, wish.candidates)
+    return wish
+
+
+def _loads(state: FleetState) -> Iterator[WorkerLoad]:
+    return (worker.load for worker in state.those(Phase.LIVE) if worker.load is not None)
+
+
+def _mean(values: Iterator[float]) -> float:
+    """Of no workers it is 0: who has none has no load."""
+    return fmean(found) if (found := list(values)) else 0.0
+
+
+def _in_grace(state: FleetState, rules: Rules) -> bool:
+    grace_s = rules.grace_intervals * rules.interval_s
+    return any(w.since_s > state.now_s - grace_s for w in state.those(Phase.LIVE))
+
+
+def threshold(state: FleetState, rules: Rules, _: Predict) -> Wish:
+    """One more if the queue of prefills per worker or the KV load is high, one less if both are
+    low; nothing while a change is under way.
+
+    After NVIDIA Dynamo 0.2, docs/architecture/load_planner.md. There, workers that prefill and
+    workers that decode are two pools, each with its own signal; here every worker does both.
+    """
+    queue = _mean(load.prefill_queue for load in _loads(state))
+    kv_load = _mean(
+        load.kv_usage + rules.kv_load_per_waiting * load.waiting for load in _loads(state)
+    )
+    inputs = {"prefill_queue": queue, "kv_load": kv_load}
+    size = state.size
+    if state.is_changing:
+        return Wish(size, Reason.CHANGE_UNDER_WAY, inputs)
+    if queue < rules.prefill_queue_down and kv_load < rules.kv_load_down:
+        if _in_grace(state, rules):
+            return Wish(size, Reason.GRACE, inputs)
+        return Wish(size - 1, Reason.LOW_LOAD, inputs)
+    if queue > rules.prefill_queue_up:
+        return Wish(size + 1, Reason.PREFILL_QUEUE, inputs)
+    if kv_load > rules.kv_load_up:
+        return Wish(size + 1, Reason.KV_LOAD, inputs)
+    return Wish(size, Reason.ENOUGH, inputs)
+
+
+def waiting(state: FleetState, rules: Rules, _: Predict) -> Wish:
+    """A worker for every five waiting requests; down only to what the cool-down has needed.
+
+    After the KEDA examples of vLLM's production stack, which scale on num_requests_waiting.
+    """
+    total = sum(load.waiting for load in _loads(state))
+    needed = ceil(total / rules.waiting_per_worker)
+    since_s = state.now_s - rules.cool_down_s
+    lately = [int(p.inputs.get("needed", 0)) for p in state.proposals if p.at_s > since_s]
+    inputs = {"waiting": total, "needed": float(needed)}
+    if needed >= state.size:
+        reason = Reason.WAITING if needed > state.size else Reason.ENOUGH
+        return Wish(needed, reason, inputs)
+    if state.is_changing:
+        return Wish(state.size, Reason.CHANGE_UNDER_WAY, inputs)
+    if not lately or max(lately) >= state.size or state.proposals[0].at_s > since_s:
+        return Wish(state.size, Reason.COOL_DOWN, inputs)
+    return Wish(max(needed, *lately), Reason.WAITING, inputs)
+
+
+def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
+    """The smallest fleet that would have kept the SLO over the recorded decisions.
+
+    Up at once, by up to two workers; down by one, and only if one less would still have kept it.
+    """
+    size, target = state.size, rules.slo.target
+    now = predict(size)
+    inputs = {"requests": float(now.requests), "attainment": now.attainment}
+    if now.attainment < target:
+        more = predict(size + 1)
+        candidates: tuple[Prediction, ...] = (now, more)
+        if more.attainment < target:
+            candidates += (predict(size + 2),)
+        return Wish(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
+    if size <= rules.min_workers:
+        return Wish(size, Reason.AT_MINIMUM, inputs, (now,))
+    if state.is_changing:
+        return Wish(size, Reason.CHANGE_UNDER_WAY, inputs, (now,))
+    if _in_grace(state, rules):
+        return Wish(size, Reason.GRACE, inputs, (now,))
+    fewer = predict(size - 1)
+    if fewer.attainment < target:
+        return Wish(size, Reason.ENOUGH, inputs, (fewer, now))
+    return Wish(size - 1, Reason.SLO_MET_BY_FEWER, inputs, (fewer, now))
+
+
+POLICIES: Mapping[str, Policy] = {"threshold": threshold, "waiting": waiting, "slo": slo}
+"""By the names that settings use."""

@@ -1,0 +1,128 @@
+"""What a fleet of another size would have made of the recorded decisions: played in virtual time.
+
+Workers begin with the caches that the decisions before those played have left them: one that would
+join with none, and that of the one that would leave is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from app.core.chains import positions
+from app.core.steps import SimRequest
+from app.core.types import SequenceHash
+from app.core.worker_report import Speed
+from app.planner.state import FleetState, Phase, Prediction, Rules, Slo
+from app.virtual.cluster import Answer, Cluster
+from app.virtual.setting import Setting
+from app.virtual.worker import MakeMachine
+
+GOLDEN = 0x9E3779B97F4A7C15
+U64 = 2**64 - 1
+
+
+class Replay:
+    """Plays the recorded decisions of one state for any size of the fleet.
+
+    policy: of the routers. setting: all of it counts but how many workers there are. speed: of a
+    worker, for the SLO.
+    """
+
+    def __init__(
+        self,
+        state: FleetState,
+        rules: Rules,
+        policy: str,
+        setting: Setting,
+        make_machine: MakeMachine,
+        speed: Speed,
+    ) -> None:
+        self._rules, self._policy, self._setting = rules, policy, setting
+        self._make_machine = make_machine
+        self._speed = speed
+        self._workers = [w for w in state.workers if w.phase is not Phase.DRAINING]
+        recent = state.recent
+        begin_s = state.now_s - rules.window_s - rules.lead_s
+        first = sum(asked.at_s < begin_s for asked in recent)
+        if len(recent) - first > rules.window_requests:
+            first = len(recent) - rules.window_requests
+            begin_s = recent[first].at_s
+        self._before, self._played = recent[:first], recent[first:]
+        self._origin_s = recent[0].at_s if recent else begin_s
+        lead = rules.lead_s / (rules.window_s + rules.lead_s)
+        self._judged_s = begin_s + lead * (state.now_s - begin_s) - self._origin_s
+
+    def predict(self, size: int, victim: str | None = None) -> Prediction:
+        """victim: the worker that a smaller fleet would be without."""
+        stay = [worker for worker in self._workers if worker.name != victim][:size]
+        profiles = [worker.profile for worker in stay]
+        profiles += profiles[:1] * (size - len(stay))
+        setting = replace(self._setting, num_workers=size, profiles=tuple(profiles))
+        cluster = Cluster(self._policy, setting, self._make_machine)
+        places = {worker.name: place for place, worker in enumerate(stay)}
+        for asked in self._before:
+            if asked.worker in places:
+                cluster.run(until_s=asked.at_s - self._origin_s)
+                cluster.warm(places[asked.worker], asked.request)
+        answers: list[Answer] = []
+
+        def keep(answer: Answer, _: float) -> None:
+            answers.append(answer)
+
+        for asked in self._played:
+            cluster.run(until_s=asked.at_s - self._origin_s)
+            cluster.ask(asked.request, keep)
+        cluster.run()
+        judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
+        return summary(size, judged, self._rules.slo, self._speed)
+
+
+def meets(answer: Answer, slo: Slo, speed: Speed) -> bool:
+    if answer.first_token_s is None or answer.end_s is None:
+        return False
+    token_s = (answer.end_s - answer.first_token_s) / max(1, answer.output_tokens - 1)
+    within_s = slo.ttft_within_s(answer.request.prompt_tokens, speed)
+    return answer.first_token_s - answer.arrival_s <= within_s and token_s <= slo.token_s
+
+
+def summary(size: int, answers: Sequence[Answer], slo: Slo, speed: Speed) -> Prediction:
+    """Of no requests all are within the SLO."""
+    ttfts = [a.first_token_s - a.arrival_s for a in answers if a.first_token_s is not None]
+    return Prediction(
+        size=size,
+        requests=len(answers),
+        attainment=sum(meets(a, slo, speed) for a in answers) / len(answers) if answers else 1.0,
+        ttft_p99_s=float(np.percentile(ttfts, 99)) if ttfts else 0.0,
+        hit_rate=sum(answer.cached_tokens for answer in answers)
+        / max(1, sum(answer.request.prompt_tokens for answer in answers)),
+    )
+
+
+def recorded_request(
+    request_id: str,
+    recorded: Sequence[SequenceHash],
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+    block_size: int,
+) -> SimRequest:
+    """A request like the one that a decision's record tells of. recorded: some of its blocks.
+
+    A block that was not recorded is made from the next one that was, so that prompts share here
+    what they share, up to the last recorded block of it. Those behind the last are its own.
+    """
+    full_blocks = prompt_tokens // block_size
+    chain: list[SequenceHash] = []
+    own = xxh3_64_intdigest(request_id.encode())
+    ends = [*zip(positions(full_blocks), recorded, strict=True), (full_blocks + 1, own)]
+    for at, block in ends:
+        between = range(len(chain) + 1, at)
+        chain += (SequenceHash(block ^ (place * GOLDEN & U64)) for place in between)
+        chain.append(SequenceHash(block))
+    chain.pop()
+    tail = (0,) * (prompt_tokens - full_blocks * block_size)
+    return SimRequest(request_id, tuple(chain), tail, prompt_tokens, output_tokens)

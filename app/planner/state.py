@@ -1,0 +1,185 @@
+"""What a proposal is made from, and what it says. Times are seconds of one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from app.core.steps import SimRequest
+from app.core.worker_report import DEFAULT_SPEED, Speed
+
+
+class Phase(StrEnum):
+    PENDING = "pending"
+    """Asked for, and not registered yet."""
+    LIVE = "live"
+    DRAINING = "draining"
+
+
+class Reason(StrEnum):
+    """Why a fleet should have the size proposed."""
+
+    BELOW_MINIMUM = "below_minimum"
+    OVER_BUDGET = "over_budget"
+    NO_METRICS = "no_metrics"
+    """Some live worker's load is not known."""
+    FLEET_CHANGED = "fleet_changed"
+    """Somebody else changed its size: that is the new truth."""
+    CHANGE_UNDER_WAY = "change_under_way"
+    GRACE = "grace"
+    """It could be smaller, but a worker was added a short time ago."""
+    AT_MINIMUM = "at_minimum"
+    AT_BUDGET = "at_budget"
+    PREFILL_QUEUE = "prefill_queue"
+    KV_LOAD = "kv_load"
+    LOW_LOAD = "low_load"
+    WAITING = "waiting"
+    COOL_DOWN = "cool_down"
+    """Fewer requests wait, but a short time ago it had to be larger."""
+    SLO_MISSED = "slo_missed"
+    SLO_MET_BY_FEWER = "slo_met_by_fewer"
+    ENOUGH = "enough"
+    SCHEDULED = "scheduled"
+    """By somebody who sets sizes by the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Means over the last interval."""
+
+    prefill_queue: float
+    """Requests that wait for the prefill of others."""
+    queue_s: float
+    """Seconds of prefill that are promised."""
+    kv_usage: float
+    """Share of its KV blocks in use, 0-1."""
+    waiting: float
+    """Requests that its engine has not begun."""
+    requests: float
+    """In flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker. load: None while it is not known."""
+
+    name: str
+    phase: Phase
+    since_s: float
+    """When the phase began."""
+    load: WorkerLoad | None = None
+    cached_blocks: int = 0
+    unique_value_s: float = 0.0
+    """Seconds of prefill that losing it would cost: see app.planner.victims."""
+    speed: Speed = DEFAULT_SPEED
+    profile: str = ""
+    """What makes its engine in virtual time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One recorded decision. request: its blocks stand for those of the prompt."""
+
+    at_s: float
+    worker: str
+    request: SimRequest
+    best_blocks: int = 0
+    """Leading blocks that some worker held when it was decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the recorded decisions would have come to. attainment: share within the SLO, 0-1."""
+
+    size: int
+    requests: int
+    attainment: float
+    ttft_p99_s: float
+    hit_rate: float
+    """Share of the prompts' tokens that were cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """size: that it was made for, with those pending. victim: who should leave, if anyone."""
+
+    at_s: float
+    policy: str
+    size: int
+    desired: int
+    reason: Reason
+    victim: str | None = None
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    candidates: tuple[Prediction, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """recent: decisions, the oldest first. proposals: the last ones, the newest last."""
+
+    now_s: float
+    workers: Sequence[WorkerState]
+    recent: Sequence[Asked] = ()
+    proposals: Sequence[Proposal] = ()
+
+    def those(self, phase: Phase) -> list[WorkerState]:
+        return [worker for worker in self.workers if worker.phase is phase]
+
+    @property
+    def size(self) -> int:
+        """Workers that are live or will be."""
+        return len(self.workers) - len(self.those(Phase.DRAINING))
+
+    @property
+    def is_changing(self) -> bool:
+        return any(worker.phase is not Phase.LIVE for worker in self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A first token within `ttft_s` plus `prefills` times the prefill that the prompt would take
+    alone and uncached, and at most `token_s` per further token; for a share `target` of all."""
+
+    ttft_s: float = 2.0
+    prefills: float = 1.5
+    token_s: float = 0.1
+    target: float = 0.95
+
+    def ttft_within_s(self, prompt_tokens: int, speed: Speed) -> float:
+        return self.ttft_s + self.prefills * prefill_s(0, prompt_tokens, speed)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What every policy keeps to, and what some of them are set to."""
+
+    min_workers: int = 1
+    max_workers: int = 64
+    interval_s: float = 30.0
+    """From one proposal to the next."""
+    grace_intervals: int = 3
+    """After a worker has joined, none leaves for so long."""
+    prefill_queue_up: float = 0.5
+    prefill_queue_down: float = 0.2
+    kv_load_up: float = 0.9
+    kv_load_down: float = 0.5
+    kv_load_per_waiting: float = 0.02
+    waiting_per_worker: float = 5.0
+    cool_down_s: float = 360.0
+    slo: Slo = Slo()
+    window_s: float = 180.0
+    """Recorded decisions of so long are replayed."""
+    lead_s: float = 60.0
+    """Those of so long before them too, but not judged: to find workers as busy as they were."""
+    window_requests: int = 600
+    """At most so many are replayed."""
+    half_life_s: float = 300.0
+    """A prompt asked so long ago says half as much of what will be asked for again."""
+
+
+def prefill_s(cached_tokens: int, prompt_tokens: int, speed: Speed) -> float:
+    """Seconds to compute a prompt from its token `cached_tokens` on."""
+    uncached = prompt_tokens - cached_tokens
+    attended = (prompt_tokens + cached_tokens) / 2
+    return uncached * (speed.prefill_s_per_token + speed.prefill_s_per_token2 * attended)

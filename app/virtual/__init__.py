@@ -1,0 +1,1 @@
+"""A cluster in virtual time: no Redis, no HTTP and no clock, as fast as it computes."""

@@ -1,0 +1,73 @@
+"""What a cluster in virtual time is made of, and what its routers know of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from app.policy.cost import CostFunction, blocks
+
+
+class Sharing(StrEnum):
+    """What a replica knows of the reservations that the others made."""
+
+    EXACT = "exact"
+    """All of them, at once: a reservation is refused if another one came before it."""
+    LATE = "late"
+    """All of them, some time later: replicas inform each other."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything that is simulated, except the requests and the policy."""
+
+    num_workers: int = 8
+    """At the start."""
+    profiles: tuple[str, ...] = ("70b-4xh100",)
+    """The workers' profiles, assigned in turn: names that mean something to whoever makes the
+    engines. SLOs are taken from the first."""
+    host_pool_tokens: int = 0
+    """For each worker; 0 means no host tier."""
+    block_size: int = 256
+    replicas: int = 1
+    """They receive the requests in turn."""
+    sharing: Sharing = Sharing.EXACT
+    sync_s: float = 0.005
+    """How late, if sharing is LATE."""
+    trip_s: float = 0.0005
+    """From lookup to reservation."""
+    event_delay_s: float = 0.0
+    """From the end of a step until routers see what it did to the cache."""
+    metrics_interval_s: float = 0.1
+    misjudged_prefill: float = 1.0
+    misjudged_decode: float = 1.0
+    """Time that routers believe prefills and decodes take, over what a worker has learned."""
+    count_in_flight: bool = False
+    """Whether blocks count as cached from the reservation on."""
+    seed: int = 0
+    """For ties. Any but 0 also moves each session by up to half a bin of the recorded trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy of app.policy by its name; `blocks:W` is `blocks` with a prefill weight of W."""
+
+    name: str
+
+    @property
+    def key(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def weight(self) -> float | None:
+        """Raises ValueError if the weight is not a number."""
+        _, _, weight = self.name.partition(":")
+        return float(weight) if weight else None
+
+    @property
+    def cost(self) -> CostFunction | None:
+        """None for the policy's own cost function."""
+        weight = self.weight
+        return None if weight is None else partial(blocks, prefill_weight=weight)

@@ -1,0 +1,148 @@
+"""One worker in virtual time: an engine, and what the routers see of it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Protocol
+
+from app.core.events import CacheEvent
+from app.core.loads import Load
+from app.core.steps import SimRequest, Step
+from app.core.types import SequenceHash
+from app.core.worker_report import ForwardPassMetrics, Speed
+from app.policy.view import load_rows, measured_rows
+from app.virtual.books import Holdings
+from app.virtual.setting import Setting
+
+SPEED_INTERVAL_S = 5.0
+"""How often a worker publishes its speed. A live worker does so with its metrics, but the values
+are the same: they hardly change."""
+
+
+class Engine(Protocol):
+    """An engine that says how long its steps take instead of taking that long."""
+
+    def submit(self, request: SimRequest) -> None: ...
+
+    def warm(self, request: SimRequest) -> None:
+        """Hold the prompt's blocks as if it had just been answered."""
+
+    def step(self) -> Step | None:
+        """Run one step; None if there is nothing to do."""
+
+    def quiet_steps(self) -> int:
+        """How many of the next steps only decode, if nothing is submitted."""
+
+    def decode_s(self, num_steps: int) -> float:
+        """Seconds that the next `num_steps` take, if all of them are quiet."""
+
+    def skip(self, num_steps: int) -> Step:
+        """Run that many quiet steps at once; returns the average of one of them."""
+
+    def take_events(self) -> list[CacheEvent]: ...
+
+    def metrics(self) -> ForwardPassMetrics: ...
+
+
+class Learner(Protocol):
+    """Learns a worker's speed from its steps."""
+
+    def observe(self, step: Step, wall_s: float) -> None: ...
+
+    def speed(self) -> Speed: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    engine: Engine
+    learner: Learner
+
+
+MakeMachine = Callable[[str, Setting, Callable[[], float]], Machine]
+"""Takes a profile's name, the setting, and a clock in seconds."""
+
+
+class Status(StrEnum):
+    STARTING = "starting"
+    LIVE = "live"
+    DRAINING = "draining"
+    """It gets no new requests, and leaves when it has answered those that it has."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Steps under way that only decode. slowness: of the worker, while they are."""
+
+    since_s: float
+    num_steps: int
+    slowness: float
+
+
+class Worker:
+    """One engine, and what the routers see of it."""
+
+    def __init__(self, setting: Setting, machine: Machine, asked_s: float) -> None:
+        self.engine = machine.engine
+        self.learner = machine.learner
+        self.holdings = Holdings(setting.event_delay_s)
+        self.metrics: ForwardPassMetrics = self.engine.metrics()
+        self.status = Status.STARTING
+        self.asked_s = asked_s
+        """When it was asked for: from then on it has its hardware."""
+        self.live_s = math.inf
+        self.gone_s = math.inf
+        self.num_requests = 0
+        self.slowness = 1.0
+        """Over how long its steps should take."""
+        self.is_stepping = False
+        self.quiet: Quiet | None = None
+        self._misjudged = setting.misjudged_prefill, setting.misjudged_decode
+        self._interval_s = setting.metrics_interval_s
+        self._due_s = 0.0
+        self._speed_due_s = 0.0
+        self.publish_metrics(asked_s)
+
+    def publish_metrics(self, now_s: float) -> None:
+        """Called before every change, and so as often as anyone could notice."""
+        if now_s < self._due_s:
+            return
+        self._due_s = (now_s // self._interval_s + 1) * self._interval_s
+        self.metrics = self.engine.metrics()
+        if now_s >= self._speed_due_s:
+            self._speed_due_s = now_s + SPEED_INTERVAL_S
+            speed = self.learner.speed()
+            prefill, decode = self._misjudged
+            wrong = {
+                f.name: getattr(speed, f.name) * (decode if "decode" in f.name else prefill)
+                for f in fields(Speed)
+                if "_s_per_" in f.name
+            }
+            self.speed = replace(speed, **wrong)
+
+    def column(self, load: Load, chain: Sequence[SequenceHash], now_s: float) -> tuple[float, ...]:
+        """This worker's values, in the order of Candidates."""
+        self.publish_metrics(now_s)
+        metrics = self.metrics
+        return (
+            *self.holdings.overlap(chain, now_s),
+            0.0,
+            *load_rows(load, round(now_s * 1000), metrics.request_total_slots),
+            *measured_rows(metrics, self.speed),
+        )
+
+    def step_under_way(self, quiet: Quiet, now_s: float) -> int:
+        """Which of the quiet steps ends next, counted from 1."""
+
+        def end_s(num_steps: int) -> float:
+            return quiet.slowness * self.engine.decode_s(num_steps)
+
+        return 1 + bisect_left(range(1, quiet.num_steps), now_s - quiet.since_s, key=end_s)
+
+    def held_s(self, until_s: float) -> float:
+        """Seconds for which it has had its hardware."""
+        return max(0.0, min(self.gone_s, until_s) - self.asked_s)

@@ -1,0 +1,271 @@
+"""A trace against a cluster in virtual time, of which a planner sets the size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, replace
+
+import numpy as np
+
+from app.core.chains import positions
+from app.core.types import SequenceHash
+from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.planner.policies import propose
+from app.planner.replay import Replay, recorded_request
+from app.planner.state import (
+    Asked,
+    FleetState,
+    Phase,
+    Prediction,
+    Proposal,
+    Reason,
+    Rules,
+    WorkerLoad,
+    WorkerState,
+    prefill_s,
+)
+from app.planner.victims import unique_values, victim
+from app.policy.record import sampled
+from app.virtual.books import Holdings
+from app.virtual.cluster import Answer, Decided
+from app.virtual.setting import Setting
+from app.virtual.worker import Status, Worker
+from loadtest.client import Outcome
+from loadtest.traces import Trace
+from loadtest.virtual import Prompts, Simulation, sim_machine
+
+SAMPLE_S = 1.0
+DECISIONS_KEPT = 8192
+"""As a router keeps by default."""
+PROPOSALS_KEPT = 64
+HALF_LIVES = 4
+"""Prompts asked longer ago than so many say next to nothing of what a cache is worth."""
+REMEMBERED_S = 1800.0
+"""For so long at most it counts what a worker that left would have spared."""
+PHASES = {
+    Status.STARTING: Phase.PENDING,
+    Status.LIVE: Phase.LIVE,
+    Status.DRAINING: Phase.DRAINING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How the size is set. sizes: what it is to be at each time; None: what `policy` proposes."""
+
+    policy: str
+    rules: Rules = field(default_factory=Rules)
+    victim: str = "unique_value"
+    startup_s: float = 60.0
+    sizes: Callable[[float], int] | None = None
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of it."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
+    worker_s: float = 0.0
+    """Seconds for which workers had their hardware, added up."""
+    recomputed_s: float = 0.0
+    """Of prefill that workers which had left would have spared."""
+
+
+@dataclass(slots=True)
+class _Recorded:
+    asked: Asked
+    sampled: list[SequenceHash]
+
+
+class Scaled:
+    """One policy of the planner against one trace. Call `run` once only."""
+
+    def __init__(
+        self, scaling: Scaling, setting: Setting, routing: str, prompts: Prompts, end_s: float
+    ) -> None:
+        """routing: policy of the routers. end_s: after it, size and cost no longer matter."""
+        self._scaling, self._setting, self._routing = scaling, setting, routing
+        self._end_s = end_s
+        self._played = Played()
+        self._simulation = Simulation(routing, setting, prompts)
+        self._simulation.on_answer = self._ended
+        self._cluster = self._simulation.cluster
+        self._cluster.on_decided = self._decided
+        self._samples: dict[int, list[tuple[float, ...]]] = {}
+        self._recent: dict[str, _Recorded] = {}
+        self._departed: list[tuple[float, Holdings]] = []
+        self._rng = np.random.default_rng(setting.seed)
+
+    def run(self, trace: Trace) -> Played:
+        self._every(SAMPLE_S, self._sample)
+        self._every(self._scaling.rules.interval_s, self._propose)
+        played = self._played
+        played.outcomes = self._simulation.run(trace)
+        played.worker_s = sum(worker.held_s(self._end_s) for worker in self._cluster.workers)
+        return played
+
+    def _every(self, interval_s: float, act: Callable[[float], None]) -> None:
+        def again(now_s: float) -> None:
+            act(now_s)
+            if now_s + interval_s < self._end_s:
+                self._cluster.at(now_s + interval_s, again)
+
+        self._cluster.at(interval_s, again)
+
+    def _decided(self, decided: Decided) -> None:
+        request, place = decided.request, decided.worker
+        self._count_recomputed(decided)
+        chain = sampled(request.blocks)
+        asked = Asked(
+            decided.at_s,
+            str(place),
+            recorded_request(
+                request.request_id,
+                chain,
+                prompt_tokens=request.prompt_tokens,
+                # What it will be is not known yet.
+                output_tokens=round(self._cluster.workers[place].speed.mean_output_tokens),
+                block_size=self._setting.block_size,
+            ),
+            decided.best_blocks,
+        )
+        self._recent[request.request_id] = _Recorded(asked, chain)
+        if len(self._recent) > DECISIONS_KEPT:
+            del self._recent[next(iter(self._recent))]
+
+    def _ended(self, answer: Answer) -> None:
+        recorded = self._recent.get(answer.request.request_id)
+        if recorded is not None and answer.output_tokens:
+            asked = recorded.asked
+            request = replace(asked.request, max_tokens=answer.output_tokens)
+            recorded.asked = replace(asked, request=request)
+
+    def _count_recomputed(self, decided: Decided) -> None:
+        self._departed = [(until_s, h) for until_s, h in self._departed if until_s > decided.at_s]
+        blocks = max(
+            (sum(h.overlap(decided.request.blocks, decided.at_s)) for _, h in self._departed),
+            default=0,
+        )
+        if blocks > decided.best_blocks:
+            size, speed = self._setting.block_size, self._cluster.workers[decided.worker].speed
+            lost_s = prefill_s(decided.best_blocks * size, blocks * size, speed)
+            self._played.recomputed_s += lost_s
+
+    def _sample(self, now_s: float) -> None:
+        books = self._cluster.replicas[0].books
+        for place, worker in enumerate(self._cluster.workers):
+            if worker.status is not Status.LIVE:
+                continue
+            worker.publish_metrics(now_s)
+            load = books[place].load
+            sample = WorkerLoad(
+                prefill_queue=max(0, load.requests - load.decoding - 1),
+                queue_s=load.queue_s(round(now_s * 1000)),
+                kv_usage=worker.metrics.gpu_cache_usage_perc,
+                waiting=worker.metrics.num_requests_waiting,
+                requests=load.requests,
+            )
+            self._samples.setdefault(place, []).append(astuple(sample))
+
+    def _propose(self, now_s: float) -> None:
+        scaling, state = self._scaling, self._state(now_s)
+        leaves = victim(scaling.victim, state, self._rng) if state.those(Phase.LIVE) else ""
+        if scaling.sizes is None:
+            replay = Replay(
+                state, scaling.rules, self._routing, self._setting, sim_machine, self._speed
+            )
+
+            def predict(size: int) -> Prediction:
+                return replay.predict(size, leaves if size < state.size else None)
+
+            proposal = propose(
+                scaling.policy, state, scaling.rules, predict, victim=lambda _: leaves
+            )
+        else:
+            desired = max(scaling.sizes(now_s), state.size - 1)
+            proposal = Proposal(
+                now_s,
+                scaling.policy,
+                state.size,
+                desired,
+                Reason.SCHEDULED,
+                leaves if desired < state.size else None,
+            )
+        self._played.proposals.append(proposal)
+        self._carry_out(proposal, now_s)
+        self._samples.clear()
+
+    def _carry_out(self, proposal: Proposal, now_s: float) -> None:
+        for _ in range(proposal.desired - proposal.size):
+            self._cluster.join(self._setting.profiles[0], self._scaling.startup_s)
+        if proposal.victim is not None:
+            worker = self._cluster.workers[int(proposal.victim)]
+            # Its blocks would have stayed for about as long as the evicted ones went unused.
+            idle_s = worker.metrics.kv_idle_before_evict_s or math.inf
+            self._departed.append((now_s + min(idle_s, REMEMBERED_S), worker.holdings))
+            self._cluster.drain(int(proposal.victim))
+
+    @property
+    def _speed(self) -> Speed:
+        """Of the first live worker; all are alike."""
+        live = (w for w in self._cluster.workers if w.status is Status.LIVE)
+        return next((worker.speed for worker in live), DEFAULT_SPEED)
+
+    def _state(self, now_s: float) -> FleetState:
+        workers = {
+            place: worker
+            for place, worker in enumerate(self._cluster.workers)
+            if worker.status is not Status.GONE
+        }
+        values = self._unique_values(workers, now_s)
+        return FleetState(
+            now_s,
+            [self._worker_state(place, worker, values) for place, worker in workers.items()],
+            [recorded.asked for recorded in self._recent.values()],
+            self._played.proposals[-PROPOSALS_KEPT:],
+        )
+
+    def _worker_state(self, place: int, worker: Worker, values: dict[str, float]) -> WorkerState:
+        samples = self._samples.get(place)
+        return WorkerState(
+            name=str(place),
+            phase=PHASES[worker.status],
+            since_s=worker.live_s if worker.status is Status.LIVE else worker.asked_s,
+            load=WorkerLoad(*np.mean(samples, axis=0).tolist()) if samples else None,
+            cached_blocks=worker.holdings.num_blocks,
+            unique_value_s=values.get(str(place), 0.0),
+            profile=self._setting.profiles[0],
+        )
+
+    def _unique_values(self, workers: dict[int, Worker], now_s: float) -> dict[str, float]:
+        half_life_s = self._scaling.rules.half_life_s
+        since_s = now_s - HALF_LIVES * half_life_s
+        recent = [
+            recorded
+            for recorded in self._recent.values()
+            if recorded.asked.best_blocks and recorded.asked.at_s > since_s
+        ]
+        live = {
+            str(place): worker.holdings
+            for place, worker in workers.items()
+            if worker.status is Status.LIVE
+        }
+        return unique_values(
+            [recorded.asked for recorded in recent],
+            [_held(recorded, live, now_s) for recorded in recent],
+            now_s=now_s,
+            half_life_s=half_life_s,
+            block_size=self._setting.block_size,
+            speed=self._speed,
+        )
+
+
+def _held(recorded: _Recorded, live: dict[str, Holdings], now_s: float) -> dict[str, int]:
+    """Leading blocks on each worker, as far as the recorded ones tell."""
+    reached = (0, *positions(len(recorded.asked.request.blocks)))
+    return {
+        name: reached[sum(holdings.overlap(recorded.sampled, now_s))]
+        for name, holdings in live.items()
+    }

@@ -1,0 +1,118 @@
+"""What recorded decisions would have come to with more or fewer workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.core.steps import SimRequest
+from app.core.types import SequenceHash
+from app.core.worker_report import DEFAULT_SPEED
+from app.planner.replay import Replay, recorded_request
+from app.planner.state import Asked, FleetState, Phase, Prediction, Rules, WorkerState
+from app.policy.record import sampled
+from app.virtual.setting import Setting
+from loadtest.virtual import sim_machine
+
+H100 = "70b-4xh100"
+RULES = Rules(window_s=120.0, lead_s=60.0)
+
+
+def request(name: str, first: int, blocks: int = 32) -> SimRequest:
+    chain = tuple(SequenceHash(first + i + 1) for i in range(blocks))
+    return SimRequest(name, chain, (), 256 * blocks, 50)
+
+
+def fleet(size: int, recent: list[Asked], now_s: float = 1000.0) -> FleetState:
+    workers = [WorkerState(f"w{i}", Phase.LIVE, 0.0, profile=H100) for i in range(size)]
+    return FleetState(now_s, workers, recent)
+
+
+def predict(
+    state: FleetState, size: int, victim: str | None = None, rules: Rules = RULES
+) -> Prediction:
+    replay = Replay(state, rules, "latency", Setting(), sim_machine, DEFAULT_SPEED)
+    return replay.predict(size, victim)
+
+
+def every(seconds: float, workers: int) -> list[Asked]:
+    """Prompts of 8,192 tokens, 0.75 s of prefill each, with nothing in common."""
+    number = int(180 / seconds)
+    return [
+        Asked(820.0 + i * seconds, f"w{i % workers}", request(f"r{i}", 1000 * i))
+        for i in range(number)
+    ]
+
+
+def test_more_workers_keep_the_slo_where_fewer_do_not() -> None:
+    # Two prompts a second are 1.5 s of prefill a second: too much for one worker.
+    state = fleet(2, every(0.5, 2))
+    one, two, three = (predict(state, size) for size in (1, 2, 3))
+    assert one.attainment < 0.2
+    assert one.attainment < two.attainment <= three.attainment
+    assert three.attainment == 1.0
+    assert one.ttft_p99_s > two.ttft_p99_s > three.ttft_p99_s
+
+
+def test_only_requests_of_the_window_are_judged_and_those_of_its_lead_keep_workers_busy() -> None:
+    state = fleet(2, every(0.5, 2))
+    assert predict(state, 2).requests == 240
+    without_lead = replace(state, recent=[one for one in state.recent if one.at_s >= 880.0])
+    assert predict(without_lead, 1).ttft_p99_s < predict(state, 1).ttft_p99_s
+
+
+def test_a_long_history_is_played_only_in_part() -> None:
+    few = replace(RULES, window_requests=90)
+    # A third of those played are the lead.
+    assert predict(fleet(2, every(0.5, 2)), 2, rules=few).requests == 60
+
+
+def test_no_requests_miss_nothing() -> None:
+    assert predict(fleet(2, []), 1) == Prediction(1, 0, 1.0, 0.0, 0.0)
+
+
+def asked_before(worker: str) -> list[Asked]:
+    """A prompt that `worker` answered long ago and that is asked again now."""
+    return [Asked(100.0, worker, request("old", 0)), Asked(990.0, worker, request("new", 0))]
+
+
+def test_workers_begin_with_what_earlier_decisions_left_in_their_caches() -> None:
+    # Of 32 blocks the last is computed again.
+    assert predict(fleet(2, asked_before("w1")), 2).hit_rate == 31 / 32
+    assert predict(fleet(2, asked_before("gone")), 2).hit_rate == 0.0
+
+
+@pytest.mark.parametrize(("victim", "hit_rate"), [("w0", 31 / 32), ("w1", 0.0)])
+def test_the_cache_of_the_one_that_leaves_is_lost(victim: str, hit_rate: float) -> None:
+    assert predict(fleet(2, asked_before("w1")), 1, victim).hit_rate == hit_rate
+
+
+def test_a_worker_that_drains_is_no_longer_counted_on() -> None:
+    state = fleet(2, asked_before("w1"))
+    leaving = replace(state.workers[1], phase=Phase.DRAINING)
+    draining = replace(state, workers=[state.workers[0], leaving])
+    assert predict(draining, 1).hit_rate == 0.0
+
+
+def test_recorded_requests_share_what_their_prompts_share() -> None:
+    def recorded(name: str, chain: list[SequenceHash]) -> SimRequest:
+        return recorded_request(
+            name,
+            sampled(chain),
+            prompt_tokens=16 * len(chain) + 3,
+            output_tokens=5,
+            block_size=16,
+        )
+
+    long = [SequenceHash(n) for n in range(1, 51)]
+    fork = [*long[:40], *(SequenceHash(n) for n in range(101, 111))]
+    first, second, again = recorded("a", long), recorded("b", fork), recorded("c", long)
+    shared = [x == y for x, y in zip(first.blocks, second.blocks, strict=True)]
+    assert shared == [True] * 40 + [False] * 10
+    # Recorded are the blocks 1 to 16, 18, ..., 32, 36, 40, 44, 48; the last two are their own.
+    assert [x == y for x, y in zip(first.blocks, again.blocks, strict=True)] == [True] * 48 + [
+        False
+    ] * 2
+    assert len(first.tail_tokens) == 3
+    assert len(set(first.blocks)) == 50

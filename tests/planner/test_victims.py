@@ -1,0 +1,80 @@
+"""Which worker costs least to lose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.core.steps import SimRequest
+from app.core.worker_report import Speed
+from app.planner.state import Asked, FleetState, Phase, WorkerLoad, WorkerState
+from app.planner.victims import VICTIMS, unique_values, victim
+
+SPEED = Speed(prefill_s_per_token=1e-3, prefill_s_per_token2=0.0)
+"""So a block of 100 tokens takes 0.1 s."""
+
+
+def values(*asked: tuple[float, int, dict[str, int]], speed: Speed = SPEED) -> dict[str, float]:
+    """asked: seconds ago, blocks held when asked, and what each worker holds now."""
+    request = SimRequest("r", (), (), 1, 1)
+    return unique_values(
+        [Asked(1000.0 - ago_s, "w", request, best) for ago_s, best, _ in asked],
+        [held for _, _, held in asked],
+        now_s=1000.0,
+        half_life_s=300.0,
+        block_size=100,
+        speed=speed,
+    )
+
+
+def test_a_worker_is_worth_what_the_next_best_one_would_have_to_compute() -> None:
+    assert values((0.0, 8, {"a": 8, "b": 5, "c": 2})) == {"a": pytest.approx(0.3)}
+
+
+def test_blocks_that_two_workers_hold_are_worth_nothing_on_either() -> None:
+    assert values((0.0, 8, {"a": 8, "b": 8})) == {}
+
+
+def test_blocks_count_only_if_they_were_asked_for_again() -> None:
+    assert values((0.0, 0, {"a": 8})) == {}
+    assert values((0.0, 3, {"a": 8, "b": 1})) == {"a": pytest.approx(0.2)}
+
+
+def test_a_prompt_counts_half_for_each_half_life() -> None:
+    found = values((0.0, 4, {"a": 4}), (300.0, 4, {"a": 4}), (600.0, 4, {"b": 4}))
+    assert found == {"a": pytest.approx(0.6), "b": pytest.approx(0.1)}
+
+
+def test_later_blocks_of_a_prompt_are_worth_more() -> None:
+    """They attend to those before them: 100 * (1e-3 + 1e-6 * 350) seconds for the fourth."""
+    speed = Speed(prefill_s_per_token=1e-3, prefill_s_per_token2=1e-6)
+    assert values((0.0, 4, {"a": 4, "b": 3}), speed=speed) == {"a": pytest.approx(0.135)}
+
+
+def worker(
+    name: str, since_s: float, requests: float, blocks: int, value_s: float, queue_s: float = 0.0
+) -> WorkerState:
+    load = WorkerLoad(0.0, queue_s, 0.0, 0.0, requests)
+    return WorkerState(name, Phase.LIVE, since_s, load, blocks, value_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves"),
+    [("unique_value", "c"), ("newest", "b"), ("least_loaded", "a"), ("fewest_blocks", "d")],
+)
+def test_each_way_to_choose_a_victim(name: str, leaves: str) -> None:
+    workers = [
+        worker("a", since_s=0, requests=1, blocks=900, value_s=40.0),
+        worker("b", since_s=90, requests=5, blocks=800, value_s=30.0),
+        worker("c", since_s=50, requests=6, blocks=700, value_s=12.0, queue_s=2.0),
+        worker("d", since_s=60, requests=7, blocks=100, value_s=10.0, queue_s=6.0),
+        WorkerState("leaving", Phase.DRAINING, 95.0),
+    ]
+    assert victim(name, FleetState(100.0, workers), np.random.default_rng(0)) == leaves
+
+
+def test_at_random_every_live_worker_may_leave() -> None:
+    workers = [WorkerState(name, Phase.LIVE, 0.0) for name in "abc"]
+    rng = np.random.default_rng(0)
+    assert {victim("random", FleetState(0.0, workers), rng) for _ in range(50)} == set("abc")
+    assert set(VICTIMS) == {"unique_value", "newest", "least_loaded", "fewest_blocks", "random"}
