@@ -23,7 +23,8 @@ from app.core.config import (
 )
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
-from app.options import PORT, Command, cluster_size, options, pick
+from app.core.planner_settings import PlannerSettings
+from app.options import PORT, Command, Group, cluster_size, options, pick
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 POLL_S = 0.5
@@ -43,21 +44,10 @@ def _end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(Group):
     """Finds commands of other modules on demand; lists those whose extra is installed."""
 
-    lazy: ClassVar = {
-        "replay": "loadtest.replay",
-        "demo": "loadtest.demo",
-        "inspect": "app.ops.inspect",
-        "doctor": "app.ops.doctor",
-        "drain": "app.ops.drain",
-        "dump": "app.ops.dump",
-        "explain": "app.ops.explain",
-        "whatif": "app.ops.explain",
-        "restore": "app.ops.restore",
-        "reset": "app.ops.reset",
-    }
+    lazy: ClassVar[dict[str, str]] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *filter(self._is_installed, self.lazy)])
@@ -79,7 +69,26 @@ class _LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=_LazyGroup, context_settings={"max_content_width": 100})
+class _Main(_LazyGroup):
+    lazy: ClassVar = {
+        "replay": "loadtest.replay",
+        "demo": "loadtest.demo",
+        "inspect": "app.ops.inspect",
+        "doctor": "app.ops.doctor",
+        "drain": "app.ops.drain",
+        "dump": "app.ops.dump",
+        "explain": "app.ops.explain",
+        "whatif": "app.ops.explain",
+        "restore": "app.ops.restore",
+        "reset": "app.ops.reset",
+    }
+
+
+class _Planner(_LazyGroup):
+    lazy: ClassVar = {"explain": "app.ops.proposals"}
+
+
+@click.group(cls=_Main, context_settings={"max_content_width": 100})
 @click.version_option(package_name="kvroute")
 def main() -> None:
     """kvroute sends each LLM request to the worker where it will start soonest.
@@ -138,6 +147,27 @@ def agent(**values: Any) -> None:
     except ModuleNotFoundError as error:
         _needs("agent", error)
     run(serve(settings))
+
+
+@main.group(cls=_Planner, invoke_without_command=True)
+@options(PlannerSettings)
+@click.pass_context
+def planner(ctx: click.Context, /, **values: Any) -> None:
+    """Keep a fleet at the size that its load needs; `explain` shows what was proposed."""
+    if ctx.invoked_subcommand is not None:
+        return
+    _end_on_sigterm()
+    settings = PlannerSettings(**values)
+    _log_at(settings.log_level)
+    from app.http.server import run
+
+    try:
+        from app.autoscaler.main import serve
+        from workers.engines.sim.learned import learned_machines
+
+        run(serve(settings, learned_machines))
+    except ModuleNotFoundError as error:
+        _needs("planner", error)
 
 
 @main.command(cls=Command)

@@ -91,7 +91,7 @@ def cluster_size(command: F) -> F:
     return command
 
 
-class Command(click.Command):
+class _OneLine(click.Command):
     """Shows our errors, and those of the system, such as a full disk, as one line, no traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -106,6 +106,14 @@ class Command(click.Command):
         if isinstance(error, BrokenPipeError):
             raise error  # click ends quietly when nobody reads the output any more
         raise click.ClickException(str(error))
+
+
+class Command(_OneLine):
+    """A command."""
+
+
+class Group(_OneLine, click.Group):
+    """A command that has others."""
 
 
 @contextmanager

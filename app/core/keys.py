@@ -205,6 +205,22 @@ KEYSPACE = (
         "trimmed",
     ),
     Key(
+        "planner",
+        "hash",
+        "`holder`, `token` and `until_ms` (by the Redis clock) of the planner that leads; its "
+        "`state`, JSON for the next one; `desired`, `size`, `reason` and `victim` of the last "
+        "proposal; `values`, JSON: worker → seconds of prefill that losing it would cost",
+        ("lead", "propose"),
+        "for good",
+    ),
+    Key(
+        "proposals",
+        "stream",
+        "`proposal`, JSON: what a planner proposed, from what, and why (`app/planner/state.py`)",
+        ("propose",),
+        "trimmed",
+    ),
+    Key(
         "shard",
         "hash",
         "`bucket_bits`; `swept_ms`, when the last pass ended; `stepped_ms`, when the "

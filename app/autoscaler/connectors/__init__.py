@@ -1,0 +1,1 @@
+"""Ways to change the size of a fleet."""

@@ -1,0 +1,64 @@
+"""Has a command of the user's change the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from typing import Any
+
+import orjson
+
+from app.autoscaler.connectors.base import ConnectorError
+from app.core.errors import ConfigError
+from app.planner.state import Proposal
+
+MOST_SHOWN = 500
+
+
+class Command:
+    """Runs `command` for each change, without a shell, with a JSON object on standard input:
+    `action` (`add` or `remove`), `count`, `worker`, `desired` and `reason`. Any exit status but 0
+    is a failure."""
+
+    def __init__(self, command: str) -> None:
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"exec_command: {error}: {command!r}") from None
+        if not self._words:
+            raise ConfigError("exec_command: the connector exec needs a command")
+
+    async def add(self, count: int, proposal: Proposal) -> None:
+        await self._run(
+            {
+                "action": "add",
+                "count": count,
+                "desired": proposal.desired,
+                "reason": str(proposal.reason),
+            }
+        )
+
+    async def remove(self, worker: str, proposal_size: int) -> None:
+        await self._run(
+            {"action": "remove", "count": 1, "worker": worker, "desired": proposal_size}
+        )
+
+    async def _run(self, order: dict[str, Any]) -> None:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            raise ConnectorError(f"{self._words[0]}: {error.strerror or error}") from None
+        try:
+            _, printed = await process.communicate(orjson.dumps(order) + b"\n")
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        if process.returncode:
+            text = printed.decode(errors="replace").strip()[-MOST_SHOWN:]
+            raise ConnectorError(f"{self._words[0]} ended with {process.returncode}: {text}")

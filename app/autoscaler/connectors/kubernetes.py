@@ -1,0 +1,77 @@
+"""Scales a Deployment, StatefulSet or ReplicaSet; each worker is a pod that has its name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import aiohttp
+from kubernetes_asyncio import client, config
+from kubernetes_asyncio.client.exceptions import ApiException
+from kubernetes_asyncio.config.config_exception import ConfigException
+
+from app.autoscaler.connectors.base import ConnectorError
+from app.core.errors import ConfigError
+from app.planner.state import Proposal
+
+log = logging.getLogger(__name__)
+
+KINDS = {"deployment": "deployment", "statefulset": "stateful_set", "replicaset": "replica_set"}
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+FIRST = "-2147483648"
+"""Pods of the lowest cost are deleted first."""
+
+
+async def load_configuration() -> client.Configuration:
+    """That of the pod it runs in, or else the user's. Raises ConfigError."""
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except ConfigException:
+        try:
+            await config.load_kube_config(client_configuration=configuration)
+        except (ConfigException, OSError) as error:
+            raise ConfigError(f"connector kubernetes: no access to a cluster: {error}") from None
+    return configuration
+
+
+class Kubernetes:
+    """scale: KIND/NAME. Raises ConfigError for any other form."""
+
+    def __init__(self, scale: str, namespace: str, configuration: client.Configuration) -> None:
+        kind, _, name = scale.partition("/")
+        if kind.lower() not in KINDS or not name:
+            raise ConfigError(
+                f"kubernetes_scale: needs KIND/NAME, KIND one of {', '.join(KINDS)}, got {scale!r}"
+            )
+        self._kind, self._name, self._namespace = KINDS[kind.lower()], name, namespace
+        self._configuration = configuration
+
+    async def add(self, count: int, proposal: Proposal) -> None:
+        await self._change(count, None)
+
+    async def remove(self, worker: str, proposal_size: int) -> None:
+        await self._change(-1, worker)
+
+    async def _change(self, by: int, victim: str | None) -> None:
+        """Relative to what it is now, so that an outside change counts."""
+        try:
+            async with client.ApiClient(self._configuration) as api:
+                apps, core = client.AppsV1Api(api), client.CoreV1Api(api)
+                if victim is not None:
+                    cost = {"metadata": {"annotations": {DELETION_COST: FIRST}}}
+                    await core.patch_namespaced_pod(victim, self._namespace, cost)
+                suffix = f"namespaced_{self._kind}_scale"
+                scale: Any = await getattr(apps, f"read_{suffix}")(self._name, self._namespace)
+                before = scale.spec.replicas or 0
+                body = {
+                    # Refused if somebody else has changed it since.
+                    "metadata": {"resourceVersion": scale.metadata.resource_version},
+                    "spec": {"replicas": max(0, before + by)},
+                }
+                await getattr(apps, f"patch_{suffix}")(self._name, self._namespace, body)
+        except ApiException as error:
+            raise ConnectorError(f"kubernetes: {error.status} {error.reason}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectorError(f"kubernetes: {error}") from None
+        log.info("%s scaled from %d by %+d", self._name, before, by)

@@ -1,0 +1,77 @@
+"""Which planner leads: one at a time, by a lease in Redis."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from app.core.errors import RedisUnavailable
+from app.core.keys import Keyspace
+from app.state import planner
+from app.state.scripts import ScriptRunner
+
+log = logging.getLogger(__name__)
+
+RENEWALS = 3
+"""Within a lease."""
+
+
+class Lease:
+    """Call `keep` often."""
+
+    def __init__(self, runner: ScriptRunner, keyspace: Keyspace, lease_s: float) -> None:
+        self.token = 0
+        """Of the leader's writes; 0: this one does not lead."""
+        self._runner, self._keyspace, self._lease_s = runner, keyspace, lease_s
+        self._holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._ends_s = 0.0
+        self._due_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """For so long nobody else can lead; counted from before it was asked for."""
+        return max(0.0, self._ends_s - time.monotonic()) if self.token else 0.0
+
+    async def keep(self) -> Mapping[str, Any] | None:
+        """Renew the lease, or try for it, if that is due. What the last leader recorded, if this
+        one leads from now on; else None. Raises RedisUnavailable."""
+        now_s = time.monotonic()
+        if self.token and now_s >= self._ends_s:
+            self.lose("it was not renewed in time")
+        if now_s < self._due_s:
+            return None
+        self._due_s = now_s + self._lease_s / RENEWALS
+        found = await self._runner.one(
+            planner.lead(self._keyspace, self._holder, round(self._lease_s * 1000))
+        )
+        before, self.token = self.token, found.token
+        if not found.token:
+            if before:
+                log.warning("leads no more: %s does", found.holder)
+            return None
+        self._ends_s = now_s + self._lease_s
+        if found.token == before:
+            return None
+        log.info("leads from now on, with token %d", found.token)
+        return found.state
+
+    def lose(self, why: str) -> None:
+        """Act as leader no more, until `keep` says so again."""
+        log.warning("leads no more: %s", why)
+        self.token = 0
+        self._due_s = 0.0
+
+    async def leave(self) -> None:
+        """Let another one lead at once."""
+        if not self.token:
+            return
+        self.token = 0
+        try:
+            await self._runner.one(planner.lead(self._keyspace, self._holder, 0))
+        except RedisUnavailable as error:
+            log.debug("the lease ends by itself: %s", error)

@@ -1,0 +1,114 @@
+"""One planner process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from platformdirs import user_state_path
+from prometheus_client import make_asgi_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route
+
+from app.autoscaler.connectors.base import Advise, Connector
+from app.autoscaler.connectors.command import Command
+from app.autoscaler.connectors.local import Local
+from app.autoscaler.metrics import PlannerMetrics
+from app.autoscaler.observer import Observer
+from app.autoscaler.planner import MakeMachines, Planner
+from app.core.config import base_url
+from app.core.errors import ConfigError, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.planner_settings import PlannerSettings
+from app.http.server import listen
+from app.http.server import serve as serve_http
+from app.router.fleet import Fleet
+from app.state.connect import check_server, connect, shown_url
+from app.state.scripts import ScriptRunner
+
+log = logging.getLogger(__name__)
+
+REDIS_TIMEOUT_S = 2.0
+
+
+async def serve(settings: PlannerSettings, make_machines: MakeMachines) -> None:
+    """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting.
+
+    make_machines: makes the engines in which decisions are replayed.
+    """
+    keyspace = Keyspace(settings.namespace)
+    if settings.max_workers < settings.min_workers:
+        raise ConfigError(
+            f"max_workers: must be at least min_workers, {settings.min_workers}, "
+            f"got {settings.max_workers}"
+        )
+    connector = await connector_of(settings)
+    async with AsyncExitStack() as opened:
+        listening = opened.enter_context(listen(settings.host, settings.port))
+        redis = await opened.enter_async_context(
+            connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+        )
+        try:
+            await check_server(redis, REDIS_TIMEOUT_S)
+        except RedisUnavailable as error:
+            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
+        runner = ScriptRunner(redis, REDIS_TIMEOUT_S)
+        fleet = Fleet(redis, keyspace, REDIS_TIMEOUT_S)
+        metrics = PlannerMetrics(settings.namespace)
+        observer = Observer(fleet, redis, runner, keyspace)
+        planner = Planner(settings, observer, runner, connector, make_machines, metrics)
+        log.info("planner listening on %s", base_url(*listening.getsockname()[:2]))
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(fleet.follow()), tasks.create_task(planner.run())]
+
+            async def leave() -> None:
+                for task in running:
+                    task.cancel()
+                await asyncio.wait(running)
+                await planner.leave()
+
+            await serve_http(create_app(planner, metrics), listening, on_stop=leave)
+
+
+async def connector_of(settings: PlannerSettings) -> Connector:
+    """Raises ConfigError."""
+    match settings.connector:
+        case "exec":
+            return Command(settings.exec_command)
+        case "local":
+            folder = settings.local_folder or user_state_path("kvroute") / "planner"
+            return Local(
+                settings.worker_flags,
+                Path(folder, settings.namespace.replace("/", "_")),
+                settings.redis_url,
+                settings.namespace,
+            )
+        case "kubernetes":
+            from app.autoscaler.connectors.kubernetes import Kubernetes, load_configuration
+
+            configuration = await load_configuration()
+            return Kubernetes(
+                settings.kubernetes_scale, settings.kubernetes_namespace, configuration
+            )
+    return Advise()
+
+
+def create_app(planner: Planner, metrics: PlannerMetrics) -> Starlette:
+    """GET /health: 200 while it leads or stands by, else 503. GET /metrics."""
+
+    async def health(_: Request) -> JSONResponse:
+        state = "leads" if planner.leads else "stands by"
+        if planner.problem:
+            return JSONResponse({"planner": state, "problem": planner.problem}, 503)
+        return JSONResponse({"planner": state})
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Mount("/metrics", make_asgi_app(metrics.registry)),
+        ]
+    )

@@ -1,0 +1,327 @@
+"""The loop: observe, propose, record, act. Only the leader proposes; the others stand by."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from app.autoscaler.connectors.base import Advise, Connector, ConnectorError
+from app.autoscaler.lease import Lease
+from app.autoscaler.metrics import PlannerMetrics
+from app.autoscaler.observer import Observer, mean_speed
+from app.core.errors import KvrouteError
+from app.core.keys import Keyspace
+from app.core.planner_settings import PlannerSettings
+from app.core.worker_report import Speed
+from app.planner.policies import propose
+from app.planner.replay import Replay
+from app.planner.state import (
+    FleetState,
+    Phase,
+    Prediction,
+    Proposal,
+    Rules,
+    Slo,
+    WorkerState,
+)
+from app.planner.victims import victim
+from app.state import leases, planner
+from app.state.scripts import ScriptRunner
+from app.virtual.setting import Setting
+from app.virtual.worker import MakeMachine
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+SETTLE_S = 10.0
+"""After Redis could not be asked, or another planner led, nothing is proposed for so long: workers
+register again within seconds of a Redis that has lost all."""
+REMEMBERED = 64
+"""Proposals."""
+MARGIN_S = 1.0
+"""An order is given only with so much of the lease left."""
+
+MakeMachines = Callable[[Mapping[str, tuple[Speed, int]]], MakeMachine]
+"""Takes the speed and the tokens of KV of each worker, by its name, which is its profile's."""
+
+
+@dataclass(slots=True)
+class Changing:
+    """What has been ordered and has not happened yet: what the next leader has to know.
+
+    pending: when each worker that has not registered yet was asked for, seconds since 1970.
+    known: workers that count as registered. leaving: the worker that drains, since when, and
+    whether it was told to stop.
+    """
+
+    pending: list[float] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    leaving: str = ""
+    leaving_since_s: float = 0.0
+    is_stopped: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "known": sorted(self.known)}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Changing:
+        """What makes no sense is as if it were not there."""
+        try:
+            return cls(
+                pending=[float(at_s) for at_s in found.get("pending", [])],
+                known={str(name) for name in found.get("known", [])},
+                leaving=str(found.get("leaving", "")),
+                leaving_since_s=float(found.get("leaving_since_s", 0.0)),
+                is_stopped=bool(found.get("is_stopped", False)),
+            )
+        except (TypeError, ValueError):
+            return cls()
+
+
+class Planner:
+    """`tick` about every TICK_S, `leave` in the end."""
+
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        observer: Observer,
+        runner: ScriptRunner,
+        connector: Connector,
+        make_machines: MakeMachines,
+        metrics: PlannerMetrics,
+    ) -> None:
+        self._settings, self._observer, self._runner = settings, observer, runner
+        self._connector, self._metrics = connector, metrics
+        self._make_machines = make_machines
+        self._keyspace = Keyspace(settings.namespace)
+        self._lease = Lease(runner, self._keyspace, settings.lease_s)
+        self._rules = Rules(
+            min_workers=settings.min_workers,
+            max_workers=max(settings.min_workers, settings.max_workers),
+            interval_s=settings.interval_s,
+            grace_intervals=settings.grace_intervals,
+            slo=Slo(
+                ttft_s=settings.slo_ttft_s,
+                token_s=settings.slo_token_s,
+                target=settings.slo_target,
+            ),
+        )
+        self._changing = Changing()
+        self._proposals: list[Proposal] = []
+        self._due_s = 0.0
+        self._rng = np.random.default_rng()
+        self._problem = ""
+
+    @property
+    def leads(self) -> bool:
+        return self._lease.token > 0
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is proposed; "": nothing is wrong."""
+        return self._problem
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            await self.tick()
+            await asyncio.sleep(min(TICK_S, self._settings.interval_s))
+
+    async def tick(self) -> None:
+        try:
+            found = await self._lease.keep()
+            if found is not None:
+                self._changing = Changing.from_json(found)
+                self._hold()
+            await self._observer.sample()
+            if self.leads:
+                await self._follow_changes()
+                if time.monotonic() >= self._due_s:
+                    self._due_s = time.monotonic() + self._settings.interval_s
+                    await self._propose()
+        except KvrouteError as error:
+            if str(error) != self._problem:
+                log.warning("nothing is proposed: %s", error)
+            self._problem = str(error)
+            self._hold()
+        else:
+            self._problem = ""
+        if self.leads:
+            self._metrics.leads.set(1)
+        else:
+            self._metrics.silence()
+
+    async def leave(self) -> None:
+        await self._lease.leave()
+
+    def _hold(self) -> None:
+        self._observer.forget_samples()
+        self._due_s = time.monotonic() + min(SETTLE_S, 10 * self._settings.interval_s)
+
+    async def _record(
+        self, proposal: Proposal | None = None, values: Mapping[str, float] | None = None
+    ) -> bool:
+        """False: another planner leads now, and nothing may be done. Raises RedisUnavailable."""
+        shown: dict[str, str | int] = {}
+        if proposal is not None:
+            shown = {
+                "desired": proposal.desired,
+                "size": proposal.size,
+                "reason": str(proposal.reason),
+                "victim": proposal.victim or "",
+                "values": orjson.dumps(values or {}).decode(),
+            }
+        is_ours = await self._runner.one(
+            planner.propose(
+                self._keyspace,
+                self._lease.token,
+                self._changing.as_json(),
+                asdict(proposal) if proposal is not None else None,
+                shown,
+            )
+        )
+        if not is_ours:
+            self._lease.lose("another planner, or a Redis that has lost all, refused its proposal")
+            self._hold()
+        return is_ours
+
+    async def _propose(self) -> None:
+        observer, changing = self._observer, self._changing
+        recent = await observer.recent(self._rules)
+        values = observer.values(recent, self._rules)
+        workers = [
+            *observer.workers(values),
+            *(
+                WorkerState(f"pending-{n}", Phase.PENDING, at_s)
+                for n, at_s in enumerate(changing.pending)
+            ),
+        ]
+        state = FleetState(observer.now_s, workers, recent, tuple(self._proposals))
+        proposal = await asyncio.to_thread(self._proposed, state)
+        observer.forget_samples()
+        self._proposals = [*self._proposals[-REMEMBERED:], proposal]
+        more = proposal.desired - proposal.size
+        acts = not isinstance(self._connector, Advise)
+        if acts and more > 0:
+            changing.pending += [observer.now_s] * more
+        elif acts and more < 0 and proposal.victim and not changing.leaving:
+            changing.leaving, changing.leaving_since_s = proposal.victim, observer.now_s
+            changing.is_stopped = False
+        if not await self._record(proposal, values):
+            return
+        self._metrics.proposed(proposal, values)
+        log.info(
+            "%d workers, %d desired: %s%s",
+            proposal.size,
+            proposal.desired,
+            proposal.reason,
+            f"; {proposal.victim} leaves" if proposal.victim else "",
+        )
+        if acts and more > 0 and not await self._ordered(self._connector.add(more, proposal)):
+            del changing.pending[-more:]
+            await self._record()
+
+    def _proposed(self, state: FleetState) -> Proposal:
+        return propose(
+            self._settings.scaling_policy,
+            state,
+            self._rules,
+            lambda size: self._predict(state, size),
+            lambda state: victim(self._settings.victim, state, self._rng),
+        )
+
+    def _predict(self, state: FleetState, size: int) -> Prediction:
+        live = state.those(Phase.LIVE)
+        speed = mean_speed(worker.speed for worker in live)
+        seen = self._observer.workers_seen
+        machines: dict[str, tuple[Speed, int]] = {
+            name: (one.speed, one.info.kv_total_blocks * one.info.block_size)
+            for name, one in seen.items()
+        }
+        if size == 0 or not machines:
+            return Prediction(size, 0, 1.0, 0.0, 0.0)
+        usual = next(iter(machines))
+        typical = (speed, machines[usual][1])
+        workers = [
+            worker if worker.phase is Phase.LIVE else _with_profile(worker, usual)
+            for worker in state.workers
+        ]
+        make: MakeMachine = self._make_machines({"": typical, **machines})
+        setting = Setting(block_size=self._observer.block_size or 16)
+        replay = Replay(
+            FleetState(state.now_s, workers, state.recent, state.proposals),
+            self._rules,
+            self._settings.routing_policy,
+            setting,
+            make,
+            speed,
+        )
+        leaves = victim(self._settings.victim, state, self._rng) if live else None
+        return replay.predict(size, leaves if size < state.size else None)
+
+    async def _follow_changes(self) -> None:
+        """See what became of what was ordered."""
+        changing, seen = self._changing, self._observer.workers_seen
+        before = changing.as_json()
+        for _ in seen.keys() - changing.known:
+            if changing.pending:
+                changing.pending.pop(0)
+        changing.known = set(seen)
+        given_up_s = self._observer.now_s - self._settings.startup_deadline_s
+        for at_s in [at_s for at_s in changing.pending if at_s <= given_up_s]:
+            changing.pending.remove(at_s)
+            self._metrics.failures.inc()
+            log.warning("a worker has not registered in time, and is given up")
+        if changing.leaving and changing.leaving not in seen:
+            log.info("worker %s has left", changing.leaving)
+            changing.leaving = ""
+        if changing.as_json() != before and not await self._record():
+            return
+        if changing.leaving and not changing.is_stopped:
+            await self._drain()
+
+    async def _drain(self) -> None:
+        changing = self._changing
+        calls = [
+            leases.drain(self._keyspace, key)
+            for key in self._observer.workers_seen[changing.leaving].keys
+        ]
+        left = sum(filter(None, await self._runner.run(calls)))
+        overdue_s = self._observer.now_s - changing.leaving_since_s
+        if left and overdue_s < self._settings.drain_deadline_s:
+            return
+        if left:
+            log.warning("worker %s is stopped with %d requests left", changing.leaving, left)
+        changing.is_stopped = True
+        if not await self._record():
+            return
+        size = sum(not seen.drains for seen in self._observer.workers_seen.values())
+        if not await self._ordered(self._connector.remove(changing.leaving, size)):
+            changing.is_stopped = False
+            await self._record()
+
+    async def _ordered(self, order: Awaitable[None]) -> bool:
+        """Give an order within what is left of the lease; False: it failed."""
+        left_s = min(self._lease.left_s - MARGIN_S, self._settings.connector_timeout_s)
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                await order
+        except ConnectorError as error:
+            log.warning("the fleet was not changed: %s", error)
+        except TimeoutError:
+            log.warning("the fleet was not changed: no answer in %.1f s", max(0.0, left_s))
+        else:
+            return True
+        self._metrics.failures.inc()
+        return False
+
+
+def _with_profile(worker: WorkerState, profile: str) -> WorkerState:
+    return WorkerState(worker.name, worker.phase, worker.since_s, profile=profile)

@@ -1,0 +1,83 @@
+"""Settings of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.core.config import (
+    PORT,
+    POSITIVE_SECONDS,
+    PROCESSES,
+    SECONDS,
+    CommonSettings,
+    OneOf,
+    PolicyName,
+    Real,
+    setting,
+)
+
+SCALING_POLICIES = ("slo", "threshold", "waiting")
+VICTIM_CHOICES = ("unique_value", "newest", "least_loaded", "fewest_blocks", "random")
+CONNECTORS = ("advise", "local", "exec", "kubernetes")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings(CommonSettings):
+    """One planner; any number of them may stand by."""
+
+    port: int = setting(8083, "Port for /health and /metrics; 0 takes a free one.", PORT)
+    connector: str = setting(
+        "advise", "Who changes the fleet; advise: somebody else does.", OneOf(CONNECTORS)
+    )
+    scaling_policy: str = setting("slo", "What the fleet's size follows.", OneOf(SCALING_POLICIES))
+    victim: str = setting(
+        "unique_value", "Which worker leaves a fleet that is too large.", OneOf(VICTIM_CHOICES)
+    )
+    interval_s: float = setting(30.0, "Seconds between proposals.", POSITIVE_SECONDS)
+    min_workers: int = setting(1, "Workers that there are at least.", PROCESSES)
+    max_workers: int = setting(8, "Workers that there are at most.", PROCESSES)
+    grace_intervals: int = setting(
+        3, "For so many intervals after a worker joined, none leaves.", PROCESSES
+    )
+    slo_ttft_s: float = setting(
+        2.0,
+        "Seconds within which an answer should begin, besides one and a half times the prefill "
+        "that its prompt takes alone.",
+        POSITIVE_SECONDS,
+    )
+    slo_token_s: float = setting(0.1, "Seconds that each further token may take.", POSITIVE_SECONDS)
+    slo_target: float = setting(0.95, "Share of requests that keep to both; 0-1.", Real(0, 1))
+    routing_policy: str = setting(
+        "latency", "Policy of the routers, by which decisions are replayed.", PolicyName()
+    )
+    startup_deadline_s: float = setting(
+        600.0, "Seconds after which a worker that has not registered is given up.", SECONDS
+    )
+    drain_deadline_s: float = setting(
+        600.0, "Seconds after which a worker is stopped though requests are left on it.", SECONDS
+    )
+    lease_s: float = setting(
+        10.0,
+        "Seconds after which another planner takes over from one that is silent.",
+        Real(1, 3600),
+    )
+    connector_timeout_s: float = setting(
+        8.0, "Seconds that a change of the fleet may take to be ordered.", POSITIVE_SECONDS
+    )
+    exec_command: str = setting(
+        "", "Connector exec: the command that is run, with a JSON object on its standard input."
+    )
+    worker_flags: str = setting(
+        "", "Connector local: flags of the `kvroute worker` processes that are started."
+    )
+    local_folder: str = setting(
+        "",
+        "Connector local: folder in which a planner finds the workers that another one started; "
+        "unset: kvroute/planner in the user's state folder.",
+    )
+    kubernetes_scale: str = setting(
+        "",
+        "Connector kubernetes: what is scaled, KIND/NAME with KIND deployment, statefulset or "
+        "replicaset.",
+    )
+    kubernetes_namespace: str = setting("default", "Connector kubernetes: its namespace there.")

@@ -1,0 +1,62 @@
+"""`kvroute planner explain`: what was proposed for a fleet, from what, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from app.core.keys import Keyspace
+from app.ops.terminal import COMMON, TIMEOUT_S, json_option, json_text, on_redis, text_table
+from app.options import POSITIVE, Command
+from app.state import planner
+from app.state.client import Client
+from app.state.connect import deadline
+
+
+@click.command(cls=Command)
+@click.option("--last", default=10, show_default=True, type=POSITIVE, help="Proposals to show.")
+@COMMON
+@json_option
+@on_redis
+async def explain(redis: Client, keyspace: Keyspace, last: int, as_json: bool) -> None:
+    """Show the last proposals of the planner, and what they were made from, the newest first."""
+    found = await planner.proposals(redis, keyspace, last)
+    if as_json:
+        click.echo(json_text(found))
+        return
+    if not found:
+        raise click.ClickException(f"no planner has proposed anything in {keyspace.namespace!r}")
+    async with deadline(TIMEOUT_S):
+        now_s, _ = await redis.time()
+    ages = [f"{max(0, round(now_s - proposal['at_s']))} s" for proposal in found]
+    head = ("ago", "policy", "workers", "desired", "reason", "leaves", "from")
+    click.echo(text_table(head, [(age, *_row(one)) for age, one in zip(ages, found, strict=True)]))
+    rows = [
+        (
+            age,
+            prediction["size"],
+            prediction["requests"],
+            f"{prediction['attainment']:.1%}",
+            f"{prediction['ttft_p99_s']:.2f}",
+            f"{prediction['hit_rate']:.1%}",
+        )
+        for age, proposal in zip(ages, found, strict=True)
+        for prediction in proposal.get("candidates", ())
+    ]
+    if rows:
+        titles = ("ago", "with workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
+        click.echo("\nWhat the recorded decisions would have come to:\n")
+        click.echo(text_table(titles, rows))
+
+
+def _row(proposal: dict[str, Any]) -> tuple[Any, ...]:
+    inputs = " ".join(f"{name}={value:.3g}" for name, value in proposal["inputs"].items())
+    return (
+        proposal["policy"],
+        proposal["size"],
+        proposal["desired"],
+        proposal["reason"],
+        proposal["victim"] or "",
+        inputs,
+    )

@@ -1,0 +1,99 @@
+"""The planner's lease, what the next leader has to know, and the proposals made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from app.core.keys import Keyspace
+from app.state.client import Client
+from app.state.connect import deadline
+from app.state.scripts import Call, call
+
+TIMEOUT_S = 2.0
+KEPT = 2048
+"""Proposals: 17 hours of one every 30 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """token: 0 if somebody else leads, `holder`. state: what the last leader recorded."""
+
+    token: int
+    state: Mapping[str, Any]
+    holder: str
+
+
+def lead(keyspace: Keyspace, holder: str, ttl_ms: int) -> Call[Leadership]:
+    """Become or remain the leader for `ttl_ms`; 0: leave."""
+
+    def parse(reply: list[Any]) -> Leadership:
+        token, text = int(reply[0]), reply[1].decode(errors="replace")
+        if not token:
+            return Leadership(0, {}, text)
+        try:
+            state = orjson.loads(text or "{}")
+        except orjson.JSONDecodeError:
+            state = {}
+        return Leadership(token, state if isinstance(state, dict) else {}, holder)
+
+    return call("lead", keyspace, holder, ttl_ms, parse=parse)
+
+
+def propose(
+    keyspace: Keyspace,
+    token: int,
+    state: Mapping[str, Any],
+    proposal: Mapping[str, Any] | None = None,
+    shown: Mapping[str, str | int] | None = None,
+) -> Call[bool]:
+    """Record `state`, and `proposal` if there is one; False: somebody else leads now.
+
+    shown: fields of the `planner` hash for operators and other autoscalers.
+    """
+    text = orjson.dumps(proposal).decode() if proposal is not None else ""
+    fields = chain.from_iterable((shown or {}).items())
+    return call(
+        "propose",
+        keyspace,
+        token,
+        orjson.dumps(state).decode(),
+        KEPT,
+        text,
+        *fields,
+        parse=bool,
+    )
+
+
+async def proposals(redis: Client, keyspace: Keyspace, count: int) -> list[dict[str, Any]]:
+    """The newest `count`, the newest first. Raises RedisUnavailable.
+
+    Entries that cannot be read are left out.
+    """
+    async with deadline(TIMEOUT_S):
+        entries: Any = await redis.xrevrange(keyspace["proposals"], count=count)
+    found = []
+    for _, fields in entries:
+        try:
+            proposal = orjson.loads(fields[b"proposal"])
+        except (KeyError, orjson.JSONDecodeError):
+            continue
+        if isinstance(proposal, dict):
+            found.append(proposal)
+    return found
+
+
+async def values(redis: Client, keyspace: Keyspace) -> dict[str, float]:
+    """What losing each worker would cost, in seconds of prefill, as a planner last found; empty if
+    none runs. Raises RedisUnavailable."""
+    async with deadline(TIMEOUT_S):
+        text: Any = await redis.hget(keyspace["planner"], "values")
+    try:
+        found = orjson.loads(text or b"{}")
+        return {str(name): float(value) for name, value in found.items()}
+    except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
+        return {}
