@@ -206,9 +206,7 @@ async def readiness(request: Request) -> Response:
         # Without Redis a router still routes, by the last loads it saw.
         view = router.fleet.last_view
     ready = view is not None and bool(view.infos)
-    # A door that does not tokenize itself still routes.
-    door = request.app.state.door
-    missing += [f"tokenizer of {model}: {why}" for model, why in door.not_tokenized().items()]
+    missing += request.app.state.door.remarks()
     if router.danger_of_eviction:
         missing.append(f"redis: {router.danger_of_eviction}")
     if not ready:

@@ -74,9 +74,11 @@ class HttpDoor:
         finally:
             await upstream.close()
 
-    def not_tokenized(self) -> dict[str, str]:
-        """For each model whose prompts are not tokenized here, why."""
-        return self.prompts.state() if hasattr(self, "prompts") else {}
+    def remarks(self) -> list[str]:
+        """What is not as it should be, although requests are answered: `<what>: <why>` each."""
+        not_tokenized = self.prompts.state() if hasattr(self, "prompts") else {}
+        said = [f"tokenizer of {model}: {why}" for model, why in not_tokenized.items()]
+        return said + self._outcomes.alarm.remarks()
 
     def key_name(self, scope: Scope) -> str:
         """The name of the key that a request carries. Raises Unauthorized."""
