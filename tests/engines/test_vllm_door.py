@@ -102,7 +102,8 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     rng = random.Random(5)
-    system = text(rng, 60)
+    # They share nothing, so that the index has heard of what came before by the time it counts.
+    systems = [text(rng, 60) for _ in range(2)]
     url = one_redis_server.url
     with (
         vllm_servers(tmp_path, "a", blocks=2000) as [engine],
@@ -137,17 +138,17 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
                 return (await counts())[0]
 
             await eventually(rendered_here, bool, within_s=30.0)
-            for _ in range(10):
+            for _ in range(20):
                 items = [said(text(rng, 20))]
                 for _ in range(TURNS):
-                    asked = {"messages": items, "system": system, "max_tokens": 8}
+                    asked = {"messages": items, "system": systems[0], "max_tokens": 8}
                     await ask("/v1/messages", asked)
-                    asked = {"input": items, "instructions": system, "max_output_tokens": 8}
+                    asked = {"input": items, "instructions": systems[1], "max_output_tokens": 8}
                     reply = await ask("/v1/responses", asked)
                     answer = {"role": "assistant", "content": reply or "yes"}
                     items = [*items, answer, said(text(rng, 20))]
             rendered, compared, cached = await counts()
-            assert rendered >= 10 * TURNS * 2
+            assert rendered >= 20 * TURNS * 2
             assert compared > cached > 0
             labels = f'model="{MODEL}",worker="a:0"'
             assert await counted(door, f"cached_apart_tokens_total{{{labels}}}") == 0
