@@ -34,6 +34,7 @@ _OURS = frozenset(
         b"expect",
         b"x-request-id",
         b"traceparent",
+        b"tracestate",
         b"x-data-parallel-rank",
         b"x-tenant-id",
         b"x-priority",

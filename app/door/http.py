@@ -28,6 +28,7 @@ from app.door.lifecycle import Admitted, Lifecycle
 from app.door.models import Model, Models
 from app.door.outcomes import Outcomes
 from app.door.prompts import PromptIds, Prompts
+from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
 from app.http.body import read_body, resumed
 from app.router.prompt import Prompt, check_length
@@ -55,10 +56,13 @@ class ClientGone(KvrouteError):
 class HttpDoor:
     """One replica's front door, while `run` runs."""
 
-    def __init__(self, settings: RouterSettings, routers: Routers, keys: Keys) -> None:
+    def __init__(
+        self, settings: RouterSettings, routers: Routers, keys: Keys, tracing: Tracing
+    ) -> None:
         self.models = Models(routers, settings.redis_timeout_ms / 1000)
         self._settings = settings
         self._keys = keys
+        self._tracing = tracing
         self._outcomes = Outcomes(routers.own.telemetry.registry, log=settings.access_log)
         self._begun_s = int(time.time())
 
@@ -73,6 +77,7 @@ class HttpDoor:
             await self.models.run()
         finally:
             await upstream.close()
+            await asyncio.to_thread(self._tracing.close)
 
     def remarks(self) -> list[str]:
         """What is not as it should be, although requests are answered: `<what>: <why>` each."""
@@ -129,11 +134,13 @@ class HttpDoor:
         )
         wanted = asked.read(api, body.fields, headers)
         model = self.models.find(wanted.model)
+        trace = self._tracing.begin(api, headers)
         async with _watched(receive) as watch:
             life: Lifecycle | None = None
             try:
-                ids = await self.prompts.of(api, model, body.fields)
-                life = self._admit(scope, headers, request_id, model, wanted, ids)
+                with trace.span("tokens"):
+                    ids = await self.prompts.of(api, model, body.fields)
+                life = self._admit(scope, headers, request_id, model, wanted, ids, trace)
                 await self._door.carry(
                     life,
                     Outgoing(body, wanted, ids),
@@ -142,8 +149,10 @@ class HttpDoor:
                     self._settings.policy,
                     _Shown(client, life, self._settings.show_decision),
                 )
-            except asyncio.CancelledError:
-                if life is not None:
+            except asyncio.CancelledError as error:
+                if life is None:
+                    trace.fail(error)
+                else:
                     life.end("client_gone", ended_by="client")
                 if not watch.is_gone:
                     raise
@@ -152,12 +161,16 @@ class HttpDoor:
                 life.end("client_stalled", ended_by="router")
                 raise
             except KvrouteError as error:
-                if life is not None:
+                if life is None:
+                    trace.fail(error)
+                else:
                     life.record.status = answers.status_of(error)
                     life.end(answers.code_of(error), ended_by="router")
                 raise
-            except Exception:
-                if life is not None:
+            except Exception as error:
+                if life is None:
+                    trace.fail(error)
+                else:
                     life.end("internal", ended_by="router")
                 raise
 
@@ -169,6 +182,7 @@ class HttpDoor:
         model: Model,
         wanted: asked.Asked,
         ids: PromptIds,
+        trace: Trace,
     ) -> Lifecycle:
         settings = self._settings
         prompt = None
@@ -195,6 +209,7 @@ class HttpDoor:
                 key_name=scope.get("kvroute.key", ""),
             ),
             self._outcomes.ended,
+            trace,
         )
 
     async def _pass_on(self, scope: Scope, receive: Receive, client: _Client) -> None:

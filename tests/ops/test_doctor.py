@@ -6,14 +6,12 @@ import asyncio
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
@@ -22,13 +20,11 @@ from app.core.keys import METRICS_MAXLEN
 from app.core.types import Tier
 from app.local.redis_server import EmbeddedRedis
 from app.state import index
-from app.state.scripts import ScriptRunner
 from tests.api.conftest import started_replica
-from tests.door.conftest import replica as door_replica
-from tests.door.conftest import until_serving
+from tests.door.conftest import completing, replica, until_serving
 from tests.e2e.engines import ROOT, agent, engine
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
+from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.conftest import PROMPT, kvroute
 
 ENTRY = {
@@ -223,15 +219,11 @@ async def test_a_router_whose_worker_finds_less_cached_than_predicted_says_so(
         await request.read()
         return web.json_response({"choices": [{"text": "x"}], "usage": usage})
 
-    app = web.Application(client_max_size=2**20)
-    app.add_routes([web.post("/v1/completions", complete)])
-    async with TestServer(app) as server, door_replica(one_redis_server.url) as client:
-        info = worker_info("forgets", kv_total_blocks=100_000)
-        info = replace(info, address=str(server.make_url("")), models=("m",))
-        worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
-        await worker.register()
-        await worker.activate()
-        local = compute_local_hashes(prompt, info.block_size)
+    async with (
+        completing(redis, "forgets", complete) as worker,
+        replica(one_redis_server.url) as client,
+    ):
+        local = compute_local_hashes(prompt, worker.info.block_size)
         chain = compute_sequence_hashes(local)
         await worker.publish(index.chain_changes(chain, Tier.DEVICE))
         await until_serving(client, 1)
