@@ -10,9 +10,12 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
 """Of the prompt tokens. Blocks that are evicted between decision and prefill are below it."""
-MIN_TOKENS = 20_000
-"""Of prompts that were compared before anything is said."""
-REMEMBERED_TOKENS = 500_000
+UNKNOWN = 0.1
+"""Of the cached tokens: if fewer than that were predicted, the index knows nothing of them. More is
+often cached than predicted: requests that come together find each other's blocks."""
+MIN_ANSWERS = 100
+"""That were compared before anything is said."""
+REMEMBERED_ANSWERS = 1000
 """After so many, the older ones count half: what was put right is soon forgotten."""
 MAX_PAIRS = 10_000
 """Of model and worker; the one heard of longest ago makes room."""
@@ -20,13 +23,24 @@ MAX_PAIRS = 10_000
 
 @dataclass(slots=True)
 class _Sums:
-    """Tokens."""
+    """Of tokens, except answers. missing: predicted, but not cached."""
 
-    compared: float = 0.0
+    answers: float = 0.0
+    prompt: float = 0.0
     predicted: float = 0.0
     cached: float = 0.0
-    apart: float = 0.0
+    missing: float = 0.0
     rings: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        least = TOLERANCE * self.prompt
+        is_unknown = self.cached > least and self.predicted < UNKNOWN * self.cached
+        return self.answers >= MIN_ANSWERS and (self.missing > least or is_unknown)
+
+    def halve(self) -> None:
+        for name in ("answers", "prompt", "predicted", "cached", "missing"):
+            setattr(self, name, getattr(self, name) / 2)
 
 
 class Alarm:
@@ -41,28 +55,31 @@ class Alarm:
         self._sums[model, worker] = sums
         if len(self._sums) > MAX_PAIRS:
             del self._sums[next(iter(self._sums))]
-        if sums.compared > REMEMBERED_TOKENS:
-            sums.compared, sums.predicted = sums.compared / 2, sums.predicted / 2
-            sums.cached, sums.apart = sums.cached / 2, sums.apart / 2
-        sums.compared += prompt
+        if sums.answers >= REMEMBERED_ANSWERS:
+            sums.halve()
+        sums.answers += 1
+        sums.prompt += prompt
         sums.predicted += predicted
         sums.cached += cached
-        sums.apart += abs(cached - predicted)
-        rings = sums.compared >= MIN_TOKENS and sums.apart > TOLERANCE * sums.compared
+        sums.missing += max(0, predicted - cached)
+        rings = sums.is_apart
         if rings != sums.rings:
             sums.rings = rings
-            what = _said(model, worker, sums)
-            log.warning("%s" if rings else "no more: %s", what)
+            log.warning("%s" if rings else "no more: %s", _said(model, worker, sums))
 
     def remarks(self) -> list[str]:
         """What is wrong, a line for each worker of a model."""
-        return [_said(*pair, sums) for pair, sums in sorted(self._sums.items()) if sums.rings]
+        return [
+            _said(*pair, sums)
+            for pair, sums in sorted(self._sums.items(), key=lambda item: item[0])
+            if sums.rings
+        ]
 
 
 def _said(model: str, worker: str, sums: _Sums) -> str:
-    shares = [value / sums.compared for value in (sums.apart, sums.predicted, sums.cached)]
-    apart, predicted, cached = (f"{share:.1%}" for share in shares)
+    shares = [value / sums.prompt for value in (sums.predicted, sums.cached, sums.missing)]
+    predicted, cached, missing = (f"{share:.1%}" for share in shares)
     return (
-        f"cached tokens: {apart} of those of prompts of {model} on worker {worker} are not as "
-        f"predicted, which was {predicted}; it reports {cached}"
+        f"cached tokens: of its prompts of model {model}, {predicted} was predicted to be cached "
+        f"by worker {worker}, and {cached} was; {missing} was predicted and missing"
     )

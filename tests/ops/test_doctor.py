@@ -18,6 +18,7 @@ from redis.asyncio import Redis as AsyncRedis
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from app.core.keys import METRICS_MAXLEN
 from app.core.types import Tier
+from app.door.alarm import MIN_ANSWERS
 from app.local.redis_server import EmbeddedRedis
 from app.state import index
 from tests.api.conftest import started_replica
@@ -235,15 +236,16 @@ async def test_a_router_whose_worker_finds_less_cached_than_predicted_says_so(
             return dict(found[f"router {router}"])
 
         assert (await of_router())["ok"]
-        for _ in range(6):
-            answer = await client.post("/v1/completions", json={"model": "m", "prompt": prompt})
+        body = json.dumps({"model": "m", "prompt": prompt}).encode()
+        for _ in range(MIN_ANSWERS):
+            answer = await client.post("/v1/completions", content=body)
             assert answer.status_code == 200
         answer = await client.get("/readiness")
         assert answer.status_code == 200
         [remark] = [what for what in answer.json()["missing"] if what.startswith("cached")]
         assert remark == (
-            "cached tokens: 99.9% of those of prompts of m on worker forgets:0 are not as "
-            "predicted, which was 99.9%; it reports 0.0%"
+            "cached tokens: of its prompts of model m, 99.9% was predicted to be cached by worker "
+            "forgets:0, and 0.0% was; 99.9% was predicted and missing"
         )
         told = await of_router()
         assert not told["ok"]
