@@ -113,7 +113,7 @@ class Application(FastAPI):
             try:
                 scope["kvroute.key"] = door.key_name(scope)
             except Unauthorized as error:
-                await refuse(send, error)
+                await refuse(scope, send, error)
                 return
             if door.takes(scope):
                 await door(scope, receive, send)

@@ -31,6 +31,7 @@ from app.door.prompts import PromptIds, Prompts
 from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
 from app.http.body import read_body, resumed
+from app.http.protocol import CUT
 from app.router.prompt import Prompt, check_length
 from app.router.routers import Routers
 
@@ -108,7 +109,7 @@ class HttpDoor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         api = PATHS.get(path, Api.CHAT)
-        client = _Client(send, self._settings.stalled_s)
+        client = _Client(scope, send, self._settings.stalled_s)
         work: Coroutine[Any, Any, None]
         if scope["method"] == "GET":
             work = self._list(path, client)
@@ -252,9 +253,9 @@ class HttpDoor:
         }
 
 
-async def refuse(send: Send, error: Exception) -> None:
+async def refuse(scope: Scope, send: Send, error: Exception) -> None:
     """Answer a request that is not even looked at."""
-    await _Client(send, REFUSAL_S).fail(error, Api.CHAT)
+    await _Client(scope, send, REFUSAL_S).fail(error, Api.CHAT)
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:
@@ -267,8 +268,9 @@ def _request_id(headers: Mapping[bytes, bytes]) -> str:
 class _Client:
     """The client of one request. about: headers of every answer."""
 
-    def __init__(self, send: Send, stalled_s: float) -> None:
+    def __init__(self, scope: Scope, send: Send, stalled_s: float) -> None:
         self.about: Headers = ()
+        self._cut = scope.get(CUT)
         self._send = send
         self._stalled_s = stalled_s
         self._has_begun = self._has_ended = False
@@ -302,6 +304,9 @@ class _Client:
 
     async def fail(self, error: Exception, api: Api) -> None:
         """Answer with an error; in the midst of an answer, end that with one."""
+        if isinstance(error, ClientStalled) and self._cut is not None:
+            self._cut()
+            return
         if self._has_ended or isinstance(error, ClientStalled):
             raise error
         if self._has_begun:
