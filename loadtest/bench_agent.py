@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -52,14 +52,15 @@ def told_chains(count: int) -> list[list[SequenceHash]]:
     return [hashes(rng, TOLD_BLOCKS) for _ in range(count)]
 
 
-def watch(url: str, count: int, to: Connection) -> None:
+def watch(
+    url: str, keys: Keyspace, chains: Sequence[Sequence[SequenceHash]], to: Connection
+) -> None:
     """In a process of its own: send the times at which each chain's last block was seen, in seconds
     on time.perf_counter, which counts alike in all processes."""
-    shard = KEYS.of_shard(0)
+    shard = keys.of_shard(0)
     with Redis.from_url(url) as redis:
         bits = int(redis.hget(shard["shard"], "bucket_bits") or 0)
         seen: list[float] = []
-        chains = told_chains(count)
         to.send(None)
         for chain in chains:
             last = len(chain) - 1
@@ -72,7 +73,8 @@ def watch(url: str, count: int, to: Connection) -> None:
         to.send(seen)
 
 
-def _received(connection: Connection) -> Any:
+def received(connection: Connection) -> Any:
+    """What another process has sent. Raises TimeoutError."""
     if not connection.poll(WATCH_TIMEOUT_S):
         raise TimeoutError(f"nothing was seen within {WATCH_TIMEOUT_S:g} s")
     return connection.recv()
@@ -135,11 +137,11 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
     os.sched_setaffinity(0, CORES)
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
-    watcher = spawn.Process(target=watch, args=(url, chunks, theirs), daemon=True)
+    watcher = spawn.Process(target=watch, args=(url, KEYS, chains, theirs), daemon=True)
     async with running_agent(url, chunks * TOLD_BLOCKS) as agent:
         watcher.start()
         try:
-            await asyncio.to_thread(_received, ours)
+            await asyncio.to_thread(received, ours)
             told: list[float] = []
             loop = asyncio.get_running_loop()
             due = loop.time()
@@ -148,7 +150,7 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
                 due += TOLD_BLOCKS / VISIBLE_PER_S
                 told.append(time.perf_counter())
                 agent.notify([Stored(tuple(chain), None)])
-            seen = await asyncio.to_thread(_received, ours)
+            seen = await asyncio.to_thread(received, ours)
         finally:
             watcher.terminate()
     took = np.subtract(seen, told) * 1000

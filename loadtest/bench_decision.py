@@ -70,6 +70,16 @@ class Shape:
     bodies: Sequence[bytes]
     content_type: str = "application/json"
     bare: bool = False
+    path: str = "/v1/route"
+
+    def requests(self) -> list[bytes]:
+        """As bytes of HTTP."""
+        return [
+            b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: %s\r\nX-Request-ID: r%d\r\n"
+            b"X-Balancer-ID: r%d\r\nContent-Length: %d\r\n\r\n%s"
+            % (self.path.encode(), self.content_type.encode(), n, n, len(body), body)
+            for n, body in enumerate(self.bodies)
+        ]
 
 
 def prompts() -> list[list[int]]:
@@ -217,15 +227,6 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
 
-def requests_of(shape: Shape) -> list[bytes]:
-    return [
-        b"POST /v1/route HTTP/1.1\r\nHost: bench\r\nContent-Type: %s\r\nX-Request-ID: r%d\r\n"
-        b"X-Balancer-ID: r%d\r\nContent-Length: %d\r\n\r\n%s"
-        % (shape.content_type.encode(), n, n, len(body), body)
-        for n, body in enumerate(shape.bodies)
-    ]
-
-
 @dataclass(frozen=True)
 class Load:
     """What a run of requests took: seconds for each and for all; CPU seconds of the servers, of
@@ -242,7 +243,7 @@ class Load:
 async def load(
     servers: Sequence[Server], redis_url: str, shape: Shape, concurrency: int, requests: int
 ) -> Load:
-    bodies = requests_of(shape)
+    bodies = shape.requests()
     latencies: list[float] = []
     turns = iter(range(requests))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import click
 import numpy as np
@@ -44,11 +45,20 @@ class Holders:
         self._shards = shards
         self._seqs: Counter[tuple[Incarnation, int]] = Counter()
 
-    async def register(self, count: int, *, max_requests: int = 256) -> None:
+    async def register(self, count: int, *, max_requests: int = 256, **about: Any) -> None:
+        """about: of each worker, besides; fields of WorkerInfo."""
         do = self._runner.one
         for n in range(count):
             key = WorkerKey(f"w{n}")
-            info = WorkerInfo(key, "http://127.0.0.1:1", BLOCK_SIZE, NUM_BLOCKS, max_requests)
+            info = WorkerInfo(
+                key,
+                about.get("address", "http://127.0.0.1:1"),
+                BLOCK_SIZE,
+                NUM_BLOCKS,
+                max_requests,
+                engine=about.get("engine", ""),
+                models=about.get("models", ()),
+            )
             made = await do(
                 leases.register(
                     self._keyspace, info, NONCE, ttl_ms=LEASE_TTL_MS, shards=self._shards

@@ -212,5 +212,4 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         ("workers/chat.py", "created = int(time.time())"),
         ("workers/http.py", '"created": int(time.time()),'),
         ("workers/publishing/event_socket.py", "payload = encode(time.time(), events, self._rank)"),
-        ("workers/publishing/vllm_http.py", '"created": int(time.time()),'),
     ]

@@ -118,7 +118,8 @@ class Fleet:
         body = asked.for_router | {"reserve": False, "explain": True}
         last = -1
         while True:
-            await asyncio.sleep(0.05)
+            # vLLM publishes from a thread of its own, which a busy machine may hold up.
+            await asyncio.sleep(0.2)
             answer = (await self._routers[1].post("/v1/route", json=body)).json()
             [found] = [c for c in answer["candidates"] if c["worker_id"] == name]
             now = sum(found["overlap_blocks"].values())

@@ -13,7 +13,6 @@ from loadtest.bench_decision import (
     CURVE,
     Connection,
     measure,
-    requests_of,
     shapes,
     show,
 )
@@ -54,7 +53,7 @@ async def test_a_decision_made_without_redis_is_an_error() -> None:
     async with await asyncio.start_server(answer, LOOPBACK, 0) as server:
         connection = await Connection.open(server.sockets[0].getsockname()[1])
         with pytest.raises(click.ClickException, match="without Redis"):
-            await connection.ask(requests_of(shapes()[0])[0])
+            await connection.ask(shapes()[0].requests()[0])
         connection.close()
 
 

@@ -16,7 +16,8 @@ from loadtest.demo import demo
 from loadtest.replay import replay
 
 WITH_A_FILE = (
-    *("simulate", "bench_agent", "bench_bodies", "bench_burst", "bench_decision"),
+    *("simulate", "bench_agent", "bench_bodies", "bench_bridge", "bench_burst"),
+    *("bench_decision", "bench_door"),
     *(
         "bench_failover",
         "bench_index",

@@ -138,7 +138,8 @@ class EventStream:
                         yield item
             except _Lost as loss:
                 reason = str(loss)
-            # Nothing that may be wrong is shown meanwhile.
+            # Nothing that may be wrong is shown meanwhile, nor kept as what was known here.
+            self.position = None
             yield Fresh(joined_late=True, reason=reason)
             await self._wait_before_the_next(reason)
 
@@ -158,7 +159,6 @@ class EventStream:
     async def _begin(self, reason: str) -> AsyncGenerator[Fresh | Resumed | Batch, None]:
         """Find out where the engine is, and catch up."""
         after, self._after = self._after, None
-        self.position = None
         if self._source.replay is None:
             yield Fresh(joined_late=True, reason=reason)
             return
@@ -219,7 +219,6 @@ class EventStream:
                 else:
                     self.counters.gaps += 1
                     if self._source.replay is None:
-                        self.position = None
                         raise _Lost(f"batches {expected} to {message.seq - 1} did not arrive")
                     async with aclosing(self._missed()) as missed:
                         async for batch in missed:

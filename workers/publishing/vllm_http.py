@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -12,6 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from app.core.config import WorkerSettings
 from app.core.types import Tier
 from app.http.body import json_response
+from workers.chat import add_chat
 from workers.engines.base import Engine, Hosted
 from workers.http import create_app
 from workers.metrics import EngineCollector
@@ -34,31 +34,20 @@ def create_vllm_app(
     events: EventSocket,
     registry: CollectorRegistry,
 ) -> FastAPI:
-    """See `create_app`; besides, /version, /v1/models, /kv_event_sources, /reset_prefix_cache and,
-    among the metrics, vLLM's. registry: has those of requests."""
+    """See `create_app` and `add_chat`; besides, /version, /kv_event_sources, /reset_prefix_cache
+    and, among the metrics, vLLM's. registry: has those of requests."""
     registry.register(EngineCollector(engine))
     registry.register(
         LoadCollector(engine.metrics, labels_of(settings, hosted), _cache_config(settings, hosted))
     )
     ProcessCollector(registry=registry)
-    app = create_app(engine, model=hosted.model, tokenizer=hosted.tokenizer, registry=registry)
-    card = {
-        "id": hosted.model,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "kvroute",
-        "root": hosted.model,
-        "parent": None,
-        "max_model_len": engine.max_context_tokens,
-    }
+    names = settings.model_names(hosted.model)
+    app = create_app(engine, model=names[0], tokenizer=hosted.tokenizer, registry=registry)
+    add_chat(app, engine, names, hosted.tokenizer, hosted.tokenizer_source)
 
     @app.get("/version")
     async def show_version() -> Response:
         return json_response({"version": f"{SPOKEN_VERSION}+kvroute.{version('kvroute')}"})
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [card]})
 
     @app.get("/kv_event_sources")
     async def kv_event_sources() -> Response:

@@ -209,6 +209,7 @@ async def test_an_engine_that_does_not_answer_any_more_makes_all_void(
         publisher.answers = False
         await reader.until(lambda: len(reader.lives) > 1 and not reader.numbers)
         assert not reader.stream.answers
+        assert reader.stream.position is None
         publisher.answers = True
         await reader.until(lambda: reader.numbers == [1])
         assert reader.stream.answers

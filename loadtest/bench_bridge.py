@@ -1,0 +1,318 @@
+"""What an agent beside a vLLM costs and how soon it is seen: from the bytes on the socket to Redis.
+
+    python -m loadtest.bench_bridge --json out/bench_bridge.json
+
+A process publishes as vLLM does, and the agent's own parts read it, translate it and publish it:
+chains that are stored, then removed. The memory is what this process grows by. For the idle figure
+`kvroute agent` runs beside a simulated engine. The namespaces are deleted at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import zmq.asyncio
+from rich.console import Console
+
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes
+from app.core.keys import Keyspace
+from app.core.types import SequenceHash, WorkerKey
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.http.server import collect_seldom, run
+from app.local.child import start_child
+from app.local.redis_server import free_port
+from app.ops.reset import delete_namespace
+from app.options import POSITIVE
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
+from loadtest.bench_agent import received, watch
+from loadtest.bench_engines import agent_beside
+from loadtest.command import Command, json_option, save
+from loadtest.cores import CORES, cpu_s, redis_to_measure
+from loadtest.holders import BLOCK_SIZE
+from workers.agent.agent import AgentSettings
+from workers.bridge.engine_events import BlockRemoved, BlockStored
+from workers.bridge.facts import EngineFacts, EventSource
+from workers.bridge.rank import Rank
+from workers.publishing.event_socket import EventSocket
+
+KEYS = Keyspace("bench-bridge")
+CHAIN_BLOCKS = 64
+SEEN_CHAINS = 400
+SEEN_PER_S = 5_000
+STEADY_PER_S = 20_000
+IDLE_S = 20.0
+POLL_S = 0.002
+DEADLINE_S = 120.0
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def tokens_of(chain: int) -> list[int]:
+    rng = np.random.default_rng(chain)
+    tokens: list[int] = rng.integers(0, 128_000, CHAIN_BLOCKS * BLOCK_SIZE).tolist()
+    return tokens
+
+
+def names_of(chain: int) -> list[bytes]:
+    """What the engine calls the blocks: 32 bytes each, as with vLLM's sha256."""
+    rng = np.random.default_rng((chain, 1))
+    return [rng.bytes(32) for _ in range(CHAIN_BLOCKS)]
+
+
+def hashes_of(chain: int) -> list[SequenceHash]:
+    return compute_sequence_hashes(compute_local_hashes(tokens_of(chain), BLOCK_SIZE))
+
+
+def engine(to: Connection) -> None:
+    """In a process of its own: publish what `to` asks for, and answer with when each was sent, in
+    seconds on time.perf_counter."""
+    events = EventSocket("127.0.0.1")
+
+    async def serve() -> None:
+        answering = asyncio.ensure_future(events.run())
+        to.send((events.events_port, events.replay_port))
+        while (asked := await asyncio.to_thread(to.recv)) is not None:
+            kind, chains, per_s = asked
+            batches = [
+                BlockStored(names_of(n), None, tokens_of(n), BLOCK_SIZE, medium="GPU")
+                if kind == "stored"
+                else BlockRemoved(names_of(n)[::-1], "GPU")
+                for n in chains
+            ]
+            to.send(None)
+            await asyncio.to_thread(to.recv)
+            sent: list[float] = []
+            due = time.perf_counter()
+            for batch in batches:
+                await asyncio.sleep(due - time.perf_counter())
+                due += CHAIN_BLOCKS / per_s
+                sent.append(time.perf_counter())
+                events.publish([batch])
+            to.send(sent)
+        answering.cancel()
+
+    run(serve())
+
+
+class Engine:
+    """The process that publishes."""
+
+    def __init__(self, to: Connection, source: EventSource) -> None:
+        self.source = source
+        self._to = to
+
+    async def prepare(self, kind: str, chains: Sequence[int], per_s: float) -> None:
+        """per_s: blocks that it will publish in a second, at most."""
+        self._to.send((kind, chains, per_s))
+        await asyncio.to_thread(received, self._to)
+
+    def go(self) -> None:
+        self._to.send(None)
+
+    async def sent(self) -> list[float]:
+        times: list[float] = await asyncio.to_thread(received, self._to)
+        return times
+
+
+@contextmanager
+def running_engine() -> Iterator[Engine]:
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=engine, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        events, replay = received(ours)
+        at = "tcp://127.0.0.1"
+        yield Engine(ours, EventSource(0, f"{at}:{events}", f"{at}:{replay}"))
+    finally:
+        process.terminate()
+
+
+@asynccontextmanager
+async def running_rank(url: str, source: EventSource, blocks: int) -> AsyncIterator[Rank]:
+    """One that has heard from its engine that nothing is held yet. blocks: that it may hold."""
+    facts = EngineFacts(
+        kind="vllm",
+        version="",
+        models=("m",),
+        adapters=(),
+        max_model_len=None,
+        block_size=BLOCK_SIZE,
+        capacity_tokens=blocks * BLOCK_SIZE,
+        reuse_tokens=BLOCK_SIZE,
+        recomputed_tokens=0,
+        max_requests=None,
+        sources=(source,),
+        announces_copies=True,
+        started_s=None,
+    )
+    context = zmq.asyncio.Context()
+    async with connect(url) as redis:
+        rank = Rank(
+            context,
+            source,
+            facts,
+            WorkerInfo(WorkerKey("w0"), "http://127.0.0.1:1", BLOCK_SIZE, blocks, 256),
+            AgentSettings(lease_ttl_s=60.0, index_blocks=blocks),
+            ScriptRunner(redis, timeout_s=10.0),
+            KEYS,
+            lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+            None,
+        )
+        collect_seldom()  # as agents do
+        running = asyncio.create_task(rank.run())
+        try:
+            await _until(lambda: rank.agent.incarnation is not None)
+            yield rank
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            context.destroy(linger=0)
+            await delete_namespace(redis, KEYS)
+
+
+async def published_per_s(url: str, chains: int) -> dict[str, float]:
+    """Blocks a second from the engine's first batch until all are in Redis, in bursts. The agent is
+    on a core that neither Redis nor the engine is on, if there is another."""
+    figures: dict[str, float] = {}
+    with running_engine() as published:
+        os.sched_setaffinity(0, CORES[-1:])
+        async with running_rank(url, published.source, chains * CHAIN_BLOCKS) as rank:
+            for number, kind in enumerate(("stored", "removed"), 1):
+                await published.prepare(kind, range(chains), float("inf"))
+                begin = time.perf_counter()
+                published.go()
+                await _until_published(rank, number * chains)
+                figures[kind] = chains * CHAIN_BLOCKS / (time.perf_counter() - begin)
+                await published.sent()
+    return figures
+
+
+async def bytes_per_block(url: str, chains: int) -> float:
+    """By how much this process grows for each block held, at a pace at which nothing queues up."""
+    with running_engine() as published:
+        async with running_rank(url, published.source, chains * CHAIN_BLOCKS) as rank:
+            await published.prepare("stored", range(chains), STEADY_PER_S)
+            before = rss_bytes()
+            published.go()
+            await _until_published(rank, chains)
+            grown = rss_bytes() - before
+            await published.sent()
+            assert rank.blocks.num_held == chains * CHAIN_BLOCKS
+    return grown / (chains * CHAIN_BLOCKS)
+
+
+async def _until_published(rank: Rank, batches: int) -> None:
+    last = batches - 1
+    await _until(lambda: rank.stream.position is not None and rank.stream.position.seq == last)
+    assert await rank.agent.published(), "Redis cannot be reached"
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_so():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(POLL_S)
+
+
+def rss_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+async def visible_ms(url: str) -> dict[str, float]:
+    """Time from an engine's batch until another process sees its last block in Redis, ms."""
+    chains = range(SEEN_CHAINS)
+    spawn = get_context("spawn")
+    with running_engine() as published:
+        os.sched_setaffinity(0, CORES)
+        await published.prepare("stored", chains, SEEN_PER_S)
+        async with running_rank(url, published.source, SEEN_CHAINS * CHAIN_BLOCKS):
+            ours, theirs = spawn.Pipe()
+            expected = [hashes_of(chain) for chain in chains]
+            watcher = spawn.Process(target=watch, args=(url, KEYS, expected, theirs), daemon=True)
+            watcher.start()
+            try:
+                await asyncio.to_thread(received, ours)
+                published.go()
+                sent = await published.sent()
+                seen = await asyncio.to_thread(received, ours)
+            finally:
+                watcher.terminate()
+    took = np.subtract(seen, sent) * 1000
+    return {f"p{q}": float(np.percentile(took, q)) for q in (50, 90, 99)}
+
+
+def idle_share(url: str) -> float:
+    """CPU of `kvroute agent` beside an engine without requests, as a share of one core."""
+    os.sched_setaffinity(0, CORES)
+    port = free_port()
+    command = (sys.executable, "-m", "app.cli", "worker", "--publish-events=vllm")
+    engine = start_child((*command, f"--port={port}", "--log-level=warning"))
+    try:
+        with agent_beside(f"http://127.0.0.1:{port}", url, KEYS.namespace, "w0") as agent:
+            time.sleep(2.0)  # what is done once is done
+            before = cpu_s(agent)
+            time.sleep(IDLE_S)
+            return (cpu_s(agent) - before) / IDLE_S
+    finally:
+        engine.terminate()
+        engine.wait()
+
+
+async def measure(url: str, chains: int) -> dict[str, Any]:
+    """chains: how many are published in bursts, of CHAIN_BLOCKS each."""
+    return {
+        "blocks": chains * CHAIN_BLOCKS,
+        # First, as later it would reuse what others have freed.
+        "bytes_per_block": await bytes_per_block(url, chains),
+        "published_per_s": await published_per_s(url, chains),
+        "visible_ms": await visible_ms(url),
+        "idle_share": await asyncio.to_thread(idle_share, url),
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    rates = result["published_per_s"]
+    console.print(
+        f"Blocks a second from the socket to Redis, agent on one core: {rates['stored']:,.0f} "
+        f"stored, {rates['removed']:,.0f} removed"
+    )
+    console.print(f"Memory of the agent: {result['bytes_per_block']:.0f} bytes for each block held")
+    shown = ", ".join(f"{name} {ms:.1f}" for name, ms in result["visible_ms"].items())
+    console.print(f"From a batch until its blocks are seen, at {SEEN_PER_S:,}/s: {shown} ms")
+    console.print(f"CPU of an agent whose engine is idle: {result['idle_share']:.1%} of a core")
+
+
+@click.command(cls=Command)
+@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
+@click.option(
+    "--chains",
+    default=2_000,
+    show_default=True,
+    type=POSITIVE,
+    help=f"How many chains of {CHAIN_BLOCKS} blocks are published in bursts.",
+)
+@json_option
+def main(url: str | None, chains: int, json_file: Path | None) -> None:
+    """Measure an agent beside an engine that publishes as vLLM does."""
+    with redis_to_measure(url) as at:
+        result = run(measure(at, chains))
+    show(result, Console())
+    save(result, json_file)
+
+
+if __name__ == "__main__":
+    main()

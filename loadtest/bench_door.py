@@ -1,0 +1,359 @@
+"""What the front door costs beside a bare proxy, and what it adds to the first token.
+
+    python -m loadtest.bench_door --json out/bench_door.json
+
+The door is on one core; an engine that answers at once, Redis and the load share another. The
+yardstick, in the same run, is a raw ASGI application that passes bodies on with aiohttp's client
+and decides nothing. Prompts are token ids, so that no time goes into tokenizing them; that is
+measured by itself, on a chat of which all but the last turn was seen before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import click
+import numpy as np
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from app.core.config import RouterSettings
+from app.core.keys import Keyspace
+from app.door.tokens.renderer import load as load_renderer
+from app.http.server import listen, run, serve
+from app.local.redis_server import LOOPBACK
+from app.options import POSITIVE
+from app.state import models
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
+from loadtest.bench_decision import (
+    NUM_PROMPTS,
+    Connection,
+    Server,
+    Shape,
+    figures,
+    load,
+    server,
+    server_core,
+)
+from loadtest.command import Command, json_option, save
+from loadtest.cores import CORES, redis_to_measure
+from loadtest.holders import Holders
+from workers.engines.sim.text import FOLDER as TOKENIZER
+from workers.engines.sim.text import WORDS
+
+KEYS = Keyspace("bench-door")
+MODEL = "bench"
+PATH = "/v1/completions"
+CONCURRENCY = 32
+CHUNKS = 16
+PACED_STREAMS = 200
+PACE_S = 0.05
+CHAT_TOKENS, CHAT_TURNS = 32_000, 20
+_USAGE = (
+    b'"usage":{"prompt_tokens":64,"completion_tokens":16,"total_tokens":80,'
+    b'"prompt_tokens_details":{"cached_tokens":0}}'
+)
+_CHUNK = (
+    b'data: {"id":"c","object":"text_completion","created":1,"model":"bench",'
+    b'"choices":[{"index":0,"text":" word","finish_reason":null}]}\n\n'
+)
+_LAST = b'data: {"id":"c","object":"text_completion","choices":[],%s}\n\ndata: [DONE]\n\n' % _USAGE
+_WHOLE = (
+    b'{"id":"c","object":"text_completion","created":1,"model":"bench","choices":'
+    b'[{"index":0,"text":"a word","finish_reason":"stop"}],%s}' % _USAGE
+)
+
+
+class _Engine(asyncio.Protocol):
+    """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S."""
+
+    def __init__(self) -> None:
+        self._received = b""
+        self._streaming: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while True:
+            head, found, rest = self._received.partition(b"\r\n\r\n")
+            length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+            if not found or len(rest) < int(length or 0):
+                return
+            body, self._received = rest[: int(length or 0)], rest[int(length or 0) :]
+            self._answer(body)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        for task in self._streaming:
+            task.cancel()
+
+    def _answer(self, body: bytes) -> None:
+        if b'"stream":true' not in body:
+            head = (
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            )
+            self._transport.write(head % len(_WHOLE) + _WHOLE)
+            return
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            b"\r\n"
+        )
+        if b'"user":"paced"' in body:
+            task = asyncio.ensure_future(self._pace())
+            self._streaming.add(task)
+            task.add_done_callback(self._streaming.discard)
+            return
+        for _ in range(CHUNKS):
+            self._transport.write(_chunked(_CHUNK))
+        self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
+
+    async def _pace(self) -> None:
+        for _ in range(CHUNKS):
+            self._transport.write(_chunked(_CHUNK))
+            await asyncio.sleep(PACE_S)
+        self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
+
+
+def _chunked(piece: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(piece), piece)
+
+
+def engine_forever(_: str, port: int) -> None:
+    async def answer() -> None:
+        listening = await asyncio.get_running_loop().create_server(_Engine, LOOPBACK, port)
+        await listening.serve_forever()
+
+    run(answer())
+
+
+def door_forever(redis_url: str, port: int) -> None:
+    from app.api.main import serve_router
+
+    settings = RouterSettings(
+        redis_url=redis_url,
+        namespace=KEYS.namespace,
+        redis_timeout_ms=5000,  # see bench_decision
+        access_log=False,
+        log_level="error",
+    )
+    run(serve_router(settings, listen(LOOPBACK, port)))
+
+
+def proxy_forever(engine_url: str, port: int) -> None:
+    """The yardstick."""
+    run(_proxy(engine_url, port))
+
+
+async def _proxy(engine_url: str, port: int) -> None:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+            headers = {"content-type": "application/json"}
+            url = f"{engine_url}{scope['path']}"
+            async with session.post(url, data=body, headers=headers) as answer:
+                start = {"type": "http.response.start", "status": answer.status}
+                kind = answer.headers["content-type"].encode()
+                await send({**start, "headers": [(b"content-type", kind)]})
+                async for piece in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+
+        await serve(app, listen(LOOPBACK, port))
+
+
+def shapes() -> list[Shape]:
+    rng = np.random.default_rng(2)
+
+    def bodies(size: int, **more: object) -> list[bytes]:
+        prompts = (rng.integers(10_000, 99_999, size // 6).tolist() for _ in range(NUM_PROMPTS))
+        return [
+            orjson.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 16, **more})
+            for prompt in prompts
+        ]
+
+    return [
+        Shape("800 characters", bodies(800), path=PATH),
+        Shape("32 kB", bodies(32_000), path=PATH),
+        Shape(f"stream of {CHUNKS} chunks", bodies(800, stream=True), path=PATH),
+    ]
+
+
+async def register(url: str, engine_url: str) -> None:
+    async with connect(url) as redis:
+        holders = Holders(ScriptRunner(redis, timeout_s=10), KEYS)
+        about = {"address": engine_url, "engine": "vllm 0.32.0", "models": (MODEL,)}
+        await holders.register(1, max_requests=1_000_000, **about)
+        await models.announce(redis, KEYS.namespace, [MODEL])
+
+
+async def first_token_ms(port: int) -> list[float]:
+    """Of each of PACED_STREAMS streams that are open at once, begun one after the other."""
+    body = orjson.dumps(
+        {"model": MODEL, "prompt": [1] * 64, "max_tokens": 16, "stream": True, "user": "paced"}
+    )
+    head = f"POST {PATH} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    took: list[float] = []
+
+    async def one(start: float) -> None:
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        await asyncio.sleep(start)
+        begin = time.perf_counter()
+        writer.write(request)
+        await reader.readuntil(b"data: ")
+        took.append((time.perf_counter() - begin) * 1000)
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+
+    each_s = CHUNKS * PACE_S / PACED_STREAMS
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(one(n * each_s) for n in range(3 * PACED_STREAMS)))
+    return took[PACED_STREAMS:]
+
+
+def tokenizing() -> dict[str, float]:
+    """Seconds for a chat from scratch, and for one of which all but the last turn was seen."""
+    rng = random.Random(3)
+    words = CHAT_TOKENS // CHAT_TURNS
+
+    def turn(number: int) -> dict[str, str]:
+        role = "assistant" if number % 2 else "user"
+        return {"role": role, "content": " ".join(rng.choices(WORDS, k=words))}
+
+    messages = [turn(number) for number in range(CHAT_TURNS - 1)]
+    again = {"model": MODEL, "messages": [*messages, turn(0)]}
+    fresh, seen = load_renderer(str(TOKENIZER)), load_renderer(str(TOKENIZER))
+
+    async def timed(renderer: Any, body: dict[str, Any]) -> float:
+        begin = time.perf_counter()
+        await renderer.of_chat(body)
+        return time.perf_counter() - begin
+
+    async def both() -> dict[str, float]:
+        await seen.of_chat({**again, "messages": messages})
+        return {"scratch_s": await timed(fresh, again), "seen_s": await timed(seen, again)}
+
+    return run(both())
+
+
+def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+
+        def start(target: Callable[[str, int], None], given: str, core: int) -> Server:
+            return stack.enter_context(server(target, given, core))
+
+        engine = start(engine_forever, "", CORES[0])
+        engine_url = f"http://{LOOPBACK}:{engine.port}"
+        asyncio.run(register(url, engine_url))
+        servers = {
+            "proxy": start(proxy_forever, engine_url, server_core(0)),
+            "door": start(door_forever, url, server_core(0)),
+        }
+        for one in (engine, *servers.values()):
+            run(_until_open(one.port))
+        run(_until_serving(servers["door"].port, shapes()[0]))
+        made: dict[str, dict[str, list[Any]]] = {}
+        for turn in range(rounds + 1):
+            for shape in shapes():
+                for name, at in servers.items():
+                    found = run(load([at], url, shape, CONCURRENCY, requests))
+                    if turn:  # the first one warms up
+                        made.setdefault(shape.name, {}).setdefault(name, []).append(found)
+        cost = {
+            shape: {name: figures(loads) for name, loads in found.items()}
+            for shape, found in made.items()
+        }
+        first = {
+            name: run(first_token_ms(port))
+            for name, port in {"engine": engine.port, "door": servers["door"].port}.items()
+        }
+    added = {
+        f"p{q}": float(np.percentile(first["door"], q) - np.percentile(first["engine"], q))
+        for q in (50, 99)
+    }
+    tokens = [tokenizing() for _ in range(rounds)]
+    return {
+        "cost": cost,
+        "times_proxy": {
+            shape: found["door"]["cpu_us"] / found["proxy"]["cpu_us"]
+            for shape, found in cost.items()
+        },
+        "added_first_token_ms": added,
+        "tokenizing": {name: median(each[name] for each in tokens) for name in tokens[0]},
+        "tokenizing_seen_share": median(each["seen_s"] / each["scratch_s"] for each in tokens),
+    }
+
+
+async def _until_open(port: int) -> None:
+    (await Connection.open(port)).close()
+
+
+async def _until_serving(port: int, shape: Shape) -> None:
+    """A door lists models only once it has heard of its workers."""
+    one = replace(shape, bodies=shape.bodies[:1])
+    async with asyncio.timeout(30):
+        while True:
+            connection = await Connection.open(port)
+            try:
+                return await connection.ask(one.requests()[0])
+            except click.ClickException:
+                await asyncio.sleep(0.2)
+            finally:
+                connection.close()
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{CONCURRENCY} connections")
+    for head in ("", "proxy, µs of CPU", "door, µs of CPU", "times", "door, per s"):
+        table.add_column(head, justify="right")
+    for shape, found in result["cost"].items():
+        table.add_row(
+            shape,
+            f"{found['proxy']['cpu_us']:.0f}",
+            f"{found['door']['cpu_us']:.0f}",
+            f"{result['times_proxy'][shape]:.2f}",
+            f"{found['door']['per_s']:,.0f}",
+        )
+    console.print(table)
+    added = ", ".join(f"{name} {ms:.1f}" for name, ms in result["added_first_token_ms"].items())
+    console.print(f"Added to the first token with {PACED_STREAMS} streams open: {added} ms")
+    console.print(
+        f"Tokenizing {CHAT_TOKENS:,} tokens of which all but the last turn was seen: "
+        f"{result['tokenizing_seen_share']:.1%} of the time from scratch"
+    )
+
+
+@click.command(cls=Command)
+@click.option(
+    "--requests", default=4000, show_default=True, type=POSITIVE, help="Requests per round."
+)
+@click.option("--rounds", default=5, show_default=True, type=POSITIVE)
+@json_option
+def main(requests: int, rounds: int, json_file: Path | None) -> None:
+    """Measure the front door beside a bare proxy."""
+    with redis_to_measure() as url:
+        result = measure(url, requests, rounds)
+    show(result, Console(width=120))
+    save(result, json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""What cache-aware routing is worth on running engines: conversations through the front door.
+
+    python -m loadtest.bench_engines --engine-url http://127.0.0.1:8000 --engine-url http://127.0.0.1:8001
+
+The engines are vLLM or SGLang, publish events and serve one model. An agent is started beside each,
+and a router before them, once for each policy and round. Each time the conversations are new, so
+that nothing is cached of them; turn for turn, a conversation's prompt begins with its last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+import click
+import httpx
+import orjson
+import stamina
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from app.core.config import RouterSettings, WorkerSettings
+from app.http.server import run
+from app.local.child import start_child
+from app.local.cluster import Cluster
+from app.local.redis_server import EmbeddedRedis, free_port
+from app.options import POSITIVE
+from loadtest.command import Command, json_option, save
+
+POLICIES = "round_robin", "latency"
+NAMESPACE = "bench-engines"
+OUTPUT_TOKENS = 16
+ANSWER_TIMEOUT_S = 120.0
+TEXT = "the quick brown fox jumps over a lazy dog and says hello to each of you"
+WORDS = TEXT.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """words_of_system, words_of_turn: of the prompt that all share, and of each question."""
+
+    number: int
+    turns: int
+    at_once: int
+    words_of_system: int
+    words_of_turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one request found. ttft_s: until the first word of the answer, seconds."""
+
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@contextmanager
+def agent_beside(engine_url: str, redis_url: str, namespace: str, name: str) -> Iterator[int]:
+    """`kvroute agent` as a process, once it has registered; its process id."""
+    port = free_port()
+    with TemporaryDirectory() as folder, Path(folder, "log").open("wb") as log:
+        process: subprocess.Popen[bytes] = start_child(
+            (
+                *(sys.executable, "-m", "app.cli", "agent"),
+                f"--engine-url={engine_url}",
+                f"--redis-url={redis_url}",
+                f"--namespace={namespace}",
+                f"--worker-id={name}",
+                f"--memory-folder={folder}",
+                f"--port={port}",
+            ),
+            output=log,
+        )
+        try:
+            _wait_until_ready(f"http://127.0.0.1:{port}/health")
+            yield process.pid
+        except httpx.HTTPError as error:
+            printed = Path(folder, "log").read_text(errors="replace")
+            raise click.ClickException(f"{engine_url}: {error}\n{printed}") from None
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@stamina.retry(on=httpx.HTTPError, timeout=60.0, attempts=None, wait_max=1.0)
+def _wait_until_ready(url: str) -> None:
+    httpx.get(url, timeout=2.0).raise_for_status()
+
+
+@stamina.retry(on=(httpx.HTTPError, IndexError), timeout=30.0, attempts=None, wait_max=1.0)
+def _first_model(base_url: str) -> str:
+    """A router lists models only once it has heard of its workers."""
+    answer = httpx.get(f"{base_url}/v1/models", timeout=10.0).raise_for_status()
+    return str(answer.json()["data"][0]["id"])
+
+
+async def converse(base_url: str, model: str, asked: Conversations, seed: int) -> list[Turn]:
+    """All turns, of `at_once` conversations at a time."""
+    rng = random.Random(seed)
+    slots = asyncio.Semaphore(asked.at_once)
+    turns: list[Turn] = []
+    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+    async with aiohttp.ClientSession(base_url, timeout=timeout) as session:
+        system = {"role": "system", "content": _text(rng, asked.words_of_system)}
+
+        async def one(own: random.Random) -> None:
+            messages = [system]
+            for _ in range(asked.turns):
+                messages.append({"role": "user", "content": _text(own, asked.words_of_turn)})
+                async with slots:
+                    reply, turn = await ask(session, model, messages)
+                turns.append(turn)
+                messages.append({"role": "assistant", "content": reply})
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(asked.number):
+                tasks.create_task(one(random.Random(rng.random())))
+    return turns
+
+
+def _text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+async def ask(
+    session: aiohttp.ClientSession, model: str, messages: Sequence[dict[str, str]]
+) -> tuple[str, Turn]:
+    """The answer's text, and what was measured. Raises aiohttp.ClientError."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    begin = time.perf_counter()
+    first_s: float | None = None
+    reply = ""
+    usage: dict[str, Any] = {}
+    async with session.post("/v1/chat/completions", json=body, raise_for_status=True) as answer:
+        async for line in answer.content:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = orjson.loads(line[6:])
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                if first_s is None and choice["delta"].get("content") is not None:
+                    first_s = time.perf_counter() - begin
+                reply += choice["delta"].get("content") or ""
+    details = usage.get("prompt_tokens_details") or {}
+    if first_s is None:
+        first_s = time.perf_counter() - begin
+    return reply, Turn(first_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
+
+
+def play(
+    engine_urls: Sequence[str], redis_url: str, policy: str, asked: Conversations, seed: int
+) -> list[Turn]:
+    """One round with agents and a router of its own."""
+    namespace = f"{NAMESPACE}-{seed}"
+    with ExitStack() as stack:
+        for number, url in enumerate(engine_urls):
+            stack.enter_context(agent_beside(url, redis_url, namespace, f"e{number}"))
+        cluster = stack.enter_context(
+            Cluster(
+                num_workers=0,
+                num_replicas=1,
+                router=RouterSettings(namespace=namespace, policy=policy, log_level="warning"),
+                worker=WorkerSettings(),
+                redis_url=redis_url,
+                haproxy=False,
+            )
+        )
+        model = _first_model(cluster.balancer_url)
+        return run(converse(cluster.balancer_url, model, asked, seed))
+
+
+def summary(rounds: Sequence[Sequence[Turn]]) -> dict[str, float]:
+    """The median over the rounds of each figure."""
+    return {
+        "cached_share": median(
+            sum(turn.cached_tokens for turn in turns) / sum(turn.prompt_tokens for turn in turns)
+            for turns in rounds
+        ),
+        "cached_tokens": median(sum(turn.cached_tokens for turn in turns) for turns in rounds),
+        "mean_ttft_ms": median(fmean(turn.ttft_s for turn in turns) * 1000 for turns in rounds),
+    }
+
+
+def measure(engine_urls: Sequence[str], asked: Conversations, rounds: int) -> dict[str, Any]:
+    played: dict[str, list[list[Turn]]] = {policy: [] for policy in POLICIES}
+    first = random.randrange(1_000_000)
+    with EmbeddedRedis() as redis:
+        for number in range(rounds * len(POLICIES)):
+            policy = POLICIES[number % len(POLICIES)]
+            played[policy].append(play(engine_urls, redis.url, policy, asked, first + number))
+    found = {policy: summary(turns) for policy, turns in played.items()}
+    blind, aware = (found[policy] for policy in POLICIES)
+    compared = {name: aware[name] / blind[name] for name in aware}
+    return {"asked": asdict(asked), "policies": found, "compared": compared}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    cells = Table("policy", box=box.SIMPLE_HEAD)
+    for name in ("tokens from cache", "share of prompts", "mean TTFT"):
+        cells.add_column(name, justify="right")
+    for policy, found in result["policies"].items():
+        cells.add_row(
+            policy,
+            f"{found['cached_tokens']:,.0f}",
+            f"{found['cached_share']:.1%}",
+            f"{found['mean_ttft_ms']:.0f} ms",
+        )
+    console.print(cells)
+
+
+@click.command(cls=Command)
+@click.option(
+    "--engine-url", "engine_urls", multiple=True, required=True, help="Two or more: repeat it."
+)
+@click.option("--conversations", default=50, show_default=True, type=POSITIVE)
+@click.option("--turns", default=4, show_default=True, type=POSITIVE, help="Of each conversation.")
+@click.option(
+    "--at-once", default=4, show_default=True, type=POSITIVE, help="Requests in flight at most."
+)
+@click.option("--system-words", default=60, show_default=True, type=POSITIVE)
+@click.option("--turn-words", default=60, show_default=True, type=POSITIVE)
+@click.option("--rounds", default=3, show_default=True, type=POSITIVE, help="With each policy.")
+@json_option
+def main(
+    engine_urls: tuple[str, ...],
+    conversations: int,
+    turns: int,
+    at_once: int,
+    system_words: int,
+    turn_words: int,
+    rounds: int,
+    json_file: Path | None,
+) -> None:
+    """Compare cache-aware routing with round robin on running engines."""
+    asked = Conversations(conversations, turns, at_once, system_words, turn_words)
+    result = measure(engine_urls, asked, rounds)
+    show(result, Console())
+    save(result, json_file)
+
+
+if __name__ == "__main__":
+    main()

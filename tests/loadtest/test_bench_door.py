@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from app.local.redis_server import EmbeddedRedis
+from loadtest import bench_door
+from loadtest.bench_door import measure, shapes
+
+
+def test_the_door_is_measured_beside_a_proxy(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    found = measure(own_redis_server.url, requests=64, rounds=1)
+    assert list(found["cost"]) == [shape.name for shape in shapes()]
+    for made in found["cost"].values():
+        assert made["door"]["per_s"] > 0
+        assert made["proxy"]["per_s"] > 0
+    assert set(found["added_first_token_ms"]) == {"p50", "p99"}
+    assert 0 < found["tokenizing_seen_share"] < 1
+
+
+def test_prompts_have_the_sizes_that_are_said() -> None:
+    for shape, size in zip(shapes(), (800, 32_000, 800), strict=True):
+        assert all(abs(len(body) - size) < 120 for body in shape.bodies)
+    assert len(shapes()[0].bodies) == bench_door.NUM_PROMPTS
