@@ -106,7 +106,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Request:
+class Request:
     """A request under way, and what has become of it so far."""
 
     request_id: str
@@ -126,6 +126,10 @@ class _Request:
     failed_worker: str | None = None
     """The worker of the previous attempt, if the worker failed."""
     last_error: RequestError | None = None
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return max(1, -(-self.output_tokens // CHUNKS_PER_ANSWER))
 
     def wait_before_retry(self, error: Exception) -> bool | float:
         """stamina's backoff hook: False raises, True backs off, a number is seconds to wait."""
@@ -199,13 +203,13 @@ class ClusterClient:
     async def workers(self) -> list[str]:
         """Names of the workers that are live now. Raises RequestError."""
         base_url = next(self._base_urls)
-        with _translated_errors(base_url):
+        with translated_errors(base_url):
             async with (
                 asyncio.timeout(ROUTER_TIMEOUT_S),
                 self._session.get(f"{base_url}/v1/workers") as response,
             ):
                 if response.status != 200:
-                    raise await _status_error(response, FailureKind.UNAVAILABLE)
+                    raise await status_error(response, FailureKind.UNAVAILABLE)
                 found = orjson.loads(await response.read())
             return sorted(_worker_name(worker) for worker in found["workers"])
 
@@ -225,7 +229,7 @@ class ClusterClient:
         failures are in the outcome.
         """
         arrival = clock() if arrival is None else arrival
-        request = _Request(request_id, output_tokens, policy, arrival_s=arrival, sent_s=arrival)
+        request = Request(request_id, output_tokens, policy, arrival_s=arrival, sent_s=arrival)
         try:
             async with asyncio.timeout(arrival + self._deadline_s - clock()), self._slot():
                 request.prompt = make_prompt()
@@ -251,7 +255,7 @@ class ClusterClient:
         async with self._slots:
             yield
 
-    async def _attempt(self, request: _Request) -> None:
+    async def _attempt(self, request: Request) -> None:
         try:
             # A lost answer may have left a reservation. The retry, under the same id, finds it.
             address = await self._route(request)
@@ -269,7 +273,7 @@ class ClusterClient:
         finally:
             await self._tell_router("DELETE", ended)
 
-    async def _route(self, request: _Request) -> str:
+    async def _route(self, request: Request) -> str:
         params = {"request_id": request.request_id}
         if request.attempts > 1:
             params["retry"] = "true"
@@ -280,7 +284,7 @@ class ClusterClient:
             params["exclude"], request.failed_worker = request.failed_worker, None
         asked = clock()
         base_url = next(self._base_urls)
-        with _translated_errors(base_url):
+        with translated_errors(base_url):
             async with (
                 asyncio.timeout(ROUTE_TIMEOUT_S),
                 self._session.post(
@@ -288,7 +292,7 @@ class ClusterClient:
                 ) as response,
             ):
                 if response.status != 200:
-                    raise await _status_error(response, FailureKind.UNAVAILABLE)
+                    raise await status_error(response, FailureKind.UNAVAILABLE)
                 choice = orjson.loads(await response.read())
             request.decision_s = clock() - asked
             request.worker = _worker_name(choice)
@@ -296,12 +300,12 @@ class ClusterClient:
             request.reservation_id = choice.get("reservation_id", request.request_id)
             return str(choice["address"])
 
-    async def _complete(self, address: str, request: _Request) -> None:
+    async def _complete(self, address: str, request: Request) -> None:
         params = {
             "request_id": request.request_id,
             "max_tokens": str(request.output_tokens),
             "stream": "true",
-            "stream_interval": str(max(1, -(-request.output_tokens // CHUNKS_PER_ANSWER))),
+            "stream_interval": str(request.tokens_per_chunk),
         }
         try:
             async with self._session.post(
@@ -311,7 +315,7 @@ class ClusterClient:
                 headers=TOKENS_TYPE,
             ) as response:
                 if response.status != 200:
-                    raise await _status_error(response, FailureKind.WORKER)
+                    raise await status_error(response, FailureKind.WORKER)
                 await self._read_answer(response.content, request)
             request.end_s = clock()
             if request.usage is None:
@@ -320,9 +324,9 @@ class ClusterClient:
             kind = (
                 FailureKind.WORKER if request.first_token_s is None else FailureKind.BROKEN_STREAM
             )
-            raise RequestError(kind, f"{address}: {_describe(error)}") from error
+            raise RequestError(kind, f"{address}: {described(error)}") from error
 
-    async def _read_answer(self, stream: aiohttp.StreamReader, request: _Request) -> None:
+    async def _read_answer(self, stream: aiohttp.StreamReader, request: Request) -> None:
         """Raises ValueError for a chunk that is not JSON or that reports an error."""
         async for line in stream:
             if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
@@ -332,10 +336,11 @@ class ClusterClient:
                 raise ValueError(str(chunk["error"]))
             if request.first_token_s is None:
                 request.first_token_s = clock()
-                await self._tell_router(
-                    "POST", f"/v1/requests/{request.reservation_id}/prefill_complete"
-                )
+                await self._confirm(request)
             request.usage = chunk.get("usage") or request.usage
+
+    async def _confirm(self, request: Request) -> None:
+        await self._tell_router("POST", f"/v1/requests/{request.reservation_id}/prefill_complete")
 
     async def _tell_router(self, method: str, path: str) -> None:
         """A lost call is counted but fails no request, as reservations expire by themselves."""
@@ -352,12 +357,12 @@ class ClusterClient:
 
 
 @contextmanager
-def _translated_errors(url: str) -> Iterator[None]:
+def translated_errors(url: str) -> Iterator[None]:
     """Turns whatever can go wrong with a router's answer into RequestError."""
     try:
         yield
     except NETWORK_ERRORS as error:
-        raise RequestError(FailureKind.UNREACHABLE, f"{url}: {_describe(error)}") from error
+        raise RequestError(FailureKind.UNREACHABLE, f"{url}: {described(error)}") from error
     except (KeyError, ValueError) as error:
         message = f"{url}: not a router's answer: {error!r}"
         raise RequestError(FailureKind.REFUSED, message) from error
@@ -367,9 +372,7 @@ def _worker_name(worker: dict[str, Any]) -> str:
     return f"{worker['worker_id']}:{worker['dp_rank']}"
 
 
-async def _status_error(
-    response: aiohttp.ClientResponse, server_error: FailureKind
-) -> RequestError:
+async def status_error(response: aiohttp.ClientResponse, server_error: FailureKind) -> RequestError:
     """Raises ValueError if Retry-After is not in seconds."""
     message = f"{response.url.origin()}: {response.status} {(await response.text())[:200]}"
     if response.status == 429:
@@ -382,5 +385,5 @@ async def _status_error(
     return RequestError(kind, message, None if retry_after_s is None else float(retry_after_s))
 
 
-def _describe(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__} {error}".rstrip()

@@ -13,7 +13,8 @@ from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, cluster_size
 from loadtest import report
 from loadtest.command import Command, distinct, make_folder, save
-from loadtest.replay import progress_display, replay_policy
+from loadtest.door_client import Api
+from loadtest.replay import api_option, progress_display, replay_policy
 from loadtest.traces import DEMO_TRACE, read_trace
 
 SPEEDUP = 8.0
@@ -34,6 +35,7 @@ NUM_REQUESTS = 1800
     help="Policy to play, on a fresh cluster. Give it several times to compare; the ratio is "
     "between the first and the last.",
 )
+@api_option
 @click.option(
     "--load",
     default=1.1,
@@ -49,7 +51,12 @@ NUM_REQUESTS = 1800
     help="Folder for demo.json and demo.png.",
 )
 def demo(
-    num_workers: int, num_replicas: int, policies: tuple[str, ...], load: float, out: Path
+    num_workers: int,
+    num_replicas: int,
+    policies: tuple[str, ...],
+    api: Api,
+    load: float,
+    out: Path,
 ) -> None:
     """Replay real traffic on a cluster on this machine, one policy after another."""
     make_folder(out)
@@ -65,7 +72,7 @@ def demo(
             Cluster(
                 num_workers=num_workers,
                 num_replicas=num_replicas,
-                router=RouterSettings(log_level="warning"),
+                router=RouterSettings(policy=policy, show_decision=True, log_level="warning"),
                 worker=WorkerSettings(speedup=SPEEDUP, block_size=BLOCK_SIZE, log_level="warning"),
             ) as cluster,
             progress_display(console, trace.num_requests) as on_progress,
@@ -76,6 +83,7 @@ def demo(
                         trace,
                         cluster.balancer_url,
                         policy,
+                        api=api,
                         speedup=SPEEDUP,
                         load=load,
                         on_progress=on_progress,

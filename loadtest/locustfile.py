@@ -7,6 +7,8 @@ whole conversation so far. A few system prompts are far more popular than the re
 by the cluster, streamed from the chosen worker and released. Locust's tables have the rows `route`,
 `ttft` and `completion`. The run ends by reporting how much of the prompts came from caches.
 
+With `--api openai` a turn is one chat, in text, that the router answers; the row is then `chat`.
+
 This file stands alone, so that locust can send it to other machines.
 """
 
@@ -16,6 +18,7 @@ import random
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +37,11 @@ VOCABULARY = 32_000
 CHUNKS_PER_ANSWER = 5
 HEADERS = {"Content-Type": "application/octet-stream", "Accept-Encoding": "identity"}
 
+UNNAMED = ""
+"""In place of a worker's name."""
+
 Tokens = list[int]
+Messages = list[dict[str, str]]
 
 
 @dataclass(slots=True)
@@ -47,21 +54,32 @@ class Totals:
     ttft_ms: list[float] = field(default_factory=list)
     requests_per_worker: Counter[str] = field(default_factory=Counter)
 
+    def count(self, usage: dict[str, Any], worker: str) -> None:
+        """One answer. worker: as far as it is known."""
+        self.prompt_tokens += usage["prompt_tokens"]
+        self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        self.requests_per_worker[worker] += 1
+
     def report(self) -> str:
         answers = self.requests_per_worker.total()
         if not answers:
             return "no request was answered"
-        workers = len(self.requests_per_worker)
         p50, p90, p99 = np.percentile(self.ttft_ms, (50, 90, 99))
-        busiest = max(self.requests_per_worker.values())
         return (
-            f"{answers:,} answers from {workers} workers, the busiest with "
-            f"{busiest * workers / answers:.2f}x the mean; {self.degraded:,} degraded\n"
+            f"{answers:,} answers {self.whose()}; {self.degraded:,} degraded\n"
             f"hit rate {self.cached_tokens / self.prompt_tokens:.1%} "
             f"({self.cached_tokens:,} of {self.prompt_tokens:,} prompt tokens)\n"
             f"TTFT mean {np.mean(self.ttft_ms):.0f} ms, p50 {p50:.0f} ms, p90 {p90:.0f} ms, "
             f"p99 {p99:.0f} ms"
         )
+
+    def whose(self) -> str:
+        if UNNAMED in self.requests_per_worker:
+            return "from workers that routers name only with --show-decision"
+        workers = len(self.requests_per_worker)
+        busiest = max(self.requests_per_worker.values())
+        evenness = busiest * workers / self.requests_per_worker.total()
+        return f"from {workers} workers, the busiest with {evenness:.2f}x the mean"
 
 
 totals = Totals()
@@ -69,6 +87,13 @@ totals = Totals()
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def add_options(parser: LocustArgumentParser) -> None:
+    parser.add_argument(
+        "--api",
+        choices=("kvroute", "openai"),
+        default="kvroute",
+        help="How requests are made: routed by the caller, or OpenAI's chats",
+    )
+    parser.add_argument("--model", default="", help="With --api openai; default: the first one")
     parser.add_argument("--policy", default="", help="Routing policy; default: the routers' own")
     parser.add_argument(
         "--output-tokens", type=int, default=100, help="Mean length of an answer in tokens"
@@ -97,6 +122,22 @@ SYSTEM_PROMPTS = system_prompts()
 POPULARITY = [1 / rank for rank in range(1, NUM_SYSTEM_PROMPTS + 1)]
 
 
+def text_of(tokens: Tokens) -> str:
+    """A letter for each token, as simulated engines make a token of each letter."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def chunks_of(response: ResponseContextManager) -> Iterator[dict[str, Any]]:
+    """The events of an answer. Raises ValueError for one that says an error."""
+    while line := response.stream.readline(b"\n"):
+        if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
+            continue
+        chunk = orjson.loads(line[5:])
+        if "error" in chunk:
+            raise ValueError(str(chunk["error"]))
+        yield chunk
+
+
 def reserved_path(choice: dict[str, Any]) -> str:
     # A decision made without Redis has reserved nothing.
     return f"/v1/requests/{choice.get('reservation_id', choice['request_id'])}"
@@ -110,14 +151,31 @@ class Chat(FastHttpUser):
     def on_start(self) -> None:
         self.rng = random.Random()
         self.options = self.environment.parsed_options
-        self.history = self.new_conversation()
+        self.new_conversation()
+        self.model = self.options.model
+        if self.options.api == "openai" and not self.model:
+            cards = orjson.loads(self.client.get("/v1/models", name="models").content or b"{}")
+            self.model = next((card["id"] for card in cards.get("data", ())), "")
 
-    def new_conversation(self) -> Tokens:
-        return list(self.rng.choices(SYSTEM_PROMPTS, POPULARITY)[0])
+    def new_conversation(self) -> None:
+        system = self.rng.choices(SYSTEM_PROMPTS, POPULARITY)[0]
+        self.history = list(system)
+        self.messages: Messages = [{"role": "system", "content": text_of(system)}]
 
     @task
     def turn(self) -> None:
-        self.history += random_tokens(self.rng.randint(*USER_TURN_TOKENS), self.rng)
+        said = random_tokens(self.rng.randint(*USER_TURN_TOKENS), self.rng)
+        if self.options.api == "openai":
+            self.messages.append({"role": "user", "content": text_of(said)})
+            self.messages.append({"role": "assistant", "content": self.chat()})
+        else:
+            self.history += said
+            self.send()
+        if self.rng.random() < 1 / MEAN_TURNS:
+            self.new_conversation()
+
+    def send(self) -> None:
+        """Route the conversation, and append the answer of the worker chosen."""
         request_id = f"locust-{uuid.uuid4().hex}"
         prompt = np.array(self.history, dtype="<u4").tobytes()
         started = time.perf_counter()
@@ -128,8 +186,48 @@ class Chat(FastHttpUser):
             self.history += self.complete(choice, request_id, prompt, started)
         finally:
             self.client.delete(reserved_path(choice), name="release")
-        if self.rng.random() < 1 / MEAN_TURNS:
-            self.history = self.new_conversation()
+
+    def output_tokens(self) -> int:
+        return max(1, round(self.rng.expovariate(1 / self.options.output_tokens)))
+
+    def chat(self) -> str:
+        """The router's answer to the messages; empty if it did not arrive in full."""
+        body = {
+            "model": self.model,
+            "messages": self.messages,
+            "max_tokens": self.output_tokens(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        asked = time.perf_counter()
+        answer, usage = "", None
+        with self.client.post(
+            "/v1/chat/completions",
+            data=orjson.dumps(body),  # type: ignore[arg-type]
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            name="chat",
+            stream=True,
+            catch_response=True,
+        ) as response:
+            if response.status_code != 200:
+                return ""
+            try:
+                for chunk in chunks_of(response):
+                    for choice in chunk["choices"]:
+                        text = choice["delta"].get("content") or ""
+                        if text and not answer:
+                            self.note_first_token((time.perf_counter() - asked) * 1000)
+                        answer += text
+                    usage = chunk.get("usage") or usage
+                if usage is None:
+                    raise ValueError("the answer ended before its usage")
+            except (*FAILURE_EXCEPTIONS, ValueError) as error:
+                response.failure(error)
+                return ""
+            response.request_meta["response_time"] = (time.perf_counter() - asked) * 1000
+            headers = response.headers or {}
+        totals.count(usage, str(headers.get("x-kvroute-worker", UNNAMED)))
+        return answer
 
     def route(self, request_id: str, prompt: bytes) -> dict[str, Any] | None:
         """The router's choice, or None if it made none; waits if the router says for how long."""
@@ -156,7 +254,7 @@ class Chat(FastHttpUser):
 
         started: when the turn began, on time.perf_counter's clock; TTFT includes the routing.
         """
-        max_tokens = max(1, round(self.rng.expovariate(1 / self.options.output_tokens)))
+        max_tokens = self.output_tokens()
         url = (
             f"{choice['address']}/v1/completions?request_id={request_id}&stream=true"
             f"&max_tokens={max_tokens}&stream_interval={-(-max_tokens // CHUNKS_PER_ANSWER)}"
@@ -178,10 +276,8 @@ class Chat(FastHttpUser):
                 response.failure(error)
                 return []
             response.request_meta["response_time"] = (time.perf_counter() - asked) * 1000
-        totals.prompt_tokens += usage["prompt_tokens"]
-        totals.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
         totals.degraded += choice["degraded"]
-        totals.requests_per_worker[f"{choice['worker_id']}:{choice['dp_rank']}"] += 1
+        totals.count(usage, f"{choice['worker_id']}:{choice['dp_rank']}")
         return answer
 
     def read_answer(
@@ -191,12 +287,7 @@ class Chat(FastHttpUser):
         answer: Tokens = []
         usage = None
         first = True
-        while line := response.stream.readline(b"\n"):
-            if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
-                continue
-            chunk = orjson.loads(line[5:])
-            if "error" in chunk:
-                raise ValueError(str(chunk["error"]))
+        for chunk in chunks_of(response):
             if first:
                 first = False
                 self.note_first_token((time.perf_counter() - started) * 1000)

@@ -23,8 +23,9 @@ import click
 from app.http.server import run
 from app.options import BASE_URL, FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Command, Number
 from loadtest import report
-from loadtest.client import ClusterClient, Outcome, clock
+from loadtest.client import ClusterClient, Outcome, RequestError, clock
 from loadtest.command import FILE, distinct, json_option, save
+from loadtest.door_client import Api, DoorClient
 from loadtest.report import PolicyRun
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceError, TraceRequest, read_trace
 
@@ -33,6 +34,18 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 600.0
 """For each request, in engine seconds."""
+
+
+CLIENTS = {Api.KVROUTE: ClusterClient, Api.OPENAI: DoorClient}
+
+api_option = click.option(
+    "--api",
+    default=Api.KVROUTE,
+    show_default=True,
+    type=click.Choice(Api, case_sensitive=False),
+    help="kvroute: ask for a worker, and send it the request; openai: send the request to the "
+    "router, as OpenAI clients do.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,7 @@ async def replay_policy(
     base_url: str | Sequence[str],
     policy: str | None,
     *,
+    api: Api = Api.KVROUTE,
     speedup: float = 1.0,
     load: float = 1.0,
     warmup: float = 0.25,
@@ -62,14 +76,15 @@ async def replay_policy(
     """Plays the whole trace under one policy.
 
     base_url: of the balancer; if there are several, of router replicas, they get the calls in turn.
-    policy: None for the routers' own default. speedup: how much faster than real time the cluster's
+    policy: None for the routers' own default; with OpenAI's API, whose requests name none, it only
+    names the run. speedup: how much faster than real time the cluster's
     engines run; the trace is played that much faster. load: arrival rate, as a multiple of the
     recorded one. warmup: share of the requests that the figures leave out. seed: for the prompts'
     tokens; a replay with another seed finds nothing of this one's in the caches.
     on_progress: called after each request.
     Raises RequestError if the cluster does not answer at the start; later failures are outcomes.
     """
-    async with ClusterClient(base_url, deadline_s=DEADLINE_S / speedup) as client:
+    async with CLIENTS[api](base_url, deadline_s=DEADLINE_S / speedup) as client:
         player = _Player(client, policy, speedup, seed, trace.num_requests, on_progress)
         workers = await client.workers()
         outcomes = await player.play(trace.at_load(load))
@@ -219,6 +234,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     type=BASE_URL,
     help="URL of the cluster: its load balancer, or a single router.",
 )
+@api_option
 @click.option(
     "--policy",
     "policies",
@@ -278,6 +294,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
 def replay(
     trace_file: Path,
     url: str,
+    api: Api,
     policies: tuple[str, ...],
     speedup: float,
     load: float,
@@ -295,6 +312,8 @@ def replay(
     given in the trace. The report says how much of the prompts workers found in their caches, how
     long callers waited for the first token, and how evenly workers were used.
     """
+    if policies and api is Api.OPENAI:
+        raise click.UsageError("with --api openai, the policy is that of the routers")
     try:
         trace = read_trace(trace_file).cut(start_s, duration_s, requests)
     except TraceError as error:
@@ -302,7 +321,7 @@ def replay(
     if not trace.sessions:
         raise click.ClickException(f"{trace_file.name}: no requests in the part chosen")
     for policy in policies or (None,):
-        run(_check_answers(url, policy))
+        run(_check_answers(url, policy, api))
 
     from rich.console import Console
 
@@ -314,6 +333,7 @@ def replay(
                 trace,
                 url,
                 policy,
+                api=api,
                 speedup=speedup,
                 load=load,
                 warmup=warmup,
@@ -331,12 +351,15 @@ def replay(
         raise click.ClickException("no request was answered")
 
 
-async def _check_answers(url: str, policy: str | None) -> None:
+async def _check_answers(url: str, policy: str | None, api: Api) -> None:
     """Sends one token. Raises ClickException: better now than after the whole trace."""
-    async with ClusterClient(url, deadline_s=5.0) as client:
-        outcome = await client.send(
-            f"probe-{uuid.uuid4().hex[:8]}", lambda: bytes(4), output_tokens=1, policy=policy
-        )
+    try:
+        async with CLIENTS[api](url, deadline_s=5.0) as client:
+            outcome = await client.send(
+                f"probe-{uuid.uuid4().hex[:8]}", lambda: bytes(4), output_tokens=1, policy=policy
+            )
+    except RequestError as error:
+        raise click.ClickException(str(error)) from error
     if outcome.failure is not None:
         raise click.ClickException(f"a test request failed: {outcome.error}")
 

@@ -87,12 +87,13 @@ SERVED = frozenset(
         "workers.chat",
         "workers.engine_agent",
         "workers.http",
+        "workers.messages",
         "workers.publishing.vllm_http",
     }
 )
 
 BOUNDARIES = [
-    Boundary("app", TESTS | {"torch", "workers"}),
+    Boundary("app", TESTS | {"torch", "workers", "opentelemetry.exporter"}),
     Boundary("app.core", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core")),
     Boundary("app.policy", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy")),
     Boundary(

@@ -1,4 +1,4 @@
-"""Chats, models and tokens over HTTP, as vLLM's OpenAI server has them."""
+"""Chats, models and tokens over HTTP, as vLLM's server has them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fastapi.responses import Response
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
 from app.core.steps import Finished
-from app.door.tokens import Renderer, Unrenderable, load
+from app.door.tokens import Renderer, Unrenderable, chat_of_messages, load
 from app.http.body import header, json_response, read_body
 from workers.engines.base import Engine, Tokenizer
 from workers.http import Call, Completion, check, respond, usage_of
+from workers.messages import Message
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 DEFAULT_MAX_TOKENS = 128
@@ -67,7 +68,8 @@ def add_chat(
     tokenizer: Tokenizer | None,
     source: str,
 ) -> None:
-    """Add POST /v1/chat/completions, /tokenize, /detokenize and GET /v1/models to `app`.
+    """Add POST /v1/chat/completions, /v1/messages, /tokenize, /detokenize and GET /v1/models to
+    `app`.
 
     source: the folder of the model's tokenizer and chat template; "": there is none, and chats come
     as token ids. Raises TokenizerUnavailable.
@@ -82,19 +84,19 @@ def add_chat(
             raise InvalidRequest("n", f"must be 1, got {shown(fields['n'])}")
         prompt = await _chat_ids(fields, renderer)
         limit = fields.get("max_completion_tokens") or fields.get("max_tokens")
-        given = header(request, b"x-request-id")
-        call = check(
-            {
-                **fields,
-                "max_tokens": limit or DEFAULT_MAX_TOKENS,
-                **({"request_id": given} if given and "request_id" not in fields else {}),
-            },
-            prompt,
-        )
+        call = _call(request, {**fields, "max_tokens": limit or DEFAULT_MAX_TOKENS}, prompt)
         options = fields.get("stream_options")
         usage = bool(isinstance(options, dict) and options.get("include_usage"))
         answer = _Chat(engine, call, fields["model"], tokenizer, usage=usage)
         return await respond(request, call, answer)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        fields = await _fields(request, names)
+        if "max_tokens" not in fields:
+            raise InvalidRequest("max_tokens", "is missing")
+        call = _call(request, fields, await _message_ids(fields, renderer))
+        return await respond(request, call, Message(engine, call, fields["model"], tokenizer))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -148,19 +150,44 @@ async def _fields(request: Request, names: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
+def _call(request: Request, fields: Mapping[str, Any], prompt: bytes) -> Call:
+    """Raises InvalidRequest."""
+    given = header(request, b"x-request-id")
+    return check({"request_id": given} | dict(fields) if given else fields, prompt)
+
+
 async def _chat_ids(fields: Mapping[str, Any], renderer: Renderer | None) -> bytes:
     """The prompt, little-endian u32: as a router gives it, or else rendered. Raises
     InvalidRequest."""
+    given = _given_ids(fields)
+    return await _rendered(fields, renderer) if given is None else given
+
+
+async def _message_ids(fields: Mapping[str, Any], renderer: Renderer | None) -> bytes:
+    """As _chat_ids."""
+    given = _given_ids(fields)
+    if given is not None:
+        return given
+    try:
+        chat = chat_of_messages(fields)
+    except Unrenderable as error:
+        raise InvalidRequest("messages", str(error)) from None
+    return await _rendered(chat, renderer)
+
+
+def _given_ids(fields: Mapping[str, Any]) -> bytes | None:
     params = fields.get("kv_transfer_params")
     given = params.get("prompt_token_ids") if isinstance(params, dict) else None
     if given is None:
         given = fields.get("input_ids")
-    if isinstance(given, list):
-        return token_bytes(given)
+    return token_bytes(given) if isinstance(given, list) else None
+
+
+async def _rendered(chat: Mapping[str, Any], renderer: Renderer | None) -> bytes:
     if renderer is None:
         raise InvalidRequest("messages", "are text, but this worker has no tokenizer")
     try:
-        ids = await renderer.of_chat(fields)
+        ids = await renderer.of_chat(chat)
     except Unrenderable as error:
         raise InvalidRequest("messages", str(error)) from None
     return token_bytes(ids)

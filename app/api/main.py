@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from app.core.keys import Keyspace
 from app.door.auth import check_open, load_keys
 from app.door.errors import Unauthorized
 from app.door.http import HttpDoor, refuse
+from app.door.tracing import Tracing, provider_named
 from app.http.server import serve
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
@@ -39,9 +41,10 @@ READS_OF_THE_INDEX = ("match", "predicted")
 async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> None:
     """Run a replica until it is told to stop.
 
+    The environment is asked for OTEL_* variables, which OpenTelemetry's SDK reads itself, too.
     Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
     """
-    app = create_app(settings)
+    app = create_app(settings, Tracing(provider_named(os.environ)))
     async with connect(settings.redis_url, timeout_s=CHECK_TIMEOUT_S) as redis:
         try:
             await check_server(redis, CHECK_TIMEOUT_S)
@@ -56,7 +59,7 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
     )
 
 
-def create_app(settings: RouterSettings) -> FastAPI:
+def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> FastAPI:
     """A router replica. It starts even without Redis, and says in /readiness what is missing.
 
     Raises ConfigError for a bad Redis URL, namespace or file of keys.
@@ -64,7 +67,7 @@ def create_app(settings: RouterSettings) -> FastAPI:
     keys = load_keys(settings.api_key, settings.api_key_file)
     check_open(settings.host, keys, no_auth=settings.no_auth)
     routers = Routers(settings.namespace, partial(_router, settings))
-    door = HttpDoor(settings, routers, keys)
+    door = HttpDoor(settings, routers, keys, tracing or Tracing(None))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -110,7 +113,7 @@ class Application(FastAPI):
             try:
                 scope["kvroute.key"] = door.key_name(scope)
             except Unauthorized as error:
-                await refuse(send, error)
+                await refuse(scope, send, error)
                 return
             if door.takes(scope):
                 await door(scope, receive, send)

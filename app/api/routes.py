@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
@@ -26,7 +27,9 @@ from app.core.types import checked_request_id, checked_reservation_id
 from app.http.body import Caller, header, json_response, read_body
 from app.policy.decision import RouteRequest
 from app.policy.view import View, load_statistics
+from app.router.metrics import text_of
 from app.router.router import Router
+from app.router.routers import Routers
 
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
@@ -206,9 +209,7 @@ async def readiness(request: Request) -> Response:
         # Without Redis a router still routes, by the last loads it saw.
         view = router.fleet.last_view
     ready = view is not None and bool(view.infos)
-    # A door that does not tokenize itself still routes.
-    door = request.app.state.door
-    missing += [f"tokenizer of {model}: {why}" for model, why in door.not_tokenized().items()]
+    missing += request.app.state.door.remarks()
     if router.danger_of_eviction:
         missing.append(f"redis: {router.danger_of_eviction}")
     if not ready:
@@ -219,8 +220,17 @@ async def readiness(request: Request) -> Response:
 
 @routes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Metrics in Prometheus text format."""
-    router, _ = _parts(request)
+    """Metrics in Prometheus text format, with a label `namespace` where it is not the own one."""
+    routers: Routers = request.app.state.routers
+    own, by_namespace = routers.own, dict(routers.by_namespace)
+    await asyncio.gather(*map(_take_stock, by_namespace.values()))
+    del by_namespace[own.namespace]
+    others = {name: router.telemetry for name, router in sorted(by_namespace.items())}
+    return Response(await text_of(own.telemetry, others), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _take_stock(router: Router) -> None:
+    """Set the gauges of what a router sees."""
     telemetry, fleet = router.telemetry, router.fleet
     try:
         view = await router.refresh()
@@ -234,7 +244,6 @@ async def metrics(request: Request) -> Response:
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)
     telemetry.metrics_age.set(fleet.metrics_age_s)
-    return Response(await telemetry.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _parts(request: Request) -> tuple[Router, RouterSettings]:

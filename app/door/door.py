@@ -162,12 +162,13 @@ class Door:
         """The beginning of one worker's answer. Raises UpstreamError."""
         worker = life.decision.worker
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+        more = life.trace.try_begins(str(worker.key))
+        if worker.key.dp_rank:
+            more = [*more, (b"x-data-parallel-rank", b"%d" % worker.key.dp_rank)]
         answer = await self._upstream.send(
             worker.address,
             path,
-            [*headers, (b"x-data-parallel-rank", b"%d" % worker.key.dp_rank)]
-            if worker.key.dp_rank
-            else headers,
+            [*headers, *more],
             outgoing.for_worker(worker),
             connect_s=min(CONNECT_S, left_s),
             answer_s=left_s,

@@ -17,6 +17,8 @@ that did not ask for it."""
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _EMPTY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _DATA = re.compile(rb"(?:^|\n)data:")
+_PREAMBLE = re.compile(rb"event: ?response\.(?:created|queued|in_progress)\r?\ndata:")
+"""Said before there is a token."""
 _ERROR = re.compile(rb'(?:^|\n)data:\s*\{"(?:error|object"\s*:\s*"error)"')
 
 
@@ -48,6 +50,8 @@ def _usage(values: dict[str, Any]) -> Usage:
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     if cached is None:
         cached = values.get("cache_read_input_tokens")
+        if type(prompt) is int and type(cached) is int:  # Anthropic counts them apart
+            prompt += cached + (values.get("cache_creation_input_tokens") or 0)
     if type(prompt) is not int or type(output) is not int or type(cached) not in (int, type(None)):
         raise ValueError(f"not a usage: {values}")
     return Usage(prompt, output, cached)
@@ -106,7 +110,7 @@ class Stream:
 
     def _seen(self, events: bytes) -> bytes:
         if not self.has_first_token:
-            self.has_first_token = _DATA.search(events) is not None
+            self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
         if b'"error"' in events and _ERROR.search(events):
             self.failed = True
         if b'"usage"' in events:

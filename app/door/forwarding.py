@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from app.core.worker_report import WorkerInfo
 from app.door.asked import Api, Asked
 from app.door.body import JsonBody
+from app.door.engines import ids_field
 from app.door.prompts import PromptIds
 
 _HOP_BY_HOP = frozenset(
@@ -34,6 +34,7 @@ _OURS = frozenset(
         b"expect",
         b"x-request-id",
         b"traceparent",
+        b"tracestate",
         b"x-data-parallel-rank",
         b"x-tenant-id",
         b"x-priority",
@@ -41,8 +42,6 @@ _OURS = frozenset(
     )
 )
 _FROM_ENGINES = _HOP_BY_HOP | {b"content-length", b"server", b"date", b"x-request-id"}
-_VLLM_TAKES_IDS = (0, 32)
-_VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
 def headers_for_engine(
@@ -77,7 +76,7 @@ class Outgoing:
     def for_worker(self, worker: WorkerInfo) -> bytes:
         """The body for an engine of that kind."""
         field_name = (
-            _ids_field(self.asked.api, worker.engine) if self.ids and self.ids.are_sent else ""
+            ids_field(self.asked.api, worker.engine) if self.ids and self.ids.are_sent else ""
         )
         body = self._made.get(field_name)
         if body is None:
@@ -99,19 +98,3 @@ class Outgoing:
 
 _USAGE_ASKED_FOR = (Api.CHAT, Api.COMPLETIONS)
 """Others always say it."""
-
-
-def _ids_field(api: Api, engine: str) -> str:
-    """Where an engine takes ids that we rendered; "": nowhere."""
-    if api is Api.COMPLETIONS:
-        return "prompt"
-    kind, _, version = engine.partition(" ")
-    if kind == "sglang":
-        return "input_ids"
-    if kind.startswith("kvroute"):
-        return "kv_transfer_params"
-    if kind == "vllm":
-        found = _VERSION.match(version)
-        if found and (int(found[1]), int(found[2])) >= _VLLM_TAKES_IDS:
-            return "kv_transfer_params"
-    return ""

@@ -28,8 +28,10 @@ from app.door.lifecycle import Admitted, Lifecycle
 from app.door.models import Model, Models
 from app.door.outcomes import Outcomes
 from app.door.prompts import PromptIds, Prompts
+from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
 from app.http.body import read_body, resumed
+from app.http.protocol import CUT
 from app.router.prompt import Prompt, check_length
 from app.router.routers import Routers
 
@@ -55,10 +57,13 @@ class ClientGone(KvrouteError):
 class HttpDoor:
     """One replica's front door, while `run` runs."""
 
-    def __init__(self, settings: RouterSettings, routers: Routers, keys: Keys) -> None:
+    def __init__(
+        self, settings: RouterSettings, routers: Routers, keys: Keys, tracing: Tracing
+    ) -> None:
         self.models = Models(routers, settings.redis_timeout_ms / 1000)
         self._settings = settings
         self._keys = keys
+        self._tracing = tracing
         self._outcomes = Outcomes(routers.own.telemetry.registry, log=settings.access_log)
         self._begun_s = int(time.time())
 
@@ -73,10 +78,13 @@ class HttpDoor:
             await self.models.run()
         finally:
             await upstream.close()
+            await asyncio.to_thread(self._tracing.close)
 
-    def not_tokenized(self) -> dict[str, str]:
-        """For each model whose prompts are not tokenized here, why."""
-        return self.prompts.state() if hasattr(self, "prompts") else {}
+    def remarks(self) -> list[str]:
+        """What is not as it should be, although requests are answered: `<what>: <why>` each."""
+        not_tokenized = self.prompts.state() if hasattr(self, "prompts") else {}
+        said = [f"tokenizer of {model}: {why}" for model, why in not_tokenized.items()]
+        return said + self._outcomes.alarm.remarks()
 
     def key_name(self, scope: Scope) -> str:
         """The name of the key that a request carries. Raises Unauthorized."""
@@ -101,7 +109,7 @@ class HttpDoor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         api = PATHS.get(path, Api.CHAT)
-        client = _Client(send, self._settings.stalled_s)
+        client = _Client(scope, send, self._settings.stalled_s)
         work: Coroutine[Any, Any, None]
         if scope["method"] == "GET":
             work = self._list(path, client)
@@ -127,11 +135,13 @@ class HttpDoor:
         )
         wanted = asked.read(api, body.fields, headers)
         model = self.models.find(wanted.model)
+        trace = self._tracing.begin(api, headers)
         async with _watched(receive) as watch:
             life: Lifecycle | None = None
             try:
-                ids = await self.prompts.of(api, model, body.fields)
-                life = self._admit(scope, headers, request_id, model, wanted, ids)
+                with trace.span("tokens"):
+                    ids = await self.prompts.of(api, model, body.fields)
+                life = self._admit(scope, headers, request_id, model, wanted, ids, trace)
                 await self._door.carry(
                     life,
                     Outgoing(body, wanted, ids),
@@ -140,8 +150,10 @@ class HttpDoor:
                     self._settings.policy,
                     _Shown(client, life, self._settings.show_decision),
                 )
-            except asyncio.CancelledError:
-                if life is not None:
+            except asyncio.CancelledError as error:
+                if life is None:
+                    trace.fail(error)
+                else:
                     life.end("client_gone", ended_by="client")
                 if not watch.is_gone:
                     raise
@@ -150,12 +162,16 @@ class HttpDoor:
                 life.end("client_stalled", ended_by="router")
                 raise
             except KvrouteError as error:
-                if life is not None:
+                if life is None:
+                    trace.fail(error)
+                else:
                     life.record.status = answers.status_of(error)
                     life.end(answers.code_of(error), ended_by="router")
                 raise
-            except Exception:
-                if life is not None:
+            except Exception as error:
+                if life is None:
+                    trace.fail(error)
+                else:
                     life.end("internal", ended_by="router")
                 raise
 
@@ -167,6 +183,7 @@ class HttpDoor:
         model: Model,
         wanted: asked.Asked,
         ids: PromptIds,
+        trace: Trace,
     ) -> Lifecycle:
         settings = self._settings
         prompt = None
@@ -193,6 +210,7 @@ class HttpDoor:
                 key_name=scope.get("kvroute.key", ""),
             ),
             self._outcomes.ended,
+            trace,
         )
 
     async def _pass_on(self, scope: Scope, receive: Receive, client: _Client) -> None:
@@ -235,9 +253,9 @@ class HttpDoor:
         }
 
 
-async def refuse(send: Send, error: Exception) -> None:
+async def refuse(scope: Scope, send: Send, error: Exception) -> None:
     """Answer a request that is not even looked at."""
-    await _Client(send, REFUSAL_S).fail(error, Api.CHAT)
+    await _Client(scope, send, REFUSAL_S).fail(error, Api.CHAT)
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:
@@ -250,8 +268,9 @@ def _request_id(headers: Mapping[bytes, bytes]) -> str:
 class _Client:
     """The client of one request. about: headers of every answer."""
 
-    def __init__(self, send: Send, stalled_s: float) -> None:
+    def __init__(self, scope: Scope, send: Send, stalled_s: float) -> None:
         self.about: Headers = ()
+        self._cut = scope.get(CUT)
         self._send = send
         self._stalled_s = stalled_s
         self._has_begun = self._has_ended = False
@@ -285,6 +304,9 @@ class _Client:
 
     async def fail(self, error: Exception, api: Api) -> None:
         """Answer with an error; in the midst of an answer, end that with one."""
+        if isinstance(error, ClientStalled) and self._cut is not None:
+            self._cut()
+            return
         if self._has_ended or isinstance(error, ClientStalled):
             raise error
         if self._has_begun:

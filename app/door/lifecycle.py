@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from app.core.types import SequenceHash
 from app.door.errors import ContextTooLong
 from app.door.models import Model
+from app.door.tracing import Trace
 from app.policy.decision import Decision, RouteRequest
 from app.router.pending import Caller
 from app.router.prompt import Prompt
@@ -85,7 +86,9 @@ class Lifecycle:
     on_end: called with the record of the whole at the end.
     """
 
-    def __init__(self, admitted: Admitted, on_end: Callable[[Record], object]) -> None:
+    def __init__(
+        self, admitted: Admitted, on_end: Callable[[Record], object], trace: Trace
+    ) -> None:
         """Raises ContextTooLong."""
         model = admitted.model
         if admitted.prompt is not None and 0 < model.max_tokens <= admitted.num_tokens:
@@ -95,6 +98,7 @@ class Lifecycle:
                 f"prompt has {admitted.num_tokens}.",
             )
         self.record = Record(admitted, time.monotonic())
+        self.trace = trace
         self._admitted = admitted
         self._router = model.router
         self._on_end = on_end
@@ -110,6 +114,10 @@ class Lifecycle:
 
     async def decide(self, policy: str, caller: Caller | None = None) -> Decision:
         """Choose and reserve a worker that has not failed this request yet. As Router.route."""
+        with self.trace.span("decide"):
+            return await self._decide(policy, caller)
+
+    async def _decide(self, policy: str, caller: Caller | None) -> Decision:
         admitted, router = self._admitted, self._router
         if self._chain is None:
             self._chain = []
@@ -141,6 +149,7 @@ class Lifecycle:
 
         suspend: nothing at all is routed to it for a while.
         """
+        self.trace.try_ends("worker_failed")
         decision, self._held = self.decision, None
         name = str(decision.worker.key)
         self._tried.add(name)
@@ -156,6 +165,7 @@ class Lifecycle:
         """The first token is out."""
         if not self.record.first_token_s:
             self.record.first_token_s = time.monotonic()
+            self.trace.first_token()
             if self.decision.reserved:
                 self._router.first_token(self.decision.reservation_id)
 
@@ -169,4 +179,5 @@ class Lifecycle:
         decision, self._held = self._held, None
         if decision is not None and decision.reserved:
             self._router.end(decision.reservation_id)
+        self.trace.end(record)
         self._on_end(record)

@@ -66,6 +66,7 @@ class Models:
 
     def __iter__(self) -> Iterator[Model]:
         """Those with a live worker, by name."""
+        self._look()
         return (self._live[name] for name in sorted(self._live))
 
     def find(self, name: object) -> Model:

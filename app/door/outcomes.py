@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from app.door.alarm import Alarm
 from app.door.lifecycle import Record
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -18,6 +19,7 @@ class Outcomes:
     """Counts what has ended. log: also writes it, a line of JSON each, to standard output."""
 
     def __init__(self, registry: CollectorRegistry, *, log: bool) -> None:
+        self.alarm = Alarm()
         self._log = log
         by_model = ("model",)
         self._requests = Counter(
@@ -110,6 +112,7 @@ class Outcomes:
             worker = str(record.decision.worker.key)
             self._compared.labels(model, worker).inc(usage.prompt)
             self._apart.labels(model, worker).inc(abs(usage.cached - predicted))
+            self.alarm.compare(model, worker, usage.prompt, predicted, usage.cached)
 
 
 def _line(record: Record) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,18 @@ from numpy.typing import NDArray
 from app.core.errors import InvalidRequest, RouterOverloaded, shown
 from app.core.hashing import Tokens
 from app.door.asked import Api
+from app.door.engines import ids_field
 from app.door.errors import NotTokenized
 from app.door.models import Model
-from app.door.tokens import Overloaded, Renderer, TokenizerUnavailable, Unrenderable, load
+from app.door.tokens import (
+    Overloaded,
+    Renderer,
+    TokenizerUnavailable,
+    Unrenderable,
+    chat_of_messages,
+    chat_of_response,
+    load,
+)
 from app.door.upstream import Upstream, UpstreamError
 
 log = logging.getLogger(__name__)
@@ -99,17 +108,18 @@ class Prompts:
             return PromptIds(None, max(1, length // CHARACTERS_PER_TOKEN), f"blind:{error.reason}")
 
     async def _rendered(self, api: Api, model: Model, fields: Mapping[str, Any]) -> PromptIds:
-        if api not in (Api.CHAT, Api.COMPLETIONS):
-            raise NotTokenized(api)
+        fields = _converted(api, model, fields)
         rendering = self._of(model)
-        if rendering.renderer is not None and not rendering.differs:
+        renderer = rendering.renderer
+        if renderer is not None and not rendering.differs:
             try:
-                if api is Api.CHAT:
-                    ids = await rendering.renderer.of_chat(fields)
+                if api is Api.COMPLETIONS:
+                    text = _one_text(fields.get("prompt"))
+                    ids = await renderer.of_text(text, _adds_special(fields))
+                elif api is Api.RESPONSES:
+                    ids = await renderer.of_response(fields)
                 else:
-                    ids = await rendering.renderer.of_text(
-                        _one_text(fields.get("prompt")), _adds_special(fields)
-                    )
+                    ids = await renderer.of_chat(fields)
             except Unrenderable as error:
                 if error.reason == "media":
                     raise NotTokenized(error.reason) from None
@@ -144,10 +154,14 @@ class Prompts:
 
     async def _ask(self, api: Api, model: Model, fields: Mapping[str, Any]) -> list[int]:
         """The ids by the engine's own rendering. Raises NotTokenized."""
-        if api is Api.CHAT:
+        if api is not Api.COMPLETIONS:
             asked = {name: fields[name] for name in _RENDERED if fields.get(name) is not None}
             if _has_media(fields.get("messages")):
                 raise NotTokenized("media")
+            if api is Api.RESPONSES:
+                if any("tool_calls" in message for message in fields["messages"]):
+                    raise NotTokenized("message")  # written in another way in chats
+                asked["add_special_tokens"] = True
         else:
             asked = {"prompt": _one_text(fields.get("prompt"))}
             if "add_special_tokens" in fields:
@@ -232,6 +246,28 @@ _RENDERED = (
     "documents",
 )
 """Members of a chat request that its rendering depends on."""
+
+
+_CONVERSIONS: Mapping[Api, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    Api.MESSAGES: chat_of_messages,
+    Api.RESPONSES: chat_of_response,
+}
+
+
+def _converted(api: Api, model: Model, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body as that of a chat, unless it is of a completion. Raises NotTokenized.
+
+    Only where the ids go along: engines do not all convert alike.
+    """
+    if api in (Api.CHAT, Api.COMPLETIONS):
+        return fields
+    convert = _CONVERSIONS.get(api)
+    if convert is None or not all(ids_field(api, worker.engine) for worker in model.workers):
+        raise NotTokenized(api)
+    try:
+        return convert(fields)
+    except Unrenderable as error:
+        raise NotTokenized(error.reason) from None
 
 
 def _given_ids(prompt: object) -> NDArray[np.uint32] | None:

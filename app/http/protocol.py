@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
+import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import orjson
@@ -36,7 +39,10 @@ MAX_CONNECTIONS = 16_384
 SPARE_DESCRIPTORS = 128
 """Left for Redis, files and listening sockets."""
 COMPLAINTS_PER_S = 1
+CUT = "kvroute.cut"
+"""In a request's scope: what ends its connection at once."""
 
+_RESET = struct.pack("ii", 1, 0)
 _STATUS = {400: b"Bad Request", 414: b"URI Too Long", 431: b"Request Header Fields Too Large"}
 
 
@@ -153,6 +159,8 @@ class Protocol(HttpToolsProtocol):
         self._in_time()
         self._state.idle.pop(self, None)
         super().on_headers_complete()
+        cycle: Any = self.cycle
+        cycle.scope[CUT] = partial(self._cut, cycle)
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)
@@ -168,6 +176,17 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self.transport.is_closing() and self.cycle.response_complete:
             self._state.idle[self] = None
+
+    def _cut(self, cycle: Any) -> None:
+        """End the connection; uvicorn would wait until the client has read what is written, and
+        complain that the answer of this cycle is not complete. So would the kernel wait, with what
+        it holds, unless it is to reset the connection."""
+        cycle.disconnected = True
+        if not self.transport.is_closing():
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, _RESET
+            )
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for what its parser, or a callback above, refuses."""

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import aiohttp
+import orjson
+
 from app.core.check import Check
 from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
@@ -209,6 +212,28 @@ async def _predicted(
         not gaps,
         "; ".join(gaps[:3]) if gaps else f"as predicted: {found}",
         "do clients send the prompts that they route, tokenized alike, to the worker chosen?",
+    )
+
+
+async def of_router(url: str) -> Check:
+    """What a router says about itself, cached tokens that are not as predicted among it."""
+    about = f"router {url}"
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{url.rstrip('/')}/readiness") as answer,
+        ):
+            said = orjson.loads(await answer.read())
+            ready, missing = bool(said["ready"]), [str(what) for what in said["missing"]]
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        found = f"no answer of a router: {error or type(error).__name__}"
+        return Check(about, False, cut(found), "is it running, and reachable from here?")
+    return Check(
+        about,
+        ready and not missing,
+        "; ".join(missing) or "ready",
+        "see docs/front-door.md and docs/operating.md for what each of these means",
     )
 
 

@@ -32,6 +32,13 @@ from app.state.client import Client
     help="API key that the engines ask for, if they do.",
 )
 @click.option(
+    "--router-url",
+    "router_urls",
+    multiple=True,
+    type=BASE_URL,
+    help="Base URL of a router to ask as well; may be given several times.",
+)
+@click.option(
     "--probe", is_flag=True, help="Send each engine a request of a few tokens, to see its events."
 )
 @json_option
@@ -41,15 +48,16 @@ async def doctor(
     keyspace: Keyspace,
     engine_urls: tuple[str, ...],
     engine_api_key: str,
+    router_urls: tuple[str, ...],
     probe: bool,
     as_json: bool,
 ) -> None:
-    """Check Redis, the workers of a namespace and engines, a line for each check.
+    """Check Redis, the workers of a namespace, engines and routers, a line for each check.
 
     A line that begins with ✗ says what is wrong and what to do; the exit status is then 1.
     """
     found: list[Check] = []
-    async for check in _all(redis, keyspace, engine_urls, engine_api_key, probe):
+    async for check in _all(redis, keyspace, engine_urls, engine_api_key, router_urls, probe):
         found.append(check)
         if not as_json:
             click.echo(_line(check))
@@ -60,12 +68,19 @@ async def doctor(
 
 
 async def _all(
-    redis: Client, keyspace: Keyspace, engine_urls: tuple[str, ...], api_key: str, probe: bool
+    redis: Client,
+    keyspace: Keyspace,
+    engine_urls: tuple[str, ...],
+    api_key: str,
+    router_urls: tuple[str, ...],
+    probe: bool,
 ) -> AsyncIterator[Check]:
     async for check in checks.of_server(redis):
         yield check
     async for check in checks.of_namespace(redis, keyspace):
         yield check
+    for url in router_urls:
+        yield await checks.of_router(url)
     if engine_urls:
         # Needs what agents need, which a plain install does not have.
         from workers.bridge.checks import of_engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -19,6 +19,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import GPU, METRICS, Item
@@ -289,15 +290,6 @@ class Telemetry:
         self.workers = WorkerGauges()
         self.registry.register(self.workers)
 
-    async def text(self) -> bytes:
-        """All metrics in Prometheus text format. Other tasks run between any two of them, as one
-        takes up to 10 ms with a thousand workers."""
-        parts = []
-        for family in self.registry.collect():
-            parts.append(generate_latest(_One(family)))
-            await asyncio.sleep(0)
-        return b"".join(parts)
-
     def count_blocks(self, worker: str, isl: int, overlap: TierOverlap) -> None:
         """Count a prompt of `isl` blocks, routed to a worker that held `overlap` of them."""
         self.isl_blocks.inc(isl)
@@ -326,3 +318,25 @@ class Telemetry:
 
 FAMILIES = {name: row for name, row in vars(Telemetry).items() if isinstance(row, Family)}
 """By attribute of Telemetry."""
+
+
+async def text_of(own: Telemetry, others: Mapping[str, Telemetry]) -> bytes:
+    """All metrics in Prometheus text format. others: by namespace, which their samples name in a
+    label.
+
+    Other tasks run between any two families, as one takes up to 10 ms with a thousand workers.
+    """
+    more: dict[str, list[Sample]] = {}
+    for namespace, telemetry in others.items():
+        for family in telemetry.registry.collect():
+            samples = more.setdefault(family.name, [])
+            for sample in family.samples:
+                labels = {**sample.labels, "namespace": namespace}
+                samples.append(sample._replace(labels=labels))
+            await asyncio.sleep(0)
+    parts = []
+    for family in own.registry.collect():
+        family.samples += more.get(family.name, [])
+        parts.append(generate_latest(_One(family)))
+        await asyncio.sleep(0)
+    return b"".join(parts)

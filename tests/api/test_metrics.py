@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
 from app.local.redis_server import EmbeddedRedis
-from app.router.metrics import Telemetry
+from app.router.metrics import Telemetry, text_of
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
@@ -360,6 +360,6 @@ async def test_other_requests_are_answered_between_any_two_metrics_of_a_scrape()
             await asyncio.sleep(0)
 
     task = asyncio.ensure_future(others())
-    assert b"kvroute_worker_stale" in await telemetry.text()
+    assert b"kvroute_worker_stale" in await text_of(telemetry, {})
     task.cancel()
     assert turns >= len(list(telemetry.registry.collect()))

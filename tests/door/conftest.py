@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from redis.asyncio import Redis
 
 from app.api.main import create_app
 from app.core.config import RouterSettings
+from app.door.tracing import Tracing
 from app.http.server import listen, serve
 from app.local.redis_server import EmbeddedRedis
+from app.state.scripts import ScriptRunner
 from tests.e2e.engines import Process
 from tests.eventually import eventually
-from tests.fake_worker import NAMESPACE
+from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
 
 MODEL = "sim-model"
 
@@ -42,10 +48,12 @@ def worker(redis_url: str, name: str, **options: object) -> Iterator[Process]:
 
 
 @asynccontextmanager
-async def replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def replica(
+    redis_url: str, tracing: Tracing | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a replica that listens on a port."""
     chosen = {"seed": 7, "redis_timeout_ms": 5000, "show_decision": True} | settings
-    app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen))
+    app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen), tracing)
     with listen("127.0.0.1", 0) as listening:
         serving = asyncio.create_task(serve(app, listening))
         url = f"http://127.0.0.1:{port_of(listening)}"
@@ -57,6 +65,22 @@ async def replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncC
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def completing(
+    redis: Redis, name: str, complete: Callable[[web.Request], Awaitable[web.Response]]
+) -> AsyncIterator[FakeWorker]:
+    """A worker of model `m` whose engine answers POST /v1/completions by `complete`."""
+    app = web.Application(client_max_size=2**20)
+    app.add_routes([web.post("/v1/completions", complete)])
+    async with TestServer(app) as server:
+        info = worker_info(name, kv_total_blocks=100_000)
+        info = replace(info, address=str(server.make_url("")), models=("m",))
+        worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
+        await worker.register()
+        await worker.activate()
+        yield worker
 
 
 def port_of(listening: socket.socket) -> int:

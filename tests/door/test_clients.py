@@ -6,14 +6,18 @@ import asyncio
 import json
 import subprocess
 
+import anthropic
 import httpx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
 from tests.door.conftest import MODEL
+from tests.door.test_answers import counted
+from tests.eventually import eventually
 
-QUESTION = [{"role": "user", "content": "What does a router do?"}]
+QUESTION_TEXT = "What does a router do?"
+QUESTION = [{"role": "user", "content": QUESTION_TEXT}]
 
 
 @pytest.fixture
@@ -52,6 +56,47 @@ async def test_the_openai_client(base_url: str) -> None:
                 messages=QUESTION,  # type: ignore[arg-type]
                 extra_body={"input_ids": [1]},
             )
+
+
+async def test_the_anthropic_client(door: httpx.AsyncClient) -> None:
+    url = str(door.base_url)
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
+
+        async def ask(text: str) -> anthropic.types.Message:
+            return await client.messages.create(
+                model=MODEL,
+                max_tokens=6,
+                system="You are terse. " * 40,
+                messages=[{"role": "user", "content": text}],
+            )
+
+        whole = await ask(QUESTION_TEXT)
+        assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 6)
+        async with client.messages.stream(
+            model=MODEL,
+            max_tokens=6,
+            system=[{"type": "text", "text": "You are terse. " * 40}],
+            messages=[{"role": "user", "content": [{"type": "text", "text": QUESTION_TEXT}]}],
+        ) as stream:
+            final = await stream.get_final_message()
+        assert final.content[0].text == whole.content[0].text  # type: ignore[union-attr]
+        assert len(whole.content[0].text.split()) == 6  # type: ignore[union-attr]
+        cached = await eventually(lambda: ask(QUESTION_TEXT), _is_cached)
+        assert cached.usage.input_tokens < whole.usage.input_tokens
+        labels = f'model="{MODEL}",source="router"'
+        assert await counted(door, f"tokens_from_total{{{labels}}}") > 0
+        rows = (await door.get("/metrics")).text.splitlines()
+        apart = [row for row in rows if row.startswith("kvroute_door_cached_apart_tokens_total")]
+        assert apart
+        assert all(row.endswith(" 0.0") for row in apart)
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            await client.messages.create(
+                model="x", max_tokens=1, messages=[{"role": "user", "content": "x"}]
+            )
+
+
+def _is_cached(answer: anthropic.types.Message) -> bool:
+    return (answer.usage.cache_read_input_tokens or 0) > 0
 
 
 async def test_langchain(base_url: str) -> None:

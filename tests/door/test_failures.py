@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import signal
+import socket
 from typing import Any
 
 import httpx
@@ -35,7 +38,7 @@ async def test_a_worker_killed_before_the_first_byte_costs_no_request(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a", speedup=5) as first, worker(url, "b", speedup=5):
+    with worker(url, "a", speedup=1) as first, worker(url, "b", speedup=1):
         async with replica(url) as door:
             await until_serving(door, 2)
             asked = [
@@ -43,7 +46,7 @@ async def test_a_worker_killed_before_the_first_byte_costs_no_request(
                 for n in range(60)
             ]
             answers = asyncio.gather(*asked)
-            await asyncio.sleep(0.3)
+            await eventually(lambda: running_on(first.url), lambda number: number > 0)
             first.popen.send_signal(signal.SIGKILL)
             assert {answer.status_code for answer in await answers} == {200}
             assert await counted(door, f'retries_total{{model="{MODEL}"}}') > 0
@@ -98,17 +101,19 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserv
 
 
 async def test_a_client_that_reads_nothing_is_cut_off(
-    one_redis_server: EmbeddedRedis, redis: Redis
+    one_redis_server: EmbeddedRedis, redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a", speedup=1000):
+    with worker(url, "a", speedup=1000), socket.socket() as client:
         async with replica(url, stalled_s=0.5) as door:
             await until_serving(door, 1)
             asked = chat("x", stream=True, max_tokens=60_000)
             body = httpx.Request("POST", "http://x", json=asked).content
-            _, writer = await asyncio.open_connection("127.0.0.1", door.base_url.port)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", door.base_url.port))
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
-            writer.write(f"{head}\r\n\r\n".encode() + body)
+            await loop.sock_sendall(client, f"{head}\r\n\r\n".encode() + body)
             labels = f'model="{MODEL}",outcome="client_stalled"'
             await eventually(
                 lambda: counted(door, f"requests_total{{{labels}}}"),
@@ -116,4 +121,9 @@ async def test_a_client_that_reads_nothing_is_cut_off(
                 within_s=30.0,
             )
             await nothing_reserved(redis)
-            writer.close()
+
+            async def is_reset() -> int:
+                return client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+
+            await eventually(is_reset, lambda error: error == errno.ECONNRESET)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -96,3 +96,69 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
             assert sources["router"] >= CHATS * TURNS
             # Only while the tokenizer was read.
             assert sources["engine"] <= 2
+
+
+async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by_vllm_alone(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    rng = random.Random(5)
+    # They share nothing, so that the index has heard of what came before by the time it counts.
+    systems = [text(rng, 60) for _ in range(2)]
+    url = one_redis_server.url
+    with (
+        vllm_servers(tmp_path, "a", blocks=2000) as [engine],
+        agent(engine.url, url, tmp_path / "memory", "a"),
+    ):
+        async with (
+            replica(url) as door,
+            httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
+        ):
+            await until_serving(door, 1)
+
+            async def ask(path: str, asked: dict[str, Any]) -> str:
+                """What is answered."""
+                asked = {"model": MODEL, "temperature": 0} | asked
+                answer = await door.post(path, json=asked)
+                assert answer.status_code == 200, answer.text
+                own = await direct.post(path, json=asked)
+                reply = answer_in(answer.json())
+                assert reply == answer_in(own.json())
+                return reply
+
+            async def counts() -> list[float]:
+                names = (
+                    f'tokens_from_total{{model="{MODEL}",source="router"}}',
+                    f'cached_compared_tokens_total{{model="{MODEL}",worker="a:0"}}',
+                    f'tokens_total{{kind="cached",model="{MODEL}"}}',
+                )
+                return [await counted(door, name) for name in names]
+
+            async def rendered_here() -> float:
+                await ask("/v1/messages", {"messages": [said("hello")], "max_tokens": 4})
+                return (await counts())[0]
+
+            await eventually(rendered_here, bool, within_s=30.0)
+            for _ in range(20):
+                items = [said(text(rng, 20))]
+                for _ in range(TURNS):
+                    asked = {"messages": items, "system": systems[0], "max_tokens": 8}
+                    await ask("/v1/messages", asked)
+                    asked = {"input": items, "instructions": systems[1], "max_output_tokens": 8}
+                    reply = await ask("/v1/responses", asked)
+                    answer = {"role": "assistant", "content": reply or "yes"}
+                    items = [*items, answer, said(text(rng, 20))]
+            rendered, compared, cached = await counts()
+            assert rendered >= 20 * TURNS * 2
+            assert compared > cached > 0
+            labels = f'model="{MODEL}",worker="a:0"'
+            assert await counted(door, f"cached_apart_tokens_total{{{labels}}}") == 0
+
+
+def said(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def answer_in(body: dict[str, Any]) -> str:
+    """The text of a message or a response."""
+    [block] = body["output"][0]["content"] if "output" in body else body["content"]
+    return str(block["text"])

@@ -13,8 +13,8 @@ from loadtest.client import (
     ClusterClient,
     FailureKind,
     Outcome,
+    Request,
     RequestError,
-    _Request,
     clock,
 )
 from tests.loadtest.conftest import BREAKS_AFTER_FIRST_TOKEN, SENDS_AN_ERROR, SILENT, FakeCluster
@@ -226,7 +226,7 @@ async def test_an_unreachable_cluster_is_a_failure_not_an_exception(
 def test_a_retry_waits_as_long_as_the_router_says_or_backs_off(
     error: Exception, wait: float
 ) -> None:
-    decided = _Request("r", 1, None, 0.0, 0.0).wait_before_retry(error)
+    decided = Request("r", 1, None, 0.0, 0.0).wait_before_retry(error)
     assert (type(decided), decided) == (type(wait), wait)
 
 

@@ -7,18 +7,22 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import replica, until_serving, worker
 from tests.loadtest.conftest import SENDS_AN_ERROR, FakeCluster
 
 ROOT = Path(__file__).parents[2]
 ROWS = ("route", "ttft", "completion", "prefill_complete", "release")
 
 
-async def locust(cluster: FakeCluster, *arguments: str) -> tuple[int, str, str]:
+async def locust(url: str, *arguments: str) -> tuple[int, str, str]:
     """Exit code, output and log of a one-second run of two users."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py")),
         *("--headless", "--only-summary", "-u", "2", "-r", "2", "-t", "1s", "--stop-timeout", "5s"),
-        *("--host", cluster.url, *arguments),
+        *("--host", url, *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -31,7 +35,7 @@ async def test_locust_drives_the_cluster_and_reports_hit_rate_and_ttft(
     cluster: FakeCluster,
 ) -> None:
     cluster.cached_tokens = 100
-    code, out, err = await locust(cluster, "--policy", "random")
+    code, out, err = await locust(cluster.url, "--policy", "random")
     assert code == 0, err
     for row in ROWS:
         assert re.search(rf"^\w+ +{row} +[1-9]\d* +0\(", out + err, re.MULTILINE), row
@@ -44,16 +48,34 @@ async def test_locust_drives_the_cluster_and_reports_hit_rate_and_ttft(
 
 async def test_locust_fails_when_the_cluster_refuses(cluster: FakeCluster) -> None:
     cluster.route_script.extend([503] * 100)
-    code, out, _ = await locust(cluster)
+    code, out, _ = await locust(cluster.url)
     assert code == 1
     assert "no request was answered" in out
 
 
 async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster: FakeCluster) -> None:
     cluster.worker_script.extend([SENDS_AN_ERROR] * 100)
-    code, out, err = await locust(cluster)
+    code, out, err = await locust(cluster.url)
     assert code == 1
     assert "out of memory" in out + err
     assert "Traceback" not in out + err
     assert re.search(r"^\w+ +ttft ", out + err, re.MULTILINE) is None
     assert "no request was answered" in out
+
+
+@pytest.mark.parametrize("names_workers", [True, False])
+async def test_locust_chats_with_a_router_as_an_openai_client(
+    one_redis_server: EmbeddedRedis, names_workers: bool
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=1000):
+        async with replica(url, show_decision=names_workers) as door:
+            await until_serving(door, 1)
+            options = ("--api", "openai", "--output-tokens", "5")
+            code, out, err = await locust(str(door.base_url).rstrip("/"), *options)
+            assert code == 0, out + err
+            for row in ("chat", "ttft"):
+                assert re.search(rf"^\w+ +{row} +[1-9]\d* +0\(", out + err, re.MULTILINE), row
+            whose = "1 workers, the" if names_workers else "workers that routers name only"
+            assert re.search(rf"^\d+ answers from {whose}", out, re.MULTILINE), out
+            assert "TTFT mean" in out

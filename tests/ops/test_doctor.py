@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,11 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from app.core.keys import METRICS_MAXLEN
+from app.core.types import Tier
+from app.door.alarm import MIN_ANSWERS
 from app.local.redis_server import EmbeddedRedis
+from app.state import index
 from tests.api.conftest import started_replica
+from tests.door.conftest import completing, replica, until_serving
 from tests.e2e.engines import ROOT, agent, engine
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
@@ -199,3 +207,48 @@ async def test_an_engine_and_its_agent_are_looked_at(
     assert found[f"engine {one.url} agent"]["found"] == "registered as e:0"
     assert found[f"engine {one.url} events"]["ok"]
     assert bad(missing) == {f"engine {nowhere}"}
+
+
+async def test_a_router_whose_worker_finds_less_cached_than_predicted_says_so(
+    one_redis_server: EmbeddedRedis, redis: AsyncRedis
+) -> None:
+    prompt = list(range(4000))
+    usage = {"prompt_tokens": 4000, "completion_tokens": 1}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
+
+    async def complete(request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response({"choices": [{"text": "x"}], "usage": usage})
+
+    async with (
+        completing(redis, "forgets", complete) as worker,
+        replica(one_redis_server.url) as client,
+    ):
+        local = compute_local_hashes(prompt, worker.info.block_size)
+        chain = compute_sequence_hashes(local)
+        await worker.publish(index.chain_changes(chain, Tier.DEVICE))
+        await until_serving(client, 1)
+        router = str(client.base_url).rstrip("/")
+
+        async def of_router() -> dict[str, Any]:
+            option = f"--router-url={router}"
+            found = await asyncio.to_thread(examined_in_process, one_redis_server.url, option)
+            return dict(found[f"router {router}"])
+
+        assert (await of_router())["ok"]
+        body = json.dumps({"model": "m", "prompt": prompt}).encode()
+        for _ in range(MIN_ANSWERS):
+            answer = await client.post("/v1/completions", content=body)
+            assert answer.status_code == 200
+        answer = await client.get("/readiness")
+        assert answer.status_code == 200
+        [remark] = [what for what in answer.json()["missing"] if what.startswith("cached")]
+        assert remark == (
+            "cached tokens: of its prompts of model m, 99.9% was predicted to be cached by worker "
+            "forgets:0, and 0.0% was; 99.9% was predicted and missing"
+        )
+        told = await of_router()
+        assert not told["ok"]
+        assert remark in told["found"]
+    away = examined_in_process(one_redis_server.url, f"--router-url={router}")
+    assert f"router {router}" in bad(away)

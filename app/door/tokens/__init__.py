@@ -1,12 +1,24 @@
 """Text and messages -> token ids, exactly as the engines make them. No HTTP, no Redis.
 
 load           a model's Renderer, from a folder or from the local Hugging Face cache
-Renderer       of_chat and of_text: the ids of a prompt
+Renderer       of_chat, of_response and of_text: the ids of a prompt
+chat_of_…      requests of other APIs, as the chats that engines make of them
 Unrenderable   what only the engine itself can render; TokenizerUnavailable, Overloaded
 """
 
+from app.door.tokens.anthropic import chat_of_messages
 from app.door.tokens.errors import Overloaded, TokenizerUnavailable, Unrenderable
 from app.door.tokens.pool import Pool
 from app.door.tokens.renderer import Renderer, load
+from app.door.tokens.responses import chat_of_response
 
-__all__ = ["Overloaded", "Pool", "Renderer", "TokenizerUnavailable", "Unrenderable", "load"]
+__all__ = [
+    "Overloaded",
+    "Pool",
+    "Renderer",
+    "TokenizerUnavailable",
+    "Unrenderable",
+    "chat_of_messages",
+    "chat_of_response",
+    "load",
+]

@@ -42,7 +42,7 @@ _KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _REASONING = ("reasoning", "reasoning_content")
 _IGNORED = frozenset({"annotations", "audio", "function_call", "refusal", "tools", "task"})
 """Members of messages that clients send back as they got them, empty."""
-_BILLING = "x-anthropic-billing-header"
+BILLING = "x-anthropic-billing-header"
 """vLLM drops a line that begins so from system messages: it differs in every request."""
 _LARGE_FLOAT = re.compile(rb"[0-9]e\+?[0-9]")
 
@@ -93,14 +93,15 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not tools:
         raise Unrenderable("tools", "not a list of at least one")
-    _check_numbers(tools)
+    check_numbers(tools)
     return [_tool(tool) for tool in tools]
 
 
-def _check_numbers(tools: list[Any]) -> None:
-    """Parsers disagree on integers beyond 64 bits: some make floats of them."""
-    if _LARGE_FLOAT.search(orjson.dumps(tools)):
-        pending: list[Any] = [tools]
+def check_numbers(given: Any) -> None:
+    """Parsers disagree on integers beyond 64 bits: some make floats of them. Raises
+    Unrenderable."""
+    if _LARGE_FLOAT.search(orjson.dumps(given)):
+        pending = [given]
         while pending:
             value = pending.pop()
             if isinstance(value, float) and abs(value) >= 1e15:
@@ -185,15 +186,16 @@ def _message(message: Any, content_format: ContentFormat) -> Message:
     elif message.get("tool_calls"):
         raise Unrenderable("message", f"tool_calls of {shown(role)}")
     if role == "tool" and "tool_call_id" in message:
-        made["tool_call_id"] = _text(message["tool_call_id"])
+        made["tool_call_id"] = text_of(message["tool_call_id"])
     if message.get("name") is not None:
-        made["name"] = _text(message["name"])
+        made["name"] = text_of(message["name"])
     if role == "developer":
         made["tools"] = None
     return made
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """`value`, which must be text. Raises Unrenderable."""
     if not isinstance(value, str):
         raise Unrenderable("message", f"{shown(value)} is not text")
     return value
@@ -213,7 +215,7 @@ def _texts(message: Message, role: str) -> list[str]:
     if role != "system":
         return texts
     rests = [
-        (text.partition("\n")[2] if text.startswith(_BILLING) else text, text) for text in texts
+        (text.partition("\n")[2] if text.startswith(BILLING) else text, text) for text in texts
     ]
     return [rest for rest, text in rests if rest or rest == text]
 
@@ -227,12 +229,12 @@ def _part(part: Any) -> str:
         raise Unrenderable("media", f"a part of type {shown(part.get('type'))}")
     if part.keys() != {"type", "text"}:
         raise Unrenderable("message", "more than text in a part of type text")
-    return _text(part["text"])
+    return text_of(part["text"])
 
 
 def _reasoning(message: Message) -> str | None:
     given = [message[name] for name in _REASONING if message.get(name) is not None]
-    return _text(given[0]) if given else None
+    return text_of(given[0]) if given else None
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:

@@ -77,6 +77,17 @@ class Renderer:
             return self._chat(body)
         return await self._pool.run(length, self._chat, body)
 
+    async def of_response(self, body: Mapping[str, Any]) -> Ids:
+        """As of_chat, of what `chat_of_response` made.
+
+        vLLM puts the tokenizer's special tokens around what the template has made of these, and
+        names a tool call before its arguments.
+        """
+        length = size(body)
+        if length <= AT_ONCE_CHARACTERS:
+            return self._response(body)
+        return await self._pool.run(length, self._response, body)
+
     async def of_text(self, prompt: str, add_special_tokens: bool = True) -> Ids:
         """The ids of the prompt of a completion.
 
@@ -94,6 +105,11 @@ class Renderer:
         template = self._template(has_tools=bool(body.get("tools")))
         return self._encoder.encode(rendered(template, body))
 
+    def _response(self, body: Mapping[str, Any]) -> Ids:
+        template = self._template(has_tools=bool(body.get("tools")))
+        text = rendered(template, body, names_come_first=True)
+        return self._encoder.encode(text, add_special_tokens=True)
+
     def _template(self, *, has_tools: bool) -> ChatTemplate:
         template = self._templates.get("default")
         if has_tools:
@@ -105,9 +121,18 @@ class Renderer:
         return template
 
 
-def rendered(template: ChatTemplate, body: Mapping[str, Any]) -> str:
-    """The text that the model is prompted with. Raises Unrenderable."""
+def rendered(
+    template: ChatTemplate, body: Mapping[str, Any], *, names_come_first: bool = False
+) -> str:
+    """The text that the model is prompted with. Raises Unrenderable.
+
+    names_come_first: in tool calls.
+    """
     chat = chat_of(body, template.content_format, takes_developers=template.takes_developers)
+    if names_come_first:
+        for message in chat.messages:
+            for call in message.get("tool_calls", ()):
+                call["function"] = {name: call["function"][name] for name in ("name", "arguments")}
     return template.render(
         chat.messages,
         chat.tools,

@@ -3,11 +3,13 @@
     python -m tests.door.tokens.models FOLDER
     for family in chatml llama qwen parts; do
         cp CONFIG FOLDER/$family/config.json    # of any small Llama, with vocab_size 1000
-        vllm launch render FOLDER/$family --served-model-name m --port 8500
+        vllm launch render FOLDER/$family --served-model-name m --port 8500 \\
+            --enable-auto-tool-choice --tool-call-parser hermes
         python -m tests.door.tokens.capture FOLDER/$family http://127.0.0.1:8500
     done
 
-writes chats.json to that folder: bodies, with the ids that /tokenize answers; null: it refuses.
+writes chats.json, messages.json and responses.json to that folder: bodies, with the ids that
+/tokenize and the other APIs' render answer; null: they refuse.
 """
 
 from __future__ import annotations
@@ -95,14 +97,93 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+SEARCH = {"type": "tool_use", "id": "toolu_1", "name": "price", "input": {"of": ["a", 1.5], "n": 7}}
+FOUND = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "free €"}
+ASKED_FOR = {"type": "thinking", "thinking": "Hm.\n", "signature": "x"}
+SCHEMA = {"properties": {"of": {"type": "string"}}, "required": ["of"]}
+PRICED = {"name": "price", "description": "What it costs", "input_schema": SCHEMA}
+NOW = {"name": "now", "input_schema": {"type": "object"}, "strict": True}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+def said(*blocks: Any, role: str = "assistant") -> dict[str, Any]:
+    return {"role": role, "content": list(blocks)}
+
+
+MESSAGES: list[dict[str, Any]] = [
+    {"messages": [USER]},
+    {"system": "  Be brief.\n", "messages": [USER, ANSWER, USER], "stream": True},
+    {"system": [*text("x-anthropic-billing-header: 1"), {**text("a")[0], **CACHED}, *text("b")]}
+    | {"messages": [said(*text("one"), role="user")], "metadata": {"user_id": "u"}},
+    {"system": "x-anthropic-billing-header: 1\nRest", "messages": [USER]},
+    {"messages": [said(*text("a", "", "b"), role="user"), said(*text("c", "d")), USER]},
+    {"messages": [USER, said(ASKED_FOR, *text("So."), SEARCH), said(FOUND, role="user")]}
+    | {"tools": [PRICED, NOW]},
+    {"messages": [USER, said(SEARCH), said(FOUND, *text("and?"), role="user")]}
+    | {"tools": [PRICED], "tool_choice": {"type": "auto"}},
+    {"messages": [USER, said(*text("Look:"), SEARCH | {"input": {}}, SEARCH)]}
+    | {"tools": [PRICED], "tool_choice": {"type": "none"}},
+    {"messages": [USER, said(SEARCH), said(FOUND | {"content": text("x", "y")}, role="user")]},
+    {"messages": [USER, said(SEARCH), said(FOUND | {"content": None}, FOUND, role="user"), USER]},
+    {"messages": [USER, said({"type": "redacted_thinking", "data": "x"}), USER]},
+    {"messages": [USER, ANSWER], "thinking": {"type": "adaptive"}, "temperature": 0.5},
+    {"messages": [said(role="user"), USER]},
+    {"messages": [said(role="assistant"), USER]},
+    {"messages": []},
+]
+QUESTION = {"role": "user", "content": [{"type": "input_text", "text": "What for?"}]}
+REPLY = {
+    "type": "message",
+    "role": "assistant",
+    "id": "msg_1",
+    "status": "completed",
+    "content": [{"type": "output_text", "text": "Nothing. \n", "annotations": []}],
+}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "status": "completed"}
+THOUGHT |= {"content": [{"type": "reasoning_text", "text": "Hm.\n"}]}
+REQUEST = {"type": "function_call", "call_id": "call_1", "name": "price"}
+REQUEST |= {"arguments": '{"unit": "€/h", "of": ["a", 1.50]}', "id": "fc_1", "status": "completed"}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "free €"}
+FLAT = {"type": "function", **PRICE["function"]}  # type: ignore[dict-item]
+RESPONSES: list[dict[str, Any]] = [
+    {"input": "What does kvroute cost?"},
+    {"input": [USER], "instructions": "  You are brief.\n", "stream": True, "store": False},
+    {"input": [USER, ANSWER, USER]},
+    {"input": [SYSTEM, QUESTION, REPLY, {"type": "message", **QUESTION}]},
+    {"input": [{"role": "developer", "content": "Be kind."}, QUESTION]},
+    {"input": [QUESTION, THOUGHT, REPLY, QUESTION]},
+    {"input": [QUESTION, THOUGHT | {"content": None, "summary": [{"type": "summary_text"}]}]},
+    {"input": [QUESTION, THOUGHT, REQUEST, OUTPUT], "tools": [FLAT | {"strict": True}]},
+    {"input": [QUESTION, REPLY, REQUEST, REQUEST, OUTPUT, OUTPUT, REPLY, QUESTION]}
+    | {"tools": [FLAT | {"strict": False}], "tool_choice": "none"},
+    {"input": [QUESTION, REPLY, REPLY, QUESTION]},
+    {
+        "input": [
+            QUESTION,
+            {k: REQUEST[k] for k in ("type", "call_id", "name", "arguments")},
+            OUTPUT,
+        ]
+    },
+    {"input": "x", "tools": [], "truncation": "disabled", "reasoning": {"effort": None}},
+    {"input": [{"role": "user", "content": [*QUESTION["content"], *QUESTION["content"]]}]},
+    {"input": []},
+]
+
+
 def main(folder: Path, url: str) -> None:
-    cases = []
-    for body in BODIES:
-        answer = httpx.post(f"{url}/tokenize", json={"model": "m", **body}, timeout=30)
-        assert answer.status_code in (200, 400), answer.text
-        cases.append([body, answer.json()["tokens"] if answer.status_code == 200 else None])
-    lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
-    (folder / "chats.json").write_text(f"[\n{lines}\n]\n")
+    for name, path, key, bodies in (
+        ("chats", "/tokenize", "tokens", BODIES),
+        ("messages", "/v1/messages/render", "token_ids", MESSAGES),
+        ("responses", "/v1/responses/render", "token_ids", RESPONSES),
+    ):
+        cases = []
+        for body in bodies:
+            whole = {"model": "m", "max_tokens": 9, **body} if name == "messages" else body
+            answer = httpx.post(f"{url}{path}", json={"model": "m", **whole}, timeout=30)
+            assert answer.status_code in (200, 400), answer.text
+            cases.append([body, answer.json()[key] if answer.status_code == 200 else None])
+        lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
+        (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""What the engines of workers take besides the API that they share."""
+
+from __future__ import annotations
+
+import re
+
+from app.door.asked import Api
+
+_VLLM_TAKES_IDS = (0, 32)
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+
+
+def ids_field(api: Api, engine: str) -> str:
+    """Where an engine takes ids that we rendered; "": nowhere. engine: as in WorkerInfo."""
+    if api is Api.COMPLETIONS:
+        return "prompt"
+    kind, _, version = engine.partition(" ")
+    if kind == "sglang":
+        return "input_ids" if api is Api.CHAT else ""
+    if kind.startswith("kvroute"):
+        return "kv_transfer_params"
+    if kind == "vllm":
+        found = _VERSION.match(version)
+        if found and (int(found[1]), int(found[2])) >= _VLLM_TAKES_IDS:
+            return "kv_transfer_params"
+    return ""

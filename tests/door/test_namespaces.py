@@ -1,0 +1,47 @@
+"""One replica and the models of several namespaces."""
+
+from __future__ import annotations
+
+from app.local.redis_server import EmbeddedRedis
+from tests.api.test_metrics import scrape
+from tests.door.conftest import MODEL, models, replica, until_serving, worker
+from tests.door.test_answers import chat
+from tests.eventually import eventually
+
+
+async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a"), worker(url, "b", namespace="other", model_name="other-model"):
+        async with replica(url) as door:
+            await until_serving(door, 1)
+            await eventually(lambda: models(door), lambda found: len(found) == 2, within_s=30.0)
+            for model, count in (("sim-model", 1), ("other-model", 2)):
+                for _ in range(count):
+                    answer = await door.post("/v1/chat/completions", json=chat("x", model=model))
+                    assert answer.status_code == 200, answer.text
+            found = await scrape(door)
+    decided = {"policy": "latency", "outcome": "routed"}
+    assert found("decisions_total", **decided) == 1
+    assert found("decisions_total", **decided, namespace="other") == 2
+    workers = {
+        (sample.labels["worker"], sample.labels.get("namespace"))
+        for sample in found.families["kvroute_worker_requests"].samples
+    }
+    assert workers == {("a:0", None), ("b:0", "other")}
+    assert found("door_requests_total", model="other-model", outcome="ok") == 2
+
+
+async def test_a_replica_that_is_ready_lists_its_models(one_redis_server: EmbeddedRedis) -> None:
+    url = one_redis_server.url
+    with worker(url, "a"):
+        async with replica(url) as first:
+            await until_serving(first, 1)
+        async with replica(url) as door:
+
+            async def readiness() -> int:
+                return (await door.get("/readiness")).status_code
+
+            await eventually(readiness, lambda status: status == 200)
+            assert await models(door) == [MODEL]
