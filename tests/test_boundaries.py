@@ -70,6 +70,7 @@ ROOMS = frozenset(
         "ops",
         "local",
         "options",
+        "autoscaler",
         "planner",
         "virtual",
     )
@@ -105,6 +106,11 @@ BOUNDARIES = [
         WEB
         | {"redis", "click", "torch", "asyncio"}
         | beyond("core", "policy", "virtual", "planner"),
+    ),
+    Boundary(
+        "app.autoscaler",
+        frozenset({"fastapi", "torch"})
+        | beyond("core", "policy", "state", "router", "http", "virtual", "planner", "autoscaler"),
     ),
     # Of app.policy it knows the record of a decision, and what that is made of.
     Boundary(

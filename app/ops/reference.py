@@ -44,6 +44,7 @@ def configuration() -> str:
         RouterSettings,
         WorkerSettings,
     )
+    from app.core.planner_settings import PlannerSettings
 
     shared = {f.name for f in fields(CommonSettings)}
     member = {f.name for f in fields(MemberSettings)}
@@ -59,6 +60,7 @@ def configuration() -> str:
             "Agents beside engines",
             [f for f in fields(EngineAgentSettings) if f.name not in member],
         ),
+        ("Planners", [f for f in fields(PlannerSettings) if f.name not in shared]),
     )
     lines = [
         "# Configuration",

@@ -10,7 +10,6 @@ import os
 import secrets
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -66,19 +65,22 @@ class Local:
             *self._flags,
         ]
         try:
-            with (self._folder / f"{worker}.log").open("wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=self._environment,
-                    start_new_session=True,  # it outlives this planner
-                )
-            (self._folder / f"{worker}.pid").write_text(str(process.pid))
+            log_file = str(self._folder / f"{worker}.log")
+            pid = os.posix_spawn(
+                command[0],
+                command,
+                self._environment,
+                file_actions=(
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, log_file, os.O_WRONLY | os.O_CREAT, 0o600),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ),
+                setsid=True,  # it outlives this planner
+            )
+            (self._folder / f"{worker}.pid").write_text(str(pid))
         except OSError as error:
             raise ConnectorError(f"no worker started: {error.strerror}") from None
-        log.info("started worker %s as process %d", worker, process.pid)
+        log.info("started worker %s as process %d", worker, pid)
 
 
 def stop_workers(folder: Path) -> None:

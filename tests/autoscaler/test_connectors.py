@@ -1,0 +1,219 @@
+"""Each connector on the real thing, but for Kubernetes: an API server over HTTP that can refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes_asyncio import client
+
+from app.autoscaler.connectors.base import ConnectorError
+from app.autoscaler.connectors.command import Command
+from app.autoscaler.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
+from app.autoscaler.connectors.local import Local, running, stop_workers
+from app.core.errors import ConfigError
+from app.local.redis_server import EmbeddedRedis
+from app.planner.state import Proposal, Reason
+from tests.api.conftest import started_replica
+from tests.eventually import eventually
+from tests.fake_worker import NAMESPACE
+
+MORE = Proposal(at_s=0.0, policy="slo", size=2, desired=3, reason=Reason.SLO_MISSED)
+
+
+def script(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "scale.py"
+    file.write_text(f"import json, sys\norder = json.load(sys.stdin)\n{text}")
+    return f"{sys.executable} {file}"
+
+
+async def test_a_command_is_given_the_order_as_json(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    command = Command(
+        script(tmp_path, f"open({str(told)!r}, 'a').write(json.dumps(order) + '\\n')")
+    )
+    await command.add(1, MORE)
+    await command.remove("w1", 2)
+    assert [orjson.loads(line) for line in told.read_text().splitlines()] == [
+        {"action": "add", "count": 1, "desired": 3, "reason": "slo_missed"},
+        {"action": "remove", "count": 1, "worker": "w1", "desired": 2},
+    ]
+
+
+async def test_a_command_that_fails_says_what_it_printed(tmp_path: Path) -> None:
+    with pytest.raises(ConnectorError, match="ended with 3: no quota"):
+        await Command(script(tmp_path, "print('no quota', file=sys.stderr); sys.exit(3)")).add(
+            1, MORE
+        )
+    with pytest.raises(ConnectorError, match="No such file"):
+        await Command("/nowhere/scale --up").add(1, MORE)
+
+
+async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    text = f"import time; time.sleep(1); open({str(late)!r}, 'w')"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await Command(script(tmp_path, text)).add(1, MORE)
+    await asyncio.sleep(1)
+    assert not late.exists()
+
+
+@pytest.mark.parametrize("command", ["", "  ", "scale 'up"])
+def test_a_command_that_cannot_be_run_is_refused_at_the_start(command: str) -> None:
+    with pytest.raises(ConfigError, match="exec_command"):
+        Command(command)
+
+
+async def test_local_workers_outlive_the_planner_and_are_found_by_the_next(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    def connector() -> Local:
+        return Local("--speedup=100", tmp_path / "own", one_redis_server.url, NAMESPACE)
+
+    try:
+        async with started_replica(one_redis_server.url) as replica:
+
+            async def workers() -> list[str]:
+                listed: Any = (await replica.get("/v1/workers")).json()
+                return sorted(worker["worker_id"] for worker in listed.get("workers", []))
+
+            await connector().add(2, MORE)
+            both = await eventually(workers, lambda seen: len(seen) == 2, within_s=30)
+            assert sorted(running(tmp_path / "own")) == both
+            await connector().remove(both[0], 1)
+            await eventually(workers, lambda seen: seen == both[1:], within_s=30)
+            with pytest.raises(ConnectorError, match="was not started by a planner"):
+                await connector().remove("w9", 0)
+    finally:
+        await asyncio.to_thread(stop_workers, tmp_path / "own")
+    assert running(tmp_path / "own") == {}
+
+
+async def test_a_number_that_another_process_has_now_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "auto-1.pid").write_text("1")
+    (tmp_path / "auto-2.pid").write_text("x")
+    assert running(tmp_path) == {}
+    assert os.listdir(tmp_path) == []
+
+
+def test_flags_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="worker_flags"):
+        Local("--x 'y", tmp_path, "redis://127.0.0.1", NAMESPACE)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="local_folder"):
+        Local("", tmp_path / "file" / "own", "redis://127.0.0.1", NAMESPACE)
+
+
+@dataclass
+class ApiServer:
+    """One Deployment `w` of four pods. status: of the next answers to PATCH; 0: none comes."""
+
+    replicas: int = 4
+    version: int = 7
+    status: int = 200
+    calls: list[tuple[str, str, Any]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = orjson.loads(await request.read() or b"null")
+        self.calls.append((request.method, request.path, body))
+        if request.method == "PATCH":
+            if self.status == 0:
+                await asyncio.sleep(60)
+            if self.status != 200:
+                return web.json_response({"message": "no"}, status=self.status)
+            if request.path.endswith("/scale"):
+                if body["metadata"]["resourceVersion"] != str(self.version):
+                    return web.json_response({"message": "conflict"}, status=409)
+                self.replicas = body["spec"]["replicas"]
+                self.version += 1
+        scale = {
+            "kind": "Scale",
+            "metadata": {"name": "w", "resourceVersion": str(self.version)},
+            "spec": {"replicas": self.replicas},
+        }
+        return web.json_response(scale if request.path.endswith("/scale") else {"kind": "Pod"})
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[tuple[ApiServer, Kubernetes]]:
+    server = ApiServer()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    async with TestServer(app) as http:
+        configuration = client.Configuration(host=str(http.make_url("")).rstrip("/"))
+        yield server, Kubernetes("deployment/w", "prod", configuration)
+
+
+SCALE = "/apis/apps/v1/namespaces/prod/deployments/w/scale"
+
+
+async def test_a_deployment_is_scaled_from_what_it_is_now(
+    api: tuple[ApiServer, Kubernetes],
+) -> None:
+    server, kubernetes = api
+    await kubernetes.add(2, MORE)
+    assert server.replicas == 6
+    server.replicas, server.version = 3, 20  # somebody else
+    await kubernetes.add(1, MORE)
+    assert server.replicas == 4
+    assert [path for _, path, _ in server.calls] == [SCALE] * 4
+
+
+async def test_the_pod_that_leaves_is_marked_before_the_deployment_shrinks(
+    api: tuple[ApiServer, Kubernetes],
+) -> None:
+    server, kubernetes = api
+    await kubernetes.remove("w-abc", 3)
+    marked, read, patched = server.calls
+    assert marked == (
+        "PATCH",
+        "/api/v1/namespaces/prod/pods/w-abc",
+        {"metadata": {"annotations": {DELETION_COST: FIRST}}},
+    )
+    assert read[:2] == ("GET", SCALE)
+    assert patched[2]["spec"] == {"replicas": 3}
+
+
+@pytest.mark.parametrize("status", [403, 404, 409, 500])
+async def test_what_the_api_server_refuses_is_said(
+    api: tuple[ApiServer, Kubernetes], status: int
+) -> None:
+    server, kubernetes = api
+    server.status = status
+    with pytest.raises(ConnectorError, match=f"kubernetes: {status}"):
+        await kubernetes.add(1, MORE)
+    with pytest.raises(ConnectorError, match=f"kubernetes: {status}"):
+        await kubernetes.remove("w-abc", 3)
+    assert server.replicas == 4
+
+
+async def test_an_api_server_that_does_not_answer_is_given_up_at_the_deadline(
+    api: tuple[ApiServer, Kubernetes],
+) -> None:
+    server, kubernetes = api
+    server.status = 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await kubernetes.add(1, MORE)
+
+
+async def test_an_api_server_that_is_not_there_is_said() -> None:
+    away = client.Configuration(host="http://127.0.0.1:1")
+    with pytest.raises(ConnectorError, match="kubernetes: "):
+        await Kubernetes("deployment/w", "prod", away).add(1, MORE)
+
+
+@pytest.mark.parametrize("scale", ["", "w", "job/w", "deployment/"])
+def test_what_cannot_be_scaled_is_refused_at_the_start(scale: str) -> None:
+    with pytest.raises(ConfigError, match="kubernetes_scale"):
+        Kubernetes(scale, "prod", client.Configuration())

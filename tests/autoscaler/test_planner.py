@@ -1,0 +1,263 @@
+"""Planners on a real Redis, with a connector that starts and stops real agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.autoscaler import planner as planner_module
+from app.autoscaler.connectors.base import Advise, Connector, ConnectorError
+from app.autoscaler.metrics import PlannerMetrics
+from app.autoscaler.observer import Observer
+from app.autoscaler.planner import Planner
+from app.core.loads import Reservation, Wish
+from app.core.planner_settings import PlannerSettings
+from app.core.types import Incarnation, WorkerKey
+from app.local.redis_server import EmbeddedRedis
+from app.planner.state import Proposal
+from app.router.fleet import Fleet
+from app.state import leases, planner, reservations
+from app.state.connect import connect
+from app.state.scripts import ScriptRunner
+from tests.eventually import eventually
+from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers, fake_agent, running
+from workers.engines.sim.learned import learned_machines
+
+SETTINGS = PlannerSettings(
+    namespace=NAMESPACE,
+    scaling_policy="threshold",
+    interval_s=0.2,
+    min_workers=1,
+    max_workers=3,
+    grace_intervals=1,
+    lease_s=2.0,
+    connector_timeout_s=1.0,
+)
+
+
+class Agents:
+    """Has agents run in this process. broken: every order fails. absent: none ever registers."""
+
+    def __init__(self, runner: ScriptRunner, stack: AsyncExitStack) -> None:
+        self.broken = self.absent = False
+        self.orders: list[str] = []
+        self.runner, self._stack = runner, stack
+        self._made = 0
+        self._stops: dict[str, AsyncExitStack] = {}
+
+    async def add(self, count: int, proposal: Proposal) -> None:
+        self.orders.append(f"add {count}")
+        if self.broken:
+            raise ConnectorError("no room")
+        for _ in range(0 if self.absent else count):
+            name = f"a{self._made}"
+            self._made += 1
+            own = await self._stack.enter_async_context(AsyncExitStack())
+            agent = await own.enter_async_context(running(fake_agent(self.runner, KEYS, name)))
+            own.push_async_callback(agent.stop)
+            self._stops[name] = own
+
+    async def remove(self, worker: str, proposal_size: int) -> None:
+        self.orders.append(f"remove {worker}")
+        if self.broken:
+            raise ConnectorError("will not")
+        stop = self._stops.pop(worker)
+        key = WorkerKey(worker)
+        left = await self.runner.one(leases.drain(KEYS, key))
+        assert left == 0, f"{worker} still has {left} requests"
+        await stop.aclose()
+
+
+@asynccontextmanager
+async def planning(
+    url: str, connector: Connector, settings: PlannerSettings = SETTINGS
+) -> AsyncIterator[Planner]:
+    async with connect(url) as redis:
+        runner = ScriptRunner(redis, timeout_s=1.0)
+        fleet = Fleet(redis, KEYS, 1.0)
+        observer = Observer(fleet, redis, runner, KEYS)
+        metrics = PlannerMetrics(NAMESPACE)
+        one = Planner(settings, observer, runner, connector, learned_machines, metrics)
+        tasks = [asyncio.create_task(fleet.follow()), asyncio.create_task(one.run())]
+        try:
+            yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                assert task.cancelled(), task.exception()
+
+
+@pytest.fixture
+async def agents(redis: Redis) -> AsyncIterator[Agents]:
+    async with AsyncExitStack() as stack:
+        yield Agents(ScriptRunner(redis, timeout_s=5.0), stack)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "TICK_S", 0.05)
+    monkeypatch.setattr(planner_module, "SETTLE_S", 0.5)
+    monkeypatch.setattr(planner_module, "MARGIN_S", 0.1)
+
+
+async def workers(redis: Redis) -> list[str]:
+    found: Any = await redis.hkeys(KEYS["current"])
+    return sorted(key.decode().partition(":")[0] for key in found)
+
+
+async def last(redis: Redis) -> dict[str, Any]:
+    found = await planner.proposals(redis, KEYS, 1)
+    return found[0] if found else {}
+
+
+async def reasons(redis: Redis) -> set[str]:
+    return {proposal["reason"] for proposal in await planner.proposals(redis, KEYS, 100)}
+
+
+async def test_a_fleet_grows_to_its_minimum_and_with_its_queues_and_shrinks_when_idle(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    async with planning(one_redis_server.url, agents):
+        await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
+        [inc] = (await agents.runner.one(reservations.loads(KEYS))).loads
+        wishes = [wish_for(f"r{n}", inc) for n in range(6)]
+        assert await agents.runner.one(reservations.reserve(KEYS, wishes, ttl_ms=60_000)) == [
+            None
+        ] * len(wishes)
+        await eventually(lambda: workers(redis), lambda seen: len(seen) == 3)
+        assert "prefill_queue" in await reasons(redis)
+        await eventually(lambda: reasons(redis), lambda seen: "at_budget" in seen)
+        for wish in wishes:
+            await release(agents.runner, wish.reservation.request_id)
+        await eventually(lambda: workers(redis), lambda seen: len(seen) == 1)
+        assert "low_load" in await reasons(redis)
+    assert len([order for order in agents.orders if order.startswith("remove")]) == 2
+
+
+def wish_for(request_id: str, inc: Incarnation) -> Wish:
+    held = Reservation(request_id, prefill_tokens=100, prefill_us=60_000_000, blocks=3)
+    return Wish(inc, held, max_requests=256, seen_total=None)
+
+
+async def release(runner: ScriptRunner, request_id: str) -> None:
+    await runner.one(reservations.release(KEYS, request_id))
+
+
+async def test_who_advises_changes_nothing(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+    async with planning(one_redis_server.url, Advise()):
+        found = await eventually(lambda: last(redis))
+        assert (found["size"], found["desired"], found["reason"]) == (0, 1, "below_minimum")
+        shown: Any = await redis.hgetall(KEYS["planner"])
+        assert shown[b"desired"] == b"1"
+        await asyncio.sleep(0.5)
+        assert await workers(redis) == []
+
+
+async def test_one_of_two_planners_leads_and_the_other_takes_over(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    url = one_redis_server.url
+    async with planning(url, agents) as second:
+        async with planning(url, agents) as first:
+            await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
+            assert first.leads != second.leads
+            leads = first if first.leads else second
+            await leads.leave()
+        await eventually(lambda: _true(second.leads))
+        # It knows what was there, and does not begin anew.
+        await asyncio.sleep(1.0)
+        assert await workers(redis) == ["a0"]
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def test_a_planner_that_was_frozen_changes_nothing(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    settings = replace(SETTINGS, lease_s=1.0)
+    async with planning(one_redis_server.url, agents, settings) as frozen:
+        await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
+        before = list(agents.orders)
+        # Another one leads now, as if this one had slept through its lease.
+        await redis.hset(KEYS["planner"], mapping={"holder": "other", "token": 99})
+        until_ms = (await redis.time())[0] * 1000 + 60_000
+        await redis.hset(KEYS["planner"], "until_ms", until_ms)
+        [inc] = (await agents.runner.one(reservations.loads(KEYS))).loads
+        wishes = [wish_for(f"r{n}", inc) for n in range(6)]
+        await agents.runner.one(reservations.reserve(KEYS, wishes, ttl_ms=60_000))
+        await asyncio.sleep(1.5)
+        assert not frozen.leads
+        assert agents.orders == before
+
+
+async def test_a_worker_that_never_comes_is_given_up(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    agents.absent = True
+    settings = replace(SETTINGS, startup_deadline_s=1.0)
+    async with planning(one_redis_server.url, agents, settings):
+
+        async def orders() -> int:
+            return len(agents.orders)
+
+        await eventually(orders, lambda seen: seen == 1)
+        # It is counted as coming meanwhile, and asked for again only after the deadline.
+        await asyncio.sleep(0.6)
+        assert agents.orders == ["add 1"]
+        await eventually(orders, lambda seen: seen == 2)
+
+
+async def test_an_order_that_fails_is_given_again_with_the_next_proposal(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    agents.broken = True
+    async with planning(one_redis_server.url, agents):
+
+        async def orders() -> int:
+            return len(agents.orders)
+
+        await eventually(orders, lambda seen: seen >= 2)
+        assert await workers(redis) == []
+        agents.broken = False
+        await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
+
+
+async def test_a_redis_that_is_away_or_has_lost_all_leaves_the_fleet_as_it_was(
+    own_redis_server: EmbeddedRedis,
+) -> None:
+    url = own_redis_server.url
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(connect(url))
+        agents = Agents(ScriptRunner(redis, timeout_s=1.0), stack)
+        async with planning(url, agents, replace(SETTINGS, min_workers=2)) as one:
+            await eventually(lambda: workers(redis), lambda seen: len(seen) == 2)
+            own_redis_server.kill()
+
+            async def problem() -> str:
+                return one.problem
+
+            await eventually(problem)
+            own_redis_server.start()
+            await eventually(lambda: workers(redis), lambda seen: len(seen) == 2)
+            await eventually(lambda: last(redis), lambda seen: seen.get("size") == 2)
+        assert agents.orders == ["add 2"]
+
+
+async def test_values_of_workers_are_shown(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+    fleet = FakeWorkers(redis)
+    await fleet.register("w0")
+    async with planning(one_redis_server.url, Advise()) as one:
+        await eventually(lambda: last(redis))
+        shown: Any = await redis.hget(KEYS["planner"], "values")
+        assert shown == b"{}"
+        assert not one.problem
