@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from operator import itemgetter
 
 import numpy as np
 
 from app.core.chains import positions
+from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.planner.policies import propose
@@ -50,15 +53,21 @@ PHASES = {
 }
 
 
+Coming = Sequence[tuple[float, SimRequest]]
+"""All that will be asked, by time of arrival."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the size is set. sizes: what it is to be at each time; None: what `policy` proposes."""
+    """How the size is set. sizes: what it is to be at each time; None: what `policy` proposes.
+    coming: shown to the policy instead of what was asked lately."""
 
     policy: str
     rules: Rules = field(default_factory=Rules)
     victim: str = "unique_value"
     startup_s: float = 60.0
     sizes: Callable[[float], int] | None = None
+    coming: Coming | None = None
 
 
 @dataclass(slots=True)
@@ -173,8 +182,9 @@ class Scaled:
         scaling, state = self._scaling, self._state(now_s)
         leaves = victim(scaling.victim, state, self._rng) if state.those(Phase.LIVE) else ""
         if scaling.sizes is None:
+            seen = self._foreseen(state) if scaling.coming is not None else state
             replay = Replay(
-                state, scaling.rules, self._routing, self._setting, sim_machine, self._speed
+                seen, scaling.rules, self._routing, self._setting, sim_machine, self._speed
             )
 
             def predict(size: int) -> Prediction:
@@ -196,6 +206,15 @@ class Scaled:
         self._played.proposals.append(proposal)
         self._carry_out(proposal, now_s)
         self._samples.clear()
+
+    def _foreseen(self, state: FleetState) -> FleetState:
+        """As the state will be when the whole window lies ahead, and no size has changed."""
+        coming, rules = self._scaling.coming or (), self._scaling.rules
+        now_s, then_s = state.now_s, state.now_s + rules.window_s
+        first = bisect_right(coming, now_s, key=itemgetter(0))
+        last = bisect_right(coming, then_s, key=itemgetter(0))
+        ahead = [Asked(at_s, "", request) for at_s, request in coming[first:last]]
+        return replace(state, now_s=then_s, recent=[*state.recent, *ahead])
 
     def _carry_out(self, proposal: Proposal, now_s: float) -> None:
         for _ in range(proposal.desired - proposal.size):

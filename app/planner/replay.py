@@ -6,7 +6,7 @@ join with none, and that of the one that would leave is lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +16,13 @@ from app.core.chains import positions
 from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import Speed
-from app.planner.state import FleetState, Phase, Prediction, Rules, Slo
+from app.planner.state import Asked, FleetState, Phase, Prediction, Rules, Slo
 from app.virtual.cluster import Answer, Cluster
 from app.virtual.setting import Setting
 from app.virtual.worker import MakeMachine
 
+FILLS = 2
+"""Prompts that fill a cache so many times leave nothing in it of those before them."""
 GOLDEN = 0x9E3779B97F4A7C15
 U64 = 2**64 - 1
 
@@ -64,10 +66,9 @@ class Replay:
         setting = replace(self._setting, num_workers=size, profiles=tuple(profiles))
         cluster = Cluster(self._policy, setting, self._make_machine)
         places = {worker.name: place for place, worker in enumerate(stay)}
-        for asked in self._before:
-            if asked.worker in places:
-                cluster.run(until_s=asked.at_s - self._origin_s)
-                cluster.warm(places[asked.worker], asked.request)
+        for asked in self._remembered(cluster, places):
+            cluster.run(until_s=asked.at_s - self._origin_s)
+            cluster.warm(places[asked.worker], asked.request)
         answers: list[Answer] = []
 
         def keep(answer: Answer, _: float) -> None:
@@ -79,6 +80,21 @@ class Replay:
         cluster.run()
         judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
         return summary(size, judged, self._rules.slo, self._speed)
+
+    def _remembered(self, cluster: Cluster, places: Mapping[str, int]) -> Iterator[Asked]:
+        """Of the decisions before those played, the ones that have left a trace in the caches."""
+        host_blocks = self._setting.host_pool_tokens // self._setting.block_size
+        room = {
+            name: FILLS * (cluster.workers[place].metrics.kv_total_blocks + host_blocks)
+            for name, place in places.items()
+        }
+        first = len(self._before)
+        for asked in reversed(self._before):
+            if all(blocks <= 0 for blocks in room.values()):
+                break
+            first -= 1
+            room[asked.worker] = room.get(asked.worker, 0) - len(asked.request.blocks)
+        return (asked for asked in self._before[first:] if asked.worker in places)
 
 
 def meets(answer: Answer, slo: Slo, speed: Speed) -> bool:
