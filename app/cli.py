@@ -211,6 +211,20 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     ),
 )
 @click.option(
+    "--planner/--no-planner",
+    "with_planner",
+    default=False,
+    help="Have a planner start and stop the workers, of which there are then at least --workers.",
+)
+@options(
+    PlannerSettings,
+    without=(
+        *("redis_url", "namespace", "host", "log_level", "port", "connector", "min_workers"),
+        *("routing_policy", "worker_flags", "local_folder", "exec_command"),
+        *("kubernetes_scale", "kubernetes_namespace"),
+    ),
+)
+@click.option(
     "--log-level",
     type=click.Choice(LOG_LEVELS),
     default="warning",
@@ -239,6 +253,11 @@ def up(**values: Any) -> None:
             haproxy=values["haproxy"],
             router=pick(RouterSettings, values, without=("redis_url", "port")),
             worker=pick(WorkerSettings, values, without=("redis_url", "port")),
+            planner=(
+                pick(PlannerSettings, values, without=("redis_url", "port"))
+                if values["with_planner"]
+                else None
+            ),
         ) as cluster,
     ):
         try:
@@ -300,9 +319,11 @@ def _until_stopped(cluster: Any) -> None:
     reported: set[str] = set()
     while True:
         for name, status in cluster.ended().items():
-            if name not in reported:
+            if name not in reported or name == "planner":
                 reported.add(name)
                 click.echo(f"{name} exited with status {status}", err=True)
+            if name == "planner":
+                cluster.start_planner()
         time.sleep(POLL_S)
 
 

@@ -110,7 +110,18 @@ BOUNDARIES = [
     Boundary(
         "app.autoscaler",
         frozenset({"fastapi", "torch"})
-        | beyond("core", "policy", "state", "router", "http", "virtual", "planner", "autoscaler"),
+        | beyond(
+            "core",
+            "policy",
+            "state",
+            "router",
+            "http",
+            "local",
+            "options",
+            "virtual",
+            "planner",
+            "autoscaler",
+        ),
     ),
     # Of app.policy it knows the record of a decision, and what that is made of.
     Boundary(
@@ -119,18 +130,13 @@ BOUNDARIES = [
     Boundary("app.router", WEB | {"click", "torch"} | beyond("core", "policy", "state", "router")),
     Boundary(
         "app.door",
-        frozenset({"fastapi", "click", "torch", "transformers"})
+        frozenset({"fastapi", "torch", "transformers"})
         | beyond("core", "policy", "state", "router", "http", "door"),
     ),
     Boundary("app.http", frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http")),
     Boundary(
         "app.api",
         frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "door", "api"),
-    ),
-    Boundary(
-        "app.door",
-        frozenset({"torch", "transformers"})
-        | beyond("core", "policy", "state", "router", "http", "door"),
     ),
     Boundary("app.door.tokens", WEB | {"redis", "click", "huggingface_hub"}),
     Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
@@ -142,7 +148,12 @@ BOUNDARIES = [
     ),
     Boundary("app.cli", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
     # Of app.door they know app.door.tokens.
-    Boundary("workers", beyond("core", "state", "http", "door") - {"workers"}),
+    # The engines that decisions are replayed with are made in terms of app.virtual.
+    Boundary(
+        "workers",
+        beyond("core", "state", "http", "door") - {"workers"},
+        without=frozenset({"workers.engines.sim.learned"}),
+    ),
     Boundary("workers", frozenset({"app.router", "app.door.http"})),
     Boundary("workers", frozenset({"fastapi"}), without=SERVED),
     Boundary("workers", WEB, without=SERVED | {"workers.main"}),

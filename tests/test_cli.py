@@ -124,6 +124,7 @@ def test_the_help_lists_all_commands() -> None:
         "dump",
         "explain",
         "inspect",
+        "planner",
         "replay",
         "reset",
         "restore",

@@ -80,10 +80,12 @@ async def connector_of(settings: PlannerSettings) -> Connector:
         case "exec":
             return Command(settings.exec_command)
         case "local":
-            folder = settings.local_folder or user_state_path("kvroute") / "planner"
+            folder = (
+                settings.local_folder or user_state_path("kvroute") / "planner" / settings.namespace
+            )
             return Local(
                 settings.worker_flags,
-                Path(folder, settings.namespace.replace("/", "_")),
+                Path(folder),
                 settings.redis_url,
                 settings.namespace,
             )

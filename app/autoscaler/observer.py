@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -21,9 +20,11 @@ from app.policy.view import Measured
 from app.router.fleet import Fleet
 from app.state import decisions, reservations
 from app.state.client import Client
+from app.state.connect import deadline
 from app.state.scripts import ScriptRunner
 
 MOST_DECISIONS = 4096
+TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -47,14 +48,11 @@ class Observer:
     ) -> None:
         self.workers_seen: dict[str, Seen] = {}
         """By worker id; those that are registered now."""
+        self.now_s = 0.0
+        """When it last looked, by the Redis clock, by which decisions are dated; seconds since
+        1970."""
         self._fleet, self._redis, self._runner = fleet, redis, runner
         self._keyspace = keyspace
-
-    @property
-    def now_s(self) -> float:
-        """The Redis clock, by which decisions are dated, seconds since 1970."""
-        now_ms = self._fleet.redis_now_ms
-        return time.time() if now_ms is None else now_ms / 1000
 
     @property
     def block_size(self) -> int | None:
@@ -62,6 +60,9 @@ class Observer:
 
     async def sample(self) -> None:
         """Look once. Raises RedisUnavailable."""
+        async with deadline(TIMEOUT_S):
+            seconds, micros = await self._redis.time()
+        self.now_s = seconds + micros / 1e6
         try:
             snapshot = await self._runner.one(reservations.loads(self._keyspace))
         except NamespaceMissing:

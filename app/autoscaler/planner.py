@@ -40,7 +40,7 @@ from app.virtual.worker import MakeMachine
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-SETTLE_S = 10.0
+SETTLE_S = 5.0
 """After Redis could not be asked, or another planner led, nothing is proposed for so long: workers
 register again within seconds of a Redis that has lost all."""
 REMEMBERED = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from types import TracebackType
 from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base_url
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
+from app.core.planner_settings import PlannerSettings
 from app.http.server import listen
 from app.local.child import start_child
+from app.local.detached import stop_workers
 from app.local.interrupts import interrupts_held
 from app.local.redis_server import (
     LOOPBACK,
@@ -62,6 +65,8 @@ class Cluster:
     redis_url: an existing Redis; None starts an embedded one.
     host, port: where the balancer listens; port 0 takes a free one.
     haproxy: None uses it if it is installed; without it, the replicas share one listening socket.
+    planner: of the process that starts and stops the workers, of which there are then `num_workers`
+    at least; None: there are `num_workers`.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Cluster:
         host: str = LOOPBACK,
         port: int = 0,
         haproxy: bool | None = None,
+        planner: PlannerSettings | None = None,
     ) -> None:
         self.keyspace = Keyspace(router.namespace)
         self.redis = EmbeddedRedis() if redis_url is None else None
@@ -85,6 +91,10 @@ class Cluster:
         self.routers: list[Member] = []
         self.workers: list[Member] = []
         self._num_workers = num_workers
+        self._planner = planner
+        self.planner: Member | None = None
+        self._folder = ""
+        """Where planners note the workers that they have started."""
         self._num_replicas = num_replicas
         self._router = router
         self._worker = worker
@@ -104,7 +114,8 @@ class Cluster:
 
     @property
     def members(self) -> list[Member]:
-        return [*self.workers, *self.routers, *([self.balancer] if self.balancer else [])]
+        others = (self.planner, self.balancer)
+        return [*self.workers, *self.routers, *(member for member in others if member)]
 
     def ended(self) -> dict[str, int]:
         """Name and exit status of each process that has ended, the embedded Redis's included."""
@@ -154,6 +165,28 @@ class Cluster:
         self.routers.append(member)
         return member
 
+    def start_planner(self) -> Member:
+        """Start the planner, or another in place of one that has ended; does not wait for it."""
+        assert self._planner is not None
+        of_workers = flags(
+            self._worker,
+            without=("redis_url", "namespace", "port", "worker_id", "worker_key", "address"),
+        )
+        settings = replace(
+            self._planner,
+            connector="local",
+            namespace=self.keyspace.namespace,
+            port=free_port(),
+            min_workers=self._num_workers,
+            max_workers=max(self._num_workers, self._planner.max_workers),
+            routing_policy=self._router.policy,
+            worker_flags=shlex.join(of_workers),
+            local_folder=self._folder,
+        )
+        url = base_url(settings.host, settings.port)
+        self.planner = self._spawn("planner", url, ["planner", *_flags(settings)])
+        return self.planner
+
     def _start(self) -> None:
         # First, so that a port in use is reported at once and in our own words.
         front_socket = self._exit.enter_context(listen(*self._front))
@@ -166,8 +199,17 @@ class Cluster:
             self.redis_url = self.redis.url
         self._exit.callback(self._stop_all)
         with interrupts_held():
-            for index in range(self._num_workers):
-                self.start_worker(index)
+            if self._planner is None:
+                for index in range(self._num_workers):
+                    self.start_worker(index)
+            else:
+                self._folder = self._exit.enter_context(
+                    tempfile.TemporaryDirectory(prefix="kvroute-planner-")
+                )
+                # Not before the planner, which would replace them.
+                self._exit.callback(stop_workers, Path(self._folder))
+                self._exit.callback(self._stop_all)
+                self.start_planner()
             for index in range(self._num_replicas):
                 self.start_router(index)
         deadline = time.monotonic() + START_DEADLINE_S

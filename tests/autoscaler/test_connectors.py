@@ -19,8 +19,9 @@ from kubernetes_asyncio import client
 from app.autoscaler.connectors.base import ConnectorError
 from app.autoscaler.connectors.command import Command
 from app.autoscaler.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
-from app.autoscaler.connectors.local import Local, running, stop_workers
+from app.autoscaler.connectors.local import Local
 from app.core.errors import ConfigError
+from app.local.detached import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
 from app.planner.state import Proposal, Reason
 from tests.api.conftest import started_replica
@@ -89,20 +90,20 @@ async def test_local_workers_outlive_the_planner_and_are_found_by_the_next(
 
             await connector().add(2, MORE)
             both = await eventually(workers, lambda seen: len(seen) == 2, within_s=30)
-            assert sorted(running(tmp_path / "own")) == both
+            assert sorted(running_workers(tmp_path / "own")) == both
             await connector().remove(both[0], 1)
             await eventually(workers, lambda seen: seen == both[1:], within_s=30)
             with pytest.raises(ConnectorError, match="was not started by a planner"):
                 await connector().remove("w9", 0)
     finally:
         await asyncio.to_thread(stop_workers, tmp_path / "own")
-    assert running(tmp_path / "own") == {}
+    assert running_workers(tmp_path / "own") == {}
 
 
 async def test_a_number_that_another_process_has_now_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "auto-1.pid").write_text("1")
     (tmp_path / "auto-2.pid").write_text("x")
-    assert running(tmp_path) == {}
+    assert running_workers(tmp_path) == {}
     assert os.listdir(tmp_path) == []
 
 

@@ -58,6 +58,8 @@ SCRIPTS = {
         "retire",
     },
     "router": {
+        "lead",
+        "propose",
         "expire",
         "predicted",
         "confirm_predicted",

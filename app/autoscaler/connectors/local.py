@@ -11,18 +11,14 @@ import secrets
 import shlex
 import signal
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from app.autoscaler.connectors.base import ConnectorError
 from app.core.errors import ConfigError
+from app.local.detached import running_workers
 from app.planner.state import Proposal
 
 log = logging.getLogger(__name__)
-
-STOP_S = 30.0
-POLL_S = 0.1
 
 
 class Local:
@@ -51,7 +47,7 @@ class Local:
             self._start(f"auto-{secrets.token_hex(4)}")
 
     async def remove(self, worker: str, proposal_size: int) -> None:
-        pid = running(self._folder).get(worker)
+        pid = running_workers(self._folder).get(worker)
         if pid is None:
             raise ConnectorError(f"worker {worker} was not started by a planner: stop it yourself")
         os.kill(pid, signal.SIGTERM)
@@ -81,38 +77,3 @@ class Local:
         except OSError as error:
             raise ConnectorError(f"no worker started: {error.strerror}") from None
         log.info("started worker %s as process %d", worker, pid)
-
-
-def stop_workers(folder: Path) -> None:
-    """Stop all that any planner has started there, and wait for it; kill what is left after
-    STOP_S."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in running(folder).values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        deadline_s = time.monotonic() + STOP_S
-        while running(folder) and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-
-
-def running(folder: Path) -> dict[str, int]:
-    """The processes that live, by worker; forgets the others."""
-    found: dict[str, int] = {}
-    for file in folder.glob("auto-*.pid"):
-        text = file.read_text()
-        if text.isdigit() and _is_worker(int(text), file.stem):
-            found[file.stem] = int(text)
-        else:
-            file.unlink(missing_ok=True)
-    return found
-
-
-def _is_worker(pid: int, worker: str) -> bool:
-    """Whether that process is still the worker, and not another with its number."""
-    with suppress(ChildProcessError):  # another planner's
-        os.waitpid(pid, os.WNOHANG)
-    try:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return f"--worker-id={worker}".encode() in line.split(b"\0")
