@@ -19,7 +19,8 @@ from app.autoscaler.connectors.command import Command
 from app.autoscaler.connectors.local import Local
 from app.autoscaler.metrics import PlannerMetrics
 from app.autoscaler.observer import Observer
-from app.autoscaler.planner import MakeMachines, Planner
+from app.autoscaler.planner import Planner
+from app.autoscaler.predict import MakeMachines
 from app.core.config import base_url
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace

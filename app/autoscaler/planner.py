@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,13 +15,12 @@ import orjson
 from app.autoscaler.connectors.base import Advise, Connector, ConnectorError
 from app.autoscaler.lease import Lease
 from app.autoscaler.metrics import PlannerMetrics
-from app.autoscaler.observer import Observer, mean_speed
+from app.autoscaler.observer import Observer
+from app.autoscaler.predict import MakeMachines, predict
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
-from app.core.worker_report import Speed
 from app.planner.policies import propose
-from app.planner.replay import Replay
 from app.planner.state import (
     FleetState,
     Phase,
@@ -34,8 +33,6 @@ from app.planner.state import (
 from app.planner.victims import victim
 from app.state import leases, planner
 from app.state.scripts import ScriptRunner
-from app.virtual.setting import Setting
-from app.virtual.worker import MakeMachine
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +44,6 @@ REMEMBERED = 64
 """Proposals."""
 MARGIN_S = 1.0
 """An order is given only with so much of the lease left."""
-
-MakeMachines = Callable[[Mapping[str, tuple[Speed, int]]], MakeMachine]
-"""Takes the speed and the tokens of KV of each worker, by its name, which is its profile's."""
 
 
 @dataclass(slots=True)
@@ -238,33 +232,17 @@ class Planner:
         )
 
     def _predict(self, state: FleetState, size: int) -> Prediction:
-        live = state.those(Phase.LIVE)
-        speed = mean_speed(worker.speed for worker in live)
-        seen = self._observer.workers_seen
-        machines: dict[str, tuple[Speed, int]] = {
-            name: (one.speed, one.info.kv_total_blocks * one.info.block_size)
-            for name, one in seen.items()
-        }
-        if size == 0 or not machines:
-            return Prediction(size, 0, 1.0, 0.0, 0.0)
-        usual = next(iter(machines))
-        typical = (speed, machines[usual][1])
-        workers = [
-            worker if worker.phase is Phase.LIVE else _with_profile(worker, usual)
-            for worker in state.workers
-        ]
-        make: MakeMachine = self._make_machines({"": typical, **machines})
-        setting = Setting(block_size=self._observer.block_size or 16)
-        replay = Replay(
-            FleetState(state.now_s, workers, state.recent, state.proposals),
+        settings = self._settings
+        leaves = victim(settings.victim, state, self._rng) if state.those(Phase.LIVE) else None
+        return predict(
+            self._observer,
+            state,
+            size,
             self._rules,
-            self._settings.routing_policy,
-            setting,
-            make,
-            speed,
+            settings.routing_policy,
+            self._make_machines,
+            leaves,
         )
-        leaves = victim(self._settings.victim, state, self._rng) if live else None
-        return replay.predict(size, leaves if size < state.size else None)
 
     async def _follow_changes(self) -> None:
         """See what became of what was ordered."""
@@ -321,7 +299,3 @@ class Planner:
             return True
         self._metrics.failures.inc()
         return False
-
-
-def _with_profile(worker: WorkerState, profile: str) -> WorkerState:
-    return WorkerState(worker.name, worker.phase, worker.since_s, profile=profile)

@@ -93,7 +93,7 @@ class Cluster:
         self._num_workers = num_workers
         self._planner = planner
         self.planner: Member | None = None
-        self._folder = ""
+        self.planner_folder = ""
         """Where planners note the workers that they have started."""
         self._num_replicas = num_replicas
         self._router = router
@@ -181,7 +181,7 @@ class Cluster:
             max_workers=max(self._num_workers, self._planner.max_workers),
             routing_policy=self._router.policy,
             worker_flags=shlex.join(of_workers),
-            local_folder=self._folder,
+            local_folder=self.planner_folder,
         )
         url = base_url(settings.host, settings.port)
         self.planner = self._spawn("planner", url, ["planner", *_flags(settings)])
@@ -203,11 +203,11 @@ class Cluster:
                 for index in range(self._num_workers):
                     self.start_worker(index)
             else:
-                self._folder = self._exit.enter_context(
+                self.planner_folder = self._exit.enter_context(
                     tempfile.TemporaryDirectory(prefix="kvroute-planner-")
                 )
                 # Not before the planner, which would replace them.
-                self._exit.callback(stop_workers, Path(self._folder))
+                self._exit.callback(stop_workers, Path(self.planner_folder))
                 self._exit.callback(self._stop_all)
                 self.start_planner()
             for index in range(self._num_replicas):

@@ -12,8 +12,16 @@ import numpy as np
 from app.core.errors import RoutingError
 from app.core.keys import Keyspace
 from app.ops import namespaces
-from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
-from app.options import POLICY, POSITIVE, Command, Number
+from app.ops.terminal import (
+    COMMON,
+    TIMEOUT_S,
+    counted,
+    json_option,
+    json_text,
+    on_redis,
+    text_table,
+)
+from app.options import POLICY, POSITIVE, PROCESSES, Command, Number
 from app.policy.choose import choose
 from app.policy.cost import (
     POLICIES,
@@ -25,6 +33,7 @@ from app.policy.cost import (
 from app.policy.record import Record
 from app.state import decisions
 from app.state.client import Client
+from app.state.connect import deadline
 
 
 @click.command(cls=Command)
@@ -98,7 +107,13 @@ def _short(cell: Any) -> str:
 
 
 @click.command(cls=Command)
-@click.option("--policy", required=True, type=POLICY, help="Policy to score with.")
+@click.option("--policy", type=POLICY, help="Policy to score with.")
+@click.option(
+    "--workers",
+    "num_workers",
+    type=PROCESSES,
+    help="Instead, replay the decisions of the last minutes in a fleet of that size.",
+)
 @click.option(
     "--prefill-weight",
     type=Number(0, 1000),
@@ -111,7 +126,8 @@ def _short(cell: Any) -> str:
 async def whatif(
     redis: Client,
     keyspace: Keyspace,
-    policy: str,
+    policy: str | None,
+    num_workers: int | None,
     prefill_weight: float | None,
     last: int,
     as_json: bool,
@@ -123,7 +139,15 @@ async def whatif(
     both policies give the two workers the same cost, or if power_of_two, scored against itself,
     draws another pair. No temperature is applied: a choice that was not the cheapest because of one
     counts as changed.
+
+    With --workers, the last decisions are played in virtual time, by the policy given or `latency`,
+    in a fleet of that size and in today's: each worker as fast as it was found to be.
     """
+    if num_workers is not None:
+        await _with_workers(redis, keyspace, num_workers, policy or "latency", as_json=as_json)
+        return
+    if policy is None:
+        raise click.UsageError("needs --policy or --workers")
     if prefill_weight is not None and policy != "blocks":
         raise click.BadParameter(
             "only the policy blocks has a prefill weight", param_hint="--prefill-weight"
@@ -151,6 +175,43 @@ async def whatif(
         for name, mean in found.means()["mean"].items()
     ]
     click.echo(text_table(("mean", "were", "would be"), rows))
+
+
+async def _with_workers(
+    redis: Client, keyspace: Keyspace, workers: int, policy: str, *, as_json: bool
+) -> None:
+    # The engines that it takes are an extra.
+    from app.autoscaler.predict import whatif as predicted
+    from workers.engines.sim.learned import learned_machines
+
+    view = await _num_workers_now(redis, keyspace)
+    sizes = sorted({view, workers} - {0})
+    found = await predicted(redis, keyspace, sizes, policy, learned_machines)
+    if not found[0].requests:
+        await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
+        raise click.ClickException("no decision of the last minutes is kept")
+    if as_json:
+        click.echo(json_text([asdict(one) for one in found]))
+        return
+    head = ("workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
+    rows = [
+        (
+            f"{one.size} (now)" if one.size == view else str(one.size),
+            one.requests,
+            f"{one.attainment:.1%}",
+            f"{one.ttft_p99_s:.2f}",
+            f"{one.hit_rate:.1%}",
+        )
+        for one in found
+    ]
+    click.echo(text_table(head, rows))
+
+
+async def _num_workers_now(redis: Client, keyspace: Keyspace) -> int:
+    """How many worker processes there are."""
+    async with deadline(TIMEOUT_S):
+        current: Any = await redis.hkeys(keyspace["current"])
+    return len({key.rpartition(b":")[0] for key in current})
 
 
 class Comparison:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
@@ -20,7 +20,7 @@ from app.ops.usage import usages
 from app.ops.waiting import flows
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
 from app.policy.record import Record
-from app.state import decisions
+from app.state import decisions, planner
 from app.state.client import Client
 
 MAX_SHOWN = 20
@@ -150,17 +150,27 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
     if not found:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"worker {name!r} does not exist")
+    values = await planner.values(redis, keyspace)
     requests = {
         w.incarnation: await workers.requests_on(redis, keyspace, w.incarnation) for w in found
     }
     if as_json:
-        rows = [_worker_dict(w) | {"reserved": requests[w.incarnation]} for w in found]
+        rows = [
+            _worker_dict(w)
+            | {"reserved": requests[w.incarnation], "unique_value_s": _value(w, values)}
+            for w in found
+        ]
         click.echo(json_text(rows))
         return
     click.echo(_workers_table(found))
     for w in found:
         if w.info:
             click.echo(f"\n{w.info.key} {_said(INFO, w.info)}")
+        value_s = _value(w, values)
+        if value_s is not None:
+            click.echo(
+                f"  worth: without it, {value_s:.2f} s of recent prefills would be done again"
+            )
         if w.gpu != NO_READINGS:
             click.echo(f"  GPU: {_said(GPU, w.gpu)}")
         reserved = requests[w.incarnation]
@@ -170,6 +180,11 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
             click.echo(f"  {request}  {record}")
         if len(reserved) > MAX_SHOWN:
             click.echo(f"  ... and {len(reserved) - MAX_SHOWN} more")
+
+
+def _value(worker: workers.Worker, values: Mapping[str, float]) -> float | None:
+    """What losing it would cost, in seconds of prefill; None: no planner says."""
+    return values.get(worker.info.key.worker_id) if worker.info else None
 
 
 def _said(items: Iterable[Item], report: object) -> str:

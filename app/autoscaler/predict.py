@@ -1,0 +1,92 @@
+"""What a fleet of another size would have made of the recorded decisions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from app.autoscaler.observer import Observer, mean_speed
+from app.core.keys import Keyspace
+from app.core.worker_report import Speed
+from app.planner.replay import Replay
+from app.planner.state import FleetState, Phase, Prediction, Rules
+from app.planner.victims import victim
+from app.router.fleet import Fleet
+from app.state.client import Client
+from app.state.scripts import ScriptRunner
+from app.virtual.setting import Setting
+from app.virtual.worker import MakeMachine
+
+MakeMachines = Callable[[Mapping[str, tuple[Speed, int]]], MakeMachine]
+"""Takes the speed and the tokens of KV of each worker, by its name, which is its profile's."""
+TIMEOUT_S = 2.0
+POLL_S = 0.1
+
+
+def predict(
+    observer: Observer,
+    state: FleetState,
+    size: int,
+    rules: Rules,
+    routing_policy: str,
+    make_machines: MakeMachines,
+    leaves: str | None,
+) -> Prediction:
+    """leaves: who would, if the fleet were smaller. Of no workers, nothing is known."""
+    machines = {
+        name: (seen.speed, seen.info.kv_total_blocks * seen.info.block_size)
+        for name, seen in observer.workers_seen.items()
+    }
+    if size == 0 or not machines:
+        return Prediction(size, 0, 1.0, 0.0, 0.0)
+    usual = next(iter(machines))
+    workers = [
+        worker if worker.phase is Phase.LIVE else replace(worker, profile=usual)
+        for worker in state.workers
+    ]
+    replay = Replay(
+        replace(state, workers=workers),
+        rules,
+        routing_policy,
+        Setting(block_size=next(iter(observer.workers_seen.values())).info.block_size),
+        make_machines(machines),
+        mean_speed(speed for speed, _ in machines.values()),
+    )
+    return replay.predict(size, leaves if size < state.size else None)
+
+
+async def whatif(
+    redis: Client, keyspace: Keyspace, sizes: list[int], policy: str, make_machines: MakeMachines
+) -> list[Prediction]:
+    """For fleets of `sizes`, by the decisions of late. Raises RedisUnavailable."""
+    fleet = Fleet(redis, keyspace, TIMEOUT_S)
+    observer = Observer(fleet, redis, ScriptRunner(redis, TIMEOUT_S), keyspace)
+    following = asyncio.create_task(fleet.follow())
+    try:
+        with suppress(TimeoutError):  # those whose speed is not known count as usual
+            async with asyncio.timeout(TIMEOUT_S):
+                while True:
+                    await observer.sample()
+                    if all(seen.loads for seen in observer.workers_seen.values()):
+                        break
+                    await asyncio.sleep(POLL_S)
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+    rules = Rules()
+    recent = await observer.recent(rules)
+    values = observer.values(recent, rules)
+    state = FleetState(observer.now_s, observer.workers(values), recent)
+    leaves = None
+    if state.those(Phase.LIVE):
+        leaves = victim("unique_value", state, np.random.default_rng(0))
+    return [
+        await asyncio.to_thread(
+            predict, observer, state, size, rules, policy, make_machines, leaves
+        )
+        for size in sizes
+    ]
