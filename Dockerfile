@@ -4,6 +4,7 @@
 # docker build --target worker .        one worker, with kvroute's own engine; needs REDIS_URL
 # docker build --target agent .         the agent beside a vLLM or SGLang; needs REDIS_URL and
 #                                       KVROUTE_ENGINE_URL
+# docker build --target planner .       keeps the fleet's size; needs REDIS_URL
 # docker build --target all-in-one .    Redis, routers, balancer and workers in one container, to
 #                                       try out: only clients inside it can reach its workers
 
@@ -29,11 +30,15 @@ FROM build AS build-agent
 RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt '.[agent]'
 
+FROM build AS build-planner
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /venv/bin/pip install -c constraints.txt '.[planner]'
+
 FROM build AS build-all-in-one
 ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" \
-    '.[worker,embedded,loadtest]'
+    '.[worker,embedded,loadtest,planner]'
 
 FROM python:3.12-slim-bookworm AS base
 # A numeric user, so that Kubernetes can see that it is not root.
@@ -58,6 +63,15 @@ EXPOSE 8082
 HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
     "import socket, os; socket.create_connection(('127.0.0.1', int(os.environ['KVROUTE_PORT'])), 2)"]
 CMD ["kvroute", "agent"]
+
+FROM base AS planner
+COPY --from=build-planner /venv /venv
+USER 10001
+ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8083
+EXPOSE 8083
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
+    "import socket, os; socket.create_connection(('127.0.0.1', int(os.environ['KVROUTE_PORT'])), 2)"]
+CMD ["kvroute", "planner"]
 
 FROM base AS all-in-one
 # hadolint ignore=DL3008

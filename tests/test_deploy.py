@@ -76,6 +76,35 @@ PODS = {r["metadata"]["name"]: r["spec"] for r in MANIFEST if r["kind"] == "Depl
 POLICIES = {r["metadata"]["name"]: r["spec"] for r in MANIFEST if r["kind"] == "NetworkPolicy"}
 
 
+PLANNER = {
+    resource["kind"]: resource
+    for resource in yaml.safe_load_all((DEPLOY / "planner.kubernetes.yaml").read_text())
+}
+
+
+def test_the_planner_may_do_what_its_connector_does_and_reaches_what_it_needs() -> None:
+    allowed = {
+        (group, resource): rule["verbs"]
+        for rule in PLANNER["Role"]["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert allowed == {("apps", "deployments/scale"): ["get", "patch"], ("", "pods"): ["patch"]}
+    deployment = PLANNER["Deployment"]["spec"]["template"]
+    [container] = deployment["spec"]["containers"]
+    known = {getattr(option, "envvar", None) for option in main.commands["planner"].params}
+    given = {variable["name"] for variable in container["env"]}
+    assert given - OWN_VARIABLES - known == set()
+    account = PLANNER["ServiceAccount"]["metadata"]["name"]
+    assert deployment["spec"]["serviceAccountName"] == account
+    assert PLANNER["RoleBinding"]["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    policy = PLANNER["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == deployment["metadata"]["labels"]
+    [reachable] = POLICIES["redis"]["ingress"][0]["from"]
+    [expression] = reachable["podSelector"]["matchExpressions"]
+    assert deployment["metadata"]["labels"]["app"] in expression["values"]
+
+
 def kubernetes_variables() -> Iterator[tuple[str, str]]:
     for deployment in PODS.values():
         for container in deployment["template"]["spec"]["containers"]:
@@ -136,7 +165,7 @@ def test_a_pod_is_reached_at_its_port_and_reaches_only_redis_and_the_name_server
         assert "egress" not in policy
         [callers] = ingress["from"]
         [rule] = callers["podSelector"]["matchExpressions"]
-        assert {*rule["values"]} == PODS.keys() - {"redis"}
+        assert {*rule["values"]} == (PODS.keys() - {"redis"}) | {"kvroute-planner"}
         return
     to_redis, to_dns = policy["egress"]
     assert to_redis == {

@@ -115,6 +115,9 @@ def test_flags_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
         Local("", tmp_path / "file" / "own", "redis://127.0.0.1", NAMESPACE)
 
 
+MERGES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
+
+
 @dataclass
 class ApiServer:
     """One Deployment `w` of four pods. status: of the next answers to PATCH; 0: none comes."""
@@ -128,6 +131,8 @@ class ApiServer:
         body = orjson.loads(await request.read() or b"null")
         self.calls.append((request.method, request.path, body))
         if request.method == "PATCH":
+            if request.content_type not in MERGES:
+                return web.json_response({"message": request.content_type}, status=415)
             if self.status == 0:
                 await asyncio.sleep(60)
             if self.status != 200:
