@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
 from loadtest.day import Rates, curve, day_of
+from loadtest.processes import forked
 from loadtest.scaling import Coming, Played, Scaled, Scaling
 from loadtest.simulate import meets_slo
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
@@ -113,15 +112,20 @@ class Figures:
     """The size from each time on."""
 
 
+LEGEND = (
+    "p99: TTFT. undone: changes that undo one of the last ten minutes. again: seconds of prefill "
+    "that workers that had left would have spared. off by: points within the SLO, between what was "
+    "predicted for one worker less and what then was; a median."
+)
 COLUMNS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
-    ("within SLO", lambda f: f.within_slo, "{:.1%}"),
-    ("worker-hours", lambda f: f.worker_hours, "{:.2f}"),
-    ("TTFT p99, s", lambda f: f.ttft_p99_s, "{:.1f}"),
-    ("size changes", lambda f: f.changes, "{:.0f}"),
-    ("undone in 10 min", lambda f: f.reversals, "{:.0f}"),
+    ("in SLO", lambda f: f.within_slo, "{:.1%}"),
+    ("worker h", lambda f: f.worker_hours, "{:.2f}"),
+    ("p99, s", lambda f: f.ttft_p99_s, "{:.1f}"),
+    ("changes", lambda f: f.changes, "{:.0f}"),
+    ("undone", lambda f: f.reversals, "{:.0f}"),
     ("lost", lambda f: f.lost, "{:.0f}"),
-    ("recomputed, s", lambda f: f.recomputed_s, "{:.0f}"),
-    ("off by, points", lambda f: _points(f.prediction_error), "{:.1f}"),
+    ("again, s", lambda f: f.recomputed_s, "{:.0f}"),
+    ("off by", lambda f: _points(f.prediction_error), "{:.1f}"),
 )
 
 
@@ -366,7 +370,7 @@ def main(
         Prompts(setting.block_size),
     )
     asked = [(policy, victim) for policy in policies for victim in victims]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as executor:
+    with forked(jobs) as executor:
         figures = list(executor.map(_play, *zip(*asked, strict=True)))
     title = (
         f"{_scenario.day.name}: {_scenario.day.num_requests:,} requests, peak to trough 4:1, "
@@ -377,6 +381,7 @@ def main(
         console.print(
             table(f"{title}; {victim} leaves", [f for f in figures if f.victim == victim])
         )
+    console.print(LEGEND)
     save({"title": title, "figures": [asdict(one) for one in figures]}, json_file)
     if png_file:
         plot([one for one in figures if one.victim == victims[0]], rates, title, png_file)

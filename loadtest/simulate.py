@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import cycle, groupby
-from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
 from loadtest.ideal import ideal
+from loadtest.processes import forked
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 from loadtest.virtual import Prompts, Simulation
@@ -227,14 +227,8 @@ def _limit(policy: str, share: float, seeds: int) -> float:
 def processes(scenario: Scenario, number: int) -> Iterator[Executor]:
     global _scenario
     _scenario = scenario
-    with ProcessPoolExecutor(number, mp_context=get_context("fork")) as executor:
-        try:
-            yield executor
-        except BaseException:
-            # What they play may take minutes more, which leaving the executor would wait for.
-            for process in active_children():
-                process.kill()
-            raise
+    with forked(number) as executor:
+        yield executor
 
 
 def _mean(seeds: Sequence[Figures], of: Callable[[Figures], float | None]) -> float | None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from app.autoscaler.metrics import PlannerMetrics
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings, variable
+from app.core.planner_settings import PlannerSettings
 from app.door.outcomes import Outcomes
 from app.policy.cost import POLICIES
 from app.router.metrics import Telemetry
@@ -20,7 +22,9 @@ DOCUMENTS = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("
 
 
 @pytest.mark.parametrize(
-    "settings", [RouterSettings, WorkerSettings, EngineAgentSettings], ids=lambda s: s.__name__
+    "settings",
+    [RouterSettings, WorkerSettings, EngineAgentSettings, PlannerSettings],
+    ids=lambda s: s.__name__,
 )
 def test_the_configuration_table_has_every_setting_with_its_default_and_help(settings):
     rows = [line for line in CONFIGURATION.splitlines() if line.startswith("| `--")]
@@ -35,7 +39,8 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
 def test_every_metric_that_a_document_names_exists(document: str) -> None:
     telemetry = Telemetry()
     Outcomes(telemetry.registry, log=False)
-    families = list(telemetry.registry.collect())
+    planner = PlannerMetrics("test")
+    families = [*telemetry.registry.collect(), *planner.registry.collect()]
     existing = {family.name for family in families}
     existing |= {f"{f.name}_total" for f in families if f.type == "counter"}
     existing |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}

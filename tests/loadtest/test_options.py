@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from loadtest import bench_replicas, bench_tiers, bench_waiting, simulate
+from loadtest import autoscale, bench_replicas, bench_tiers, bench_waiting, simulate
 from loadtest.command import Command, save
 from loadtest.demo import demo
 from loadtest.replay import replay
@@ -67,6 +67,13 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
+        ("autoscale", "--hours nan"),
+        ("autoscale", "--load 0"),
+        ("autoscale", "--policy slo:many"),
+        ("autoscale", "--policy static:1.5"),
+        ("autoscale", "--policy static"),
+        ("autoscale", "--policy fastest"),
+        ("autoscale", "--startup-s inf"),
         ("bench_failover", "--runs 0"),
         ("bench_hashing", "--rounds 0"),
         ("bench_index", "--blocks 0"),
@@ -136,6 +143,8 @@ def test_every_command_ends_that_way(module: str) -> None:
         (bench_replicas.main, "--replicas 1 --replicas 4 --replicas 4"),
         (bench_tiers.main, "--kib 16 --kib 64 --kib 16"),
         (bench_waiting.main, "--replicas 1 --replicas 1"),
+        (autoscale.main, "--policy slo --policy slo"),
+        (autoscale.main, "--victim newest --victim newest"),
         (simulate.main, "--policy blocks:8 --policy blocks:8"),
         (simulate.main, "--load 1 --load 2 --load 1"),
     ],
