@@ -23,6 +23,7 @@ from app.core.errors import (
     WrongVersion,
     shown,
 )
+from app.core.keys import Keyspace
 from app.core.types import checked_request_id, checked_reservation_id
 from app.http.body import Caller, header, json_response, read_body
 from app.policy.decision import RouteRequest
@@ -30,6 +31,7 @@ from app.policy.view import View, load_statistics
 from app.router.metrics import text_of
 from app.router.router import Router
 from app.router.routers import Routers
+from app.state import planner
 
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
@@ -178,7 +180,8 @@ async def workers(request: Request) -> Mapping[str, Any]:
         view = await router.refresh()
     except NamespaceMissing:
         return views.NO_WORKERS
-    return views.workers(view, *load_statistics(view))
+    values = await planner.values(router.redis, Keyspace(router.namespace))
+    return views.workers(view, *load_statistics(view), values)
 
 
 @routes.head("/health", include_in_schema=False)

@@ -248,6 +248,11 @@ WorkerModel = create_model(
     stale=_field(
         bool, "the measurements are older than a second; longer with more than 256 workers"
     ),
+    unique_value_s=_field(
+        float | None,
+        "seconds of recent prefills that would be done again without the worker's process; null if "
+        "no planner says",
+    ),
 )
 
 

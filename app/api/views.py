@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -72,8 +72,10 @@ def _candidate(c: Candidate) -> dict[str, Any]:
     }
 
 
-def workers(view: View, load_avg: float, load_std: float) -> dict[str, Any]:
-    """As schemas.Workers. load_avg, load_std: see `load_statistics`."""
+def workers(
+    view: View, load_avg: float, load_std: float, values: Mapping[str, float]
+) -> dict[str, Any]:
+    """As schemas.Workers. load_avg, load_std: see `load_statistics`. values: of worker ids."""
     found = [
         {
             **_key(info.key),
@@ -88,6 +90,7 @@ def workers(view: View, load_avg: float, load_std: float) -> dict[str, Any]:
             **_reported(METRICS, measured.metrics),
             "gpu": None if measured.gpu == NO_READINGS else _reported(GPU, measured.gpu),
             "stale": measured.is_stale(view.now_ms, len(view.infos)),
+            "unique_value_s": values.get(info.key.worker_id),
         }
         for inc, info, load, measured in zip(
             view.incarnations, view.infos, view.loads, view.measured, strict=True

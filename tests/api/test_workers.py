@@ -19,7 +19,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_worker import FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 
 
 async def listed(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -73,6 +73,7 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
         "kv_idle_before_evict_s": 0.0,
         "gpu": None,
         "stale": True,
+        "unique_value_s": None,
     }
     # One prefill of 1 ms is left, and is draining.
     assert 0.0 <= queue_s <= 0.001
@@ -240,3 +241,12 @@ async def test_without_redis_a_router_that_knows_no_worker_is_not_ready(
         redis, workers = response.json()["missing"]
         assert redis.startswith("redis: ")
         assert workers == "workers: none is alive"
+
+
+async def test_what_losing_a_worker_would_cost_is_listed_once_a_planner_says(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    assert (await listed(client))["workers"][0]["unique_value_s"] is None
+    await workers.redis.hset(KEYS["planner"], "values", '{"w1": 2.5}')
+    assert (await listed(client))["workers"][0]["unique_value_s"] == 2.5
