@@ -3,8 +3,8 @@
     python -m loadtest.bench_bridge --json out/bench_bridge.json
 
 A process publishes as vLLM does, and the agent's own parts read it, translate it and publish it:
-chains that are stored, then removed. The memory is what this process grows by. For the idle figure
-`kvroute agent` runs beside a simulated engine. The namespaces are deleted at the end.
+chains that are stored, then removed. The memory is what a fresh process grows by. For the idle
+figure `kvroute agent` runs beside a simulated engine. The namespaces are deleted at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -202,7 +203,8 @@ async def published_per_s(url: str, chains: int) -> dict[str, float]:
 
 
 async def bytes_per_block(url: str, chains: int) -> float:
-    """By how much this process grows for each block held, at a pace at which nothing queues up."""
+    """By how much this process grows for each block held, at a pace at which nothing queues up. To
+    be asked of a fresh process: another would reuse what it has freed."""
     with running_engine() as published:
         async with running_rank(url, published.source, chains * CHAIN_BLOCKS) as rank:
             await published.prepare("stored", range(chains), STEADY_PER_S)
@@ -213,6 +215,15 @@ async def bytes_per_block(url: str, chains: int) -> float:
             await published.sent()
             assert rank.blocks.num_held == chains * CHAIN_BLOCKS
     return grown / (chains * CHAIN_BLOCKS)
+
+
+def fresh_bytes_per_block(url: str, chains: int) -> float:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+        return fresh.submit(_bytes_per_block_here, url, chains).result()
+
+
+def _bytes_per_block_here(url: str, chains: int) -> float:
+    return run(bytes_per_block(url, chains))
 
 
 async def _until_published(rank: Rank, batches: int) -> None:
@@ -276,8 +287,7 @@ async def measure(url: str, chains: int) -> dict[str, Any]:
     """chains: how many are published in bursts, of CHAIN_BLOCKS each."""
     return {
         "blocks": chains * CHAIN_BLOCKS,
-        # First, as later it would reuse what others have freed.
-        "bytes_per_block": await bytes_per_block(url, chains),
+        "bytes_per_block": await asyncio.to_thread(fresh_bytes_per_block, url, chains),
         "published_per_s": await published_per_s(url, chains),
         "visible_ms": await visible_ms(url),
         "idle_share": await asyncio.to_thread(idle_share, url),
