@@ -185,6 +185,11 @@ class DoorSettings(CommonSettings):
     gap_timeout_s: float = setting(
         300.0, "Longest pause between two parts of an engine's answer.", POSITIVE_SECONDS
     )
+    migrate: bool = setting(
+        False,
+        "A stream whose worker fails goes on at another; engines then name the ids of tokens.",
+        bool,
+    )
     stalled_s: float = setting(
         60.0,
         "A client that takes nothing of its answer for this long is cut off.",

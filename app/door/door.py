@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.core.errors import NoWorkers, RedisUnavailable
+from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
 from app.door.errors import WorkerFailed
-from app.door.events import Stream, Whole, usage_in
-from app.door.forwarding import Outgoing, headers_for_client
+from app.door.events import Whole, usage_in
+from app.door.forwarding import Outgoing, Parser, headers_for_client
 from app.door.lifecycle import Lifecycle
+from app.door.migration import Migrating
 from app.door.models import Model
-from app.door.upstream import Answer, Upstream, UpstreamError
+from app.door.upstream import Answer, Upstream, UpstreamBroken, UpstreamError
 
 log = logging.getLogger(__name__)
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 TRIES = 3
+MIGRATIONS = 3
+"""Of one answer."""
 CONNECT_S = 5.0
 MAX_WHOLE_BYTES = 1024 * 1024
 """An answer that is not streamed is held back until it is complete, so that another worker can
@@ -74,12 +77,16 @@ class Door:
         """Have a worker answer; ends `life` unless it raises.
 
         Until the first byte has gone out to the client, another worker takes the place of one that
-        failed. Raises as Router.route does, and WorkerFailed if there is no further one to try, or
-        one fails later.
+        failed; later, one goes on with a stream that can migrate. Raises as Router.route does, and
+        WorkerFailed if there is no further one to try, or one fails later.
         """
-        begun = await self._begun(life, outgoing, path, headers, policy)
+
+        async def begin() -> _Begun:
+            return await self._begun(life, outgoing, path, headers, policy)
+
+        begun = await begin()
         try:
-            await self._relay(life, outgoing, begun, client)
+            await self._relay(life, outgoing, begun, client, begin)
         finally:
             begun.answer.abort()
 
@@ -189,8 +196,14 @@ class Door:
             raise
 
     async def _relay(
-        self, life: Lifecycle, outgoing: Outgoing, begun: _Begun, client: Client
+        self,
+        life: Lifecycle,
+        outgoing: Outgoing,
+        begun: _Begun,
+        client: Client,
+        begin: Callable[[], Awaitable[_Begun]],
     ) -> None:
+        """begin: asks for what `outgoing` is now. What it returns takes the place of `begun`."""
         asked, answer = outgoing.asked, begun.answer
         headers = headers_for_client(answer.headers)
         life.record.status = answer.status
@@ -202,26 +215,74 @@ class Door:
             await client.start(answer.status, headers)
             await client.send(begun.first, last=True)
             return
-        parser: Stream | Whole = Whole()
+        parser: Parser = Whole()
         if asked.streams and answer.status == 200:
-            parser = Stream(drops_usage=not asked.wants_usage)
+            parser = outgoing.parser()
             headers += _STREAM_HEADERS
         await client.start(answer.status, headers)
-        piece = begun.first
-        try:
-            while piece:
-                passed = parser.passed(piece)
-                if parser.has_first_token:
-                    life.first_token()
-                if passed:
-                    await client.send(passed)
-                piece = await answer.read(self._patience.between_s)
-        except UpstreamError as error:
-            raise WorkerFailed(f"worker {life.decision.worker.key}: {error}") from None
-        rest = parser.rest()
+        while True:
+            try:
+                await self._pass(life, begun, parser, client)
+            except UpstreamError as error:
+                failure = WorkerFailed(f"worker {life.decision.worker.key}: {error}")
+            else:
+                rest = parser.rest()
+                break
+            if not isinstance(parser, Migrating):
+                raise failure
+            if parser.is_finished:
+                rest = parser.ending()
+                break
+            await self._migrate(life, outgoing, begun, parser, begin, failure)
         outcome = "error_event" if parser.failed else "ok"
         life.end(outcome, ended_by="worker", usage=usage_in(parser.tail))
         await client.send(rest, last=True)
+
+    async def _pass(self, life: Lifecycle, begun: _Begun, parser: Parser, client: Client) -> None:
+        """Pass the answer of one worker on. Raises UpstreamBroken."""
+        piece = begun.first
+        while piece:
+            passed = parser.passed(piece)
+            if parser.has_first_token:
+                life.first_token()
+            if passed:
+                await client.send(passed)
+            if parser.is_broken:
+                raise UpstreamBroken("told an error")
+            piece = await begun.answer.read(self._patience.between_s)
+
+    async def _migrate(
+        self,
+        life: Lifecycle,
+        outgoing: Outgoing,
+        begun: _Begun,
+        parser: Migrating,
+        begin: Callable[[], Awaitable[_Begun]],
+        failure: WorkerFailed,
+    ) -> None:
+        """Have another worker go on with the answer. Raises `failure` if none can."""
+        output = parser.output
+        if not parser.can_go_on or life.record.migrations == MIGRATIONS:
+            raise failure
+        if not outgoing.goes_on(output):
+            raise failure
+        log.warning(
+            "%s; request %s goes on elsewhere after %d tokens",
+            failure,
+            life.record.admitted.request_id,
+            len(output),
+        )
+        begun.answer.abort()
+        await self._failed(life, suspend=True)
+        life.goes_on(output)
+        try:
+            next_one = await begin()
+        except KvrouteError:
+            raise failure from None
+        begun.answer, begun.first = next_one.answer, next_one.first
+        if begun.answer.status != 200:
+            raise failure
+        parser.goes_on()
 
 
 _TAIL = 4096

@@ -24,3 +24,8 @@ def ids_field(api: Api, engine: str) -> str:
         if found and (int(found[1]), int(found[2])) >= _VLLM_TAKES_IDS:
             return "kv_transfer_params"
     return ""
+
+
+def returns_ids(engine: str) -> bool:
+    """Whether its events name the ids of their tokens if `return_token_ids` asks for them."""
+    return engine.startswith(("vllm", "kvroute"))

@@ -19,7 +19,7 @@ _EMPTY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _DATA = re.compile(rb"(?:^|\n)data:")
 _PREAMBLE = re.compile(rb"event: ?response\.(?:created|queued|in_progress)\r?\ndata:")
 """Said before there is a token."""
-_ERROR = re.compile(rb'(?:^|\n)data:\s*\{"(?:error|object"\s*:\s*"error)"')
+ERROR = re.compile(rb'(?:^|\n)data:\s*\{"(?:error|object"\s*:\s*"error)"')
 
 
 def usage_in(tail: bytes) -> Usage | None:
@@ -65,6 +65,7 @@ class Whole:
 
     has_first_token = False
     failed = False
+    is_broken = False
 
     def passed(self, piece: bytes) -> bytes:
         self.tail = (self.tail + piece)[-TAIL_BYTES:]
@@ -85,6 +86,7 @@ class Stream:
         self.has_first_token = False
         self.failed = False
         """Whether an event told an error."""
+        self.is_broken = False
         self._drops_usage = drops_usage
         self._held = b""
 
@@ -111,7 +113,7 @@ class Stream:
     def _seen(self, events: bytes) -> bytes:
         if not self.has_first_token:
             self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
-        if b'"error"' in events and _ERROR.search(events):
+        if b'"error"' in events and ERROR.search(events):
             self.failed = True
         if b'"usage"' in events:
             self.tail = events[-TAIL_BYTES:]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from app.core.worker_report import WorkerInfo
 from app.door.asked import Api, Asked
 from app.door.body import JsonBody
 from app.door.engines import ids_field
+from app.door.events import Stream, Whole
+from app.door.migration import Migrating
 from app.door.prompts import PromptIds
+
+Parser = Stream | Whole | Migrating
 
 _HOP_BY_HOP = frozenset(
     (
@@ -41,6 +47,8 @@ _OURS = frozenset(
         b"x-balancer-id",
     )
 )
+DEFAULT_COMPLETION_TOKENS = 16
+"""What the API of completions assumes when a request does not say."""
 _FROM_ENGINES = _HOP_BY_HOP | {b"content-length", b"server", b"date", b"x-request-id"}
 
 
@@ -66,18 +74,40 @@ def headers_for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[byt
 
 @dataclass(slots=True)
 class Outgoing:
-    """One request as each kind of engine takes it."""
+    """One request as each kind of engine takes it.
+
+    can_migrate: its answer names the ids of its tokens, so that another worker can go on with it.
+    """
 
     body: JsonBody
     asked: Asked
-    ids: PromptIds | None
+    ids: PromptIds
+    can_migrate: bool = False
+    _output: Sequence[int] = ()
     _made: dict[str, bytes] = field(default_factory=dict)
+
+    def parser(self) -> Parser:
+        """What sees the events of the answer."""
+        drops_usage = not self.asked.wants_usage
+        if not self.can_migrate:
+            return Stream(drops_usage=drops_usage)
+        return Migrating(
+            prompt_tokens=self.ids.num_tokens,
+            drops_usage=drops_usage,
+            shows_ids=bool(self.body.fields.get("return_token_ids")),
+        )
+
+    def goes_on(self, output: Sequence[int]) -> bool:
+        """From now on ask for what comes behind these tokens of the answer; False: nothing may."""
+        self._output = output
+        self._made.clear()
+        limit = self._limit()
+        return limit is None or limit[1] > len(output)
 
     def for_worker(self, worker: WorkerInfo) -> bytes:
         """The body for an engine of that kind."""
-        field_name = (
-            ids_field(self.asked.api, worker.engine) if self.ids and self.ids.are_sent else ""
-        )
+        are_sent = self.ids.are_sent or bool(self._output)
+        field_name = ids_field(self.asked.api, worker.engine) if are_sent else ""
         body = self._made.get(field_name)
         if body is None:
             body = self._made[field_name] = self._make(field_name)
@@ -86,14 +116,31 @@ class Outgoing:
     def _make(self, ids_field: str) -> bytes:
         changes: dict[str, object] = {}
         if ids_field:
-            assert self.ids is not None
             ids = self.ids.ids
+            if self._output:
+                ids = [*np.asarray(ids).tolist(), *self._output]
             is_nested = ids_field == "kv_transfer_params"
             changes[ids_field] = {"prompt_token_ids": ids} if is_nested else ids
         if self.asked.streams and not self.asked.wants_usage and self.asked.api in _USAGE_ASKED_FOR:
             options = self.body.fields.get("stream_options") or {}
             changes["stream_options"] = {**options, "include_usage": True}
+        if self.can_migrate:
+            changes["return_token_ids"] = True
+        limit, least = self._limit(), self.body.fields.get("min_tokens")
+        if self._output and limit is not None:
+            changes[limit[0]] = limit[1] - len(self._output)
+        if self._output and least:
+            changes["min_tokens"] = max(0, least - len(self._output))
         return self.body.spliced(changes, ()) if changes else self.body.raw
+
+    def _limit(self) -> tuple[str, int] | None:
+        """The member that limits the tokens of the answer, and its value."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            if self.body.fields.get(name) is not None:
+                return name, self.body.fields[name]
+        if self.asked.api is Api.COMPLETIONS:
+            return "max_tokens", DEFAULT_COMPLETION_TOKENS
+        return None
 
 
 _USAGE_ASKED_FOR = (Api.CHAT, Api.COMPLETIONS)

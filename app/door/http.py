@@ -25,6 +25,7 @@ from app.door.door import Door, Headers, Patience
 from app.door.errors import Unauthorized
 from app.door.forwarding import Outgoing, headers_for_engine
 from app.door.lifecycle import Admitted, Lifecycle
+from app.door.migration import can_migrate
 from app.door.models import Model, Models
 from app.door.outcomes import Outcomes
 from app.door.prompts import PromptIds, Prompts
@@ -144,7 +145,13 @@ class HttpDoor:
                 life = self._admit(scope, headers, request_id, model, wanted, ids, trace)
                 await self._door.carry(
                     life,
-                    Outgoing(body, wanted, ids),
+                    Outgoing(
+                        body,
+                        wanted,
+                        ids,
+                        self._settings.migrate
+                        and can_migrate(wanted, body.fields, ids, model.workers),
+                    ),
                     scope["path"],
                     headers_for_engine(scope["headers"], request_id, self._settings.worker_key),
                     self._settings.policy,

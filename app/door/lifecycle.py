@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from app.core.types import SequenceHash
 from app.door.errors import ContextTooLong
@@ -66,13 +68,15 @@ class Record:
     status: int = 0
     failed: list[str] = field(default_factory=list)
     """The workers that failed it."""
+    migrations: int = 0
+    """How often another worker went on with its answer."""
 
     @property
     def predicted_cached(self) -> int | None:
         """Tokens of the prompt that the worker was predicted to have cached; None: nobody could
         tell. The last token is always computed, and with it its block."""
         decision, admitted = self.decision, self.admitted
-        if decision is None or admitted.prompt is None or decision.degraded:
+        if decision is None or admitted.prompt is None or decision.degraded or self.migrations:
             return None
         info = decision.worker
         unit = info.reuse_blocks
@@ -105,6 +109,7 @@ class Lifecycle:
         self._chain: list[SequenceHash] | None = None
         self._tried: set[str] = set()
         self._held: Decision | None = None
+        self._has_first_token = False
 
     @property
     def decision(self) -> Decision:
@@ -124,6 +129,7 @@ class Lifecycle:
             if admitted.prompt is not None:
                 self._chain = await admitted.prompt.chain(await router.block_size(policy))
         self._held = None
+        self._has_first_token = False
         self.record.tries += 1
         decision = await router.route(
             RouteRequest(
@@ -161,13 +167,28 @@ class Lifecycle:
         else:
             self._router.end(decision.reservation_id)
 
+    def goes_on(self, output: Sequence[int]) -> None:
+        """The next decision is for a worker that goes on behind the tokens so far. output: those
+        of the answer."""
+        prompt = self.record.admitted.prompt
+        assert prompt is not None
+        assert prompt.tokens is not None
+        tokens = np.concatenate((np.asarray(prompt.tokens), np.asarray(output)))
+        prompt = replace(prompt, num_tokens=len(tokens), tokens=tokens.astype(np.uint32))
+        self._admitted = replace(self.record.admitted, prompt=prompt, num_tokens=len(tokens))
+        self._chain = None
+        self.record.migrations += 1
+
     def first_token(self) -> None:
-        """The first token is out."""
+        """The first token of the worker is out."""
+        if self._has_first_token:
+            return
+        self._has_first_token = True
         if not self.record.first_token_s:
             self.record.first_token_s = time.monotonic()
             self.trace.first_token()
-            if self.decision.reserved:
-                self._router.first_token(self.decision.reservation_id)
+        if self.decision.reserved:
+            self._router.first_token(self.decision.reservation_id)
 
     def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> None:
         """The answer has ended, in whatever way. Only the first call counts."""

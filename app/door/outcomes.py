@@ -34,6 +34,12 @@ class Outcomes:
             by_model,
             registry=registry,
         )
+        self._migrations = Counter(
+            "kvroute_door_migrations_total",
+            "Streams whose worker failed, and that another worker went on with.",
+            by_model,
+            registry=registry,
+        )
         self._tokens_from = Counter(
             "kvroute_door_tokens_from_total",
             "Requests by who knew their token ids: client, router, engine; blind:<why>: nobody.",
@@ -87,6 +93,8 @@ class Outcomes:
         self._tokens_from.labels(model, record.admitted.tokens_from).inc()
         if record.failed:
             self._retries.labels(model).inc(len(record.failed))
+        if record.migrations:
+            self._migrations.labels(model).inc(record.migrations)
         self._duration.labels(model).observe(record.ended_s - record.began_s)
         if record.first_token_s:
             self._ttft.labels(model).observe(record.first_token_s - record.began_s)
@@ -126,6 +134,7 @@ def _line(record: Record) -> dict[str, Any]:
         "worker": str(decision.worker.key) if decision else None,
         "tries": record.tries,
         "failed": record.failed,
+        "migrations": record.migrations,
         "tokens_from": admitted.tokens_from,
         "predicted_cached_tokens": record.predicted_cached,
         "cached_tokens": usage.cached if usage else None,

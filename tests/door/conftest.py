@@ -69,14 +69,17 @@ async def replica(
 
 @asynccontextmanager
 async def completing(
-    redis: Redis, name: str, complete: Callable[[web.Request], Awaitable[web.Response]]
+    redis: Redis,
+    name: str,
+    complete: Callable[[web.Request], Awaitable[web.Response]],
+    engine: str = "",
 ) -> AsyncIterator[FakeWorker]:
     """A worker of model `m` whose engine answers POST /v1/completions by `complete`."""
     app = web.Application(client_max_size=2**20)
     app.add_routes([web.post("/v1/completions", complete)])
     async with TestServer(app) as server:
         info = worker_info(name, kv_total_blocks=100_000)
-        info = replace(info, address=str(server.make_url("")), models=("m",))
+        info = replace(info, address=str(server.make_url("")), models=("m",), engine=engine)
         worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
         await worker.register()
         await worker.activate()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
-from tests.door.test_answers import counted
+from tests.door.test_answers import counted, events
 from tests.e2e.engines import agent
 from tests.engines.vllm_server import BLOCK, MODEL, vllm_servers
 from tests.eventually import eventually
@@ -152,6 +154,68 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
             assert compared > cached > 0
             labels = f'model="{MODEL}",worker="a:0"'
             assert await counted(door, f"cached_apart_tokens_total{{{labels}}}") == 0
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have(
+    one_redis_server: EmbeddedRedis, tmp_path: Path, is_chat: bool
+) -> None:
+    rng = random.Random(6)
+    url = one_redis_server.url
+    with ExitStack() as stack:
+        engines = stack.enter_context(vllm_servers(tmp_path, "a", "b", blocks=2000))
+        for name, engine in zip("ab", engines, strict=True):
+            stack.enter_context(agent(engine.url, url, tmp_path / f"memory-{name}", name))
+        async with (
+            replica(url, migrate=True) as door,
+            httpx.AsyncClient(base_url=engines[1].url, timeout=60) as direct,
+        ):
+            await until_serving(door, 2)
+            asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 300}
+            asked |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+            path = "/v1/chat/completions" if is_chat else "/v1/completions"
+
+            def body() -> dict[str, Any]:
+                words = text(rng, 60)
+                return asked | ({"messages": [said(words)]} if is_chat else {"prompt": words})
+
+            async def stream(
+                http: httpx.AsyncClient, body: dict[str, Any], seen: asyncio.Event
+            ) -> tuple[str, dict[str, Any]]:
+                """Text and usage."""
+                got = ""
+                async with http.stream("POST", path, json=body) as answer:
+                    async for piece in answer.aiter_text():
+                        got += piece
+                        if got.count("data:") > 20:
+                            seen.set()
+                    found = events(got)
+                    choices = [choice for one in found for choice in one["choices"]]
+                    told = [c["delta"].get("content") if is_chat else c["text"] for c in choices]
+                    return "".join(filter(None, told)), found[-1]["usage"]
+
+            async def rendered_here() -> float:
+                await stream(door, body() | {"max_tokens": 2}, asyncio.Event())
+                return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
+
+            await eventually(rendered_here, bool, within_s=30.0)
+            bodies = [body() for _ in range(6)]
+            seen = [asyncio.Event() for _ in bodies]
+            asking = asyncio.gather(
+                *(stream(door, one, is_seen) for one, is_seen in zip(bodies, seen, strict=True))
+            )
+            for is_seen in seen:
+                await is_seen.wait()
+            engines[0].kill()
+            answers = await asking
+            for one, (told, usage) in zip(bodies, answers, strict=True):
+                alone, counts = await stream(direct, one, asyncio.Event())
+                assert told == alone
+                assert usage["completion_tokens"] == 300
+                assert usage["prompt_tokens"] == counts["prompt_tokens"]
+            assert await counted(door, f'migrations_total{{model="{MODEL}"}}') > 0
+            engines[0].start()
+            engines[0].wait()
 
 
 def said(content: str) -> dict[str, str]:

@@ -1,0 +1,210 @@
+"""A stream that goes on at another worker when its own has failed. No I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from app.core.worker_report import WorkerInfo
+from app.door.asked import Api, Asked
+from app.door.engines import ids_field, returns_ids
+from app.door.events import ERROR, Stream, usage_in
+from app.door.prompts import PromptIds
+
+_CONTINUABLE = frozenset(
+    (
+        *("model", "messages", "prompt", "stream", "stream_options", "return_token_ids"),
+        *("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids"),
+        *("temperature", "top_p", "top_k", "min_p", "logit_bias"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("add_special_tokens", "add_generation_prompt", "chat_template_kwargs", "documents"),
+        *("reasoning_effort", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("user", "session_id", "prompt_cache_key", "cache_salt", "safety_identifier"),
+        *("metadata", "store", "service_tier", "modalities"),
+    )
+)
+"""Members of a body with which a worker that gets the tokens so far as its prompt says what the
+first one would have. Of others nobody knows: stop strings, grammars, tool calls, seeds and log
+probabilities have a state that tokens do not show."""
+_COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
+_IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([\d,\s]*)\]')
+_SAYS = re.compile(rb'"(?:content|text)"\s*:\s*"[^"]')
+_THINKS = re.compile(rb'"reasoning(?:_content)?"\s*:\s*"[^"]')
+_FINISHES = re.compile(rb'"finish_reason"\s*:\s*"')
+_MAX_HELD_BYTES = 8 * 1024 * 1024
+"""Of an event that has not ended: one has the ids of the whole prompt."""
+_DONE = b"data: [DONE]\n\n"
+
+
+def can_migrate(
+    asked: Asked, fields: Mapping[str, Any], ids: PromptIds, workers: Iterable[WorkerInfo]
+) -> bool:
+    """Whether the answer to a request with the members `fields` can go on at another of `workers`
+    than the one where it began."""
+    if not asked.streams or asked.api not in (Api.CHAT, Api.COMPLETIONS) or ids.ids is None:
+        return False
+    others = {
+        name
+        for name, value in fields.items()
+        if name not in _CONTINUABLE and (isinstance(value, np.ndarray) or value)
+    }
+    if fields.get("tool_choice") == "none":
+        others -= {"tools", "tool_choice"}
+    if fields.get("n") == 1:
+        others -= {"n"}
+    if any(type(fields[name]) is not int for name in _COUNTS if fields.get(name) is not None):
+        return False
+    options = fields.get("stream_options") or {}
+    return (
+        not others
+        and not options.keys() - {"include_usage"}
+        and all(
+            ids_field(asked.api, worker.engine) and returns_ids(worker.engine) for worker in workers
+        )
+    )
+
+
+class Migrating:
+    """The events of a stream as its client sees them: as if one worker said them all.
+
+    prompt_tokens: length of the prompt. shows_ids: the client asked for the ids of tokens.
+    """
+
+    def __init__(self, *, prompt_tokens: int, drops_usage: bool, shows_ids: bool) -> None:
+        self.output: list[int] = []
+        """The tokens that were passed on."""
+        self.has_first_token = False
+        """Of the worker that says the rest."""
+        self.is_finished = False
+        """Whether the last token is among them."""
+        self.is_broken = False
+        """Whether the worker said that it failed; its event is not passed on."""
+        self._is_known = True
+        self._thinks = False
+        self._before = 0
+        """How many tokens other workers said."""
+        self._is_continued = False
+        self._prompt_tokens = prompt_tokens
+        self._shows_ids = shows_ids
+        self._stream = Stream(drops_usage=drops_usage)
+        self._frame: dict[str, Any] = {}
+        self._held = b""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Not in the midst of thoughts: the parser of another worker would take the rest of them
+        for what it is to say."""
+        return self._is_known and not self._thinks and not self.is_finished
+
+    @property
+    def failed(self) -> bool:
+        return self._stream.failed
+
+    @property
+    def tail(self) -> bytes:
+        return self._stream.tail
+
+    def goes_on(self) -> None:
+        """Another worker says the rest."""
+        self._before = len(self.output)
+        self._is_continued = bool(self._frame)
+        self._held = b""
+        self.has_first_token = self.is_broken = False
+
+    def passed(self, piece: bytes) -> bytes:
+        """What of the bytes so far is to be passed on now."""
+        text = self._held + piece
+        end = text.rfind(b"\n\n") + 2
+        if end == 1:
+            if len(text) <= _MAX_HELD_BYTES:
+                self._held = text
+                return b""
+            self._is_known, end = False, len(text)
+        self._held = text[end:]
+        said = b""
+        for event in text[:end].split(b"\n\n")[:-1]:
+            said += self._seen(event + b"\n\n")
+            if self.is_broken:
+                break
+        return self._stream.passed(said)
+
+    def rest(self) -> bytes:
+        """What is left when the answer has ended."""
+        held, self._held = self._held, b""
+        return self._stream.passed(held) + self._stream.rest()
+
+    def ending(self) -> bytes:
+        """What a worker that failed after the last token left unsaid."""
+        if usage_in(self.tail) is not None:
+            return _DONE
+        said = len(self.output)
+        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": said}
+        usage = counts | {"total_tokens": self._prompt_tokens + said}
+        last = orjson.dumps(self._frame | {"choices": [], "usage": usage})
+        return self._stream.passed(b"data: " + last + b"\n\n" + _DONE)
+
+    def _seen(self, event: bytes) -> bytes:
+        if self.can_go_on and _is_own_fault(event):
+            self.is_broken = True
+            return b""
+        self.has_first_token = self.has_first_token or event.startswith(b"data:")
+        ids = [found[2] for found in _IDS.finditer(event) if not found[1]]
+        for found in ids:
+            self.output += orjson.loads(b"[%b]" % found)
+        says, thinks = _SAYS.search(event), _THINKS.search(event)
+        if says or thinks:
+            self._is_known = self._is_known and bool(ids)
+            self._thinks = thinks is not None
+        self.is_finished = self.is_finished or _FINISHES.search(event) is not None
+        if not self._shows_ids:
+            event = _IDS.sub(rb'"\1token_ids":null', event)
+        if not self._frame:
+            fields = _fields(event)
+            self._frame = {
+                name: fields[name]
+                for name in ("id", "object", "created", "model")
+                if name in fields
+            }
+        return self._continued(event) if self._is_continued else event
+
+    def _continued(self, event: bytes) -> bytes:
+        """An event of a later worker, as part of the first one's answer."""
+        fields = _fields(event)
+        choices, usage = fields.get("choices"), fields.get("usage")
+        if choices is None:
+            return event
+        for choice in choices:
+            delta = choice.get("delta", {})
+            delta.pop("role", None)
+            told = (choice.get("text"), choice.get("finish_reason"), *delta.values())
+            if not any(told):
+                return b""
+        if usage:
+            usage["prompt_tokens"] -= self._before
+            usage["completion_tokens"] += self._before
+            details = usage.get("prompt_tokens_details") or {}
+            if details.get("cached_tokens"):
+                details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
+        return b"data: " + orjson.dumps(fields | self._frame) + b"\n\n"
+
+
+def _fields(event: bytes) -> dict[str, Any]:
+    """Of its data; {}: it has none that is an object."""
+    try:
+        fields = orjson.loads(event.removeprefix(b"data:"))
+    except orjson.JSONDecodeError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _is_own_fault(event: bytes) -> bool:
+    """Whether it tells an error that is not the client's."""
+    if b'"error"' not in event or ERROR.search(event) is None:
+        return False
+    error = _fields(event).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return not (isinstance(code, int) and 400 <= code < 500)

@@ -1,0 +1,255 @@
+"""Streams whose worker fails, and that another one goes on with."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from aiohttp import web
+from redis.asyncio import Redis
+
+from app.door import asked
+from app.door.asked import Api
+from app.door.body import JsonBody
+from app.door.events import usage_in
+from app.door.forwarding import Outgoing
+from app.door.lifecycle import Usage
+from app.door.migration import Migrating, can_migrate
+from app.door.prompts import PromptIds
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import MODEL, completing, replica, until_serving, worker
+from tests.door.test_answers import chat, counted, events
+from tests.door.test_failures import nothing_reserved, running_on
+from tests.eventually import eventually
+from tests.fake_worker import worker_info
+
+IDS = PromptIds(np.arange(5, dtype=np.uint32), 5, "client")
+FRAME = {"id": "chatcmpl-r", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+
+
+def event(delta: Mapping[str, Any], ids: list[int] | None, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "token_ids": ids}
+    return b"data: " + orjson.dumps(FRAME | {"choices": [choice]}) + b"\n\n"
+
+
+def last(prompt: int, output: int, cached: int) -> bytes:
+    usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
+    return b"data: " + orjson.dumps(FRAME | {"choices": [], "usage": usage}) + b"\n\n"
+
+
+ROLE = FRAME | {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+BEGIN = b"data: " + orjson.dumps(ROLE | {"prompt_token_ids": [0, 1, 2, 3, 4]}) + b"\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def migrating(*, drops_usage: bool = False, shows_ids: bool = False) -> Migrating:
+    return Migrating(prompt_tokens=5, drops_usage=drops_usage, shows_ids=shows_ids)
+
+
+def said(passed: bytes) -> str:
+    """The text of a chat."""
+    return "".join(
+        choice["delta"].get("content") or ""
+        for one in events(passed.decode())
+        for choice in one["choices"]
+    )
+
+
+def test_wherever_the_first_part_ends_the_rest_follows_as_if_one_worker_had_said_it() -> None:
+    words = ["one", " two", ' "token_ids":[7]', " four"]
+    first = BEGIN + b"".join(event({"content": word}, [n]) for n, word in enumerate(words))
+    for end in range(len(first)):
+        stream = migrating()
+        passed = stream.passed(first[:end])
+        told = len(stream.output)
+        assert stream.can_go_on
+        assert stream.output == list(range(told))
+        stream.goes_on()
+        assert not stream.has_first_token
+        rest = [event({"content": word}, [n]) for n, word in enumerate(words) if n >= told]
+        # Another engine has its own ids and times.
+        rest = [one.replace(b'"created":1', b'"created":9') for one in (BEGIN, *rest)]
+        rest += [event({}, [99], "stop"), last(5 + told, 5 - told, 4 + told), DONE]
+        passed += b"".join(stream.passed(one) for one in rest) + stream.rest()
+        assert said(passed) == "".join(words)
+        assert usage_in(stream.tail) == Usage(5, 5, min(5, 4 + told))
+        assert b'token_ids":[7]' not in passed.replace(rb"\"token_ids\":[7]", b"")
+        assert passed.count(b"assistant") == 1
+        assert (b'"created":9' in passed) == (b"\n\n" not in first[:end])
+        assert stream.is_finished
+
+
+def test_ids_are_shown_to_clients_that_ask_for_them() -> None:
+    one = event({"content": "x"}, [3])
+    assert migrating(shows_ids=True).passed(BEGIN + one) == BEGIN + one
+    shown = migrating().passed(BEGIN + one)
+    assert b'"token_ids":null' in shown
+    assert b'"prompt_token_ids":null' in shown
+
+
+@pytest.mark.parametrize(
+    "spoken",
+    [
+        event({"reasoning_content": "hm"}, [1]),
+        event({"content": "its engine says no ids"}, None),
+        event({"content": "all"}, [1], "stop"),
+    ],
+)
+def test_what_no_other_worker_could_go_on_with(spoken: bytes) -> None:
+    stream = migrating()
+    stream.passed(BEGIN + event({"content": "x"}, [0]))
+    assert stream.can_go_on
+    stream.passed(spoken)
+    assert not stream.can_go_on
+
+
+def test_an_error_of_the_worker_is_kept_back_and_one_of_the_client_is_not() -> None:
+    one = event({"content": "x"}, [0])
+    for code, is_broken in ((500, True), (400, False)):
+        error = b"data: " + orjson.dumps({"error": {"message": "no", "code": code}}) + b"\n\n"
+        stream = migrating()
+        passed = stream.passed(one + error + DONE)
+        assert stream.is_broken == is_broken
+        assert stream.failed != is_broken
+        assert (error in passed) != is_broken
+        assert b'"content":"x"' in passed
+
+
+@pytest.mark.parametrize("drops_usage", [False, True])
+def test_a_worker_that_fails_after_the_last_token_leaves_a_whole_answer(drops_usage: bool) -> None:
+    stream = migrating(drops_usage=drops_usage)
+    passed = stream.passed(event({"content": "x"}, [1, 2]) + event({}, [3], "stop"))
+    passed += stream.ending()
+    assert said(passed) == "x"
+    assert usage_in(stream.tail) == Usage(5, 3, None)
+    assert (b'"usage"' in passed) != drops_usage
+
+
+@pytest.mark.parametrize(
+    ("more", "can"),
+    [
+        ({}, True),
+        ({"n": 1, "temperature": 0.5, "logprobs": False, "stop": None}, True),
+        ({"tools": [1], "tool_choice": "none"}, True),
+        ({"tools": [1]}, False),
+        ({"stop": ["x"]}, False),
+        ({"n": 2}, False),
+        ({"seed": 4}, False),
+        ({"logprobs": True}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"stream": False}, False),
+        ({"stream_options": {"include_usage": True}}, True),
+        ({"stream_options": {"continuous_usage_stats": True}}, False),
+        ({"max_tokens": "10"}, False),
+        ({"unheard_of": 1}, False),
+    ],
+)
+def test_only_what_tokens_alone_tell_can_go_on_elsewhere(more: dict[str, Any], can: bool) -> None:
+    fields = {"model": "m", "messages": [], "stream": True} | more
+    wanted = asked.read(Api.CHAT, fields, {})
+    ours = replace(worker_info("a"), engine="kvroute sim")
+    assert can_migrate(wanted, fields, IDS, [ours]) == can
+    for engine in ("sglang 0.5", "vllm 0.31.0"):
+        assert not can_migrate(wanted, fields, IDS, [ours, replace(ours, engine=engine)])
+
+
+def test_what_is_left_is_asked_for_by_all_the_tokens_so_far() -> None:
+    raw = b'{"model":"m","messages":[],"stream":true,"max_completion_tokens":9,"min_tokens":4}'
+    body = JsonBody.parse(raw)
+    outgoing = Outgoing(body, asked.read(Api.CHAT, body.fields, {}), IDS, can_migrate=True)
+    ours = replace(worker_info("a"), engine="kvroute sim")
+    assert orjson.loads(outgoing.for_worker(ours))["return_token_ids"] is True
+    assert outgoing.goes_on([7, 8])
+    sent = orjson.loads(outgoing.for_worker(ours))
+    assert sent["kv_transfer_params"] == {"prompt_token_ids": [0, 1, 2, 3, 4, 7, 8]}
+    assert (sent["max_completion_tokens"], sent["min_tokens"]) == (7, 2)
+    assert not outgoing.goes_on([7] * 9)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [number * 100 + n for n in range(40)]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_streams_whose_worker_is_killed_end_as_if_nothing_had_happened(
+    one_redis_server: EmbeddedRedis, redis: Redis, is_chat: bool
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=2) as first, worker(url, "b", speedup=2):
+        async with replica(url, migrate=True) as door:
+            await until_serving(door, 2)
+
+            async def ask(number: int, seen: asyncio.Event) -> list[Any]:
+                more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+                path, body = "/v1/chat/completions", chat(f"{number}", max_tokens=90, **more)
+                if not is_chat:
+                    path = "/v1/completions"
+                    body = {"model": MODEL, "prompt": prompt_of(number), "max_tokens": 90} | more
+                text = ""
+                async with door.stream("POST", path, json=body) as answer:
+                    async for piece in answer.aiter_text():
+                        text += piece
+                        seen.set()
+                return events(text)
+
+            seen = [asyncio.Event() for _ in range(20)]
+            answers = asyncio.gather(*(ask(n, seen[n]) for n in range(20)))
+            for one in seen:
+                await one.wait()
+            await eventually(lambda: running_on(first.url), lambda number: number > 0)
+            first.popen.send_signal(signal.SIGKILL)
+            for found in await answers:
+                usage = found[-1]["usage"]
+                assert usage["completion_tokens"] == 90
+                assert usage["prompt_tokens"] == (usage["total_tokens"] - 90)
+                assert {one["id"] for one in found} == {found[0]["id"]}
+                choices = [choice for one in found for choice in one["choices"]]
+                assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+                said = [c["delta"]["content"] if is_chat else c["text"] for c in choices]
+                assert len([piece for piece in said if piece]) == 90
+                assert all(choice["token_ids"] is None for choice in choices)
+            assert await counted(door, f'migrations_total{{model="{MODEL}"}}') > 0
+            assert await counted(door, f'requests_total{{model="{MODEL}",outcome="ok"}}') == 20
+            await nothing_reserved(redis)
+
+
+async def test_an_answer_goes_on_as_often_as_three_times(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    asked_for: list[dict[str, Any]] = []
+
+    async def dies(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked_for.append(body)
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        number = len(asked_for)
+        choice = {"index": 0, "text": f"{number} ", "token_ids": [number], "finish_reason": None}
+        frame = {"id": f"cmpl-{number}", "object": "text_completion", "created": 1, "model": "m"}
+        await answer.write(b"data: " + orjson.dumps(frame | {"choices": [choice]}) + b"\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with AsyncExitStack() as stack:
+        for name in "abcde":
+            await stack.enter_async_context(completing(redis, name, dies, "vllm 0.32.0"))
+        door = await stack.enter_async_context(replica(one_redis_server.url, migrate=True))
+        await until_serving(door, 5)
+        body = {"model": "m", "prompt": prompt_of(1), "max_tokens": 50, "stream": True}
+        text = (await door.post("/v1/completions", json=body)).text
+        assert "[DONE]" not in text
+        assert '"code":"worker_failed"' in text
+        assert [one["prompt"][40:] for one in asked_for] == [[], [1], [1, 2], [1, 2, 3]]
+        assert [one["max_tokens"] for one in asked_for] == [50, 49, 48, 47]
+        assert [text.count(f'"text":"{n} "') for n in range(1, 5)] == [1, 1, 1, 1]
+        assert text.count('"cmpl-1"') == 4
+        await nothing_reserved(redis)
