@@ -91,11 +91,7 @@ class Outgoing:
         drops_usage = not self.asked.wants_usage
         if not self.can_migrate:
             return Stream(drops_usage=drops_usage)
-        return Migrating(
-            prompt_tokens=self.ids.num_tokens,
-            drops_usage=drops_usage,
-            shows_ids=bool(self.body.fields.get("return_token_ids")),
-        )
+        return Migrating(prompt_tokens=self.ids.num_tokens, drops_usage=drops_usage)
 
     def goes_on(self, output: Sequence[int]) -> bool:
         """From now on ask for what comes behind these tokens of the answer; False: nothing may."""

@@ -17,7 +17,7 @@ from app.door.prompts import PromptIds
 
 _CONTINUABLE = frozenset(
     (
-        *("model", "messages", "prompt", "stream", "stream_options", "return_token_ids"),
+        *("model", "messages", "prompt", "stream", "stream_options"),
         *("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids"),
         *("temperature", "top_p", "top_k", "min_p", "logit_bias"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -71,25 +71,27 @@ def can_migrate(
 class Migrating:
     """The events of a stream as its client sees them: as if one worker said them all.
 
-    prompt_tokens: length of the prompt. shows_ids: the client asked for the ids of tokens.
+    prompt_tokens: length of the prompt.
     """
 
-    def __init__(self, *, prompt_tokens: int, drops_usage: bool, shows_ids: bool) -> None:
+    def __init__(self, *, prompt_tokens: int, drops_usage: bool) -> None:
         self.output: list[int] = []
-        """The tokens that were passed on."""
+        """The tokens whose text was passed on. A half character is not: engines that get one as the
+        end of a prompt do not say its other half alone."""
         self.has_first_token = False
         """Of the worker that says the rest."""
         self.is_finished = False
         """Whether the last token is among them."""
         self.is_broken = False
         """Whether the worker said that it failed; its event is not passed on."""
+        self._untold: list[int] = []
+        """Those behind them."""
         self._is_known = True
         self._thinks = False
         self._before = 0
         """How many tokens other workers said."""
         self._is_continued = False
         self._prompt_tokens = prompt_tokens
-        self._shows_ids = shows_ids
         self._stream = Stream(drops_usage=drops_usage)
         self._frame: dict[str, Any] = {}
         self._held = b""
@@ -113,6 +115,7 @@ class Migrating:
         self._before = len(self.output)
         self._is_continued = bool(self._frame)
         self._held = b""
+        self._untold = []
         self.has_first_token = self.is_broken = False
 
     def passed(self, piece: bytes) -> bytes:
@@ -141,7 +144,7 @@ class Migrating:
         """What a worker that failed after the last token left unsaid."""
         if usage_in(self.tail) is not None:
             return _DONE
-        said = len(self.output)
+        said = len(self.output) + len(self._untold)
         counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": said}
         usage = counts | {"total_tokens": self._prompt_tokens + said}
         last = orjson.dumps(self._frame | {"choices": [], "usage": usage})
@@ -154,14 +157,15 @@ class Migrating:
         self.has_first_token = self.has_first_token or event.startswith(b"data:")
         ids = [found[2] for found in _IDS.finditer(event) if not found[1]]
         for found in ids:
-            self.output += orjson.loads(b"[%b]" % found)
+            self._untold += orjson.loads(b"[%b]" % found)
         says, thinks = _SAYS.search(event), _THINKS.search(event)
         if says or thinks:
             self._is_known = self._is_known and bool(ids)
             self._thinks = thinks is not None
+            self.output += self._untold
+            self._untold = []
         self.is_finished = self.is_finished or _FINISHES.search(event) is not None
-        if not self._shows_ids:
-            event = _IDS.sub(rb'"\1token_ids":null', event)
+        event = _IDS.sub(rb'"\1token_ids":null', event)
         if not self._frame:
             fields = _fields(event)
             self._frame = {

@@ -50,8 +50,8 @@ BEGIN = b"data: " + orjson.dumps(ROLE | {"prompt_token_ids": [0, 1, 2, 3, 4]}) +
 DONE = b"data: [DONE]\n\n"
 
 
-def migrating(*, drops_usage: bool = False, shows_ids: bool = False) -> Migrating:
-    return Migrating(prompt_tokens=5, drops_usage=drops_usage, shows_ids=shows_ids)
+def migrating(*, drops_usage: bool = False) -> Migrating:
+    return Migrating(prompt_tokens=5, drops_usage=drops_usage)
 
 
 def said(passed: bytes) -> str:
@@ -87,10 +87,25 @@ def test_wherever_the_first_part_ends_the_rest_follows_as_if_one_worker_had_said
         assert stream.is_finished
 
 
-def test_ids_are_shown_to_clients_that_ask_for_them() -> None:
-    one = event({"content": "x"}, [3])
-    assert migrating(shows_ids=True).passed(BEGIN + one) == BEGIN + one
-    shown = migrating().passed(BEGIN + one)
+def test_half_a_character_is_said_anew() -> None:
+    stream = migrating()
+    halves = event({"content": ""}, [4]) + event({"content": ""}, [5])
+    passed = stream.passed(BEGIN + event({"content": "x"}, [3]) + halves)
+    assert stream.output == [3]
+    stream.goes_on()
+    rest = (
+        BEGIN,
+        event({"content": ""}, [4]),
+        event({"content": "é"}, [5]),
+        event({}, [6], "stop"),
+    )
+    passed += b"".join(stream.passed(one) for one in rest) + stream.ending()
+    assert said(passed) == "xé"
+    assert usage_in(stream.tail) == Usage(5, 4, None)
+
+
+def test_ids_are_kept_from_the_client() -> None:
+    shown = migrating().passed(BEGIN + event({"content": "x"}, [3]))
     assert b'"token_ids":null' in shown
     assert b'"prompt_token_ids":null' in shown
 
@@ -143,6 +158,7 @@ def test_a_worker_that_fails_after_the_last_token_leaves_a_whole_answer(drops_us
         ({"stop": ["x"]}, False),
         ({"n": 2}, False),
         ({"seed": 4}, False),
+        ({"return_token_ids": True}, False),
         ({"logprobs": True}, False),
         ({"response_format": {"type": "json_object"}}, False),
         ({"stream": False}, False),

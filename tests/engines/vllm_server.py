@@ -91,8 +91,10 @@ class VllmServer:
         raise AssertionError(f"vLLM does not serve:\n{log[-4000:]}")
 
     def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """Does nothing if it has ended."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 @contextmanager
