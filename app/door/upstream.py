@@ -1,18 +1,27 @@
-"""Asks engines over HTTP."""
+"""Asks engines over HTTP, on connections that are kept for the next request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import ssl
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-import aiohttp
+import httptools
 
 from app.core.errors import KvrouteError
 
 KEEP_ALIVE_S = 4.0
 """vLLM closes a connection that has been idle for five seconds."""
-READ_BYTES = 64 * 1024
+MAX_UNREAD_BYTES = 64 * 1024
+"""Of an answer; no more is taken from the connection until that is read."""
+MAX_HEAD_BYTES = 64 * 1024
+
+_TOO_LONG = f"its head has over {MAX_HEAD_BYTES} bytes"
+
+Headers = list[tuple[bytes, bytes]]
 
 
 class UpstreamError(KvrouteError):
@@ -34,39 +43,224 @@ class UpstreamBroken(UpstreamError):
 class Answer:
     """One answer that has begun."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status = response.status
-        self.headers = [(name.lower(), value) for name, value in response.raw_headers]
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        """Names in lower case."""
+        self._connection = connection
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
+        self._has_ended = False
+        self._failure = ""
+        self._changed: asyncio.Future[None] | None = None
 
     async def read(self, between_s: float | None = None) -> bytes:
         """What has come since; b"" at the end. Raises UpstreamBroken."""
-        try:
-            async with asyncio.timeout(between_s):
-                return await self._response.content.readany()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UpstreamBroken(f"broke off: {error or type(error).__name__}") from None
+        if not self._unread and not self._has_ended:
+            self._changed = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(between_s):
+                    await self._changed
+            except TimeoutError:
+                raise UpstreamBroken(f"broke off: nothing in {between_s:g} s") from None
+            finally:
+                self._changed = None
+        if self._unread:
+            unread = self._unread
+            piece = unread[0] if len(unread) == 1 else b"".join(unread)
+            if self._unread_bytes >= MAX_UNREAD_BYTES and not self._has_ended:
+                self._connection.resume()
+            self._unread, self._unread_bytes = [], 0
+            return piece
+        if self._failure:
+            raise UpstreamBroken(f"broke off: {self._failure}")
+        return b""
 
     def abort(self) -> None:
         """Close the connection, unless the answer has ended: the engine then stops."""
-        self._response.close()
+        if not self._has_ended:
+            self._connection.abort()
+
+    def take(self, piece: bytes) -> bool:
+        """Called by the connection. Returns whether it may bring more."""
+        self._unread.append(piece)
+        self._unread_bytes += len(piece)
+        self._wake()
+        return self._unread_bytes < MAX_UNREAD_BYTES
+
+    def end(self, failure: str = "") -> None:
+        """Called by the connection: no more comes, and from now on it serves others."""
+        self._has_ended, self._failure = True, failure
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+
+class _Lost(Exception):
+    """The connection ended before an answer began."""
+
+
+class _Connection(asyncio.Protocol):
+    """Sends one request after another, and takes their answers.
+
+    on_idle: called when it may take the next one.
+    """
+
+    def __init__(self, on_idle: Callable[[_Connection], None]) -> None:
+        self.idle_since_s = 0.0
+        self.has_answered = False
+        """Whether a byte of the latest answer has come."""
+        self._on_idle = on_idle
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: Answer | None = None
+        self._begun: asyncio.Future[Answer] | None = None
+        self._head_bytes = 0
+        self._headers: Headers = []
+        self._is_kept = self._ends_with_connection = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    def post(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
+        """Raises _Lost in the future if the connection ends before the answer begins."""
+        self._answer = Answer(self)
+        self._begun = asyncio.get_running_loop().create_future()
+        self.has_answered = False
+        self._head_bytes = 0
+        self._transport.writelines((head, body))
+        return self._begun
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def resume(self) -> None:
+        self._transport.resume_reading()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:  # nobody asked
+            self.abort()
+            return
+        self.has_answered = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._lose(f"not HTTP: {error}")
+            return
+        if self._begun is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._lose(_TOO_LONG)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._ends_with_connection and error is None:
+            self._end("")
+        else:
+            self._end(str(error) if error else "connection closed")
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self._headers = []
+        if self._answer is None:
+            self.abort()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._begun is None or self._answer is None:
+            return
+        if sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES:
+            self._lose(_TOO_LONG)
+            return
+        names = {name for name, _ in self._headers}
+        self._is_kept = self._parser.should_keep_alive()
+        self._ends_with_connection = names.isdisjoint((b"content-length", b"transfer-encoding"))
+        self._answer.status, self._answer.headers = status, self._headers
+        begun, self._begun = self._begun, None
+        if not begun.done():  # else nobody waits for it any more
+            begun.set_result(self._answer)
+
+    def on_body(self, piece: bytes) -> None:
+        if self._answer is not None and not self._answer.take(piece):
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._begun is not None or self._answer is None:  # 100 Continue and the like
+            return
+        answer, self._answer = self._answer, None
+        # An engine that answers before it has read all would take the rest for the next request.
+        if self._is_kept and not self._transport.get_write_buffer_size():
+            self._transport.resume_reading()
+            self._on_idle(self)
+        else:
+            self._transport.close()
+        answer.end()
+
+    def _lose(self, failure: str) -> None:
+        self._end(failure)
+        self.abort()
+
+    def _end(self, failure: str) -> None:
+        answer, self._answer = self._answer, None
+        if self._begun is not None and not self._begun.done():
+            self._begun.set_exception(_Lost(failure))
+        elif answer is not None:
+            answer.end(failure)
+
+
+class _Place(NamedTuple):
+    """Where an engine is. begin: of each head, until behind the path's prefix; end: the header
+    that names the host."""
+
+    host: str
+    port: int
+    is_tls: bool
+    begin: bytes
+    end: bytes
+
+
+@lru_cache(maxsize=4096)
+def _place(base_url: str) -> _Place:
+    parts = urlsplit(base_url)
+    is_tls = parts.scheme == "https"
+    return _Place(
+        parts.hostname or "",
+        parts.port or (443 if is_tls else 80),
+        is_tls,
+        b"POST " + parts.path.rstrip("/").encode(),
+        b" HTTP/1.1\r\nhost: " + parts.netloc.rpartition("@")[2].encode(),
+    )
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 class Upstream:
     """Keeps connections to engines; `close` it."""
 
     def __init__(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=READ_BYTES,
-            skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
-        )
+        self._idle: dict[_Place, list[_Connection]] = {}
+        self._sweeping: asyncio.TimerHandle | None = None
 
     async def close(self) -> None:
-        await self._session.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.abort()
+        self._idle.clear()
 
     async def send(
         self,
@@ -79,24 +273,80 @@ class Upstream:
         answer_s: float,
     ) -> Answer:
         """Post `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer."""
-        named: Any = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-        timeout = aiohttp.ClientTimeout(total=None, connect=connect_s)
-        for is_last in (False, True):
-            try:
-                async with asyncio.timeout(answer_s):
-                    response = await self._session.post(
-                        f"{base_url.rstrip('/')}{path}",
-                        data=body,
-                        headers=named,
-                        timeout=timeout,
-                        allow_redirects=False,
-                    )
-                    return Answer(response)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                raise ConnectFailed(f"no connection: {error}") from None
-            except TimeoutError:
-                raise NoAnswer(f"no answer in {answer_s:g} s") from None
-            except (aiohttp.ClientError, OSError) as error:
-                if is_last or not isinstance(error, aiohttp.ServerDisconnectedError):
-                    raise NoAnswer(f"no answer: {error or type(error).__name__}") from None
-        raise AssertionError
+        place = _place(base_url)
+        lines = [place.begin + path.encode() + place.end]
+        lines += [name + b": " + value for name, value in headers]
+        lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        head = b"\r\n".join(lines)
+        try:
+            async with asyncio.timeout(answer_s):
+                connection = self._kept(place)
+                if connection is not None:
+                    try:
+                        return await _answered(connection, head, body)
+                    except _Lost:
+                        # The engine may have closed it as too long idle, just as it was used.
+                        if connection.has_answered:
+                            raise
+                connection = await self._connected(place, connect_s)
+                return await _answered(connection, head, body)
+        except _Lost as error:
+            raise NoAnswer(f"no answer: {error}") from None
+        except TimeoutError:
+            raise NoAnswer(f"no answer in {answer_s:g} s") from None
+
+    async def _connected(self, place: _Place, connect_s: float) -> _Connection:
+        """Raises ConnectFailed."""
+        try:
+            async with asyncio.timeout(connect_s):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(lambda idle: self._keep(place, idle)),
+                    place.host,
+                    place.port,
+                    ssl=_tls() if place.is_tls else None,
+                )
+        except TimeoutError:
+            raise ConnectFailed(f"no connection in {connect_s:g} s") from None
+        except OSError as error:
+            raise ConnectFailed(f"no connection: {error}") from None
+        return connection
+
+    def _kept(self, place: _Place) -> _Connection | None:
+        """The one that was used last."""
+        idle = self._idle.get(place)
+        oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+        while idle:
+            connection = idle.pop()
+            if connection.is_open and connection.idle_since_s > oldest_s:
+                return connection
+            connection.abort()
+        return None
+
+    def _keep(self, place: _Place, connection: _Connection) -> None:
+        loop = asyncio.get_running_loop()
+        connection.idle_since_s = loop.time()
+        self._idle.setdefault(place, []).append(connection)
+        if self._sweeping is None:
+            self._sweeping = loop.call_later(KEEP_ALIVE_S / 4, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close those that have been idle for too long."""
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - KEEP_ALIVE_S
+        for place, connections in list(self._idle.items()):
+            while connections and connections[0].idle_since_s <= oldest_s:
+                connections.pop(0).abort()
+            if not connections:
+                del self._idle[place]
+        self._sweeping = None
+        if self._idle:
+            self._sweeping = loop.call_later(KEEP_ALIVE_S / 4, self._sweep)
+
+
+async def _answered(connection: _Connection, head: bytes, body: bytes) -> Answer:
+    """Raises _Lost."""
+    try:
+        return await connection.post(head, body)
+    except BaseException:
+        connection.abort()
+        raise
