@@ -12,22 +12,24 @@ from app.core.config import PRIORITIES
 from app.core.errors import InvalidRequest, shown
 from app.core.types import REQUEST_ID, TENANT_ID
 
-ONLY_ROUTERS = (
-    "kv_transfer_params",
-    "prompt_token_ids",
-    "input_ids",
-    "input_embeds",
-    "prompt_embeds",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-    "extra_key",
-    "rid",
-    "chat_template",
-    "priority",
+ONLY_ROUTERS = frozenset(
+    (
+        "kv_transfer_params",
+        "prompt_token_ids",
+        "input_ids",
+        "input_embeds",
+        "prompt_embeds",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+        "extra_key",
+        "rid",
+        "chat_template",
+        "priority",
+    )
 )
 """Members of a body by which a client could read what others cached, choose its engine, overtake
 others, or run a template of its own."""
@@ -72,8 +74,8 @@ class Asked:
 
 def read(api: Api, fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Asked:
     """What `fields`, the top-level members of a body, ask for. Raises InvalidRequest."""
-    for name in ONLY_ROUTERS:
-        if fields.get(name) is not None:
+    for name in sorted(ONLY_ROUTERS & fields.keys()):
+        if fields[name] is not None:
             raise InvalidRequest(name, f"may only be set by a router, got {shown(fields[name])}")
     xargs = fields.get("vllm_xargs")
     if isinstance(xargs, dict) and "kv_cache_report_mode" in xargs:

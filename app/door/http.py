@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
-from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -32,7 +31,7 @@ from app.door.prompts import PromptIds, Prompts
 from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
 from app.http.body import read_body, resumed
-from app.http.protocol import CUT
+from app.http.protocol import CUT, ON_GONE
 from app.router.prompt import Prompt, check_length
 from app.router.routers import Routers
 
@@ -137,7 +136,7 @@ class HttpDoor:
         wanted = asked.read(api, body.fields, headers)
         model = self.models.find(wanted.model)
         trace = self._tracing.begin(api, headers)
-        async with _watched(receive) as watch:
+        async with _watched(scope) as watch:
             life: Lifecycle | None = None
             try:
                 with trace.span("tokens"):
@@ -227,7 +226,7 @@ class HttpDoor:
             await read_body(Request(scope, receive), self._settings.max_request_bytes)
         )
         model = self.models.find(body.fields.get("model"))
-        async with _watched(receive):
+        async with _watched(scope):
             await self._door.pass_on(
                 model,
                 body.raw,
@@ -353,27 +352,23 @@ class _watched:  # noqa: N801 - used like asyncio.timeout
     is_gone: whether it did.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, scope: Scope) -> None:
         self.is_gone = False
-        self._receive = receive
+        self._watch = scope[ON_GONE]
 
     async def __aenter__(self) -> _watched:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watching = asyncio.create_task(self._watch())
+        self._watch(self._cancel)
         return self
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _cancel(self) -> None:
         self.is_gone = True
         self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watching
+        self._watch(None)
         if self.is_gone:
             self._task.uncancel()
         return self.is_gone and kind is not None and issubclass(kind, asyncio.CancelledError)

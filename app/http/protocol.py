@@ -41,6 +41,9 @@ SPARE_DESCRIPTORS = 128
 COMPLAINTS_PER_S = 1
 CUT = "kvroute.cut"
 """In a request's scope: what ends its connection at once."""
+ON_GONE = "kvroute.on_gone"
+"""In a request's scope: has its argument called once the client is gone, which may be so already;
+None: nothing. A task that waits for http.disconnect would cost each request a twentieth more."""
 
 _RESET = struct.pack("ii", 1, 0)
 _STATUS = {400: b"Bad Request", 414: b"URI Too Long", 431: b"Request Header Fields Too Large"}
@@ -117,6 +120,7 @@ class Protocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._drops = False
         """Whether what still comes is dropped."""
+        self._on_gone: Callable[[], object] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         lingering: Any = _Lingering(transport, self)
@@ -129,6 +133,8 @@ class Protocol(HttpToolsProtocol):
         self._state.idle.pop(self, None)
         self._in_time()
         super().connection_lost(exc)
+        if self._on_gone is not None:
+            self._on_gone()
 
     def data_received(self, data: bytes) -> None:
         if self._drops:
@@ -161,6 +167,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle: Any = self.cycle
         cycle.scope[CUT] = partial(self._cut, cycle)
+        cycle.scope[ON_GONE] = partial(self._watch, cycle)
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)
@@ -176,6 +183,11 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self.transport.is_closing() and self.cycle.response_complete:
             self._state.idle[self] = None
+
+    def _watch(self, cycle: Any, on_gone: Callable[[], object] | None) -> None:
+        self._on_gone = on_gone
+        if on_gone is not None and cycle.disconnected:
+            on_gone()
 
     def _cut(self, cycle: Any) -> None:
         """End the connection; uvicorn would wait until the client has read what is written, and
