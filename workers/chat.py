@@ -115,7 +115,11 @@ def add_chat(
     async def detokenize(request: Request) -> Response:
         fields = await _fields(request, names)
         ids = fields.get("tokens")
-        if tokenizer is None or not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
+        if (
+            tokenizer is None
+            or not isinstance(ids, list)
+            or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
+        ):
             raise InvalidRequest("tokens", f"needs token ids, got {shown(ids)}")
         return json_response({"prompt": tokenizer.decode(ids)})
 

@@ -15,6 +15,7 @@ from app.door.events import Whole, usage_in
 from app.door.forwarding import Outgoing, Parser, headers_for_client
 from app.door.lifecycle import Lifecycle
 from app.door.migration import Migrating
+from app.door.missing import Missing
 from app.door.models import Model
 from app.door.upstream import Answer, Upstream, UpstreamBroken, UpstreamError
 
@@ -64,6 +65,11 @@ class Door:
     def __init__(self, upstream: Upstream, patience: Patience) -> None:
         self._upstream = upstream
         self._patience = patience
+        self._missing = Missing(upstream)
+
+    async def run(self) -> None:
+        """Look for workers that are gone, until cancelled."""
+        await self._missing.run()
 
     async def carry(
         self,
@@ -131,7 +137,8 @@ class Door:
             except NoWorkers:
                 break
             try:
-                begun = await self._try(life, outgoing, path, headers, deadline_s)
+                async with self._missing.waiting(life):
+                    begun = await self._try(life, outgoing, path, headers, deadline_s)
             except UpstreamError as error:
                 failure = WorkerFailed(f"worker {decision.worker.key}: {error}")
                 log.warning("%s; request %s", failure, decision.request_id)
@@ -222,7 +229,8 @@ class Door:
         await client.start(answer.status, headers)
         while True:
             try:
-                await self._pass(life, begun, parser, client)
+                async with self._missing.waiting(life):
+                    await self._pass(life, begun, parser, client)
             except UpstreamError as error:
                 failure = WorkerFailed(f"worker {life.decision.worker.key}: {error}")
             else:

@@ -75,7 +75,9 @@ class HttpDoor:
             self._upstream = upstream
             self.prompts = Prompts(upstream, parse_names(settings.tokenizers), settings.worker_key)
             self._door = Door(upstream, Patience(settings.answer_timeout_s, settings.gap_timeout_s))
-            await self.models.run()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.models.run())
+                tasks.create_task(self._door.run())
         finally:
             await upstream.close()
             await asyncio.to_thread(self._tracing.close)

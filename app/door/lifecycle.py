@@ -117,6 +117,14 @@ class Lifecycle:
         assert self._held is not None
         return self._held
 
+    @property
+    def worker_is_missing(self) -> bool:
+        """Whether the worker of the decision that holds is none of those that are alive."""
+        if self._held is None:
+            return False
+        key = self._held.worker.key
+        return all(info.key != key for info in self._router.fleet.infos)
+
     async def decide(self, policy: str, caller: Caller | None = None) -> Decision:
         """Choose and reserve a worker that has not failed this request yet. As Router.route."""
         with self.trace.span("decide"):
@@ -181,14 +189,16 @@ class Lifecycle:
 
     def first_token(self) -> None:
         """The first token of the worker is out."""
-        if self._has_first_token:
+        decision = self._held
+        # Without one, what the client gets is the refusal of a worker that was given up.
+        if self._has_first_token or decision is None:
             return
         self._has_first_token = True
         if not self.record.first_token_s:
             self.record.first_token_s = time.monotonic()
             self.trace.first_token()
-        if self.decision.reserved:
-            self._router.first_token(self.decision.reservation_id)
+        if decision.reserved:
+            self._router.first_token(decision.reservation_id)
 
     def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> None:
         """The answer has ended, in whatever way. Only the first call counts."""

@@ -124,7 +124,7 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def post(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
+    def send(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
         """Raises _Lost in the future if the connection ends before the answer begins."""
         self._answer = Answer(self)
         self._begun = asyncio.get_running_loop().create_future()
@@ -219,8 +219,8 @@ class _Connection(asyncio.Protocol):
 
 
 class _Place(NamedTuple):
-    """Where an engine is. begin: of each head, until behind the path's prefix; end: the header
-    that names the host."""
+    """Where an engine is. begin: what comes behind the method, until the path; end: what comes
+    behind it, until the other headers."""
 
     host: str
     port: int
@@ -237,7 +237,7 @@ def _place(base_url: str) -> _Place:
         parts.hostname or "",
         parts.port or (443 if is_tls else 80),
         is_tls,
-        b"POST " + parts.path.rstrip("/").encode(),
+        b" " + parts.path.rstrip("/").encode(),
         b" HTTP/1.1\r\nhost: " + parts.netloc.rpartition("@")[2].encode(),
     )
 
@@ -269,12 +269,13 @@ class Upstream:
         headers: Sequence[tuple[bytes, bytes]],
         body: bytes,
         *,
+        method: bytes = b"POST",
         connect_s: float,
         answer_s: float,
     ) -> Answer:
-        """Post `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer."""
+        """Send `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer."""
         place = _place(base_url)
-        lines = [place.begin + path.encode() + place.end]
+        lines = [method + place.begin + path.encode() + place.end]
         lines += [name + b": " + value for name, value in headers]
         lines.append(b"content-length: %d\r\n\r\n" % len(body))
         head = b"\r\n".join(lines)
@@ -346,7 +347,7 @@ class Upstream:
 async def _answered(connection: _Connection, head: bytes, body: bytes) -> Answer:
     """Raises _Lost."""
     try:
-        return await connection.post(head, body)
+        return await connection.send(head, body)
     except BaseException:
         connection.abort()
         raise

@@ -120,7 +120,7 @@ class Protocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._drops = False
         """Whether what still comes is dropped."""
-        self._on_gone: Callable[[], object] | None = None
+        self._watched: tuple[Any, Callable[[], object]] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         lingering: Any = _Lingering(transport, self)
@@ -133,8 +133,10 @@ class Protocol(HttpToolsProtocol):
         self._state.idle.pop(self, None)
         self._in_time()
         super().connection_lost(exc)
-        if self._on_gone is not None:
-            self._on_gone()
+        if self._watched is not None:
+            cycle, on_gone = self._watched
+            cycle.disconnected = True  # uvicorn tells only the newest of those that are pipelined
+            on_gone()
 
     def data_received(self, data: bytes) -> None:
         if self._drops:
@@ -185,7 +187,7 @@ class Protocol(HttpToolsProtocol):
             self._state.idle[self] = None
 
     def _watch(self, cycle: Any, on_gone: Callable[[], object] | None) -> None:
-        self._on_gone = on_gone
+        self._watched = None if on_gone is None else (cycle, on_gone)
         if on_gone is not None and cycle.disconnected:
             on_gone()
 

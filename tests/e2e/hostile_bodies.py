@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from app.policy.cost import POLICIES
 from tests.e2e.conftest import BLOCK_SIZE
 
+COMPLETION_PROMPTS = [{"type": "array", "items": {"type": "integer", "minimum": 0}}]
 COMPLETION = {
     "required": ["prompt"],
     "properties": {
-        "prompt": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "prompt": COMPLETION_PROMPTS[0],
         "max_tokens": {"type": "integer", "minimum": 0, "maximum": 4},
         "stream": {"type": "boolean"},
         "stream_interval": {"type": "integer"},
@@ -31,6 +32,64 @@ COMPLETION = {
     },
 }
 """What a worker takes, which has no OpenAPI description. More tokens would only take longer."""
+
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["system", "user", "assistant", "tool", "developer"]},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {
+                            "type": {"enum": ["text", "image_url", "input_text", "tool_use"]},
+                            "text": {"type": "string"},
+                        },
+                    },
+                },
+            ]
+        },
+        "tool_calls": {"type": "array", "items": {"type": "object", "properties": {}}},
+    },
+}
+_MESSAGES = {"type": "array", "items": _MESSAGE}
+
+
+def door_schemas(model: str) -> dict[str, Any]:
+    """Path -> what the front door takes there, which has no OpenAPI description."""
+    common = {
+        "stream": {"type": "boolean"},
+        "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+        "max_tokens": {"type": "integer", "minimum": 0, "maximum": 4},
+        "tools": {"type": "array", "items": {"type": "object", "properties": {}}},
+        "session_id": {"type": "string"},
+        "cache_salt": {"type": "string"},
+        "n": {"type": "integer"},
+        "chat_template": {"type": "string"},
+        "kv_transfer_params": {"type": "object", "properties": {}},
+    }
+    inputs = {
+        "/v1/chat/completions": {"messages": _MESSAGES},
+        "/v1/completions": {"prompt": {"anyOf": [*_TEXTS["anyOf"], *COMPLETION_PROMPTS]}},
+        "/v1/messages": {"messages": _MESSAGES, "system": _TEXTS},
+        "/v1/responses": {"input": {"anyOf": [{"type": "string"}, _MESSAGES]}},
+        "/v1/embeddings": {"input": _TEXTS},
+        "/tokenize": {"messages": _MESSAGES, "prompt": {"type": "string"}},
+        "/detokenize": {"tokens": COMPLETION_PROMPTS[0]},
+    }
+    return {
+        path: {
+            "required": ["model", *list(fields)[:1]],
+            "properties": {"model": {"enum": [model]}, **fields, **common},
+        }
+        for path, fields in inputs.items()
+    }
+
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -73,7 +132,11 @@ def _objects(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
 def _values(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     if "anyOf" in schema:
         return st.one_of([_values(option) for option in schema["anyOf"]])
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
     match schema["type"]:
+        case "object":
+            return _objects(schema)
         case "integer":
             return st.integers(schema.get("minimum"), schema.get("maximum"))
         case "array":
@@ -90,8 +153,11 @@ def _values(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     return st.none()
 
 
-def valid_body(rng: random.Random, path: str) -> bytes:
-    """A body that a server accepts, with values at their limits."""
+def valid_body(rng: random.Random, path: str, model: str = "") -> bytes:
+    """A body that a server accepts, with values at their limits. model: the front door's; "": it
+    is for another part."""
+    if model:
+        return _for_the_door(rng, path, model)
     blocks = rng.choice((0, 1, 2, 40, 400))
     tokens = [rng.choice((0, 2**32 - 1, rng.getrandbits(32))) for _ in range(blocks * 16 + 3)]
     if path == "/v1/completions":
@@ -118,4 +184,24 @@ def valid_body(rng: random.Random, path: str) -> bytes:
         "reserve": rng.random() < 0.8,
         "explain": rng.random() < 0.2,
     }
+    return json.dumps(fields).encode()
+
+
+def _for_the_door(rng: random.Random, path: str, model: str) -> bytes:
+    words = " ".join(rng.choices(("\ud83d\ude00", "<|im_start|>", "x" * 1000, "\0", "word"), k=40))
+    fields: dict[str, Any] = {"model": model, "max_tokens": rng.randint(1, 4)}
+    messages = [{"role": rng.choice(("user", "system")), "content": words} for _ in range(20)]
+    match path:
+        case "/v1/completions":
+            fields |= {"prompt": rng.choice((words, [0, 1], [[2, 3]]))}
+        case "/v1/embeddings":
+            fields |= {"input": words}
+        case "/v1/responses":
+            fields |= {"input": rng.choice((words, messages))}
+        case "/detokenize":
+            fields |= {"tokens": [1, 2, 3]}
+        case _:
+            fields |= {"messages": messages}
+    if rng.random() < 0.5:
+        fields["stream"] = True
     return json.dumps(fields).encode()

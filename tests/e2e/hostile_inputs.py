@@ -14,7 +14,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from loadtest.bench_bodies import hostile_bodies
-from tests.e2e.hostile_bodies import COMPLETION, drawn, valid_body
+from tests.e2e.hostile_bodies import COMPLETION, door_schemas, drawn, valid_body
 
 JSON_TYPE = b"content-type: application/json\r\n"
 RAW_TYPE = b"content-type: application/octet-stream\r\n"
@@ -42,11 +42,13 @@ class Hostile:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """What a server offers. bodies: path -> what hypothesis would post there."""
+    """What a server offers. bodies: path -> what hypothesis would post there. model: of the front
+    door; "": it is another part."""
 
     get: Sequence[str]
     bodies: Mapping[str, Sequence[bytes]]
     ids: str = "/v1/requests/{}"
+    model: str = ""
 
     @classmethod
     def of_router(cls, openapi: Mapping[str, Any], count: int, seed: int) -> Surface:
@@ -61,6 +63,11 @@ class Surface:
             [path for path, spec in paths.items() if "get" in spec],
             {path: drawn(schema, count, seed) for path, schema in bodies.items()},
         )
+
+    @classmethod
+    def of_door(cls, model: str, count: int, seed: int) -> Surface:
+        bodies = {path: drawn(schema, count, seed) for path, schema in door_schemas(model).items()}
+        return cls(["/v1/models", f"/v1/models/{model}"], bodies, "/v1/models/{}", model)
 
     @classmethod
     def of_worker(cls, count: int, seed: int) -> Surface:
@@ -86,7 +93,7 @@ def _good(rng: random.Random, surface: Surface, headers: bytes = JSON_TYPE + CLO
     if rng.random() < 0.3:
         return request("GET", rng.choice(surface.get), headers=headers)
     path = _path(rng, surface)
-    return request("POST", path, valid_body(rng, path), headers)
+    return request("POST", path, valid_body(rng, path, surface.model), headers)
 
 
 def valid(rng: random.Random, surface: Surface) -> Hostile:
@@ -113,7 +120,9 @@ def malformed_json(rng: random.Random, surface: Surface) -> Hostile:
 
 def damaged_json(rng: random.Random, surface: Surface) -> Hostile:
     path = _path(rng, surface)
-    body = bytearray(rng.choice((valid_body(rng, path), rng.choice(surface.bodies[path]))))
+    body = bytearray(
+        rng.choice((valid_body(rng, path, surface.model), rng.choice(surface.bodies[path])))
+    )
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(body) + 1)
         body[at : at + rng.randint(0, 2)] = rng.choice(
@@ -124,7 +133,7 @@ def damaged_json(rng: random.Random, surface: Surface) -> Hostile:
 
 def odd_encoding(rng: random.Random, surface: Surface) -> Hostile:
     path = _path(rng, surface)
-    body = valid_body(rng, path)
+    body = valid_body(rng, path, surface.model)
     text = body.decode()
     body = rng.choice(
         (
@@ -210,7 +219,8 @@ def bad_headers(rng: random.Random, surface: Surface) -> Hostile:
     path = _path(rng, surface)
     chosen = b"".join(rng.sample(lines, rng.randint(1, 2)))
     return Hostile(
-        (request("POST", path, valid_body(rng, path), JSON_TYPE + CLOSE + chosen),), "wait"
+        (request("POST", path, valid_body(rng, path, surface.model), JSON_TYPE + CLOSE + chosen),),
+        "wait",
     )
 
 
@@ -224,7 +234,7 @@ def long_url(rng: random.Random, surface: Surface) -> Hostile:
 
 def bad_chunks(rng: random.Random, surface: Surface) -> Hostile:
     path = _path(rng, surface)
-    body = valid_body(rng, path)
+    body = valid_body(rng, path, surface.model)
     size = b"%x\r\n" % len(body)
     whole = size + body + b"\r\n"
     framings = (

@@ -22,6 +22,7 @@ import pytest
 
 from app.api.errors import ANSWERS
 from app.core.config import RouterSettings, WorkerSettings
+from app.door.answers import ERRORS as DOOR_ERRORS
 from app.local.cluster import Cluster
 from app.ops.reference import FRAMEWORK_ERRORS
 from loadtest.bench_bodies import MAX_BYTES, hostile_bodies
@@ -47,6 +48,8 @@ CODES = {
     *(code for _, code, _ in ANSWERS.values()),
     *(code for code, _, _ in FRAMEWORK_ERRORS),
     "queue_full",
+    *(code or kind for _, kind, code in DOOR_ERRORS.values()),
+    *("not_found_error", "request_too_large", "rate_limit_error"),
 }
 """Of errors, as docs/api.md and docs/client.md list them."""
 RAW = {"content-type": "application/octet-stream"}
@@ -61,9 +64,10 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """The code of an error in our own shape."""
+        """The code of an error in our own shape, or its type where a client expects no code."""
         try:
-            return str(json.loads(self.body)["error"]["code"])
+            error = json.loads(self.body)["error"]
+            return str(error.get("code") or error["type"])
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -271,6 +275,8 @@ def attacked_cluster(num_workers: int, num_replicas: int, *, haproxy: bool | Non
             prefill_ttl_s=0.5,
             # As many as the warm-up makes, so that what Redis holds grows no more after it.
             decisions_kept=256,
+            # An attacked machine may be slow.
+            redis_timeout_ms=5000,
             log_level="warning",
         ),
         worker=WorkerSettings(
@@ -280,6 +286,15 @@ def attacked_cluster(num_workers: int, num_replicas: int, *, haproxy: bool | Non
             log_level="warning",
         ),
     )
+
+
+def doors_of(cluster: Cluster, drawn: int) -> list[Target]:
+    """The front doors of the balancer and of every router."""
+    surface = Surface.of_door(cluster.model, drawn, SEED)
+    return [
+        Target("balancer", cluster.balancer_url, surface),
+        *(Target(member.name, member.url, surface) for member in cluster.routers),
+    ]
 
 
 async def targets_of(
@@ -312,12 +327,15 @@ async def settled(cluster: Cluster, probe: Probe) -> None:
     assert cluster.ended() == {}
 
 
+@pytest.mark.parametrize("at_doors", [False, True])
 async def test_a_few_hostile_inputs_do_no_harm(
-    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str]
+    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str], at_doors: bool
 ) -> None:
     with attacked_cluster(1, 1, haproxy=None) as cluster:
         probe = open_probe(cluster)
-        attack = Attack(await targets_of(cluster, probe, drawn=20))
+        attack = Attack(
+            doors_of(cluster, drawn=20) if at_doors else await targets_of(cluster, probe, drawn=20)
+        )
         async with answering(cluster, attack.problems):
             await attack.send(0, 200, SLOW_S)
         assert attack.problems == [], f"seed {SEED}"
@@ -329,8 +347,9 @@ async def test_a_few_hostile_inputs_do_no_harm(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("at_doors", [False, True])
 async def test_ten_thousand_hostile_inputs_do_no_harm(
-    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str]
+    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str], at_doors: bool
 ) -> None:
     require_binary("haproxy")
     with attacked_cluster(2, 2, haproxy=True) as cluster:
@@ -338,7 +357,11 @@ async def test_ten_thousand_hostile_inputs_do_no_harm(
         known = prompt(seed=1, num_tokens=10 * BLOCK_SIZE)
         holder = await probe.complete(known)
         await eventually(lambda: probe.overlaps(known), lambda seen: seen == {holder: 10})
-        attack = Attack(await targets_of(cluster, probe, drawn=500, holder=holder))
+        attack = Attack(
+            doors_of(cluster, drawn=500)
+            if at_doors
+            else await targets_of(cluster, probe, drawn=500, holder=holder)
+        )
         async with answering(cluster, attack.problems):
             await asyncio.gather(attack.send(0, 2_000, SLOW_S), attack.send_largest())
             await settled(cluster, probe)

@@ -1,0 +1,264 @@
+"""Engines that hang, are full or half alive, replicas that are killed, clients that leave: through
+the front door, with real engines. The long form of some is in `make test-slow`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from redis.asyncio import Redis
+
+from app.core.keys import Keyspace
+from app.local.redis_server import EmbeddedRedis
+from app.ops.verify import verify
+from app.state.connect import connect
+from tests.door.conftest import MODEL, completing, models, replica, until_serving, worker
+from tests.door.test_answers import chat, counted, events
+from tests.door.test_failures import nothing_reserved, running_on
+from tests.e2e.engines import Process
+from tests.eventually import eventually
+from tests.fake_worker import NAMESPACE
+
+SHORT_AND_LONG = [40, pytest.param(500, marks=pytest.mark.slow)]
+AT_ONCE = 40
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def nothing_contradicts(url: str) -> None:
+    """`kvroute inspect verify` finds nothing."""
+    async with connect(url) as redis:
+
+        async def findings() -> list[Any]:
+            found, _ = await verify(redis, Keyspace(NAMESPACE), 1000)
+            return list(found)
+
+        await eventually(findings, lambda found: found == [], within_s=10.0)
+
+
+@asynccontextmanager
+async def replica_process(url: str, **options: object) -> AsyncIterator[tuple[Process, Any]]:
+    """A replica as a process of its own, and a client of it."""
+    chosen = {"redis_url": url, "namespace": NAMESPACE, "port": 0, "redis_timeout_ms": 5000}
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (chosen | options).items()]
+    process = Process("router", *flags)
+    try:
+        async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+            yield process, client
+    finally:
+        process.end()
+
+
+async def ask(door: httpx.AsyncClient, number: int, **more: Any) -> httpx.Response:
+    return await door.post("/v1/chat/completions", json=chat(f"{number}", **more))
+
+
+@pytest.mark.parametrize("number", SHORT_AND_LONG)
+async def test_workers_killed_under_load_cost_no_request_that_had_not_begun(
+    one_redis_server: EmbeddedRedis, redis: Redis, number: int
+) -> None:
+    url = one_redis_server.url
+    async with AsyncExitStack() as stack:
+        workers = [stack.enter_context(worker(url, name, speedup=4)) for name in "abc"]
+        door = await stack.enter_async_context(replica(url))
+        await until_serving(door, 3)
+        turns = iter(range(number))
+        statuses: list[int] = []
+
+        async def some() -> None:
+            for turn in turns:
+                statuses.append((await ask(door, turn, max_tokens=20)).status_code)
+
+        asking = asyncio.gather(*(some() for _ in range(AT_ONCE)))
+        for victim in workers[:2]:
+            await eventually(lambda at=victim: running_on(at.url), lambda found: found > 0)
+            victim.popen.send_signal(signal.SIGKILL)
+        await asking
+        assert statuses == [200] * number
+        assert await counted(door, f'retries_total{{model="{MODEL}"}}') > 0
+        await nothing_reserved(redis)
+        await nothing_contradicts(url)
+
+
+async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    options = {"reservation_ttl_s": 2.0, "prefill_ttl_s": 2.0, "log_level": "info"}
+    with worker(url, "a", speedup=2) as first, worker(url, "b", speedup=2) as second:
+        async with (
+            replica_process(url, **options) as (one, door),
+            replica_process(url, **options) as (_, other),
+        ):
+            for each in (door, other):
+                await until_serving(each, 2)
+            broken = [asyncio.create_task(ask(door, n, max_tokens=2000)) for n in range(8)]
+            whole = [
+                asyncio.create_task(ask(other, n, max_tokens=60, stream=True)) for n in range(8)
+            ]
+
+            async def running() -> float:
+                return await running_on(first.url) + await running_on(second.url)
+
+            await eventually(running, lambda found: found == 16)
+            one.popen.send_signal(signal.SIGKILL)
+            ended = await asyncio.gather(*broken, return_exceptions=True)
+            assert {type(error) for error in ended} <= {
+                httpx.ReadError,
+                httpx.RemoteProtocolError,
+            }
+            for answer in await asyncio.gather(*whole):
+                assert len(events(answer.text)) == 60
+            await eventually(running, lambda found: found == 0, within_s=2.0)
+            await nothing_reserved(redis)
+            await nothing_contradicts(url)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(
+    one_redis_server: EmbeddedRedis, redis: Redis, streams: bool
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", lease_ttl_s=1.0) as hangs, worker(url, "b", lease_ttl_s=1.0):
+        async with replica(url) as door:
+            await until_serving(door, 2)
+            hangs.popen.send_signal(signal.SIGSTOP)
+            try:
+                answers = await asyncio.gather(*(ask(door, n, stream=streams) for n in range(8)))
+            finally:
+                hangs.popen.send_signal(signal.SIGCONT)
+            assert {answer.status_code for answer in answers} == {200}
+            assert await counted(door, f'retries_total{{model="{MODEL}"}}') > 0
+            await nothing_reserved(redis)
+            await nothing_contradicts(url)
+
+
+async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async def slow(_: web.Request) -> web.Response:
+        await asyncio.sleep(2.0)
+        return web.json_response({"usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+
+    async with completing(redis, "a", slow) as agent, replica(one_redis_server.url) as door:
+        await until_serving(door, 1)
+        body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
+        asking = asyncio.create_task(door.post("/v1/completions", json=body))
+        await asyncio.sleep(0.2)
+        await agent.retire()
+
+        async def left() -> list[str]:
+            return await models(door)
+
+        await eventually(left, lambda found: found == [])
+        assert not asking.done()
+        assert (await asking).status_code == 200
+
+
+async def test_full_engines_are_back_pressure_and_not_failures(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async def full(_: web.Request) -> web.Response:
+        return web.json_response(
+            {"error": {"message": "queue full", "type": "overloaded", "code": 503}},
+            status=503,
+            headers={"retry-after": "7"},
+        )
+
+    async with (
+        completing(redis, "a", full),
+        completing(redis, "b", full),
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 2)
+        body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
+        answers = await asyncio.gather(
+            *(door.post("/v1/completions", json=body) for _ in range(50))
+        )
+        assert {answer.status_code for answer in answers} == {503}
+        assert {answer.headers["retry-after"] for answer in answers} == {"7"}
+        shown = (await door.get("/v1/workers")).json()
+        assert shown["paused"] == []
+        assert [one["failures"] for one in shown["workers"]] == [0, 0]
+        await nothing_reserved(redis)
+
+
+@pytest.mark.parametrize(
+    ("phase", "streams"),
+    [
+        ("in the line", False),
+        ("in the line", True),
+        ("before the first token", False),
+        ("before the first token", True),
+        ("in the stream", True),
+    ],
+)
+async def test_clients_that_hang_up_leave_nothing_in_whatever_phase(
+    one_redis_server: EmbeddedRedis, redis: Redis, streams: bool, phase: str
+) -> None:
+    url = one_redis_server.url
+    prompt = list(range(2000))
+    with worker(url, "a", speedup=0.5, max_requests=2) as only:
+        async with replica(url, wait_queue=100) as door:
+            await until_serving(door, 1)
+            body = {"model": MODEL, "max_tokens": 2000, "stream": streams}
+
+            async def stay(number: int, seen: asyncio.Event) -> None:
+                asked = body | {"prompt": [number, *prompt]}
+                async with door.stream("POST", "/v1/completions", json=asked) as answer:
+                    async for _ in answer.aiter_text():
+                        seen.set()
+
+            async def waiting() -> float:
+                lines = (await door.get("/metrics")).text.splitlines()
+                found = [one for one in lines if one.startswith("kvroute_waiting_requests")]
+                return sum(float(line.rpartition(" ")[2]) for line in found)
+
+            seen = [asyncio.Event() for _ in range(50)]
+            count = 50 if phase == "in the line" else 2
+            asking = [asyncio.create_task(stay(n, seen[n])) for n in range(count)]
+            await eventually(lambda: running_on(only.url), bool, within_s=20.0)
+            if phase == "in the line":
+                await eventually(waiting, lambda number: number > 0, within_s=20.0)
+            elif phase == "in the stream":
+                for one in seen[:2]:
+                    await one.wait()
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
+            await eventually(lambda: running_on(only.url), lambda n: n == 0, within_s=1.0)
+            await nothing_reserved(redis)
+            await nothing_contradicts(url)
+
+
+async def test_a_client_that_reads_nothing_costs_the_replica_no_memory(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=1000, kv_pool_tokens=2_000_000):
+        async with replica_process(url, stalled_s=60, log_level="info") as (process, door):
+            await until_serving(door, 1)
+
+            def rss() -> int:
+                statm = Path(f"/proc/{process.popen.pid}/statm").read_text()
+                return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+            await ask(door, 0, stream=True, max_tokens=2000)
+            before = rss()
+            async with AsyncExitStack() as stack:
+                for number in range(8):
+                    asked = chat(f"{number}", stream=True, max_tokens=30_000)
+                    # 30,000 tokens are 6 MB of events each, and none is read.
+                    await stack.enter_async_context(
+                        door.stream("POST", "/v1/chat/completions", json=asked)
+                    )
+                await asyncio.sleep(2.0)
+                assert rss() - before < 8 * 2**20
