@@ -76,7 +76,8 @@ _WHOLE = (
 
 
 class _Engine(asyncio.Protocol):
-    """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S."""
+    """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S; of one
+    whose `user` is `held`, the first chunk alone."""
 
     def __init__(self) -> None:
         self._received = b""
@@ -110,6 +111,9 @@ class _Engine(asyncio.Protocol):
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
             b"\r\n"
         )
+        if b'"user":"held"' in body:
+            self._transport.write(_chunked(_CHUNK))
+            return
         if b'"user":"paced"' in body:
             task = asyncio.ensure_future(self._pace())
             self._streaming.add(task)
@@ -268,8 +272,8 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
             "door": start(door_forever, url, server_core(0)),
         }
         for one in (engine, *servers.values()):
-            run(_until_open(one.port))
-        run(_until_serving(servers["door"].port, shapes()[0]))
+            run(until_open(one.port))
+        run(until_serving(servers["door"].port, shapes()[0]))
         made: dict[str, dict[str, list[Any]]] = {}
         for turn in range(rounds + 1):
             for shape in shapes():
@@ -302,11 +306,11 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
     }
 
 
-async def _until_open(port: int) -> None:
+async def until_open(port: int) -> None:
     (await Connection.open(port)).close()
 
 
-async def _until_serving(port: int, shape: Shape) -> None:
+async def until_serving(port: int, shape: Shape) -> None:
     """A door lists models only once it has heard of its workers."""
     one = replace(shape, bodies=shape.bodies[:1])
     async with asyncio.timeout(30):

@@ -17,7 +17,7 @@ from loadtest.replay import replay
 
 WITH_A_FILE = (
     *("simulate", "bench_agent", "bench_bodies", "bench_bridge", "bench_burst"),
-    *("bench_decision", "bench_door"),
+    *("bench_decision", "bench_door", "bench_door_memory"),
     *(
         "bench_failover",
         "bench_index",
