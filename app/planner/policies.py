@@ -7,11 +7,23 @@ from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
 
-from app.planner.state import FleetState, Phase, Prediction, Proposal, Reason, Rules, WorkerLoad
+from app.core.worker_report import DEFAULT_SPEED
+from app.planner.state import (
+    FleetState,
+    Phase,
+    Prediction,
+    Proposal,
+    Reason,
+    Rules,
+    Slo,
+    WorkerLoad,
+)
 
 Predict = Callable[[int], Prediction]
 """What a fleet of this size would have made of the recorded decisions. One less is one without
 the worker that would leave."""
+AIM_GAIN = 2.0
+AIM_ROOM = 0.8
 Victim = Callable[[FleetState], str]
 
 
@@ -137,9 +149,17 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
 
     Up at once, by up to two workers; down by one, and only if one less would still have kept it.
     """
-    size, target = state.size, rules.slo.target
+    size = state.size
     now = predict(size)
-    inputs = {"requests": float(now.requests), "attainment": now.attainment}
+    known, share = attained(state, rules.slo, state.now_s - rules.attained_s)
+    target = _aim(rules.slo.target, share)
+    inputs = {
+        "requests": float(now.requests),
+        "attainment": now.attainment,
+        "known": float(known),
+        "attained": share,
+        "aim": target,
+    }
     if now.attainment < target:
         more = predict(size + 1)
         candidates: tuple[Prediction, ...] = (now, more)
@@ -156,6 +176,26 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
     if fewer.attainment < target:
         return Wish(size, Reason.ENOUGH, inputs, (fewer, now))
     return Wish(size - 1, Reason.SLO_MET_BY_FEWER, inputs, (fewer, now))
+
+
+def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
+    """Of how many requests it is known what came of them, and the share within the SLO; 1.0 of
+    none."""
+    speeds = {worker.name: worker.speed for worker in state.workers}
+    met = [
+        slo.is_met(asked.came, asked.request.prompt_tokens, speeds.get(asked.worker, DEFAULT_SPEED))
+        for asked in state.recent
+        if asked.came is not None and asked.at_s >= since_s
+    ]
+    return len(met), (sum(met) / len(met) if met else 1.0)
+
+
+def _aim(target: float, share: float) -> float:
+    """The share within the SLO that predictions are to reach, so that `target` comes of them: above
+    it by AIM_GAIN times what was missing lately, and by at most AIM_ROOM of what there is. What is
+    predicted from lies behind what comes by a window and a start, and so it is too hopeful while
+    the load rises."""
+    return target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target))
 
 
 POLICIES: Mapping[str, Policy] = {"threshold": threshold, "waiting": waiting, "slo": slo}
