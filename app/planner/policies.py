@@ -131,17 +131,33 @@ def waiting(state: FleetState, rules: Rules, _: Predict) -> Wish:
     """
     total = sum(load.waiting for load in _loads(state))
     needed = ceil(total / rules.waiting_per_worker)
-    since_s = state.now_s - rules.cool_down_s
+    return _needed(state, needed, {"waiting": total}, Reason.WAITING, rules.cool_down_s)
+
+
+def ongoing(state: FleetState, rules: Rules, _: Predict) -> Wish:
+    """A worker for so many requests in flight; down only to what ten minutes have needed.
+
+    After Ray Serve's autoscaling: target_ongoing_requests, downscale_delay_s.
+    """
+    total = sum(load.requests for load in _loads(state))
+    needed = ceil(total / rules.ongoing_per_worker)
+    return _needed(state, needed, {"ongoing": total}, Reason.ONGOING, rules.ongoing_delay_s)
+
+
+def _needed(
+    state: FleetState, needed: int, inputs: dict[str, float], reason: Reason, cool_down_s: float
+) -> Wish:
+    """Up at once, down to the most that was needed within the cool-down."""
+    since_s = state.now_s - cool_down_s
     lately = [int(p.inputs.get("needed", 0)) for p in state.proposals if p.at_s > since_s]
-    inputs = {"waiting": total, "needed": float(needed)}
+    inputs = inputs | {"needed": float(needed)}
     if needed >= state.size:
-        reason = Reason.WAITING if needed > state.size else Reason.ENOUGH
-        return Wish(needed, reason, inputs)
+        return Wish(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
     if state.is_changing:
         return Wish(state.size, Reason.CHANGE_UNDER_WAY, inputs)
     if not lately or max(lately) >= state.size or state.proposals[0].at_s > since_s:
         return Wish(state.size, Reason.COOL_DOWN, inputs)
-    return Wish(max(needed, *lately), Reason.WAITING, inputs)
+    return Wish(max(needed, *lately), reason, inputs)
 
 
 def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
@@ -198,5 +214,10 @@ def _aim(target: float, share: float) -> float:
     return target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target))
 
 
-POLICIES: Mapping[str, Policy] = {"threshold": threshold, "waiting": waiting, "slo": slo}
+POLICIES: Mapping[str, Policy] = {
+    "threshold": threshold,
+    "waiting": waiting,
+    "ongoing": ongoing,
+    "slo": slo,
+}
 """By the names that settings use."""

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     KV_LOAD = "kv_load"
     LOW_LOAD = "low_load"
     WAITING = "waiting"
+    ONGOING = "ongoing"
     COOL_DOWN = "cool_down"
     """Fewer requests wait, but a short time ago it had to be larger."""
     SLO_MISSED = "slo_missed"
@@ -179,6 +180,8 @@ class Rules:
     kv_load_per_waiting: float = 0.02
     waiting_per_worker: float = 5.0
     cool_down_s: float = 360.0
+    ongoing_per_worker: float = 2.0
+    ongoing_delay_s: float = 600.0
     slo: Slo = Slo()
     window_s: float = 180.0
     """Recorded decisions of so long are replayed."""
