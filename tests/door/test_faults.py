@@ -127,7 +127,7 @@ async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(
     one_redis_server: EmbeddedRedis, redis: Redis, streams: bool
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a", lease_ttl_s=3.0) as hangs, worker(url, "b", lease_ttl_s=3.0):
+    with worker(url, "a", lease_ttl_s=2.0) as hangs, worker(url, "b", lease_ttl_s=2.0):
         async with replica(url) as door:
             await until_serving(door, 2)
             body = {"model": MODEL, "max_tokens": 8, "stream": streams}
