@@ -159,11 +159,13 @@ class _Connection(asyncio.Protocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._lose(_TOO_LONG)
 
+    def eof_received(self) -> None:
+        # Closing would wait until the engine has read what it was sent, which it may never do.
+        self._end("" if self._ends_with_connection else "connection closed")
+        self.abort()
+
     def connection_lost(self, error: Exception | None) -> None:
-        if self._ends_with_connection and error is None:
-            self._end("")
-        else:
-            self._end(str(error) if error else "connection closed")
+        self._end(str(error) if error else "connection closed")
 
     # What the parser calls.
 
@@ -186,6 +188,7 @@ class _Connection(asyncio.Protocol):
         self._is_kept = self._parser.should_keep_alive()
         self._ends_with_connection = names.isdisjoint((b"content-length", b"transfer-encoding"))
         self._answer.status, self._answer.headers = status, self._headers
+        self._headers = []  # trailers are none of the answer's
         begun, self._begun = self._begun, None
         if not begun.done():  # else nobody waits for it any more
             begun.set_result(self._answer)
@@ -274,7 +277,10 @@ class Upstream:
         answer_s: float,
     ) -> Answer:
         """Send `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer."""
-        place = _place(base_url)
+        try:
+            place = _place(base_url)
+        except ValueError as error:
+            raise ConnectFailed(f"{base_url}: {error}") from None
         lines = [method + place.begin + path.encode() + place.end]
         lines += [name + b": " + value for name, value in headers]
         lines.append(b"content-length: %d\r\n\r\n" % len(body))
@@ -308,7 +314,7 @@ class Upstream:
                 )
         except TimeoutError:
             raise ConnectFailed(f"no connection in {connect_s:g} s") from None
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConnectFailed(f"no connection: {error}") from None
         return connection
 

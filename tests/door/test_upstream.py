@@ -278,6 +278,27 @@ def _number_of(server: Server) -> Callable[[], Awaitable[int]]:
     return number
 
 
+async def test_an_answer_that_ends_with_its_connection_ends_though_the_body_was_not_read() -> None:
+    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CLOSED)
+        writer.write_eof()
+        await asyncio.sleep(10)
+
+    async with serving(talk) as (server, upstream):
+        answer = await post(upstream, server.url, b"x" * 32 * 1024 * 1024)
+        assert await whole(answer) == b"hello world"
+
+
+async def test_trailers_are_no_headers() -> None:
+    text = CHUNKED.replace(b"0\r\n\r\n", b"0\r\nx-late: 1\r\n\r\n")
+    async with serving(saying(text)) as (server, upstream):
+        for _ in range(2):
+            answer = await post(upstream, server.url)
+            assert await whole(answer) == b"hello world"
+            assert answer.headers == [(b"transfer-encoding", b"chunked")]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -330,6 +351,9 @@ async def test_an_engine_that_is_not_there() -> None:
         await post(upstream, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConnectFailed):
         await post(upstream, "http://no-such-host.invalid:80")
+    for url in ("http://127.0.0.1:99999", f"http://{'x' * 64}.invalid:80"):
+        with pytest.raises(ConnectFailed):
+            await post(upstream, url)
     await upstream.close()
 
 
