@@ -13,8 +13,9 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from app.core.config import RouterSettings, parse_names
+from app.core.config import RouterSettings
 from app.core.errors import KvrouteError
+from app.core.settings import parse_names
 from app.core.types import checked_request_id
 from app.door import answers, asked
 from app.door.asked import PATHS, Api
