@@ -1,7 +1,9 @@
 """Rules for the size of a fleet compared offline: a day's traffic in virtual time.
 
     python -m loadtest.autoscale --hours 4 --jobs 2
-    python -m loadtest.autoscale --policy threshold:0.3 --policy slo:0.97 --victim newest
+    python -m loadtest.autoscale --policy threshold:0.3 --policy slo:0.97
+    python -m loadtest.autoscale --equal 0.95 --policy threshold --policy slo
+    python -m loadtest.autoscale --policy curve:5 --victim newest --victim unique_value
 
 The planner's policies are the real ones, as are those of the routers and the engine. The day is
 made of a trace that is shorter: see loadtest/day.py.
@@ -41,7 +43,19 @@ from workers.engines.sim.profiles import PROFILES
 ROUTING = "latency"
 ORACLE = "oracle"
 STATIC = "static"
-FORMS = (*POLICIES, ORACLE, STATIC)
+CURVE = "curve"
+FORMS = (*POLICIES, ORACLE, STATIC, CURVE)
+LIMITS = {
+    "threshold": (1.0, 0.02),
+    "waiting": (1.0, 0.02),
+    "ongoing": (20.0, 0.5),
+    "slo": (0.7, 0.995),
+    ORACLE: (0.7, 0.995),
+    STATIC: (1.0, 16.0),
+    CURVE: (1.0, 16.0),
+}
+"""Between which --equal looks for a policy's number, from the fewest workers to the most."""
+HALVINGS = 6
 REVERSAL_S = 600.0
 FEW = 20
 """Of fewer requests no share within the SLO is compared with what was predicted."""
@@ -49,8 +63,9 @@ FEW = 20
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`threshold:X` and `waiting:X` have X times the usual thresholds; `slo:X` and `oracle:X` keep
-    the SLO for a share of X; `static:X` has X workers."""
+    """`threshold:X`, `waiting:X` and `ongoing:X` have X times the usual thresholds; `slo:X` and
+    `oracle:X` keep the SLO for a share of X; `static:X` has X workers; `curve:X` has X on average,
+    as many as the day's curve without its bursts says."""
 
     text: str
 
@@ -73,6 +88,7 @@ class Policy:
         scaled = (
             *("prefill_queue_up", "prefill_queue_down", "kv_load_up", "kv_load_down"),
             "waiting_per_worker",
+            "ongoing_per_worker",
         )
         return replace(rules, **{name: x * getattr(rules, name) for name in scaled})
 
@@ -139,6 +155,14 @@ def play(scenario: Scenario, policy: Policy, victim: str) -> Figures:
         size = int(policy.value or 1)
         setting = replace(setting, num_workers=size)
         scaling = Scaling(STATIC, rules, victim, scenario.startup_s, sizes=lambda _: size)
+    elif policy.name == CURVE:
+        mean, shape = policy.value or 1.0, curve(round(3600 * scenario.hours), bursts=0.0, seed=0)
+
+        def planned(at_s: float) -> int:
+            return max(1, round(mean * float(shape[min(int(at_s), shape.size - 1)])))
+
+        setting = replace(setting, num_workers=planned(0.0))
+        scaling = Scaling(CURVE, rules, victim, scenario.startup_s, sizes=planned)
     elif policy.name == ORACLE:
         coming = _coming(scenario)
         scaling = Scaling("slo", rules, victim, scenario.startup_s, coming=coming)
@@ -147,6 +171,27 @@ def play(scenario: Scenario, policy: Policy, victim: str) -> Figures:
     end_s = 3600 * scenario.hours
     scaled = Scaled(scaling, setting, ROUTING, scenario.prompts, end_s)
     return figures_of(policy.text, victim, scaled.run(scenario.day), setting.profiles[0], rules)
+
+
+def equal(scenario: Scenario, name: str, victim: str, share: float) -> Figures:
+    """The policy with the number that keeps the SLO for `share` of the requests with the fewest
+    worker hours; if none does, what came next to it."""
+    few, many = LIMITS[name]
+    best: Figures | None = None
+    for _ in range(HALVINGS):
+        x = (few + many) / 2
+        x = round(x) if name == STATIC else float(f"{x:.3g}")
+        found = play(scenario, Policy(f"{name}:{x}"), victim)
+        if found.within_slo >= share:
+            many = x
+            if best is None or best.within_slo < share or found.worker_hours < best.worker_hours:
+                best = found
+        else:
+            few = x
+            if best is None or best.within_slo < found.within_slo < share:
+                best = found
+    assert best is not None
+    return best
 
 
 def _coming(scenario: Scenario) -> Coming:
@@ -229,10 +274,16 @@ def plot(figures: Sequence[Figures], rates: Rates, title: str, path: Path) -> No
 
 # What a worker process plays. Inherited, because sending a trace takes long.
 _scenario: Scenario
+_share: float | None = None
 
 
 def _play(policy: str, victim: str) -> Figures:
     return play(_scenario, Policy(policy), victim)
+
+
+def _equal(policy: str, victim: str) -> Figures:
+    assert _share is not None
+    return equal(_scenario, Policy(policy).name, victim, _share)
 
 
 class _PolicyName(click.ParamType[str]):
@@ -244,7 +295,9 @@ class _PolicyName(click.ParamType[str]):
             x = policy.value
             if policy.name not in FORMS or (x is not None and not 0 < x < 1e6):
                 raise ValueError
-            if policy.name == STATIC and (x is None or x != int(x)):
+            if policy.name in (STATIC, CURVE) and x is None:
+                raise ValueError
+            if policy.name == STATIC and x is not None and x != int(x):
                 raise ValueError
         except ValueError:
             self.fail(f"{value!r} is none of {', '.join(FORMS)}, or has a bad number", param, ctx)
@@ -267,9 +320,17 @@ class _PolicyName(click.ParamType[str]):
     show_default=True,
     callback=distinct,
     type=_PolicyName(),
-    help="Rule for the size; may be given several times. threshold:X and waiting:X have X times "
-    "the usual thresholds, slo:X and oracle:X aim at a share of X within the SLO, static:X has X "
-    "workers. oracle is slo, shown what will be asked instead of what was.",
+    help="Rule for the size; may be given several times. threshold:X, waiting:X and ongoing:X have "
+    "X times the usual thresholds, slo:X and oracle:X aim at a share of X within the SLO, static:X "
+    "has X workers, curve:X that many on average. oracle is slo, shown what will be asked instead "
+    "of what was.",
+)
+@click.option(
+    "--equal",
+    "share",
+    type=Number(0.5, 0.999),
+    help="Instead of the numbers given, look for those of each policy that keep the SLO for this "
+    "share of the requests.",
 )
 @click.option(
     "--victim",
@@ -340,6 +401,7 @@ class _PolicyName(click.ParamType[str]):
 def main(
     trace_file: Path,
     policies: tuple[str, ...],
+    share: float | None,
     victims: tuple[str, ...],
     hours: float,
     load: float,
@@ -354,7 +416,8 @@ def main(
     png_file: Path | None,
 ) -> None:
     """Compare rules for the size of a fleet on a day's traffic in virtual time."""
-    global _scenario
+    global _scenario, _share
+    _share = share
     try:
         trace = read_trace(trace_file)
     except TraceError as error:
@@ -371,7 +434,7 @@ def main(
     )
     asked = [(policy, victim) for policy in policies for victim in victims]
     with forked(jobs) as executor:
-        figures = list(executor.map(_play, *zip(*asked, strict=True)))
+        figures = list(executor.map(_equal if share else _play, *zip(*asked, strict=True)))
     title = (
         f"{_scenario.day.name}: {_scenario.day.num_requests:,} requests, peak to trough 4:1, "
         f"{bursts:.0%} in bursts; a start takes {startup_s:g} s"

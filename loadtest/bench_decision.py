@@ -213,6 +213,10 @@ class Connection(asyncio.Protocol):
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error or ConnectionResetError("the server hung up"))
 
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
     async def ask(self, request: bytes) -> None:
         """Raises ClickException for any answer but 200 and for a decision made without Redis."""
         self._answer = asyncio.get_running_loop().create_future()

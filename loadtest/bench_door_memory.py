@@ -91,6 +91,8 @@ async def growth(door: Server, minutes: float, rate: float) -> dict[str, float]:
     end_s = minutes * 60
 
     async def one(number: int) -> None:
+        while idle and not idle[-1].is_open:
+            idle.pop()
         connection = idle.pop() if idle else await Connection.open(door.port)
         request = known[number % len(known)]
         if number % 3:

@@ -22,6 +22,7 @@ from enum import StrEnum
 from itertools import cycle
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlencode
 
 import aiohttp
 import orjson
@@ -126,6 +127,15 @@ class Request:
     failed_worker: str | None = None
     """The worker of the previous attempt, if the worker failed."""
     last_error: RequestError | None = None
+
+    @property
+    def came(self) -> dict[str, int]:
+        """What a release says of an answer that came in full."""
+        assert self.usage is not None
+        told = {"output_tokens": self.usage["completion_tokens"]}
+        if self.first_token_s is not None:
+            told["ttft_ms"] = max(0, round(1000 * (self.first_token_s - self.sent_s)))
+        return told
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -265,6 +275,7 @@ class ClusterClient:
         ended = f"/v1/requests/{request.reservation_id}"
         try:
             await self._complete(address, request)
+            ended += f"?{urlencode(request.came)}"
         except RequestError as error:
             request.failed_worker = request.worker
             if error.kind in (FailureKind.WORKER, FailureKind.BROKEN_STREAM):

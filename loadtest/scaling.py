@@ -18,6 +18,7 @@ from app.planner.policies import propose
 from app.planner.replay import Replay, recorded_request
 from app.planner.state import (
     Asked,
+    Came,
     FleetState,
     Phase,
     Prediction,
@@ -149,7 +150,14 @@ class Scaled:
         if recorded is not None and answer.output_tokens:
             asked = recorded.asked
             request = replace(asked.request, max_tokens=answer.output_tokens)
-            recorded.asked = replace(asked, request=request)
+            came = None
+            if answer.first_token_s is not None and answer.end_s is not None:
+                more = max(1, answer.output_tokens - 1)
+                came = Came(
+                    answer.first_token_s - answer.arrival_s,
+                    (answer.end_s - answer.first_token_s) / more,
+                )
+            recorded.asked = replace(asked, request=request, came=came)
 
     def _count_recomputed(self, decided: Decided) -> None:
         self._departed = [(until_s, h) for until_s, h in self._departed if until_s > decided.at_s]
@@ -255,6 +263,7 @@ class Scaled:
             load=WorkerLoad(*np.mean(samples, axis=0).tolist()) if samples else None,
             cached_blocks=worker.holdings.num_blocks,
             unique_value_s=values.get(str(place), 0.0),
+            speed=worker.speed,
             profile=self._setting.profiles[0],
         )
 

@@ -32,6 +32,7 @@ from app.router.metrics import text_of
 from app.router.router import Router
 from app.router.routers import Routers
 from app.state import planner
+from app.state.endings import Ending
 
 RAW_TOKENS = "application/octet-stream"
 HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
@@ -167,7 +168,9 @@ async def release(
     """Report that a request has ended, and release its reservation. Idempotent."""
     router, _ = _parts(request)
     found = await router.release(
-        checked_reservation_id(request_id), worker_failed=options.worker_failed
+        checked_reservation_id(request_id),
+        worker_failed=options.worker_failed,
+        ending=Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None,
     )
     return schemas.RequestState(request_id=request_id, found=found)
 

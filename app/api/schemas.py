@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from app.core.hashing import U64
-from app.core.settings import PRIORITIES
+from app.core.settings import MOST, PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.worker_report import GPU, INFO, METRICS, Item
 from app.policy.cost import POLICIES
@@ -137,6 +137,19 @@ class ReleaseOptions(BaseModel):
         default=False,
         description="no request goes to the worker until it has renewed its lease; longer if it "
         "failed others before",
+    )
+    output_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST,
+        description="how many tokens the answer had: `kvroute planner` replays it so",
+    )
+    ttft_ms: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST,
+        description="time from the request to its first token, by which the planner tells whether "
+        "the SLO was kept",
     )
 
 

@@ -13,14 +13,15 @@ from app.core.loads import Load, Snapshot
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
 from app.planner.replay import recorded_request
-from app.planner.state import Asked, Phase, Rules, WorkerLoad, WorkerState
+from app.planner.state import Asked, Came, Phase, Rules, WorkerLoad, WorkerState
 from app.planner.victims import Held, unique_values
 from app.policy.record import Record
 from app.policy.view import Measured
 from app.router.fleet import Fleet
-from app.state import decisions, reservations
+from app.state import decisions, endings, reservations
 from app.state.client import Client
 from app.state.connect import deadline
+from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 
 MOST_DECISIONS = 4096
@@ -127,20 +128,31 @@ class Observer:
         block_size = self.block_size
         if block_size is None:
             return []
-        since_s = self.now_s - max(rules.window_s + rules.lead_s, 2 * rules.half_life_s)
+        past_s = (rules.window_s + rules.lead_s, 2 * rules.half_life_s, rules.attained_s)
+        since_s = self.now_s - max(past_s)
+        ended = await endings.read(
+            self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS
+        )
         asked: list[Asked] = []
         async for record in decisions.read(self._redis, self._keyspace):
             if record.at_ms / 1000 < since_s or len(asked) == MOST_DECISIONS:
                 break
             if len(record.blocks) == len(positions(record.isl_tokens // block_size)):
-                asked.append(self._asked(record, block_size))
+                asked.append(self._asked(record, block_size, ended.get(record.request_id)))
         asked.reverse()
         return asked
 
-    def _asked(self, record: Record, block_size: int) -> Asked:
+    def _asked(self, record: Record, block_size: int, ended: tuple[int, Ending] | None) -> Asked:
         worker = record.worker.rpartition(":")[0]
         seen = self.workers_seen.get(worker)
         output_tokens = (seen.speed if seen else DEFAULT_SPEED).mean_output_tokens
+        came: Came | None = None
+        if ended is not None:
+            ended_ms, ending = ended
+            output_tokens = ending.output_tokens
+            if ending.ttft_ms is not None:
+                rest_s = max(0, ended_ms - record.at_ms - ending.ttft_ms) / 1000
+                came = Came(ending.ttft_ms / 1000, rest_s / max(1, output_tokens - 1))
         request = recorded_request(
             record.request_id,
             record.blocks,
@@ -148,7 +160,7 @@ class Observer:
             output_tokens=max(1, round(output_tokens)),
             block_size=block_size,
         )
-        return Asked(record.at_ms / 1000, worker, request, record.best.blocks)
+        return Asked(record.at_ms / 1000, worker, request, record.best.blocks, came)
 
     def values(self, recent: list[Asked], rules: Rules) -> dict[str, float]:
         """Seconds of prefill that losing each worker would cost; see app.planner.victims."""

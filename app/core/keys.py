@@ -205,6 +205,14 @@ KEYSPACE = (
         "trimmed",
     ),
     Key(
+        "endings",
+        "stream",
+        "one entry per routed request of which somebody said what came of it: its output tokens, "
+        "and the time to its first token",
+        ("record",),
+        "trimmed",
+    ),
+    Key(
         "planner",
         "hash",
         "`holder`, `token` and `until_ms` (by the Redis clock) of the planner that leads; its "

@@ -16,7 +16,7 @@ from app.core.settings import (
     setting,
 )
 
-SCALING_POLICIES = ("slo", "threshold", "waiting")
+SCALING_POLICIES = ("slo", "threshold", "waiting", "ongoing")
 VICTIM_CHOICES = ("unique_value", "newest", "least_loaded", "fewest_blocks", "random")
 CONNECTORS = ("advise", "local", "exec", "kubernetes")
 

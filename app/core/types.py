@@ -23,6 +23,7 @@ its data or its last writes."""
 _INCARNATION = re.compile(rb"\d{1,15}")
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+TAG = re.compile(r"[0-9a-f]{16}")
 RESERVATION_ID = re.compile(r"[\x21-\x7e]{1,128}(~[0-9a-f]{16})?")
 """`<request_id>~<tag>`; or a request's id, for the reservation that has it to itself."""
 TENANT_ID = re.compile(r"[\x21-\x7e]{1,64}")
@@ -44,6 +45,12 @@ def checked_request_id(value: object) -> str:
             "request_id", f"needs 1 to 128 visible ASCII characters, got {shown(value)}"
         )
     return value
+
+
+def request_id_of(reservation_id: str) -> str:
+    """The id of the request that a reservation is for."""
+    request_id, _, tag = reservation_id.rpartition("~")
+    return request_id if request_id and TAG.fullmatch(tag) else reservation_id
 
 
 def checked_reservation_id(value: str) -> str:

@@ -217,7 +217,7 @@ class Door:
         if begun.whole:
             headers.append((b"content-length", b"%d" % len(begun.first)))
             usage = usage_in(begun.first[-_TAIL:]) if answer.status == 200 else None
-            life.first_token()
+            life.first_token(is_seen=False)
             life.end("ok" if answer.status < 400 else "refused", usage=usage)
             await client.start(answer.status, headers)
             await client.send(begun.first, last=True)

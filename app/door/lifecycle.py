@@ -15,6 +15,7 @@ from app.door.tracing import Trace
 from app.policy.decision import Decision, RouteRequest
 from app.router.pending import Caller
 from app.router.prompt import Prompt
+from app.state.endings import Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +188,14 @@ class Lifecycle:
         self._chain = None
         self.record.migrations += 1
 
-    def first_token(self) -> None:
-        """The first token of the worker is out."""
+    def first_token(self, *, is_seen: bool = True) -> None:
+        """The first token of the worker is out. is_seen: just now, and not with all others."""
         decision = self._held
         # Without one, what the client gets is the refusal of a worker that was given up.
         if self._has_first_token or decision is None:
             return
         self._has_first_token = True
-        if not self.record.first_token_s:
+        if is_seen and not self.record.first_token_s:
             self.record.first_token_s = time.monotonic()
             self.trace.first_token()
         if decision.reserved:
@@ -209,6 +210,14 @@ class Lifecycle:
         record.ended_s = time.monotonic()
         decision, self._held = self._held, None
         if decision is not None and decision.reserved:
-            self._router.end(decision.reservation_id)
+            self._router.end(decision.reservation_id, self._ending())
         self.trace.end(record)
         self._on_end(record)
+
+    def _ending(self) -> Ending | None:
+        """What came of the request; None: it is not known."""
+        record = self.record
+        if record.usage is None or not record.usage.output or record.migrations:
+            return None
+        ttft_s = record.first_token_s - record.began_s
+        return Ending(record.usage.output, round(1000 * ttft_s) if record.first_token_s else None)

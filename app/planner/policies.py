@@ -7,11 +7,23 @@ from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
 
-from app.planner.state import FleetState, Phase, Prediction, Proposal, Reason, Rules, WorkerLoad
+from app.core.worker_report import DEFAULT_SPEED
+from app.planner.state import (
+    FleetState,
+    Phase,
+    Prediction,
+    Proposal,
+    Reason,
+    Rules,
+    Slo,
+    WorkerLoad,
+)
 
 Predict = Callable[[int], Prediction]
 """What a fleet of this size would have made of the recorded decisions. One less is one without
 the worker that would leave."""
+AIM_GAIN = 2.0
+AIM_ROOM = 0.8
 Victim = Callable[[FleetState], str]
 
 
@@ -119,17 +131,33 @@ def waiting(state: FleetState, rules: Rules, _: Predict) -> Wish:
     """
     total = sum(load.waiting for load in _loads(state))
     needed = ceil(total / rules.waiting_per_worker)
-    since_s = state.now_s - rules.cool_down_s
+    return _needed(state, needed, {"waiting": total}, Reason.WAITING, rules.cool_down_s)
+
+
+def ongoing(state: FleetState, rules: Rules, _: Predict) -> Wish:
+    """A worker for so many requests in flight; down only to what ten minutes have needed.
+
+    After Ray Serve's autoscaling: target_ongoing_requests, downscale_delay_s.
+    """
+    total = sum(load.requests for load in _loads(state))
+    needed = ceil(total / rules.ongoing_per_worker)
+    return _needed(state, needed, {"ongoing": total}, Reason.ONGOING, rules.ongoing_delay_s)
+
+
+def _needed(
+    state: FleetState, needed: int, inputs: dict[str, float], reason: Reason, cool_down_s: float
+) -> Wish:
+    """Up at once, down to the most that was needed within the cool-down."""
+    since_s = state.now_s - cool_down_s
     lately = [int(p.inputs.get("needed", 0)) for p in state.proposals if p.at_s > since_s]
-    inputs = {"waiting": total, "needed": float(needed)}
+    inputs = inputs | {"needed": float(needed)}
     if needed >= state.size:
-        reason = Reason.WAITING if needed > state.size else Reason.ENOUGH
-        return Wish(needed, reason, inputs)
+        return Wish(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
     if state.is_changing:
         return Wish(state.size, Reason.CHANGE_UNDER_WAY, inputs)
     if not lately or max(lately) >= state.size or state.proposals[0].at_s > since_s:
         return Wish(state.size, Reason.COOL_DOWN, inputs)
-    return Wish(max(needed, *lately), Reason.WAITING, inputs)
+    return Wish(max(needed, *lately), reason, inputs)
 
 
 def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
@@ -137,9 +165,17 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
 
     Up at once, by up to two workers; down by one, and only if one less would still have kept it.
     """
-    size, target = state.size, rules.slo.target
+    size = state.size
     now = predict(size)
-    inputs = {"requests": float(now.requests), "attainment": now.attainment}
+    known, share = attained(state, rules.slo, state.now_s - rules.attained_s)
+    target = _aim(rules.slo.target, share)
+    inputs = {
+        "requests": float(now.requests),
+        "attainment": now.attainment,
+        "known": float(known),
+        "attained": share,
+        "aim": target,
+    }
     if now.attainment < target:
         more = predict(size + 1)
         candidates: tuple[Prediction, ...] = (now, more)
@@ -158,5 +194,30 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
     return Wish(size - 1, Reason.SLO_MET_BY_FEWER, inputs, (fewer, now))
 
 
-POLICIES: Mapping[str, Policy] = {"threshold": threshold, "waiting": waiting, "slo": slo}
+def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
+    """Of how many requests it is known what came of them, and the share within the SLO; 1.0 of
+    none."""
+    speeds = {worker.name: worker.speed for worker in state.workers}
+    met = [
+        slo.is_met(asked.came, asked.request.prompt_tokens, speeds.get(asked.worker, DEFAULT_SPEED))
+        for asked in state.recent
+        if asked.came is not None and asked.at_s >= since_s
+    ]
+    return len(met), (sum(met) / len(met) if met else 1.0)
+
+
+def _aim(target: float, share: float) -> float:
+    """The share within the SLO that predictions are to reach, so that `target` comes of them: above
+    it by AIM_GAIN times what was missing lately, and by at most AIM_ROOM of what there is. What is
+    predicted from lies behind what comes by a window and a start, and so it is too hopeful while
+    the load rises."""
+    return target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target))
+
+
+POLICIES: Mapping[str, Policy] = {
+    "threshold": threshold,
+    "waiting": waiting,
+    "ongoing": ongoing,
+    "slo": slo,
+}
 """By the names that settings use."""

@@ -16,7 +16,7 @@ from app.core.chains import positions
 from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import Speed
-from app.planner.state import Asked, FleetState, Phase, Prediction, Rules, Slo
+from app.planner.state import Asked, Came, FleetState, Phase, Prediction, Rules, Slo
 from app.virtual.cluster import Answer, Cluster
 from app.virtual.setting import Setting
 from app.virtual.worker import MakeMachine
@@ -101,8 +101,8 @@ def meets(answer: Answer, slo: Slo, speed: Speed) -> bool:
     if answer.first_token_s is None or answer.end_s is None:
         return False
     token_s = (answer.end_s - answer.first_token_s) / max(1, answer.output_tokens - 1)
-    within_s = slo.ttft_within_s(answer.request.prompt_tokens, speed)
-    return answer.first_token_s - answer.arrival_s <= within_s and token_s <= slo.token_s
+    came = Came(answer.first_token_s - answer.arrival_s, token_s)
+    return slo.is_met(came, answer.request.prompt_tokens, speed)
 
 
 def summary(size: int, answers: Sequence[Answer], slo: Slo, speed: Speed) -> Prediction:

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     KV_LOAD = "kv_load"
     LOW_LOAD = "low_load"
     WAITING = "waiting"
+    ONGOING = "ongoing"
     COOL_DOWN = "cool_down"
     """Fewer requests wait, but a short time ago it had to be larger."""
     SLO_MISSED = "slo_missed"
@@ -78,6 +79,14 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Came:
+    """What came of a request. token_s: mean time between two of its tokens."""
+
+    ttft_s: float
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """One recorded decision. request: its blocks stand for those of the prompt."""
 
@@ -86,6 +95,8 @@ class Asked:
     request: SimRequest
     best_blocks: int = 0
     """Leading blocks that some worker held when it was decided."""
+    came: Came | None = None
+    """None: nobody has said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +157,10 @@ class Slo:
     token_s: float = 0.1
     target: float = 0.95
 
-    def ttft_within_s(self, prompt_tokens: int, speed: Speed) -> float:
-        return self.ttft_s + self.prefills * prefill_s(0, prompt_tokens, speed)
+    def is_met(self, came: Came, prompt_tokens: int, speed: Speed) -> bool:
+        """speed: of the worker."""
+        within_s = self.ttft_s + self.prefills * prefill_s(0, prompt_tokens, speed)
+        return came.ttft_s <= within_s and came.token_s <= self.token_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +180,8 @@ class Rules:
     kv_load_per_waiting: float = 0.02
     waiting_per_worker: float = 5.0
     cool_down_s: float = 360.0
+    ongoing_per_worker: float = 2.0
+    ongoing_delay_s: float = 600.0
     slo: Slo = Slo()
     window_s: float = 180.0
     """Recorded decisions of so long are replayed."""
@@ -176,6 +191,8 @@ class Rules:
     """At most so many are replayed."""
     half_life_s: float = 300.0
     """A prompt asked so long ago says half as much of what will be asked for again."""
+    attained_s: float = 1800.0
+    """What came of the requests of so long counts as what was attained."""
 
 
 def prefill_s(cached_tokens: int, prompt_tokens: int, speed: Speed) -> float:

@@ -13,6 +13,7 @@ from app.router.history import History
 from app.router.maintenance import Maintenance
 from app.router.replica import Replica
 from app.state import reservations
+from app.state.endings import Ending
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,13 @@ MAX_UNREPORTED = 16_384
 @dataclass(frozen=True, slots=True)
 class _Report:
     """began_by_ms: see `reservations.release`. answer: whether there was such a reservation; None:
-    nobody waits for that."""
+    nobody waits for that. ending: what came of the request; None: nobody says."""
 
     reservation_id: str
     is_end: bool
     began_by_ms: int | None
     answer: asyncio.Future[bool] | None
+    ending: Ending | None = None
 
 
 class Endings:
@@ -58,13 +60,18 @@ class Endings:
         """The first token of a request is out."""
         self._add(_Report(reservation_id, False, None, answer))
 
-    def end(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
+    def end(
+        self,
+        reservation_id: str,
+        answer: asyncio.Future[bool] | None = None,
+        ending: Ending | None = None,
+    ) -> None:
         """A request has ended, and its worker did not fail it.
 
         If Redis cannot be reached, the reservation is released once it is back.
         """
         now_ms = self._replica.fleet.redis_now_ms
-        self._add(_Report(reservation_id, True, now_ms, answer))
+        self._add(_Report(reservation_id, True, now_ms, answer, ending))
 
     def _add(self, report: _Report) -> None:
         if len(self._reports) >= MAX_UNREPORTED:
@@ -93,6 +100,8 @@ class Endings:
             if attempt is not None:
                 what = "released" if report.is_end else "prefill_complete"
                 (self._history.withdraw if report.is_end else self._history.confirm)(attempt)
+                if report.ending is not None:
+                    self._history.end(report.reservation_id, report.ending)
             self._replica.telemetry.reservations_of(what).inc()
             if report.answer is not None and not report.answer.done():
                 report.answer.set_result(attempt is not None)

@@ -14,10 +14,11 @@ from app.core.chains import shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.rate_limit import RateLimit
-from app.core.types import Incarnation, SequenceHash
+from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.policy.plan import Plan
 from app.router.replica import Replica
-from app.state import decisions, predictions, sessions
+from app.state import decisions, endings, predictions, sessions
+from app.state.endings import Ending
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class History:
         self._decisions_kept = settings.decisions_kept
         self._details = RateLimit(settings.details_per_s)
         self._unrecorded: deque[Plan] = deque(maxlen=MAX_UNWRITTEN)
+        self._ended: deque[tuple[str, Ending]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unrecorded = asyncio.Event()
 
     def recall(self, asked: list[str]) -> list[Call[list[sessions.Visit | None]]]:
@@ -112,6 +114,12 @@ class History:
             self._unrecorded.append(plan)
             self._has_unrecorded.set()
 
+    def end(self, reservation_id: str, ending: Ending) -> None:
+        """Have it recorded what came of a decision."""
+        if self._decisions_kept:
+            self._ended.append((request_id_of(reservation_id), ending))
+            self._has_unrecorded.set()
+
     async def run(self) -> None:
         """Write what was added, until cancelled; all that is pending goes together."""
         async with asyncio.TaskGroup() as tasks:
@@ -140,13 +148,13 @@ class History:
             now_s = time.monotonic()
             records = [plan.record(self._details, now_s) for plan in self._unrecorded]
             self._unrecorded.clear()
-            for at in range(0, len(records), decisions.MAX_WRITTEN):
-                some = [
-                    decisions.record(self._replica.keyspace, one, self._decisions_kept)
-                    for one in records[at : at + decisions.MAX_WRITTEN]
-                ]
+            keyspace, kept = self._replica.keyspace, self._decisions_kept
+            calls = [decisions.record(keyspace, one, kept) for one in records]
+            calls += [endings.record(keyspace, name, how, kept) for name, how in self._ended]
+            self._ended.clear()
+            for at in range(0, len(calls), decisions.MAX_WRITTEN):
                 try:
-                    await self._replica.runner.run(some)
+                    await self._replica.runner.run(calls[at : at + decisions.MAX_WRITTEN])
                 except RedisUnavailable as error:
                     log.debug("decisions not recorded: %s", error)
             await asyncio.sleep(RECORD_PAUSE_S)

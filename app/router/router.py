@@ -30,6 +30,7 @@ from app.router.pending import Caller, Pending
 from app.router.replica import Replica
 from app.router.waiting import Waiting
 from app.state import leases, reservations
+from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
@@ -155,17 +156,20 @@ class Router:
         """As `prefill_complete`, without waiting for it."""
         self._endings.first_token(reservation_id)
 
-    def end(self, reservation_id: str) -> None:
+    def end(self, reservation_id: str, ending: Ending | None = None) -> None:
         """As `release`, without waiting for it."""
-        self._endings.end(reservation_id)
+        self._endings.end(reservation_id, ending=ending)
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""
         self._maintenance.release_soon(decision.reservation_id, decision.attempt)
 
-    async def release(self, request_id: str, *, worker_failed: bool = False) -> bool:
+    async def release(
+        self, request_id: str, *, worker_failed: bool = False, ending: Ending | None = None
+    ) -> bool:
         """False if there is no such reservation (any more).
 
+        ending: what came of the request, to be recorded; None: nobody says.
         worker_failed: no request goes to the worker until it has renewed its lease; longer if it
         failed others.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
@@ -174,7 +178,7 @@ class Router:
         self._refuse_wrong_version()
         if not worker_failed:
             answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._endings.end(request_id, answer)
+            self._endings.end(request_id, answer, ending)
             return await answer
         now_ms = self.fleet.redis_now_ms
         try:

@@ -14,6 +14,8 @@ from app.api.main import create_app
 from app.core.config import RouterSettings
 from app.core.errors import shown
 from app.local.redis_server import EmbeddedRedis
+from app.state import endings
+from app.state.endings import Ending
 from tests.api.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers
@@ -256,3 +258,40 @@ class TestHangingUp:
         begin = {"type": "http.request", "body": b'{"token_ids": [1,', "more_body": True}
         assert await self.ask(app, begin) == []
         assert (await workers.load("w1")).total == 0
+
+
+async def test_what_came_of_a_request_is_recorded_if_its_release_says_so(
+    client: httpx.AsyncClient, one: FakeWorkers, redis: Redis
+) -> None:
+    await route(client, "r2")
+    await route(client, "r3")
+    for path in (
+        "r1?output_tokens=7&ttft_ms=120",
+        "r2?output_tokens=3",
+        "r3",
+        "r4?output_tokens=1",
+    ):
+        assert (await client.delete(f"/v1/requests/{path}")).status_code == 200
+
+    async def recorded() -> dict[str, Ending]:
+        found = await endings.read(redis, KEYS, 0, 10)
+        return {request_id: ending for request_id, (_, ending) in found.items()}
+
+    await eventually(
+        recorded, lambda found: found == {"r1": Ending(7, 120), "r2": Ending(3)}, within_s=5.0
+    )
+    await redis.xadd(KEYS["endings"], {"request_id": "r9", "output_tokens": "-1", "ttft_ms": ""})
+    assert len(await recorded()) == 2
+    assert len(await endings.read(redis, KEYS, 0, 1)) == 2  # a page at least
+    [(at_ms, _), *_] = (await endings.read(redis, KEYS, 0, 10)).values()
+    assert await endings.read(redis, KEYS, at_ms + 60_000, 10) == {}
+
+
+@pytest.mark.parametrize("query", ["output_tokens=-1", "ttft_ms=x", "output_tokens=1e30"])
+async def test_what_cannot_have_come_of_a_request_is_refused(
+    client: httpx.AsyncClient, one: FakeWorkers, query: str
+) -> None:
+    answer = await client.delete(f"/v1/requests/r1?{query}")
+    assert answer.status_code == 422
+    assert answer.json()["error"]["field"] == query.partition("=")[0]
+    assert len(await one.reserved()) == 1

@@ -20,11 +20,12 @@ from app.core.loads import Reservation, Wish
 from app.core.planner_settings import PlannerSettings
 from app.core.types import Incarnation, WorkerKey
 from app.local.redis_server import EmbeddedRedis
-from app.planner.state import Proposal
+from app.planner.state import Asked, Proposal, Rules
 from app.router.fleet import Fleet
 from app.state import leases, planner, reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
+from tests.api.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers, fake_agent, running
 from workers.engines.sim.learned import learned_machines
@@ -261,3 +262,40 @@ async def test_values_of_workers_are_shown(one_redis_server: EmbeddedRedis, redi
         shown: Any = await redis.hget(KEYS["planner"], "values")
         assert shown == b"{}"
         assert not one.problem
+
+
+async def test_decisions_are_replayed_with_what_came_of_them(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    runner = ScriptRunner(redis, timeout_s=5.0)
+    async with (
+        running(fake_agent(runner, KEYS, "a")),
+        started_replica(one_redis_server.url) as door,
+    ):
+        fleet = Fleet(redis, KEYS, 1.0)
+        observer = Observer(fleet, redis, runner, KEYS)
+
+        async def routed(name: str) -> int:
+            body = {"token_ids": [1] * 40, "request_id": name}
+            return (await door.post("/v1/route", json=body)).status_code
+
+        await eventually(lambda: routed("r0"), lambda status: status == 200)
+        await routed("r1")
+        await door.delete("/v1/requests/r1?output_tokens=7&ttft_ms=120")
+
+        async def known() -> dict[str, Asked]:
+            await observer.sample()
+            recent = await observer.recent(Rules())
+            return {asked.request.request_id: asked for asked in recent}
+
+        def is_complete(found: dict[str, Asked]) -> bool:
+            return set(found) == {"r0", "r1"} and found["r1"].came is not None
+
+        found = await eventually(known, is_complete)
+        assert found["r0"].came is None
+        assert found["r0"].request.max_tokens != 7
+        assert found["r1"].request.max_tokens == 7
+        came = found["r1"].came
+        assert came is not None
+        assert came.ttft_s == 0.12
+        assert 0 <= came.token_s < 5

@@ -8,10 +8,14 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
+from app.state import endings
+from app.state.endings import Ending
 from tests.door.conftest import MODEL, models, replica, until_serving, worker
 from tests.eventually import eventually
+from tests.fake_worker import KEYS
 
 SYSTEM = {"role": "system", "content": "You are terse. " * 40}
 
@@ -78,6 +82,24 @@ async def test_a_stream_has_usage_only_if_it_was_asked_for(door: httpx.AsyncClie
     assert full[-1]["usage"]["completion_tokens"] == 5
     tokens = await counted(door, f'tokens_total{{kind="output",model="{MODEL}"}}')
     assert tokens == 10
+
+
+async def test_what_came_of_answers_is_recorded_for_the_planner(
+    door: httpx.AsyncClient, redis: Redis
+) -> None:
+    for name, streams in (("whole", False), ("stream", True)):
+        asked = chat("count", stream=streams, max_tokens=5)
+        headers = {"x-request-id": name}
+        await door.post("/v1/chat/completions", json=asked, headers=headers)
+
+    async def recorded() -> dict[str, Ending]:
+        found = await endings.read(redis, KEYS, 0, 10)
+        return {request_id: ending for request_id, (_, ending) in found.items()}
+
+    found = await eventually(recorded, lambda found: len(found) == 2)
+    assert found["whole"] == Ending(5)  # nobody saw its first token
+    assert found["stream"].output_tokens == 5
+    assert found["stream"].ttft_ms is not None
 
 
 async def test_equal_prompts_have_equal_answers_however_they_come(door: httpx.AsyncClient) -> None:

@@ -115,3 +115,28 @@ def test_two_runs_give_the_same_figures(tmp_path: Path) -> None:
         assert CliRunner().invoke(main, args, catch_exceptions=False).exit_code == 0
         texts.append((tmp_path / name).read_bytes())
     assert texts[0] == texts[1]
+
+
+def test_the_fewest_workers_that_keep_the_slo_are_found(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ("--hours", "0.1", "--jobs", "1", "--load", "0.3", "--json", str(out))
+    played = CliRunner().invoke(main, ["--equal", "0.9", "--policy", "static:1", *options])
+    assert played.exit_code == 0, played.output
+    [found] = orjson.loads(out.read_bytes())["figures"]
+    size = int(found["policy"].partition(":")[2])
+    assert found["within_slo"] >= 0.9
+    fewer = CliRunner().invoke(main, ["--policy", f"static:{size - 1}", *options])
+    assert fewer.exit_code == 0, fewer.output
+    [found] = orjson.loads(out.read_bytes())["figures"]
+    assert found["within_slo"] < 0.9
+
+
+def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ("--hours", "0.1", "--jobs", "1", "--load", "0.3", "--json", str(out))
+    victims = ("--victim", "newest", "--victim", "unique_value")
+    played = CliRunner().invoke(main, ["--policy", "curve:4", *victims, *options])
+    assert played.exit_code == 0, played.output
+    newest, unique = orjson.loads(out.read_bytes())["figures"]
+    assert newest["sizes"] == unique["sizes"]
+    assert newest["changes"] > 0

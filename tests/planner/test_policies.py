@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from app.core.steps import SimRequest
 from app.planner.policies import POLICIES, Victim, propose
+from app.planner.policies import attained as share_attained
 from app.planner.state import (
+    Asked,
+    Came,
     FleetState,
     Phase,
     Prediction,
@@ -200,3 +204,52 @@ def test_a_size_that_somebody_else_changed_is_accepted_for_an_interval(
     assert proposal.desired == (size if is_changed else size + 1)
     again = replace(state, proposals=[last, proposal])
     assert decided(run("threshold", again)) == (size + 1, Reason.PREFILL_QUEUE)
+
+
+def asked(at_s: float, came: Came | None) -> Asked:
+    request = SimRequest(f"r{at_s}", (), (1,) * 8, 8, 4)
+    return Asked(at_s, "w0", request, came=came)
+
+
+GOOD, LATE, SLOW = Came(0.1, 0.01), Came(60.0, 0.01), Came(0.1, 0.11)
+
+
+def test_attained_is_what_came_of_the_requests_that_somebody_told_of() -> None:
+    slo = Rules().slo
+    recent = [asked(900.0 + n, came) for n, came in enumerate((GOOD, LATE, SLOW, None, GOOD))]
+    state = replace(fleet(1), recent=recent)
+    assert share_attained(state, slo, 0.0) == (4, 0.5)
+    assert share_attained(state, slo, 903.0) == (1, 1.0)
+    assert share_attained(state, slo, 950.0) == (0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("met", "desired"),
+    [
+        (100, 4),  # all is well, and 96 % would do
+        (93, 4),  # 95 + 2 * 2: 99 % are aimed at, and at most
+        (95, 4),
+    ],
+)
+def test_slo_aims_above_its_target_by_what_was_missed(met: int, desired: int) -> None:
+    recent = [asked(900.0, GOOD)] * met + [asked(900.0, LATE)] * (100 - met)
+    state = replace(fleet(4), recent=recent)
+    proposal = run("slo", state, {3: 0.90, 4: 0.995, 5: 1.0})
+    assert proposal.desired == desired
+    assert proposal.inputs["attained"] == met / 100
+    missed = max(0.0, 0.95 - met / 100)
+    assert proposal.inputs["aim"] == pytest.approx(min(0.99, 0.95 + 2 * missed))
+    if met == 93:
+        assert run("slo", state, {4: 0.985, 5: 1.0}).desired == 5
+
+
+def test_ongoing_wants_a_worker_for_two_requests_and_keeps_for_ten_minutes_what_it_needed() -> None:
+    busy = fleet(2, replace(CALM, requests=5.0))
+    assert decided(run("ongoing", busy)) == (5, Reason.ONGOING)
+    calm = fleet(4, replace(CALM, requests=0.5))
+    past = [
+        Proposal(at_s, "ongoing", 4, 4, Reason.ENOUGH, inputs={"needed": needed})
+        for at_s, needed in ((300.0, 4.0), (500.0, 2.0), (900.0, 3.0))
+    ]
+    assert decided(run("ongoing", replace(calm, proposals=past))) == (3, Reason.ONGOING)
+    assert run("ongoing", replace(calm, proposals=past[1:])).reason is Reason.COOL_DOWN
