@@ -74,9 +74,10 @@ class Replay:
         def keep(answer: Answer, _: float) -> None:
             answers.append(answer)
 
-        for asked in self._played:
+        for number, asked in enumerate(self._played):
             cluster.run(until_s=asked.at_s - self._origin_s)
-            cluster.ask(asked.request, keep)
+            # One that was decided again, as its worker had failed, has the same id.
+            cluster.ask(replace(asked.request, request_id=str(number)), keep)
         cluster.run()
         judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
         return summary(size, judged, self._rules.slo, self._speed)

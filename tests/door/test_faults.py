@@ -127,12 +127,17 @@ async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(
     one_redis_server: EmbeddedRedis, redis: Redis, streams: bool
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a", lease_ttl_s=1.0) as hangs, worker(url, "b", lease_ttl_s=1.0):
+    with worker(url, "a", lease_ttl_s=2.0) as hangs, worker(url, "b", lease_ttl_s=2.0):
         async with replica(url) as door:
             await until_serving(door, 2)
+            body = {"model": MODEL, "max_tokens": 8, "stream": streams}
+            # They share nothing, so that both workers get some.
+            bodies = [body | {"prompt": [1000 * n + i for i in range(500)]} for n in range(8)]
             hangs.popen.send_signal(signal.SIGSTOP)
             try:
-                answers = await asyncio.gather(*(ask(door, n, stream=streams) for n in range(8)))
+                answers = await asyncio.gather(
+                    *(door.post("/v1/completions", json=one) for one in bodies)
+                )
             finally:
                 hangs.popen.send_signal(signal.SIGCONT)
             assert {answer.status_code for answer in answers} == {200}

@@ -32,10 +32,13 @@ class Engine:
         self.headers: list[dict[str, str]] = []
 
     async def complete(self, request: web.Request) -> web.Response:
-        await request.read()
+        body = await request.json()
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self._refusals:
             return web.json_response({"error": "x"}, status=self._refusals.pop())
+        if body.get("stream"):
+            text = 'data: {"choices":[{"text":"x"}]}\n\ndata: [DONE]\n\n'
+            return web.Response(text=text, content_type="text/event-stream")
         usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": 2}
         usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
         return web.json_response({"choices": [{"text": "x"}], "usage": usage})
@@ -79,6 +82,10 @@ async def test_a_request_has_a_span_and_one_for_each_of_its_parts(
         assert found["kvroute.tries"] == 2
         assert found["gen_ai.usage.input_tokens"] == 5
         assert found["gen_ai.request.model"] == "m"
+        assert root.events == ()  # nobody saw a first token of an answer that came whole
+        await door.post("/v1/completions", json=ASKED | {"stream": True}, headers=PARENT)
+        await asyncio.to_thread(provider.force_flush)
+        root = exporter.get_finished_spans()[-1]
         assert [event.name for event in root.events] == ["first token"]
         assert root.resource.attributes["service.name"] == "kvroute"
 

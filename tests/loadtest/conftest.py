@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -123,7 +124,8 @@ class FakeCluster:
         return response
 
     async def _bookkeeping(self, request: web.Request) -> web.StreamResponse:
-        self.calls.append(f"{request.method} {request.path_qs}")
+        path = re.sub(r"(&ttft_ms)=\d{1,4}$", r"\1", request.path_qs)
+        self.calls.append(f"{request.method} {path}")
         if self.body_delay_s:
             response = web.StreamResponse(headers={"Content-Length": "2"})
             await response.prepare(request)

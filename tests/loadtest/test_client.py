@@ -24,6 +24,8 @@ COMPLETE = "POST /worker/v1/completions"
 CONFIRM = "POST /v1/requests/r1/prefill_complete"
 RELEASE = "DELETE /v1/requests/r1"
 BLAME = f"{RELEASE}?worker_failed=true"
+TOLD = f"{RELEASE}?output_tokens=340&ttft_ms"
+"""Of an answer that came in full."""
 PROMPT = bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
 
 
@@ -46,7 +48,7 @@ async def test_a_request_is_routed_completed_confirmed_and_released(
 ) -> None:
     cluster.cached_tokens = 2
     outcome = await send(client)
-    assert cluster.calls == [ROUTE, COMPLETE, CONFIRM, RELEASE]
+    assert cluster.calls == [ROUTE, COMPLETE, CONFIRM, TOLD]
     assert cluster.prompts == [PROMPT]
     assert (outcome.failure, outcome.attempts, outcome.worker) == (None, 1, "w1:0")
     assert (outcome.prompt_tokens, outcome.cached_tokens, outcome.output_tokens) == (3, 2, 340)
@@ -98,7 +100,7 @@ async def test_a_route_call_that_may_succeed_later_is_retried_under_the_same_id(
     outcome = await send(client)
     assert (outcome.failure, outcome.attempts) == (None, 2)
     assert [query["request_id"] for query in cluster.queries] == ["r1"] * 3
-    assert cluster.calls == [ROUTE, ROUTE, COMPLETE, CONFIRM, RELEASE]
+    assert cluster.calls == [ROUTE, ROUTE, COMPLETE, CONFIRM, TOLD]
 
 
 def test_a_request_may_wait_for_as_long_as_routers_let_it_by_default() -> None:
@@ -125,7 +127,7 @@ async def test_a_request_whose_worker_fails_is_released_and_routed_again(
     cluster.worker_script.append(failure)
     outcome = await send(client)
     assert (outcome.failure, outcome.attempts) == (None, 2)
-    assert cluster.calls == [ROUTE, COMPLETE, release, ROUTE, COMPLETE, CONFIRM, RELEASE]
+    assert cluster.calls == [ROUTE, COMPLETE, release, ROUTE, COMPLETE, CONFIRM, TOLD]
     assert [query.get("exclude") for query in cluster.queries] == [None, None, "w1:0", None]
 
 
@@ -168,7 +170,7 @@ async def test_answers_are_read_to_their_end_so_that_no_connection_is_cut_off(
 ) -> None:
     cluster.body_delay_s = 0.05
     assert (await send(client)).failure is None
-    assert cluster.calls == [ROUTE, COMPLETE, CONFIRM, RELEASE]
+    assert cluster.calls == [ROUTE, COMPLETE, CONFIRM, TOLD]
     assert cluster.num_late_bodies == 2
 
 

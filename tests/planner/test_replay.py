@@ -116,3 +116,8 @@ def test_recorded_requests_share_what_their_prompts_share() -> None:
     ] * 2
     assert len(first.tail_tokens) == 3
     assert len(set(first.blocks)) == 50
+
+
+def test_a_request_that_was_decided_twice_is_played_twice() -> None:
+    again = [Asked(990.0 + n, "w0", request("same", 0)) for n in range(2)]
+    assert predict(fleet(1, again), 1).requests == 2
