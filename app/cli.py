@@ -14,16 +14,11 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
-from app.core.config import (
-    LOG_LEVELS,
-    EngineAgentSettings,
-    RouterSettings,
-    WorkerSettings,
-    base_url,
-)
+from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
+from app.core.settings import LOG_LEVELS, base_url
 from app.options import PORT, Command, Group, cluster_size, options, pick
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"

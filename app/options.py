@@ -1,4 +1,4 @@
-"""Command-line options made of settings and of the kinds of value that app/core/config.py names.
+"""Command-line options made of settings and of the kinds of value that app/core/settings.py names.
 
 The flag, variable, default and help of an option are those of its field.
 """
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import click
 
-from app.core import config
-from app.core.config import CommonSettings, Kind, OneOf, PolicyName, Real, Text, Whole, variable
+from app.core import settings
 from app.core.errors import ConfigError, KvrouteError
+from app.core.settings import CommonSettings, Kind, OneOf, PolicyName, Real, Text, Whole, variable
 from app.policy.cost import POLICIES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,16 +65,16 @@ def option_type(kind: Kind) -> click.ParamType[Any] | type[bool] | None:
     return kind
 
 
-PORT = option_type(config.PORT)
-SEED = option_type(config.SEED)
-COUNT = option_type(config.COUNT)
-POSITIVE = option_type(config.POSITIVE)
-PROCESSES = option_type(config.PROCESSES)
-SECONDS = option_type(config.SECONDS)
-POSITIVE_SECONDS = option_type(config.POSITIVE_SECONDS)
-FACTOR = option_type(config.FACTOR)
-BASE_URL = option_type(config.BASE_URL)
-POLICY = option_type(config.PolicyName())
+PORT = option_type(settings.PORT)
+SEED = option_type(settings.SEED)
+COUNT = option_type(settings.COUNT)
+POSITIVE = option_type(settings.POSITIVE)
+PROCESSES = option_type(settings.PROCESSES)
+SECONDS = option_type(settings.SECONDS)
+POSITIVE_SECONDS = option_type(settings.POSITIVE_SECONDS)
+FACTOR = option_type(settings.FACTOR)
+BASE_URL = option_type(settings.BASE_URL)
+POLICY = option_type(settings.PolicyName())
 
 
 def cluster_size(command: F) -> F:

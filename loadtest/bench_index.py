@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.chains import GROUP_BLOCKS
-from app.core.config import MOST
 from app.core.keys import Keyspace
+from app.core.settings import MOST
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom, run
 from app.ops.reset import delete_namespace

@@ -26,9 +26,10 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import LONGEST_S, RouterSettings, WorkerSettings
+from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
+from app.core.settings import LONGEST_S
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import PROCESSES, Number

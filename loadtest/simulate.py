@@ -27,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import LONGEST_S
+from app.core.settings import LONGEST_S
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
 from app.virtual.setting import Policy, Setting, Sharing

@@ -20,7 +20,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
 from app.cli import main
-from app.core import config
+from app.core import settings
 from app.core.config import EngineAgentSettings
 from app.local.redis_server import free_port
 from app.router.metrics import Telemetry
@@ -266,7 +266,7 @@ def _containers() -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
 def test_an_agent_in_the_examples_is_told_only_what_it_knows(where: str) -> None:
-    known = {config.variable(field) for field in fields(EngineAgentSettings)}
+    known = {settings.variable(field) for field in fields(EngineAgentSettings)}
     environment = _containers()[where]
     ours = {name for name in environment if name.startswith("KVROUTE_")} | {"REDIS_URL"}
     assert ours <= known

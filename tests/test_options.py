@@ -7,8 +7,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from app.core.config import RouterSettings, WorkerSettings, variable
+from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import ConfigError
+from app.core.settings import variable
 from app.options import flags, naming_file, options, pick
 
 SETTINGS = (RouterSettings, WorkerSettings)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from app.autoscaler.metrics import PlannerMetrics
-from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings, variable
+from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.planner_settings import PlannerSettings
+from app.core.settings import variable
 from app.door.outcomes import Outcomes
 from app.policy.cost import POLICIES
 from app.router.metrics import Telemetry

@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from app.core.config import EngineAgentSettings, base_url
+from app.core.config import EngineAgentSettings
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.settings import base_url
 from app.core.types import WORKER_ID
 from app.http.server import listen
 from app.http.server import serve as serve_http

@@ -12,9 +12,10 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from app.core.config import WorkerSettings, base_url
+from app.core.config import WorkerSettings
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.settings import base_url
 from app.core.types import WORKER_ID, Tier, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.http.server import listen, nothing

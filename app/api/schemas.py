@@ -14,8 +14,8 @@ from pydantic import (
     create_model,
 )
 
-from app.core.config import MOST, PRIORITIES
 from app.core.hashing import U64
+from app.core.settings import MOST, PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.worker_report import GPU, INFO, METRICS, Item
 from app.policy.cost import POLICIES

@@ -21,10 +21,10 @@ from app.autoscaler.metrics import PlannerMetrics
 from app.autoscaler.observer import Observer
 from app.autoscaler.planner import Planner
 from app.autoscaler.predict import MakeMachines
-from app.core.config import base_url
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
+from app.core.settings import base_url
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.router.fleet import Fleet

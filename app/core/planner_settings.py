@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.core.config import (
+from app.core.settings import (
     PORT,
     POSITIVE_SECONDS,
     PROCESSES,

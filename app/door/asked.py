@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from app.core.config import PRIORITIES
 from app.core.errors import InvalidRequest, shown
+from app.core.settings import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
 
 ONLY_ROUTERS = frozenset(

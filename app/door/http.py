@@ -13,8 +13,9 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from app.core.config import RouterSettings, parse_names
+from app.core.config import RouterSettings
 from app.core.errors import KvrouteError
+from app.core.settings import parse_names
 from app.core.types import checked_request_id
 from app.door import answers, asked
 from app.door.asked import PATHS, Api
@@ -41,6 +42,7 @@ OPEN = ("/health", "/readiness")
 """Paths that need no key."""
 PASSED_ON = ("/tokenize", "/detokenize")
 """Paths of which any worker of a model may answer requests, without being reserved."""
+COUNT_TOKENS = "/v1/messages/count_tokens"
 MODELS = "/v1/models"
 REFUSAL_S = 10.0
 _JSON = (b"content-type", b"application/json")
@@ -105,18 +107,20 @@ class HttpDoor:
         """Whether a request is one for the front door."""
         path: str = scope["path"]
         if scope["method"] == "POST":
-            return path in PATHS or path in PASSED_ON
+            return path in PATHS or path in PASSED_ON or path == COUNT_TOKENS
         return scope["method"] == "GET" and (path == MODELS or path.startswith(f"{MODELS}/"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        api = PATHS.get(path, Api.CHAT)
+        api = Api.MESSAGES if path == COUNT_TOKENS else PATHS.get(path, Api.CHAT)
         client = _Client(scope, send, self._settings.stalled_s)
         work: Coroutine[Any, Any, None]
         if scope["method"] == "GET":
             work = self._list(path, client)
         elif path in PASSED_ON:
             work = self._pass_on(scope, receive, client)
+        elif path == COUNT_TOKENS:
+            work = self._count_tokens(scope, receive, client)
         else:
             work = self._answer(api, scope, receive, client)
         try:
@@ -132,9 +136,7 @@ class HttpDoor:
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
         client.about = [(b"x-request-id", request_id.encode())]
-        body = JsonBody.parse(
-            await read_body(Request(scope, receive), self._settings.max_request_bytes)
-        )
+        body = await self._read(scope, receive)
         wanted = asked.read(api, body.fields, headers)
         model = self.models.find(wanted.model)
         trace = self._tracing.begin(api, headers)
@@ -223,30 +225,39 @@ class HttpDoor:
 
     async def _pass_on(self, scope: Scope, receive: Receive, client: _Client) -> None:
         """Have any worker of the model answer."""
-        headers = dict(scope["headers"])
-        body = JsonBody.parse(
-            await read_body(Request(scope, receive), self._settings.max_request_bytes)
-        )
+        body = await self._read(scope, receive)
         model = self.models.find(body.fields.get("model"))
         async with _watched(scope):
-            await self._door.pass_on(
-                model,
-                body.raw,
-                scope["path"],
-                headers_for_engine(
-                    scope["headers"], _request_id(headers), self._settings.worker_key
-                ),
-                client,
-            )
+            await self._ask_any(model, body, scope, client)
+
+    async def _ask_any(self, model: Model, body: JsonBody, scope: Scope, client: _Client) -> None:
+        request_id = _request_id(dict(scope["headers"]))
+        headers = headers_for_engine(scope["headers"], request_id, self._settings.worker_key)
+        await self._door.pass_on(model, body.raw, scope["path"], headers, client)
+
+    async def _count_tokens(self, scope: Scope, receive: Receive, client: _Client) -> None:
+        """Of what would be a prompt of the Messages API; a worker counts what is not known here."""
+        body = await self._read(scope, receive)
+        wanted = asked.read(Api.MESSAGES, body.fields, dict(scope["headers"]))
+        model = self.models.find(wanted.model)
+        async with _watched(scope):
+            ids = await self.prompts.of(Api.MESSAGES, model, body.fields)
+            if ids.ids is None:
+                await self._ask_any(model, body, scope, client)
+            else:
+                await client.answer({"input_tokens": ids.num_tokens})
+
+    async def _read(self, scope: Scope, receive: Receive) -> JsonBody:
+        request = Request(scope, receive)
+        return JsonBody.parse(await read_body(request, self._settings.max_request_bytes))
 
     async def _list(self, path: str, client: _Client) -> None:
         if path == MODELS:
-            content: object = {"object": "list", "data": [self._card(m) for m in self.models]}
+            await client.answer(
+                {"object": "list", "data": [self._card(model) for model in self.models]}
+            )
         else:
-            content = self._card(self.models.find(path[len(MODELS) + 1 :]))
-        text = orjson.dumps(content)
-        await client.start(200, [_JSON, (b"content-length", b"%d" % len(text))])
-        await client.send(text, last=True)
+            await client.answer(self._card(self.models.find(path[len(MODELS) + 1 :])))
 
     def _card(self, model: Model) -> dict[str, object]:
         base = model.root.models[0] if model.root.models else model.name
@@ -296,6 +307,11 @@ class _Client:
     async def send(self, piece: bytes, *, last: bool = False) -> None:
         self._has_ended = last
         await self._say({"type": "http.response.body", "body": piece, "more_body": not last})
+
+    async def answer(self, content: object) -> None:
+        text = orjson.dumps(content)
+        await self.start(200, [_JSON, (b"content-length", b"%d" % len(text))])
+        await self.send(text, last=True)
 
     async def _say(self, message: Any) -> None:
         sending = self._send(message).__await__()

@@ -18,10 +18,11 @@ from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 
-from app.core.config import CommonSettings, RouterSettings, WorkerSettings, base_url
+from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
+from app.core.settings import CommonSettings, base_url
 from app.http.server import listen
 from app.local.child import start_child
 from app.local.detached import stop_workers

@@ -37,14 +37,9 @@ def main() -> None:
 
 def configuration() -> str:
     """Every setting: its flag, its variable, its default and its meaning, for each process."""
-    from app.core.config import (
-        CommonSettings,
-        EngineAgentSettings,
-        MemberSettings,
-        RouterSettings,
-        WorkerSettings,
-    )
+    from app.core.config import EngineAgentSettings, MemberSettings, RouterSettings, WorkerSettings
     from app.core.planner_settings import PlannerSettings
+    from app.core.settings import CommonSettings
 
     shared = {f.name for f in fields(CommonSettings)}
     member = {f.name for f in fields(MemberSettings)}
@@ -82,7 +77,7 @@ def configuration() -> str:
 
 
 def _setting(f: Field[Any]) -> tuple[str, ...]:
-    from app.core.config import variable
+    from app.core.settings import variable
 
     default = "" if f.default in (None, "") else f"`{f.default}`"
     flag = f.name.replace("_", "-")

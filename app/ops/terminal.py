@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 import orjson
 
-from app.core.config import CommonSettings
 from app.core.keys import Keyspace
+from app.core.settings import CommonSettings
 from app.options import options
 from app.state.connect import connect, deadline, naming
 

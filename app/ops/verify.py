@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from app.core.chains import parse_owners
-from app.core.config import LONGEST_S
 from app.core.keys import KEYSPACE, Keyspace
+from app.core.settings import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
 from app.core.worker_report import decode_info
 from app.ops.terminal import counted

@@ -17,7 +17,6 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
-from app.core.config import PRIORITIES, parse_weights
 from app.core.errors import (
     AllWorkersBusy,
     CallerGone,
@@ -25,6 +24,7 @@ from app.core.errors import (
     RedisUnavailable,
     WrongVersion,
 )
+from app.core.settings import PRIORITIES, parse_weights
 from app.router.pending import Caller, Pending, Waiter
 from app.router.replica import Replica
 from app.router.waiting_room import Room

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.core.config import (
-    RouterSettings,
-    WorkerSettings,
-    check_base_url,
-    parse_weights,
-    variable,
-)
+from app.core.config import RouterSettings, WorkerSettings
+from app.core.settings import check_base_url, parse_weights, variable
 
 SETTINGS = (RouterSettings, WorkerSettings)
 

@@ -73,10 +73,11 @@ async def completing(
     name: str,
     complete: Callable[[web.Request], Awaitable[web.Response]],
     engine: str = "",
+    path: str = "/v1/completions",
 ) -> AsyncIterator[FakeWorker]:
-    """A worker of model `m` whose engine answers POST /v1/completions by `complete`."""
+    """A worker of model `m` whose engine answers POST `path` by `complete`."""
     app = web.Application(client_max_size=2**20)
-    app.add_routes([web.post("/v1/completions", complete)])
+    app.add_routes([web.post(path, complete)])
     async with TestServer(app) as server:
         info = worker_info(name, kv_total_blocks=100_000)
         info = replace(info, address=str(server.make_url("")), models=("m",), engine=engine)

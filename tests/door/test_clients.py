@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
+from aiohttp import web
 from langchain_openai import ChatOpenAI
+from redis.asyncio import Redis
 
-from tests.door.conftest import MODEL
+from app.door.http import COUNT_TOKENS
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import MODEL, completing, replica, until_serving
 from tests.door.test_answers import counted
 from tests.eventually import eventually
 
@@ -93,6 +98,48 @@ async def test_the_anthropic_client(door: httpx.AsyncClient) -> None:
             await client.messages.create(
                 model="x", max_tokens=1, messages=[{"role": "user", "content": "x"}]
             )
+
+
+async def test_the_anthropic_client_counts_tokens(door: httpx.AsyncClient) -> None:
+    url = str(door.base_url)
+    weather = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
+    messages = [{"role": "user", "content": QUESTION_TEXT}]
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
+        for more in ({}, {"system": "You are terse."}, {"system": "You are.", "tools": [weather]}):
+            asked: dict[str, Any] = {"model": MODEL, "messages": messages, **more}
+            said = await client.messages.create(**asked, max_tokens=1)
+            count = await client.messages.count_tokens(**asked)
+            assert count.input_tokens == _prompt_tokens(said.usage)
+        labels = f'requests_total{{model="{MODEL}",outcome="ok"}}'
+        assert await counted(door, labels) == 3  # nothing was routed to count
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            await client.messages.count_tokens(model="x", messages=messages)  # type: ignore[arg-type]
+        with pytest.raises(anthropic.BadRequestError, match="chat_template"):
+            await client.messages.count_tokens(**asked, extra_body={"chat_template": "x"})
+
+
+def _prompt_tokens(usage: anthropic.types.Usage) -> int:
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+async def test_a_worker_counts_tokens_where_they_are_not_known_here(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    bodies: list[bytes] = []
+
+    async def count(request: web.Request) -> web.Response:
+        bodies.append(await request.read())
+        return web.json_response({"input_tokens": 77})
+
+    async with (
+        completing(redis, "a", count, "sglang 0.5", path=COUNT_TOKENS),
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 1)
+        asked = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+        answer = await door.post(COUNT_TOKENS, json=asked)
+        assert (answer.status_code, answer.json()) == (200, {"input_tokens": 77})
+        assert [json.loads(body) for body in bodies] == [asked]
 
 
 def _is_cached(answer: anthropic.types.Message) -> bool:

@@ -77,6 +77,7 @@ def door_schemas(model: str) -> dict[str, Any]:
         "/v1/chat/completions": {"messages": _MESSAGES},
         "/v1/completions": {"prompt": {"anyOf": [*_TEXTS["anyOf"], *COMPLETION_PROMPTS]}},
         "/v1/messages": {"messages": _MESSAGES, "system": _TEXTS},
+        "/v1/messages/count_tokens": {"messages": _MESSAGES, "system": _TEXTS},
         "/v1/responses": {"input": {"anyOf": [{"type": "string"}, _MESSAGES]}},
         "/v1/embeddings": {"input": _TEXTS},
         "/tokenize": {"messages": _MESSAGES, "prompt": {"type": "string"}},

@@ -1,0 +1,63 @@
+"""Settings of the front door."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.core.settings import POSITIVE, POSITIVE_SECONDS, CommonSettings, Text, parse_names, setting
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings(CommonSettings):
+    """How a replica takes the requests of OpenAI clients, and carries them to engines."""
+
+    api_key: str = setting(
+        "",
+        "Key that every request must carry (Authorization: Bearer KEY), except for /health and "
+        "/readiness.",
+    )
+    api_key_file: str = setting(
+        "", "File with further keys: one on each line, `NAME KEY` or only the key."
+    )
+    no_auth: bool = setting(
+        False,
+        "Without a key, listen on addresses other than loopback as well: something in front asks "
+        "for keys.",
+        bool,
+    )
+    worker_key: str = setting("", "Key that workers ask for.")
+    tokenizers: str = setting(
+        "",
+        "Where the tokenizers of models are, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: where "
+        "their workers say.",
+        Text("NAME=SOURCE,...", parse_names),
+    )
+    max_request_bytes: int = setting(
+        64 * 1024 * 1024, "Larger bodies of OpenAI clients are refused (413).", POSITIVE
+    )
+    answer_timeout_s: float = setting(
+        600.0,
+        "An engine's answer must begin within this time, all tries together.",
+        POSITIVE_SECONDS,
+    )
+    gap_timeout_s: float = setting(
+        300.0, "Longest pause between two parts of an engine's answer.", POSITIVE_SECONDS
+    )
+    migrate: bool = setting(
+        False,
+        "A stream whose worker fails goes on at another; engines then name the ids of tokens.",
+        bool,
+    )
+    stalled_s: float = setting(
+        60.0,
+        "A client that takes nothing of its answer for this long is cut off.",
+        POSITIVE_SECONDS,
+    )
+    show_decision: bool = setting(
+        False,
+        "Answers name their worker and its overlap (x-kvroute-worker, x-kvroute-overlap).",
+        bool,
+    )
+    access_log: bool = setting(
+        False, "A line of JSON on standard output for each request of an OpenAI client.", bool
+    )

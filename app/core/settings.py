@@ -1,0 +1,148 @@
+"""What settings are made of, and those that all processes have.
+
+Each field has its default, its help, its variable and which values it takes, as plain data: here
+alone. app/options.py makes command-line options of them. Other code gets its settings from here,
+not from the environment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from app.core.types import TENANT_ID
+
+PRIORITIES = ("high", "normal", "low")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Whole numbers, both ends included."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """Numbers, both ends included."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Some words."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of some form. shape: the form, in a word. check: raises ValueError for other text."""
+
+    shape: str
+    check: Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyName:
+    """A name in the table of policies, app/policy/cost.py."""
+
+
+Kind = Whole | Real | OneOf | Text | PolicyName | type[bool] | None
+"""Which values a field takes; None: any of its default's type."""
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Tenant -> weight, from text like `a=4,b=0.5`. Raises ValueError for anything else."""
+    weights: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, weight = part.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            weights[name] = math.nan
+        if not TENANT_ID.fullmatch(name) or not 0.001 <= weights[name] <= 1000:
+            raise ValueError(
+                f"{text!r}: each entry needs a name and a weight from 0.001 to 1000, without spaces"
+            )
+    return weights
+
+
+def check_base_url(text: str) -> None:
+    """Raises ValueError unless `text` is empty, or an http(s) URL that names a host and to which a
+    path can be added."""
+    if text and not _is_base_url(text):
+        raise ValueError(f"{text!r} is not the http:// or https:// base URL of a host")
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        has_host = bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+    return has_host and url.scheme in ("http", "https") and not url.query and not url.fragment
+
+
+def base_url(host: str, port: int) -> str:
+    """The URL of what listens there; an IPv6 address goes in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+MOST = 10**12
+"""The largest count: exact as a double, which is what Lua counts in."""
+LONGEST_S = 10 * 365 * 24 * 3600
+
+PORT = Whole(0, 65535)
+SEED = Whole(0, 2**64 - 1)
+COUNT = Whole(0, MOST)
+POSITIVE = Whole(1, MOST)
+PROCESSES = Whole(1, 1024)
+SECONDS = Real(0, LONGEST_S)
+# Redis counts milliseconds: what rounds to none of them would expire at once.
+POSITIVE_SECONDS = Real(0.001, LONGEST_S)
+FACTOR = Real(0.001, 1_000_000)
+WEIGHTS = Text("NAME=WEIGHT,...", parse_weights)
+BASE_URL = Text("URL", check_base_url)
+
+
+def setting(default: Any, help_text: str, kind: Kind = None, env: str | None = None) -> Any:
+    """A dataclass field that can be set. env: its variable, if not KVROUTE_<NAME>."""
+    return field(default=default, metadata={"help": help_text, "kind": kind, "env": env})
+
+
+def variable(f: Field[Any]) -> str:
+    """The environment variable of a field made by `setting`."""
+    env: str = f.metadata["env"] or f"KVROUTE_{f.name.upper()}"
+    return env
+
+
+@dataclass(frozen=True, slots=True)
+class CommonSettings:
+    """What routers and workers share."""
+
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0", "Redis that holds the shared state.", env="REDIS_URL"
+    )
+    namespace: str = setting(
+        "default",
+        "Namespace for one model, block size and set of hash settings; part of every key.",
+    )
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    log_level: str = setting("info", "Minimum severity to log.", OneOf(LOG_LEVELS))
+
+
+def parse_names(text: str) -> dict[str, str]:
+    """Name -> value, from text like `a=x,b=y`. Raises ValueError for anything else."""
+    pairs = [part.partition("=") for part in filter(None, text.split(","))]
+    for name, _, value in pairs:
+        if not name or not value:
+            raise ValueError(f"{text!r}: each entry needs a name and a value, NAME=VALUE")
+    return {name: value for name, _, value in pairs}
