@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +160,19 @@ async def test_a_prompt_that_grows_too_long_or_takes_too_long_is_given_up(
 
 
 async def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
-    renderer = load(model(tmp_path), pool=Pool(max_waiting=0, max_size=0))
+    pool = Pool(max_waiting=0, max_size=0)
+    renderer = load(model(tmp_path), pool=pool)
     assert len(await renderer.of_text("short"))
-    long = "long " * 1_000
-    assert len(await renderer.of_text(long))
-    results = await asyncio.gather(
-        renderer.of_text(long),
-        renderer.of_chat({"messages": [USER | {"content": long}]}),
-        return_exceptions=True,
-    )
-    assert isinstance(results[1], Overloaded)
+    body = {"messages": [USER | {"content": "long " * 1_000}]}
+    assert len(await renderer.of_chat(body))
+    is_over = threading.Event()
+    other = asyncio.create_task(pool.run(1, is_over.wait))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await renderer.of_chat(body)
+    is_over.set()
+    await other
+    assert len(await renderer.of_chat(body))
 
 
 async def test_the_date_can_be_written_into_a_prompt(tmp_path: Path) -> None:
