@@ -8,7 +8,8 @@ from loadtest.bench_door import measure, shapes
 def test_the_door_is_measured_beside_a_proxy(
     own_redis_server: EmbeddedRedis,
 ) -> None:
-    found = measure(own_redis_server.url, requests=64, rounds=1)
+    # Fewer could take a process less than the hundredth of a second in which Linux counts.
+    found = measure(own_redis_server.url, requests=500, rounds=1)
     assert list(found["cost"]) == [shape.name for shape in shapes()]
     for made in found["cost"].values():
         assert made["door"]["per_s"] > 0
