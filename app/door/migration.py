@@ -126,7 +126,8 @@ class Migrating:
             if len(text) <= _MAX_HELD_BYTES:
                 self._held = text
                 return b""
-            self._is_known, end = False, len(text)
+            self._is_known, self._held = False, b""
+            return self._stream.passed(text)
         self._held = text[end:]
         said = b""
         for event in text[:end].split(b"\n\n")[:-1]:

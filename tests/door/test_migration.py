@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from redis.asyncio import Redis
 
-from app.door import asked
+from app.door import asked, migration
 from app.door.asked import Api
 from app.door.body import JsonBody
 from app.door.events import usage_in
@@ -102,6 +102,20 @@ def test_half_a_character_is_said_anew() -> None:
     passed += b"".join(stream.passed(one) for one in rest) + stream.ending()
     assert said(passed) == "xé"
     assert usage_in(stream.tail) == Usage(5, 4, None)
+
+
+def test_an_event_too_long_to_be_held_is_passed_on_and_ends_what_could_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(migration, "_MAX_HELD_BYTES", 100)
+    stream = migrating()
+    one = event({"content": "x" * 300}, [3])
+    passed = stream.passed(one[:200])
+    assert not stream.can_go_on
+    assert (
+        passed + stream.passed(one[200:] + DONE) + stream.rest()
+        == one.replace(b"[3]", b"null") + DONE
+    )
 
 
 def test_ids_are_kept_from_the_client() -> None:
