@@ -97,7 +97,7 @@ def main() -> None:
 def router(**values: Any) -> None:
     """Run one router replica. Any number of replicas can share a Redis behind a load balancer."""
     _end_on_sigterm()
-    from app.api.main import serve_router
+    from app.edge.app import serve_router
     from app.http.server import listen, run
 
     settings = RouterSettings(**values)

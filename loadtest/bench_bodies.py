@@ -106,9 +106,9 @@ async def read_and_hash(raw: bytes) -> bool:
     # The measuring processes of other benchmarks must not load the servers' HTTP code.
     from pydantic import ValidationError
 
-    from app.api import prompts
-    from app.api.large_bodies import BodyReader
-    from app.api.schemas import RouteBody
+    from app.edge import prompts
+    from app.edge.large import BodyReader
+    from app.edge.schemas import RouteBody
 
     bodies = BodyReader(MAX_TOKENS)
     with suppress(InvalidRequest, ValidationError):
@@ -142,8 +142,8 @@ async def measure(raw: bytes) -> tuple[float, float, bool]:
 
 async def longest_prompt() -> float:
     """CPU of the longest prompt as raw tokens, in ms."""
-    from app.api import prompts
-    from app.api.schemas import RouteOptions
+    from app.edge import prompts
+    from app.edge.schemas import RouteOptions
 
     raw = bytes(4 * MAX_TOKENS)
     begin = time.process_time()

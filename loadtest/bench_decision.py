@@ -116,7 +116,7 @@ async def register(url: str, workers: int = NUM_WORKERS) -> None:
 
 
 def route_forever(redis_url: str, port: int) -> None:
-    from app.api.main import serve_router
+    from app.edge.app import serve_router
 
     settings = RouterSettings(
         redis_url=redis_url,

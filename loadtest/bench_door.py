@@ -143,7 +143,7 @@ def engine_forever(_: str, port: int) -> None:
 
 
 def door_forever(redis_url: str, port: int) -> None:
-    from app.api.main import serve_router
+    from app.edge.app import serve_router
 
     settings = RouterSettings(
         redis_url=redis_url,

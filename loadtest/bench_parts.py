@@ -45,7 +45,7 @@ from loadtest.cores import redis_to_measure
 
 TICK_S = 0.004
 PARTS = {
-    "body: read, packed and checked": ("app.http.body:read_body", "app.api.prompts:parse"),
+    "body: read, packed and checked": ("app.http.body:read_body", "app.edge.prompts:parse"),
     "hashes": (
         *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
     ),
@@ -54,7 +54,7 @@ PARTS = {
     "reservation: command and reply": ("app.router.decider:Decider._reserve",),
     "stream of decisions": ("app.router.history:History._record_forever",),
     "endpoint: request, answer, queue, counters": (
-        *("app.api.main:Application.__call__", "app.router.router:Router.route"),
+        *("app.edge.app:Application.__call__", "app.router.router:Router.route"),
         *(
             "app.router.decider:Decider._answer_reserved",
             "app.router.decider:Decider._decide_forever",

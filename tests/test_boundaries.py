@@ -66,7 +66,7 @@ ROOMS = frozenset(
         "router",
         "http",
         "door",
-        "api",
+        "edge",
         "ops",
         "local",
         "options",
@@ -130,13 +130,14 @@ BOUNDARIES = [
     Boundary("app.router", WEB | {"click", "torch"} | beyond("core", "policy", "state", "router")),
     Boundary(
         "app.door",
-        frozenset({"fastapi", "torch", "transformers"})
+        WEB
+        | {"torch", "transformers"}
         | beyond("core", "policy", "state", "router", "http", "door"),
     ),
     Boundary("app.http", frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http")),
     Boundary(
-        "app.api",
-        frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "door", "api"),
+        "app.edge",
+        frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "door", "edge"),
     ),
     Boundary("app.door.tokens", WEB | {"redis", "click", "huggingface_hub"}),
     Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
@@ -154,13 +155,13 @@ BOUNDARIES = [
         beyond("core", "state", "http", "door") - {"workers"},
         without=frozenset({"workers.engines.sim.learned"}),
     ),
-    Boundary("workers", frozenset({"app.router", "app.door.http"})),
+    Boundary("workers", frozenset({"app.router", "app.edge"})),
     Boundary("workers", frozenset({"fastapi"}), without=SERVED),
     Boundary("workers", WEB, without=SERVED | {"workers.main"}),
     Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH),
     Boundary("workers.agent", WEB | {"torch"}),
     Boundary("workers.bridge", WEB | {"torch"}),
-    Boundary("loadtest", frozenset({"tests", "app.api"})),
+    Boundary("loadtest", frozenset({"tests", "app.edge"})),
     Boundary("loadtest", frozenset({"torch"}), without=NEEDS_TORCH),
 ]
 
@@ -234,9 +235,9 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         if reads.search(line)
     ]
     assert sorted(found) == [
-        ("app/door/http.py", "self._begun_s = int(time.time())"),
         ("app/door/tokens/templates.py", "from datetime import datetime"),
         ("app/door/tokens/templates.py", "return datetime.now().strftime(format)"),
+        ("app/edge/openai.py", "self._begun_s = int(time.time())"),
         ("app/ops/checks.py", "ahead_s = time.time() - (seconds + micros / 1e6)"),
         ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
         ("workers/chat.py", "created = int(time.time())"),

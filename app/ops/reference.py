@@ -86,8 +86,8 @@ def _setting(f: Field[Any]) -> tuple[str, ...]:
 
 def api() -> str:
     """Every endpoint of a router with its fields, the objects in answers, and all errors."""
-    from app.api.main import create_app
     from app.core.config import RouterSettings
+    from app.edge.app import create_app
 
     description = create_app(RouterSettings()).openapi()
     models: Mapping[str, Any] = description["components"]["schemas"]
@@ -197,8 +197,8 @@ def _name(schema: Mapping[str, Any]) -> str:
 
 def _errors() -> Iterator[tuple[str, ...]]:
     """In the order of their statuses; an error's meaning is its class's docstring."""
-    from app.api.errors import ANSWERS, MAX_RETRY_AFTER_S
     from app.core.errors import AllWorkersBusy
+    from app.edge.errors import ANSWERS, MAX_RETRY_AFTER_S
 
     found = {(status, code): (meaning, "") for code, status, meaning in FRAMEWORK_ERRORS}
     for kind, (status, code, headers) in ANSWERS.items():

@@ -24,7 +24,7 @@ from app.core.errors import ConfigError
 from app.local.detached import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
 from app.planner.state import Proposal, Reason
-from tests.api.conftest import started_replica
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
 

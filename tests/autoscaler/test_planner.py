@@ -25,7 +25,7 @@ from app.router.fleet import Fleet
 from app.state import leases, planner, reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from tests.api.conftest import started_replica
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers, fake_agent, running
 from workers.engines.sim.learned import learned_machines

@@ -15,9 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from redis.asyncio import Redis
 
-from app.api.main import create_app
 from app.core.config import RouterSettings
 from app.door.tracing import Tracing
+from app.edge.app import create_app
 from app.http.server import listen, serve
 from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from app.local.redis_server import EmbeddedRedis
-from tests.api.test_metrics import scrape
 from tests.door.conftest import MODEL, models, replica, until_serving, worker
 from tests.door.test_answers import chat
+from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
 
 

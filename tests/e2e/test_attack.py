@@ -20,10 +20,10 @@ import httptools
 import httpx
 import pytest
 
-from app.api.errors import ANSWERS
 from app.core.config import RouterSettings, WorkerSettings
-from app.door.answers import ERRORS as DOOR_ERRORS
 from app.door.tokens.renderer import REMEMBERED_BYTES
+from app.edge.answers import ERRORS as DOOR_ERRORS
+from app.edge.errors import ANSWERS
 from app.local.cluster import Cluster
 from app.ops.reference import FRAMEWORK_ERRORS
 from loadtest.bench_bodies import MAX_BYTES, hostile_bodies

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from app.local.redis_server import EmbeddedRedis
-from tests.api.conftest import started_replica
 from tests.e2e.engines import Process, Prompts, agent, complete, engine, overlap
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 
 BLOCK = 16

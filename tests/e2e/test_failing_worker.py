@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
-from tests.api.conftest import started_replica
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, fake_agent, running
 

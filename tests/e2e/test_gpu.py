@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.core.worker_report import GPU
 from app.local.redis_server import EmbeddedRedis
-from tests.api.conftest import started_replica
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
 

@@ -27,7 +27,7 @@ from app.core.types import Incarnation
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.router.maintenance import MAINTENANCE_INTERVAL_S
 from app.state.scripts import ScriptRunner
-from tests.api.conftest import started_replica
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers, fake_agent, running
 from tests.ops.conftest import kvroute

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from app.local.redis_server import EmbeddedRedis, free_port
-from tests.api.conftest import started_replica
 from tests.e2e.engines import agent
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 
 VENV = Path(os.environ.get("KVROUTE_TEST_SGLANG", Path(__file__).parents[2] / ".venv-sglang"))

@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from app.local.redis_server import EmbeddedRedis
-from tests.api.conftest import started_replica
 from tests.e2e.engines import Process, agent
+from tests.edge.conftest import started_replica
 from tests.engines.vllm_server import ADAPTER, BLOCK, MODEL, VllmServer, vllm_servers
 from tests.eventually import eventually
 

@@ -21,9 +21,9 @@ from app.core.types import Tier
 from app.door.alarm import MIN_ANSWERS
 from app.local.redis_server import EmbeddedRedis
 from app.state import index
-from tests.api.conftest import started_replica
 from tests.door.conftest import completing, replica, until_serving
 from tests.e2e.engines import ROOT, agent, engine
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.conftest import PROMPT, kvroute

@@ -13,7 +13,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state import reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from tests.api.conftest import started_replica
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, fake_agent, running
 from tests.ops.conftest import kvroute

@@ -11,7 +11,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.state import planner
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from tests.api.conftest import started_replica
+from tests.edge.conftest import started_replica
 from tests.fake_worker import KEYS, fake_agent, running
 from tests.ops.conftest import kvroute
 

@@ -12,7 +12,6 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from app.api.main import create_app
 from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.errors import (
@@ -26,6 +25,7 @@ from app.core.errors import (
 from app.core.hashing import compute_hashes
 from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Speed
+from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, RouteRequest

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.api import prompts
-from app.api.prompts import parse
-from app.api.schemas import FindBestWorker, RouteBody
 from app.core.hashing import token_bytes
+from app.edge import prompts
+from app.edge.prompts import parse
+from app.edge.schemas import FindBestWorker, RouteBody
 from app.http import numbers as json_numbers
 
 NUMBERS = ("0", "1", "70000", "4294967295", "4294967296", "18446744073709551615", "-1", "1e400")

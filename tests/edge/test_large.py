@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.api import large_bodies
-from app.api.large_bodies import BodyReader
-from app.api.schemas import MAX_EXCLUDED, RouteBody
 from app.core.errors import InvalidRequest
 from app.core.hashing import token_bytes
+from app.edge import large
+from app.edge.large import BodyReader
+from app.edge.schemas import MAX_EXCLUDED, RouteBody
 from app.http import numbers as json_numbers
 from loadtest.bench_bodies import BLOCK_SIZE, MAX_TOKENS, REFUSED, hostile_bodies
-from tests.api.test_bodies import bodies
+from tests.edge.test_bodies import bodies
 
 ACCEPTED = {name: body for name, body in hostile_bodies(400_000) if name not in REFUSED}
 
@@ -74,7 +74,7 @@ def test_what_is_read_in_pieces_is_what_pydantic_reads(raw: bytes, cut: int) -> 
     """A body of tiny pieces may be refused for what is between its arrays, never misread."""
     for text in (raw, raw[:cut] + raw[cut + 1 :]):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(large_bodies, "PIECE_BYTES", 24)
+            patch.setattr(large, "PIECE_BYTES", 24)
             found = asyncio.run(in_pieces(text))
         assert found in (None, whole(text))
 
@@ -119,7 +119,7 @@ async def test_other_tasks_run_while_a_large_body_is_read(name: str) -> None:
     counting = asyncio.create_task(count_turns())
     await read(raw)
     counting.cancel()
-    assert turns >= len(raw) // large_bodies.PIECE_BYTES
+    assert turns >= len(raw) // large.PIECE_BYTES
 
 
 async def test_large_bodies_are_read_one_after_another() -> None:
@@ -167,7 +167,7 @@ async def test_a_comma_without_an_item_is_refused_wherever_it_is(text: bytes) ->
 async def test_a_prompt_longer_than_any_is_refused_before_its_tokens_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(large_bodies, "_tokens", None)
+    monkeypatch.setattr(large, "_tokens", None)
     raw = orjson.dumps({"token_ids": [7] * 80_000})
     with pytest.raises(InvalidRequest, match="token_ids: over 79999 items") as refused:
         await read(raw, max_tokens=79_999)

@@ -13,8 +13,6 @@ from pydantic import BaseModel
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import PlainTextResponse
 
-from app.api import prompts, schemas, views
-from app.api.large_bodies import BodyReader
 from app.core.config import RouterSettings
 from app.core.errors import (
     InvalidRequest,
@@ -25,6 +23,8 @@ from app.core.errors import (
 )
 from app.core.keys import Keyspace
 from app.core.types import checked_request_id, checked_reservation_id
+from app.edge import prompts, schemas, views
+from app.edge.large import BodyReader
 from app.http.body import Caller, header, json_response, read_body
 from app.policy.decision import RouteRequest
 from app.policy.view import View, load_statistics

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from app.cli import main
 from app.local.redis_server import EmbeddedRedis
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
 

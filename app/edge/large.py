@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from app.api import schemas
-from app.api.prompts import M, parse
 from app.core.errors import InvalidRequest, cut, shown
 from app.core.hashing import token_bytes
+from app.edge import schemas
+from app.edge.prompts import M, parse
 from app.http.numbers import unsigned_of
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from app.core.worker_report import (
 )
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
 

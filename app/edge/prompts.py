@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from starlette.datastructures import QueryParams
 
-from app.api import schemas
 from app.core.errors import InvalidRequest
 from app.core.hashing import Tokens, token_bytes
+from app.edge import schemas
 from app.http import numbers
 from app.router.prompt import Prompt, check_length
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.api.main import create_app
 from app.core.config import RouterSettings
+from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis
 from tests.fake_worker import NAMESPACE, FakeWorkers
 

@@ -13,8 +13,8 @@ import pytest
 from app.local.redis_server import EmbeddedRedis
 from app.ops import verify
 from app.state.connect import connect
-from tests.api.conftest import StartReplica
-from tests.api.test_metrics import scrape
+from tests.edge.conftest import StartReplica
+from tests.edge.test_metrics import scrape
 from tests.fake_worker import KEYS, FakeWorkers
 
 CLIENTS = 200

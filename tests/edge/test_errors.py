@@ -9,12 +9,12 @@ import httpx
 import orjson
 import pytest
 
-from app.api import routes
 from app.core.loads import Snapshot
+from app.edge import native
 from app.http import body
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet, View
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.fake_worker import FakeWorkers
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -376,7 +376,7 @@ async def test_an_internal_fault_gets_an_error_in_the_common_format(
 async def test_an_invalid_answer_is_an_internal_error_and_not_blamed_on_the_caller(
     client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "load_statistics", lambda view: (None, None))
+    monkeypatch.setattr(native, "load_statistics", lambda view: (None, None))
     response = await client.get("/v1/workers")
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal"

@@ -10,13 +10,13 @@ import pytest
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
-from app.api.main import create_app
 from app.core.config import RouterSettings
 from app.core.errors import shown
+from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis
 from app.state import endings
 from app.state.endings import Ending
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers
 

@@ -13,7 +13,7 @@ from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.fake_worker import KEYS, FakeWorkers
 
 # Ten tokens: two full blocks of four, and a partial third.

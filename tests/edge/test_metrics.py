@@ -13,7 +13,7 @@ from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReading
 from app.local.redis_server import EmbeddedRedis
 from app.router.metrics import Telemetry, text_of
 from app.state.connect import connect
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import FakeWorkers
 

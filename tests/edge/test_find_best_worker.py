@@ -5,7 +5,7 @@ import pytest
 
 from app.core.types import Tier
 from app.local.redis_server import EmbeddedRedis
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.fake_worker import FakeWorkers
 
 # 128 tokens are 32 blocks of four; the caller has hashed the first two of them.

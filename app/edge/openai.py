@@ -17,9 +17,8 @@ from app.core.config import RouterSettings
 from app.core.errors import KvrouteError
 from app.core.settings import parse_names
 from app.core.types import checked_request_id
-from app.door import answers, asked
+from app.door import asked
 from app.door.asked import PATHS, Api
-from app.door.auth import Keys
 from app.door.body import JsonBody
 from app.door.door import Door, Headers, Patience
 from app.door.errors import Unauthorized
@@ -31,6 +30,8 @@ from app.door.outcomes import Outcomes
 from app.door.prompts import PromptIds, Prompts
 from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
+from app.edge import answers
+from app.edge.keys import Keys
 from app.http.body import read_body, resumed
 from app.http.protocol import CUT, ON_GONE
 from app.router.prompt import Prompt, check_length

@@ -21,7 +21,7 @@ from app.policy.locality import Locality
 from app.policy.record import Record
 from app.state import decisions
 from app.state.connect import connect
-from tests.api.conftest import StartReplica
+from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 from tests.router.test_router import request, running

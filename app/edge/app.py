@@ -14,16 +14,16 @@ from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from app.api import errors
-from app.api.large_bodies import BodyReader
-from app.api.routes import HOT_ROUTES, routes
 from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.door.auth import check_open, load_keys
 from app.door.errors import Unauthorized
-from app.door.http import HttpDoor, refuse
 from app.door.tracing import Tracing, provider_named
+from app.edge import errors
+from app.edge.keys import check_open, load_keys
+from app.edge.large import BodyReader
+from app.edge.native import HOT_ROUTES, routes
+from app.edge.openai import HttpDoor, refuse
 from app.http.server import serve
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry

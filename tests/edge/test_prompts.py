@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
-from app.api import prompts
-from app.api.schemas import FindBestWorker, RouteBody, RouteOptions
 from app.core.errors import InvalidRequest
 from app.core.hashing import compute_hashes, seed_for
+from app.edge import prompts
+from app.edge.schemas import FindBestWorker, RouteBody, RouteOptions
 from app.router import prompt as prompt_module
 from app.router.prompt import Prompt
 
