@@ -157,7 +157,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     from app.http.server import run
 
     try:
-        from app.autoscaler.main import serve
+        from app.planner.main import serve
         from workers.engines.sim.learned import learned_machines
 
         run(serve(settings, learned_machines))

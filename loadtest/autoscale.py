@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from app.options import POSITIVE, PROCESSES, Number
-from app.planner.policies import POLICIES
-from app.planner.state import Proposal, Rules
-from app.planner.victims import VICTIMS
+from app.planner.rules.policies import POLICIES
+from app.planner.rules.state import Proposal, Rules
+from app.planner.rules.victims import VICTIMS
 from app.virtual.setting import Setting
 from loadtest import report
 from loadtest.client import Outcome

@@ -14,9 +14,9 @@ from app.core.chains import positions
 from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
-from app.planner.policies import propose
-from app.planner.replay import Replay, recorded_request
-from app.planner.state import (
+from app.planner.rules.policies import propose
+from app.planner.rules.replay import Replay, recorded_request
+from app.planner.rules.state import (
     Asked,
     Came,
     FleetState,
@@ -29,7 +29,7 @@ from app.planner.state import (
     WorkerState,
     prefill_s,
 )
-from app.planner.victims import unique_values, victim
+from app.planner.rules.victims import unique_values, victim
 from app.policy.record import sampled
 from app.virtual.books import Holdings
 from app.virtual.cluster import Answer, Decided

@@ -70,7 +70,6 @@ ROOMS = frozenset(
         "ops",
         "local",
         "options",
-        "autoscaler",
         "planner",
         "virtual",
     )
@@ -102,13 +101,13 @@ BOUNDARIES = [
         WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy", "virtual"),
     ),
     Boundary(
-        "app.planner",
+        "app.planner.rules",
         WEB
-        | {"redis", "click", "torch", "asyncio"}
+        | {"redis", "click", "torch", "asyncio", "app.planner.observe", "app.planner.connectors"}
         | beyond("core", "policy", "virtual", "planner"),
     ),
     Boundary(
-        "app.autoscaler",
+        "app.planner",
         frozenset({"fastapi", "torch"})
         | beyond(
             "core",
@@ -120,7 +119,6 @@ BOUNDARIES = [
             "options",
             "virtual",
             "planner",
-            "autoscaler",
         ),
     ),
     # Of app.policy it knows the record of a decision, and what that is made of.
@@ -201,7 +199,7 @@ def test_app_core_loads_three_libraries_and_nothing_else() -> None:
 def test_a_decision_is_given_the_time_and_does_not_read_it() -> None:
     """numpy loads `time`, so that loaded modules say nothing of it."""
     imports = re.compile(r"^\s*(import|from) (time|datetime|asyncio)\b", re.MULTILINE)
-    packages = ("app/policy", "app/virtual", "app/planner")
+    packages = ("app/policy", "app/virtual", "app/planner/rules")
     files = [path for package in packages for path in (ROOT / package).glob("*.py")]
     assert [path.name for path in files if imports.search(path.read_text())] == []
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.autoscaler.metrics import PlannerMetrics
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.planner_settings import PlannerSettings
 from app.core.settings import variable
 from app.door.outcomes import Outcomes
+from app.planner.metrics import PlannerMetrics
 from app.policy.cost import POLICIES
 from app.router.metrics import Telemetry
 

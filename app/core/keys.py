@@ -224,7 +224,7 @@ KEYSPACE = (
     Key(
         "proposals",
         "stream",
-        "`proposal`, JSON: what a planner proposed, from what, and why (`app/planner/state.py`)",
+        "`proposal`, JSON: what a planner proposed, and why (`app/planner/rules/state.py`)",
         ("propose",),
         "trimmed",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from app.core.settings import (
     PORT,
@@ -16,9 +17,17 @@ from app.core.settings import (
     setting,
 )
 
-SCALING_POLICIES = ("slo", "threshold", "waiting", "ongoing")
 VICTIM_CHOICES = ("unique_value", "newest", "least_loaded", "fewest_blocks", "random")
 CONNECTORS = ("advise", "local", "exec", "kubernetes")
+
+
+class ScalingPolicy(StrEnum):
+    """By what a fleet's size is chosen: see app/planner/rules/policies.py."""
+
+    SLO = "slo"
+    THRESHOLD = "threshold"
+    WAITING = "waiting"
+    ONGOING = "ongoing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,9 @@ class PlannerSettings(CommonSettings):
     connector: str = setting(
         "advise", "Who changes the fleet; advise: somebody else does.", OneOf(CONNECTORS)
     )
-    scaling_policy: str = setting("slo", "What the fleet's size follows.", OneOf(SCALING_POLICIES))
+    scaling_policy: str = setting(
+        "slo", "What the fleet's size follows.", OneOf(tuple(ScalingPolicy))
+    )
     victim: str = setting(
         "unique_value", "Which worker leaves a fleet that is too large.", OneOf(VICTIM_CHOICES)
     )

@@ -181,7 +181,7 @@ async def _with_workers(
     redis: Client, keyspace: Keyspace, workers: int, policy: str, *, as_json: bool
 ) -> None:
     # The engines that it takes are an extra.
-    from app.autoscaler.predict import whatif as predicted
+    from app.planner.predict import whatif as predicted
     from workers.engines.sim.learned import learned_machines
 
     view = await _num_workers_now(redis, keyspace)

@@ -1,1 +1,2 @@
-"""How many workers a fleet needs, and which one to lose: state in, proposal out, without I/O."""
+"""How many workers a fleet has: `rules` decides, without I/O; the rest observes the fleet in Redis,
+settles which planner leads, and has the fleet changed."""

@@ -74,7 +74,7 @@ class Plan:
         )
 
 
-class Planner:
+class WorkerSelector:
     """Applies the policies. Counts its decisions, and keeps the random number generator."""
 
     def __init__(self, settings: RouterSettings) -> None:

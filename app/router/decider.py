@@ -19,7 +19,7 @@ from app.core.errors import (
 )
 from app.core.loads import Refused, Snapshot, Wish
 from app.core.rate_limit import RateLimit
-from app.policy.plan import Plan, Planner
+from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
 from app.router.history import History
 from app.router.lookup import LookUp
@@ -66,7 +66,7 @@ class Decider:
         self._history = history
         self._maintenance = maintenance
         self._waiting = waiting
-        self._planner = Planner(replica.settings)
+        self._selector = WorkerSelector(replica.settings)
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
         self._prefill_ttl_ms = round(replica.settings.prefill_ttl_s * 1000)
         self._queue: asyncio.Queue[Pending] = asyncio.Queue(MAX_QUEUED)
@@ -173,7 +173,7 @@ class Decider:
             query.tries += 1
             query.waited_ms = pending.waited_ms(time.perf_counter())
             try:
-                plan = self._planner.plan(query, view)
+                plan = self._selector.plan(query, view)
             except AllWorkersBusy as error:
                 if pending.request.reserve and query.tries == 1:
                     refused.append((pending, error))
@@ -333,7 +333,7 @@ class Decider:
             pending.query.overlaps = {}
             pending.query.waited_ms = pending.waited_ms(time.perf_counter())
             try:
-                plan = self._planner.plan(pending.query, view, degraded=True)
+                plan = self._selector.plan(pending.query, view, degraded=True)
             except RoutingError as error:
                 pending.fail(error)
                 continue

@@ -8,7 +8,7 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
-from app.planner.state import Prediction, Proposal, Reason, Rules
+from app.planner.rules.state import Prediction, Proposal, Reason, Rules
 from loadtest.autoscale import Figures, Policy, figures_of, main
 from loadtest.client import FailureKind, Outcome
 from loadtest.scaling import Played

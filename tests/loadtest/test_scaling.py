@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.planner.state import Reason, Rules
+from app.planner.rules.state import Reason, Rules
 from app.virtual.setting import Setting
 from loadtest.scaling import Played, Scaled, Scaling
 from loadtest.traces import Session, Trace, TraceRequest

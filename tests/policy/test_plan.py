@@ -15,7 +15,7 @@ from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
 from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
-from app.policy.plan import Plan, Planner
+from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import Measured, View, Workers
 from tests.policy.test_view import ONE, THREE, TWO, info
 
@@ -56,7 +56,7 @@ def query(
 
 
 def plan(asked: Query, view: View, *, degraded: bool = False, **settings: Any) -> Plan:
-    return Planner(RouterSettings(seed=1, **settings)).plan(asked, view, degraded=degraded)
+    return WorkerSelector(RouterSettings(seed=1, **settings)).plan(asked, view, degraded=degraded)
 
 
 def worker(planned: Plan) -> str:
@@ -128,8 +128,8 @@ def test_a_prompt_that_nobody_holds_has_no_locality_to_lose() -> None:
 
 def test_a_draw_between_workers_that_cost_the_same_is_a_tie() -> None:
     asked, view = query({ONE: TierOverlap(6)}, policy="random"), view_of(Load(), Load())
-    planners = [Planner(RouterSettings(seed=seed)) for seed in range(20)]
-    plans = [planner.plan(asked, view) for planner in planners]
+    selectors = [WorkerSelector(RouterSettings(seed=seed)) for seed in range(20)]
+    plans = [selector.plan(asked, view) for selector in selectors]
     found = {(worker(planned), planned.decision.locality) for planned in plans}
     assert found == {("a", Locality.KEPT), ("b", Locality.TIE)}
 
@@ -176,9 +176,9 @@ def test_without_redis_the_least_loaded_worker_is_taken_however_full_it_looks() 
 
 
 def test_round_robin_takes_turns_that_only_reservations_use_up() -> None:
-    planner, view = Planner(RouterSettings()), view_of(Load(), Load(), Load())
+    selector, view = WorkerSelector(RouterSettings()), view_of(Load(), Load(), Load())
     turns = [
-        worker(planner.plan(query(policy="round_robin", reserve=reserve), view))
+        worker(selector.plan(query(policy="round_robin", reserve=reserve), view))
         for reserve in (True, False, True, True, False, True)
     ]
     assert turns == ["a", "b", "b", "c", "a", "a"]

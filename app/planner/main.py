@@ -14,19 +14,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from app.autoscaler.connectors.base import Advise, Connector
-from app.autoscaler.connectors.command import Command
-from app.autoscaler.connectors.local import Local
-from app.autoscaler.metrics import PlannerMetrics
-from app.autoscaler.observer import Observer
-from app.autoscaler.planner import Planner
-from app.autoscaler.predict import MakeMachines
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.core.settings import base_url
 from app.http.server import listen
 from app.http.server import serve as serve_http
+from app.planner.connectors.base import Advise, Connector
+from app.planner.connectors.command import Command
+from app.planner.connectors.local import Local
+from app.planner.loop import Planner
+from app.planner.metrics import PlannerMetrics
+from app.planner.observe import Observer
+from app.planner.predict import MakeMachines
 from app.router.fleet import Fleet
 from app.state.connect import check_server, connect, shown_url
 from app.state.scripts import ScriptRunner
@@ -91,7 +91,7 @@ async def connector_of(settings: PlannerSettings) -> Connector:
                 settings.namespace,
             )
         case "kubernetes":
-            from app.autoscaler.connectors.kubernetes import Kubernetes, load_configuration
+            from app.planner.connectors.kubernetes import Kubernetes, load_configuration
 
             configuration = await load_configuration()
             return Kubernetes(

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
 
+from app.core.planner_settings import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED
-from app.planner.state import (
+from app.planner.rules.state import (
     FleetState,
     Phase,
     Prediction,
@@ -215,9 +216,8 @@ def _aim(target: float, share: float) -> float:
 
 
 POLICIES: Mapping[str, Policy] = {
-    "threshold": threshold,
-    "waiting": waiting,
-    "ongoing": ongoing,
-    "slo": slo,
+    ScalingPolicy.SLO: slo,
+    ScalingPolicy.THRESHOLD: threshold,
+    ScalingPolicy.WAITING: waiting,
+    ScalingPolicy.ONGOING: ongoing,
 }
-"""By the names that settings use."""

@@ -10,9 +10,9 @@ from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 
-from app.autoscaler.connectors.base import ConnectorError
 from app.core.errors import ConfigError
-from app.planner.state import Proposal
+from app.planner.connectors.base import ConnectorError
+from app.planner.rules.state import Proposal
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from app.planner.state import Proposal
+from app.planner.rules.state import Proposal
 
 
 class PlannerMetrics:

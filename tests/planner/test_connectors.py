@@ -16,14 +16,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes_asyncio import client
 
-from app.autoscaler.connectors.base import ConnectorError
-from app.autoscaler.connectors.command import Command
-from app.autoscaler.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
-from app.autoscaler.connectors.local import Local
 from app.core.errors import ConfigError
 from app.local.detached import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
-from app.planner.state import Proposal, Reason
+from app.planner.connectors.base import ConnectorError
+from app.planner.connectors.command import Command
+from app.planner.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
+from app.planner.connectors.local import Local
+from app.planner.rules.state import Proposal, Reason
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE

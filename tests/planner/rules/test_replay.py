@@ -9,8 +9,8 @@ import pytest
 from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED
-from app.planner.replay import Replay, recorded_request
-from app.planner.state import Asked, FleetState, Phase, Prediction, Rules, WorkerState
+from app.planner.rules.replay import Replay, recorded_request
+from app.planner.rules.state import Asked, FleetState, Phase, Prediction, Rules, WorkerState
 from app.policy.record import sampled
 from app.virtual.setting import Setting
 from loadtest.virtual import sim_machine

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import orjson
 
-from app.autoscaler.connectors.base import Advise, Connector, ConnectorError
-from app.autoscaler.lease import Lease
-from app.autoscaler.metrics import PlannerMetrics
-from app.autoscaler.observer import Observer
-from app.autoscaler.predict import MakeMachines, predict
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
-from app.planner.policies import propose
-from app.planner.state import (
+from app.planner.connectors.base import Advise, Connector, ConnectorError
+from app.planner.lease import Lease
+from app.planner.metrics import PlannerMetrics
+from app.planner.observe import Observer
+from app.planner.predict import MakeMachines, predict
+from app.planner.rules.policies import propose
+from app.planner.rules.state import (
     FleetState,
     Phase,
     Prediction,
@@ -30,7 +30,7 @@ from app.planner.state import (
     Slo,
     WorkerState,
 )
-from app.planner.victims import victim
+from app.planner.rules.victims import victim
 from app.state import leases, planner
 from app.state.scripts import ScriptRunner
 

@@ -72,7 +72,7 @@ class WorkerState:
     load: WorkerLoad | None = None
     cached_blocks: int = 0
     unique_value_s: float = 0.0
-    """Seconds of prefill that losing it would cost: see app.planner.victims."""
+    """Seconds of prefill that losing it would cost: see app.planner.rules.victims."""
     speed: Speed = DEFAULT_SPEED
     profile: str = ""
     """What makes its engine in virtual time."""

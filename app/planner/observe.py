@@ -12,9 +12,9 @@ from app.core.keys import Keyspace
 from app.core.loads import Load, Snapshot
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
-from app.planner.replay import recorded_request
-from app.planner.state import Asked, Came, Phase, Rules, WorkerLoad, WorkerState
-from app.planner.victims import Held, unique_values
+from app.planner.rules.replay import recorded_request
+from app.planner.rules.state import Asked, Came, Phase, Rules, WorkerLoad, WorkerState
+from app.planner.rules.victims import Held, unique_values
 from app.policy.record import Record
 from app.policy.view import Measured
 from app.router.fleet import Fleet
@@ -163,7 +163,7 @@ class Observer:
         return Asked(record.at_ms / 1000, worker, request, record.best.blocks, came)
 
     def values(self, recent: list[Asked], rules: Rules) -> dict[str, float]:
-        """Seconds of prefill that losing each worker would cost; see app.planner.victims."""
+        """Seconds of prefill that losing each worker would cost; see app.planner.rules.victims."""
         if not recent or self.block_size is None:
             return {}
         names = self.workers_seen.keys()

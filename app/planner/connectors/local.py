@@ -13,10 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from app.autoscaler.connectors.base import ConnectorError
 from app.core.errors import ConfigError
 from app.local.detached import running_workers
-from app.planner.state import Proposal
+from app.planner.connectors.base import ConnectorError
+from app.planner.rules.state import Proposal
 
 log = logging.getLogger(__name__)
 

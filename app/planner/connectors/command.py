@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from app.autoscaler.connectors.base import ConnectorError
 from app.core.errors import ConfigError
-from app.planner.state import Proposal
+from app.planner.connectors.base import ConnectorError
+from app.planner.rules.state import Proposal
 
 MOST_SHOWN = 500
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.autoscaler.observer import Observer, mean_speed
 from app.core.keys import Keyspace
 from app.core.worker_report import Speed
-from app.planner.replay import Replay
-from app.planner.state import FleetState, Phase, Prediction, Rules
-from app.planner.victims import victim
+from app.planner.observe import Observer, mean_speed
+from app.planner.rules.replay import Replay
+from app.planner.rules.state import FleetState, Phase, Prediction, Rules
+from app.planner.rules.victims import victim
 from app.router.fleet import Fleet
 from app.state.client import Client
 from app.state.scripts import ScriptRunner

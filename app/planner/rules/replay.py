@@ -16,7 +16,7 @@ from app.core.chains import positions
 from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import Speed
-from app.planner.state import Asked, Came, FleetState, Phase, Prediction, Rules, Slo
+from app.planner.rules.state import Asked, Came, FleetState, Phase, Prediction, Rules, Slo
 from app.virtual.cluster import Answer, Cluster
 from app.virtual.setting import Setting
 from app.virtual.worker import MakeMachine

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from app.core.steps import SimRequest
-from app.planner.policies import POLICIES, Victim, propose
-from app.planner.policies import attained as share_attained
-from app.planner.state import (
+from app.planner.rules.policies import POLICIES, Victim, propose
+from app.planner.rules.policies import attained as share_attained
+from app.planner.rules.state import (
     Asked,
     Came,
     FleetState,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from app.core.errors import KvrouteError
-from app.planner.state import Proposal
+from app.planner.rules.state import Proposal
 
 
 class ConnectorError(KvrouteError):

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.autoscaler import planner as planner_module
-from app.autoscaler.connectors.base import Advise, Connector, ConnectorError
-from app.autoscaler.metrics import PlannerMetrics
-from app.autoscaler.observer import Observer
-from app.autoscaler.planner import Planner
 from app.core.loads import Reservation, Wish
 from app.core.planner_settings import PlannerSettings
 from app.core.types import Incarnation, WorkerKey
 from app.local.redis_server import EmbeddedRedis
-from app.planner.state import Asked, Proposal, Rules
+from app.planner import loop as planner_module
+from app.planner.connectors.base import Advise, Connector, ConnectorError
+from app.planner.loop import Planner
+from app.planner.metrics import PlannerMetrics
+from app.planner.observe import Observer
+from app.planner.rules.state import Asked, Proposal, Rules
 from app.router.fleet import Fleet
 from app.state import leases, planner, reservations
 from app.state.connect import connect
