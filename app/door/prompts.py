@@ -1,7 +1,8 @@
 """The token ids of prompts: known by the client, rendered here, or asked of the engine.
 
 Rendered here, they go along to the engine, which then does not tokenize again: cache and router
-cannot disagree. A canary compares what is rendered here with what the engine renders.
+cannot disagree. The workers' hash of their tokenizer, and a canary, which compares what is
+rendered here with what the engine renders, tell when they would.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class _Rendering:
     """How its ids differ from the engine's; "": they do not, as far as was seen."""
     why_not: str = "not loaded yet"
 
+    def differ(self, model: Model, how: str) -> None:
+        self.differs = how
+        log.error("model %s is tokenized by its engine from now on, not here: %s", model.name, how)
+
 
 class Prompts:
     """Finds the ids of prompts. sources: where the tokenizers of models are, by name, instead of
@@ -137,18 +142,22 @@ class Prompts:
             rendering = self._renderings[key] = _Rendering()
         now_s = asyncio.get_running_loop().time()
         if rendering.renderer is None and rendering.loading is None and now_s >= rendering.retry_s:
-            rendering.loading = asyncio.create_task(self._load(model.name, source, rendering))
+            rendering.loading = asyncio.create_task(self._load(model, source, rendering))
         return rendering
 
-    async def _load(self, name: str, source: str, rendering: _Rendering) -> None:
+    async def _load(self, model: Model, source: str, rendering: _Rendering) -> None:
         try:
             if not source:
                 raise TokenizerUnavailable("its workers do not say where its tokenizer is")
-            rendering.renderer = await asyncio.to_thread(load, source)
+            renderer = rendering.renderer = await asyncio.to_thread(load, source)
+            for worker in model.workers:
+                if worker.tokenizer_hash not in ("", renderer.fingerprint):
+                    rendering.differ(model, f"that of worker {worker.key} is another one")
+                    break
         except TokenizerUnavailable as error:
             rendering.why_not = str(error)
             rendering.retry_s = asyncio.get_running_loop().time() + RELOAD_S
-            log.warning("model %s is tokenized by its engine, not here: %s", name, error)
+            log.warning("model %s is tokenized by its engine, not here: %s", model.name, error)
         finally:
             rendering.loading = None
 
@@ -223,15 +232,8 @@ class Prompts:
             return
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         at = min(len(ours), len(theirs)) if at is None else at
-        rendering.differs = (
-            f"its ids differ from the engine's from token {at} on ({len(ours)} here, "
-            f"{len(theirs)} there)"
-        )
-        log.error(
-            "model %s is tokenized by its engine from now on, not here: %s",
-            model.name,
-            rendering.differs,
-        )
+        lengths = f"{len(ours)} here, {len(theirs)} there"
+        rendering.differ(model, f"its ids differ from the engine's from token {at} on ({lengths})")
 
 
 _RENDERED = (

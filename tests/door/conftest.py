@@ -74,13 +74,19 @@ async def completing(
     complete: Callable[[web.Request], Awaitable[web.Response]],
     engine: str = "",
     path: str = "/v1/completions",
+    **about: Any,
 ) -> AsyncIterator[FakeWorker]:
-    """A worker of model `m` whose engine answers POST `path` by `complete`."""
+    """A worker of model `m` whose engine answers POST `path` by `complete`.
+
+    about: more of WorkerInfo.
+    """
     app = web.Application(client_max_size=2**20)
     app.add_routes([web.post(path, complete)])
     async with TestServer(app) as server:
         info = worker_info(name, kv_total_blocks=100_000)
-        info = replace(info, address=str(server.make_url("")), models=("m",), engine=engine)
+        info = replace(
+            info, address=str(server.make_url("")), models=("m",), engine=engine, **about
+        )
         worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
         await worker.register()
         await worker.activate()

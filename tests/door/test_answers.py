@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 import pytest
+from aiohttp import web
 from redis.asyncio import Redis
 
+from app.door.tokens import load
 from app.local.redis_server import EmbeddedRedis
 from app.state import endings
 from app.state.endings import Ending
-from tests.door.conftest import MODEL, models, replica, until_serving, worker
+from tests.door.conftest import MODEL, completing, models, replica, until_serving, worker
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
 
+LLAMA = Path(__file__).parents[1] / "data/door/llama"
 SYSTEM = {"role": "system", "content": "You are terse. " * 40}
 
 
@@ -113,6 +117,36 @@ async def test_equal_prompts_have_equal_answers_however_they_come(door: httpx.As
     other = (await door.post("/v1/completions", json=text | {"prompt": ids["tokens"]})).json()
     assert one["choices"][0]["text"] == other["choices"][0]["text"]
     assert one["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"] == ids["count"]
+
+
+async def test_a_model_whose_workers_tokenize_in_another_way_is_left_to_its_engines(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    source = str(LLAMA)
+    hash_here = load(source).fingerprint
+
+    async def complete(_: web.Request) -> web.Response:
+        return web.json_response({"choices": []})
+
+    async def remarks(tokenizer_hash: str) -> list[str]:
+        hashed = {"tokenizer": source, "tokenizer_hash": tokenizer_hash}
+        async with (
+            completing(redis, "a", complete, **hashed),
+            replica(one_redis_server.url) as door,
+        ):
+            await until_serving(door, 1)
+
+            async def loaded() -> list[str]:
+                await door.post("/v1/completions", json={"model": "m", "prompt": "x"})
+                missing: list[str] = (await door.get("/readiness")).json()["missing"]
+                return missing
+
+            return await eventually(loaded, lambda missing: "not loaded yet" not in str(missing))
+
+    assert await remarks(hash_here) == await remarks("") == []
+    assert await remarks("0123456789abcdef") == [
+        "tokenizer of m: that of worker a:0 is another one"
+    ]
 
 
 async def test_an_unknown_model_is_404_and_one_without_workers_503(
