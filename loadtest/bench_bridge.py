@@ -154,7 +154,6 @@ async def running_rank(url: str, source: EventSource, blocks: int) -> AsyncItera
         capacity_tokens=blocks * BLOCK_SIZE,
         reuse_tokens=BLOCK_SIZE,
         recomputed_tokens=0,
-        max_requests=None,
         sources=(source,),
         announces_copies=True,
         started_s=None,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from app.core.errors import InvalidRequest, KvrouteError
+from app.core.errors import InvalidRequest, KvrouteError, shown
 
 
 class UnknownModel(KvrouteError):
     """No worker has ever announced a model of that name."""
 
-    def __init__(self, name: str, shown: str) -> None:
-        super().__init__(f"The model {shown} does not exist.")
-        self.name = name
+    def __init__(self, name: object) -> None:
+        super().__init__(f"The model {shown(name)} does not exist.")
 
 
 class ModelUnavailable(KvrouteError):
@@ -30,14 +29,7 @@ class NotTokenized(KvrouteError):
 
 
 class WorkerFailed(KvrouteError):
-    """A worker gave no answer, or one that another worker would not give.
-
-    suspend: nothing should be routed to it for a while.
-    """
-
-    def __init__(self, what: str, *, suspend: bool = True) -> None:
-        super().__init__(what)
-        self.suspend = suspend
+    """A worker gave no answer, or one that another worker would not give."""
 
 
 class Unauthorized(KvrouteError):

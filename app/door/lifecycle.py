@@ -60,7 +60,6 @@ class Record:
     began_s: float
     tries: int = 0
     decision: Decision | None = None
-    decided_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0
     usage: Usage | None = None
@@ -156,7 +155,6 @@ class Lifecycle:
             caller,
         )
         self._held = self.record.decision = decision
-        self.record.decided_s = time.monotonic()
         return decision
 
     async def worker_failed(self, *, suspend: bool) -> None:

@@ -79,7 +79,7 @@ class Models:
                     self._look()
         if isinstance(name, str) and name in self._known:
             raise ModelUnavailable(f"No worker that serves {shown(name)} is alive.")
-        raise UnknownModel(str(name), shown(name))
+        raise UnknownModel(name)
 
     async def _follow_directory(self) -> None:
         while True:

@@ -80,7 +80,6 @@ class Agent:
     ) -> None:
         self.info = info
         self.incarnation: Incarnation | None = None
-        self.resyncs = 0
         self.num_leases = 1
         """How many incarnations of workers there were at the last renewal."""
         self._runner = runner
@@ -273,7 +272,6 @@ class Agent:
 
         Raises IncarnationLost if the new one is lost as well.
         """
-        self.resyncs += 1
         registration = await self._register(self.incarnation)
         new = registration.incarnation
         self._staged = new

@@ -43,7 +43,6 @@ class EngineFacts:
     capacity_tokens: int
     reuse_tokens: int
     recomputed_tokens: int
-    max_requests: int | None
     sources: tuple[EventSource, ...]
     announces_copies: bool
     started_s: float | None
@@ -113,9 +112,8 @@ class EngineLoad:
 class EngineReading:
     """What an engine says of itself at one time. loads: by rank; empty if it says nothing.
 
-    adapters: those that requests of now use. started_s: as in EngineFacts.
+    started_s: as in EngineFacts.
     """
 
     loads: dict[int, EngineLoad]
-    adapters: frozenset[str] = frozenset()
     started_s: float | None = None

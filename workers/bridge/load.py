@@ -17,7 +17,6 @@ from workers.bridge.facts import EngineKind, EngineLoad, EngineReading
 
 LOADS = "/v1/loads?include=core&format=json"
 STARTED = "process_start_time_seconds"
-ADAPTERS = "vllm:lora_requests_info"
 SLEEP = "vllm:engine_sleep_state"
 IDLE = "vllm:kv_block_idle_before_evict_seconds"
 # For each field the metrics that may be it, the newest name first.
@@ -75,7 +74,7 @@ class LoadReader:
         self._kind = kind
         self._has_loads = kind == "sglang"
         self._names = {name: field for field, names in _NAMES[kind].items() for name in names}
-        self._wanted = Wanted((*self._names, SLEEP, ADAPTERS, STARTED))
+        self._wanted = Wanted((*self._names, SLEEP, STARTED))
         self._before: dict[int, _Values] = {}
         self._means: dict[tuple[int, str], float] = {}
 
@@ -96,15 +95,11 @@ class LoadReader:
         by_rank: dict[int, dict[str, float]] = defaultdict(dict)
         asleep: dict[int, bool] = {}
         started: float | None = None
-        newest: Sample | None = None
         for sample in samples:
             said = sample.labels.get(label, "0")
             rank = int(said) if said.isdecimal() else 0
             if sample.name == STARTED:
                 started = sample.value
-            elif sample.name == ADAPTERS:
-                # Its value is a time: each set of adapters that there ever was has a line.
-                newest = max(newest or sample, sample, key=lambda line: line.value)
             elif sample.name == SLEEP:
                 if sample.labels.get("sleep_state") == "awake":
                     asleep[rank] = not sample.value
@@ -118,7 +113,7 @@ class LoadReader:
             rank: replace(self._load(rank, values), asleep=asleep.get(rank, False))
             for rank, values in sorted(by_rank.items())
         }
-        return EngineReading(loads, _adapters(newest), started)
+        return EngineReading(loads, started)
 
     def _load(self, rank: int, by_name: dict[str, float]) -> EngineLoad:
         values: _Values = {}
@@ -154,12 +149,6 @@ def _engine_load(values: _Values) -> EngineLoad:
     gauges = {field: values.pop(field, 0.0) for field in ("running", "waiting", "kv_usage")}
     load = EngineLoad(int(gauges["running"]), int(gauges["waiting"]), min(1.0, gauges["kv_usage"]))
     return replace(load, **values)  # type: ignore[arg-type]
-
-
-def _adapters(sample: Sample | None) -> frozenset[str]:
-    labels = sample.labels if sample is not None else {}
-    listed = (labels.get(f"{state}_lora_adapters", "") for state in ("running", "waiting"))
-    return frozenset(name for names in listed for name in names.split(",") if name)
 
 
 def _sglang_loads(answer: dict[str, Any]) -> dict[int, EngineLoad]:

@@ -52,7 +52,6 @@ async def sglang_facts(
         capacity_tokens=capacity,
         reuse_tokens=page_size,
         recomputed_tokens=0,
-        max_requests=_max_requests(info),
         sources=sources,
         announces_copies=False,
         started_s=None,
@@ -86,15 +85,6 @@ def _page_size(info: dict[str, Any], overrides: Overrides) -> int:
     if size == 1:
         raise ConfigError("SGLang's pages have one token each: start it with --page-size 16")
     return size
-
-
-def _max_requests(info: dict[str, Any]) -> int | None:
-    """Of one rank. What was asked for is shared by all; what came of it, the scheduler says."""
-    states = info.get("internal_states")
-    if isinstance(states, list) and states and isinstance(states[0], dict):
-        name = "effective_max_running_requests_per_dp"
-        return whole(states[0].get(name), name)
-    return None
 
 
 def _sources(host: str, info: dict[str, Any], overrides: Overrides) -> tuple[EventSource, ...]:

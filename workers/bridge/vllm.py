@@ -59,7 +59,6 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         capacity_tokens=_capacity(said, overrides),
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
         recomputed_tokens=block_size if said.drops_last_block else 0,
-        max_requests=None,
         sources=sources,
         announces_copies=True,
         started_s=said.started_s,

@@ -42,7 +42,6 @@ SGLANG_INFO = {
         "dp_size": 2,
         "replay_endpoint_port_base": 5657,
     },
-    "internal_states": [{"effective_max_running_requests_per_dp": 48}],
 }
 SGLANG_MODELS = {
     "data": [

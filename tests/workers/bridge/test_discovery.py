@@ -56,7 +56,6 @@ async def test_vllm_says_all_of_it() -> None:
         capacity_tokens=1_048_576,
         reuse_tokens=32,
         recomputed_tokens=0,
-        max_requests=None,
         sources=(EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"),),
         announces_copies=True,
         started_s=1795479223.91,
@@ -75,7 +74,6 @@ async def test_sglang_says_all_but_when_it_started() -> None:
         capacity_tokens=65_536,
         reuse_tokens=32,
         recomputed_tokens=0,
-        max_requests=48,
         sources=(
             EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657", "kv"),
             EventSource(1, "tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658", "kv"),
@@ -176,7 +174,7 @@ async def test_sglang_before_it_described_its_publisher_is_known_by_its_settings
     )
     answers = {"/get_server_info": info, "/v1/models": SGLANG["/v1/models"]}
     facts = await facts_of(answers, Overrides(data_parallel_size=1))
-    assert (facts.block_size, facts.max_requests) == (16, None)
+    assert facts.block_size == 16
     assert facts.sources == (EventSource(0, "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6101"),)
 
 

@@ -53,7 +53,6 @@ FACTS = EngineFacts(
     capacity_tokens=CAPACITY * SIZE,
     reuse_tokens=SIZE,
     recomputed_tokens=0,
-    max_requests=None,
     sources=(),
     announces_copies=True,
     started_s=None,

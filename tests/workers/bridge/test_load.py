@@ -101,16 +101,6 @@ async def test_an_engine_that_sleeps_says_so(state: bytes) -> None:
     assert not (await load_of("vllm", VLLM)).asleep
 
 
-async def test_the_newest_line_names_the_adapters_in_use() -> None:
-    line = (
-        b'vllm:lora_requests_info{max_lora="4",running_lora_adapters="%b",'
-        b'waiting_lora_adapters="%b"} %b\n'
-    )
-    lines = line % (b"old", b"", b"1.7e9") + line % (b"poems,prose", b"prose", b"1.8e9")
-    found = await reading("vllm", VLLM | {"/metrics": VLLM["/metrics"] + lines})
-    assert found.adapters == {"poems", "prose"}
-
-
 async def test_means_are_of_what_came_since_the_last_reading() -> None:
     answers = dict(VLLM)
     async with engine_of(answers) as engine:
