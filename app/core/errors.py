@@ -13,6 +13,7 @@ KvrouteError
 │   └── WrongVersion      another release wrote the namespace, in another version of the data model
 ├── IncarnationLost       this incarnation may not write any more; the agent must resync
 ├── WorkerReplaced        another process registered as the same worker; this one must end
+├── LeadershipLost        another planner leads; this one may change nothing
 ├── EngineUnavailable     the engine beside an agent does not answer, or is not ready yet
 ├── BlockLost             a slot does not hold, or no longer holds, the block that it should
 ├── NotEnoughBlocks       a request needs more slots of a tier than are free
@@ -104,6 +105,10 @@ class IncarnationLost(KvrouteError):
 
 class WorkerReplaced(KvrouteError):
     """Another process registered as the same worker; this one must end."""
+
+
+class LeadershipLost(KvrouteError):
+    """Another planner leads, or may by now; this one may change nothing."""
 
 
 class EngineUnavailable(KvrouteError):

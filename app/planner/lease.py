@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
-from app.core.errors import RedisUnavailable
+from app.core.errors import LeadershipLost, RedisUnavailable
 from app.core.keys import Keyspace
 from app.state import planner
 from app.state.scripts import ScriptRunner
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 RENEWALS = 3
 """Within a lease."""
+
+T = TypeVar("T")
 
 
 class Lease:
@@ -59,6 +62,20 @@ class Lease:
             return None
         log.info("leads from now on, with token %d", found.token)
         return found.state
+
+    async def hold(self, work: Awaitable[T]) -> T:
+        """What `work` comes to, with the lease renewed until it does. Raises LeadershipLost if
+        another one may have led meanwhile, and RedisUnavailable."""
+        token, working = self.token, asyncio.ensure_future(work)
+        try:
+            while not working.done():
+                await asyncio.wait([working], timeout=self._lease_s / RENEWALS / 2)
+                await self.keep()
+                if self.token != token:
+                    raise LeadershipLost("the lease was lost during a proposal")
+        finally:
+            working.cancel()
+        return await working
 
     def lose(self, why: str) -> None:
         """Act as leader no more, until `keep` says so again."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from app.core.errors import KvrouteError
+from app.core.errors import KvrouteError, LeadershipLost
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.planner.connectors.base import Advise, Connector, ConnectorError
@@ -161,8 +161,8 @@ class Planner:
 
     async def _record(
         self, proposal: Proposal | None = None, values: Mapping[str, float] | None = None
-    ) -> bool:
-        """False: another planner leads now, and nothing may be done. Raises RedisUnavailable."""
+    ) -> None:
+        """Raises LeadershipLost, after which nothing may be done, and RedisUnavailable."""
         shown: dict[str, str | int] = {}
         if proposal is not None:
             shown = {
@@ -183,8 +183,7 @@ class Planner:
         )
         if not is_ours:
             self._lease.lose("another planner, or a Redis that has lost all, refused its proposal")
-            self._hold()
-        return is_ours
+            raise LeadershipLost("another planner leads, or Redis has lost all")
 
     async def _propose(self) -> None:
         observer, changing = self._observer, self._changing
@@ -198,7 +197,7 @@ class Planner:
             ),
         ]
         state = FleetState(observer.now_s, workers, recent, tuple(self._proposals))
-        proposal = await asyncio.to_thread(self._proposed, state)
+        proposal = await self._lease.hold(asyncio.to_thread(self._proposed, state))
         observer.forget_samples()
         self._proposals = [*self._proposals[-REMEMBERED:], proposal]
         more = proposal.desired - proposal.size
@@ -208,8 +207,7 @@ class Planner:
         elif acts and more < 0 and proposal.victim and not changing.leaving:
             changing.leaving, changing.leaving_since_s = proposal.victim, observer.now_s
             changing.is_stopped = False
-        if not await self._record(proposal, values):
-            return
+        await self._record(proposal, values)
         self._metrics.proposed(proposal, values)
         log.info(
             "%d workers, %d desired: %s%s",
@@ -260,8 +258,8 @@ class Planner:
         if changing.leaving and changing.leaving not in seen:
             log.info("worker %s has left", changing.leaving)
             changing.leaving = ""
-        if changing.as_json() != before and not await self._record():
-            return
+        if changing.as_json() != before:
+            await self._record()
         if changing.leaving and not changing.is_stopped:
             await self._drain()
 
@@ -278,8 +276,7 @@ class Planner:
         if left:
             log.warning("worker %s is stopped with %d requests left", changing.leaving, left)
         changing.is_stopped = True
-        if not await self._record():
-            return
+        await self._record()
         size = sum(not seen.drains for seen in self._observer.workers_seen.values())
         if not await self._ordered(self._connector.remove(changing.leaving, size)):
             changing.is_stopped = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,12 +16,14 @@ from app.core.loads import Reservation, Wish
 from app.core.planner_settings import PlannerSettings
 from app.core.types import Incarnation, WorkerKey
 from app.local.redis_server import EmbeddedRedis
-from app.planner import loop as planner_module
+from app.planner import loop
 from app.planner.connectors.base import Advise, Connector, ConnectorError
+from app.planner.lease import RENEWALS
 from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.rules.state import Asked, Proposal, Rules
+from app.planner.predict import predict
+from app.planner.rules.state import Asked, Prediction, Proposal, Rules
 from app.router.fleet import Fleet
 from app.state import leases, planner, reservations
 from app.state.connect import connect
@@ -104,9 +107,9 @@ async def agents(redis: Redis) -> AsyncIterator[Agents]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_module, "TICK_S", 0.05)
-    monkeypatch.setattr(planner_module, "SETTLE_S", 0.5)
-    monkeypatch.setattr(planner_module, "MARGIN_S", 0.1)
+    monkeypatch.setattr(loop, "TICK_S", 0.05)
+    monkeypatch.setattr(loop, "SETTLE_S", 0.5)
+    monkeypatch.setattr(loop, "MARGIN_S", 0.1)
 
 
 async def workers(redis: Redis) -> list[str]:
@@ -199,6 +202,35 @@ async def test_a_planner_that_was_frozen_changes_nothing(
         await asyncio.sleep(1.5)
         assert not frozen.leads
         assert agents.orders == before
+
+
+async def test_a_planner_leads_on_while_a_replay_takes_longer_than_its_lease(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaying, is_renewed = threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Prediction:
+        replaying.set()
+        assert is_renewed.wait(30)
+        return predict(*given)
+
+    async def lease() -> tuple[bytes, ...]:
+        found: Any = await redis.hmget(KEYS["planner"], "until_ms", "token")
+        return tuple(found)
+
+    monkeypatch.setattr(loop, "predict", slow)
+    settings = replace(SETTINGS, scaling_policy="slo", lease_s=1.0)
+    async with (
+        running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),
+        planning(one_redis_server.url, Advise(), settings),
+    ):
+        assert await asyncio.to_thread(replaying.wait, 30)
+        for _ in range(2 * RENEWALS):
+            before = await lease()
+            await eventually(lease, lambda found, before=before: found != before)
+        is_renewed.set()
+        await eventually(lambda: last(redis))
+        assert (await lease())[1] == b"1"
 
 
 async def test_a_worker_that_never_comes_is_given_up(
