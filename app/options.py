@@ -57,7 +57,7 @@ def option_type(kind: Kind) -> click.ParamType[Any] | type[bool] | None:
         case Real(least, most):
             return Number(least, most)
         case OneOf(words):
-            return click.Choice(words)
+            return click.Choice(tuple(map(str, words)))
         case PolicyName():
             return click.Choice(tuple(POLICIES))
         case Text():
