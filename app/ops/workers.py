@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core import worker_report
-from app.core.keys import METRICS_MAXLEN, Keyspace
+from app.core.keys import Keyspace
 from app.core.loads import Load
 from app.core.types import Incarnation, Tier, parse_incarnation
 from app.core.worker_report import (
@@ -23,6 +23,7 @@ from app.state.client import Client
 from app.state.connect import deadline
 from app.state.reading import STEP_TIMEOUT_S, Control, read_control, readable
 from app.state.reservations import parse_load
+from app.state.streams import id_ms, pages_backwards
 
 STEP_ENTRIES = 512
 """Of the metrics stream, in 2 ms of Redis's time."""
@@ -118,14 +119,9 @@ def _finite(score: float) -> int:
 async def _newest(redis: Client, keyspace: Keyspace) -> dict[bytes, tuple[int, dict[bytes, bytes]]]:
     """When each incarnation last published metrics, by its text, and what."""
     newest: dict[bytes, tuple[int, dict[bytes, bytes]]] = {}
-    before = "+"
-    for _ in range(0, METRICS_MAXLEN, STEP_ENTRIES):
-        async with deadline(STEP_TIMEOUT_S):
-            page: Any = await redis.xrevrange(keyspace["metrics"], max=before, count=STEP_ENTRIES)
+    async for page in pages_backwards(redis, keyspace["metrics"], STEP_ENTRIES):
         for entry_id, entry in page:
-            at_ms = int(entry_id.split(b"-")[0])
-            newest.setdefault(entry.get(b"incarnation", b""), (at_ms, entry))
-            before = f"({entry_id.decode()}"
+            newest.setdefault(entry.get(b"incarnation", b""), (id_ms(entry_id), entry))
     return newest
 
 

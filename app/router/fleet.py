@@ -22,6 +22,7 @@ from app.core.types import Incarnation
 from app.core.worker_report import WorkerInfo
 from app.policy.view import UNMEASURED, Measured, View, Workers
 from app.state.connect import deadline
+from app.state.streams import id_ms, pages_backwards
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class Fleet:
             position = await self._take_after(position)
         if position is None:
             return None
-        self._newest_ms = _id_ms(position)
+        self._newest_ms = id_ms(position)
         now_ms = self.redis_now_ms
         if now_ms is not None and self._newest_ms - now_ms > MAX_AHEAD_S * 1000:
             # Somebody wrote it by hand: later entries may be dated from now, and so come before it.
@@ -237,7 +238,7 @@ class Fleet:
                 )
             page = reply[0][1] if reply else []
             for position, fields in page:
-                self._take(_id_ms(position), fields)
+                self._take(id_ms(position), fields)
             is_more = len(page) == PAGE
         return position
 
@@ -247,24 +248,19 @@ class Fleet:
         Goes back until a page shows no other worker. The whole stream would take Redis and us
         longer than a decision may wait.
         """
-        newest, before = None, "+"
-        seen: set[bytes | None] = set()
-        while True:
-            page: Any
-            async with deadline(self._timeout_s):
-                page = await self._redis.xrevrange(
-                    self._keyspace["metrics"], max=before, count=PAGE
-                )
-            others = 0
+        newest = None
+        taken: set[bytes | None] = set()
+        metrics = self._keyspace["metrics"]
+        async for page in pages_backwards(self._redis, metrics, PAGE, timeout_s=self._timeout_s):
+            num_taken = len(taken)
             for entry_id, fields in page:
                 newest = newest or entry_id
-                before = f"({entry_id.decode()}"
                 incarnation = fields.get(b"incarnation")
-                if incarnation not in seen and self._take(_id_ms(entry_id), fields):
-                    seen.add(incarnation)
-                    others += 1
-            if not others:
-                return newest
+                if incarnation not in taken and self._take(id_ms(entry_id), fields):
+                    taken.add(incarnation)
+            if len(taken) == num_taken:
+                break
+        return newest
 
     def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> bool:
         """Keep what an entry says; False: it makes no sense."""
@@ -277,7 +273,3 @@ class Fleet:
             return False
         self._workers = None
         return True
-
-
-def _id_ms(entry_id: bytes) -> int:
-    return int(entry_id.split(b"-")[0])

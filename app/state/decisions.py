@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from itertools import chain
-from typing import Any
 
 from app.core.keys import Keyspace
 from app.policy.record import ENTRY, Record, decode, encode
 from app.state.client import Client
-from app.state.connect import deadline
 from app.state.scripts import Call, command
+from app.state.streams import pages_backwards
 
 PAGE = 64
 """A few of them may hold all candidates: with a thousand workers, 160 KB each."""
-PAGE_TIMEOUT_S = 5.0
 MAX_WRITTEN = 64
 """How many go in one round trip, which takes Redis a millisecond."""
 
@@ -31,16 +29,10 @@ async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:
 
     Corrupted entries are left out.
     """
-    newest = "+"
-    while True:
-        async with deadline(PAGE_TIMEOUT_S):
-            page: Any = await redis.xrevrange(keyspace["decisions"], max=newest, count=PAGE)
+    async for page in pages_backwards(redis, keyspace["decisions"], PAGE):
         for _, entry in page:
             try:
-                found = decode(entry)
+                decision = decode(entry)
             except (LookupError, TypeError, ValueError):
                 continue
-            yield found
-        if len(page) < PAGE:
-            return
-        newest = f"({page[-1][0].decode()}"
+            yield decision

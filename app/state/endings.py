@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from app.core.keys import Keyspace
 from app.state.client import Client
-from app.state.connect import deadline
 from app.state.scripts import Call, command
+from app.state.streams import id_ms, pages_backwards
 
 PAGE = 1024
-PAGE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +34,18 @@ async def read(
 ) -> dict[str, tuple[int, Ending]]:
     """Request id -> when it ended, by the Redis clock in ms, and how: the newest `most` since then.
     Corrupted entries are left out. Raises RedisUnavailable."""
-    found: dict[str, tuple[int, Ending]] = {}
-    newest = "+"
-    while len(found) < most:
-        async with deadline(PAGE_TIMEOUT_S):
-            page: Any = await redis.xrevrange(
-                keyspace["endings"], max=newest, min=str(since_ms), count=PAGE
-            )
+    endings: dict[str, tuple[int, Ending]] = {}
+    async for page in pages_backwards(redis, keyspace["endings"], PAGE, oldest=str(since_ms)):
         for entry_id, entry in page:
             try:
                 ending = _ending(entry)
                 request_id = entry[b"request_id"].decode()
             except (LookupError, ValueError):
                 continue
-            found.setdefault(request_id, (int(entry_id.partition(b"-")[0]), ending))
-        if len(page) < PAGE:
+            endings.setdefault(request_id, (id_ms(entry_id), ending))
+        if len(endings) >= most:
             break
-        newest = f"({page[-1][0].decode()}"
-    return found
+    return endings
 
 
 def _ending(entry: dict[bytes, bytes]) -> Ending:

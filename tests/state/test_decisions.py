@@ -16,7 +16,7 @@ from app.policy.affinity import Affinity
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
 from app.policy.record import ENTRY, ROWS, Record, Seen, decode, encode, sampled
-from app.state import decisions
+from app.state import decisions, streams
 from app.state.client import Client
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
@@ -143,7 +143,7 @@ async def test_the_oldest_decisions_are_trimmed_when_there_are_too_many(redis: R
 async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
     own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decisions, "PAGE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(streams, "PAGE_TIMEOUT_S", 0.05)
     async with connect(own_redis_server.url) as redis:
         await redis.ping()
         with stopped(own_redis_server.pid):
