@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-import stamina
-import stamina.instrumentation
-
 from app.core.chains import bucket_bits_for
 from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
 from app.core.events import CacheEvent
@@ -26,6 +23,7 @@ from app.state import index
 from app.state.index import Change
 from app.state.scripts import Call, ScriptRunner
 from workers.agent.ownership import Ownership
+from workers.retry import until_it_works
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -205,29 +203,19 @@ class Publisher:
     ) -> list[Any]:
         """shards: those that wait for the answers. unless_full: RedisFull counts as an answer."""
         final = RedisFull if unless_full else ()
-        async for attempt in stamina.retry_context(
-            on=RedisUnavailable, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
-        ):
-            with attempt:
-                replies = await self._runner.run_each(calls)
-                for reply in replies:
-                    if isinstance(reply, RedisUnavailable) and not isinstance(reply, final):
-                        for shard in shards:
-                            shard.is_unreachable = True
-                        self._advance()
-                        # Ever more rarely, as Redis may be gone for hours.
-                        if attempt.num.bit_count() == 1:
-                            log.warning(
-                                "%s: attempt %d failed, retrying: %s",
-                                self._worker,
-                                attempt.num,
-                                reply,
-                            )
-                        raise reply
-                for shard in shards:
-                    shard.is_unreachable = False
-                return replies
-        raise AssertionError("stamina retries without end")
+
+        async def attempt() -> list[Any]:
+            replies = await self._runner.run_each(calls)
+            failures = [r for r in replies if isinstance(r, RedisUnavailable)]
+            failure = next((f for f in failures if not isinstance(f, final)), None)
+            for shard in shards:
+                shard.is_unreachable = failure is not None
+            if failure is not None:
+                self._advance()
+                raise failure
+            return replies
+
+        return await until_it_works(attempt, RedisUnavailable, str(self._worker), wait_s=0.05)
 
     def _publish_if_due(
         self, tasks: asyncio.TaskGroup, shard: _Shard, incarnation: Incarnation
@@ -375,10 +363,6 @@ class Publisher:
                 f"incarnation {incarnation}: shard {shard.number} does not match what was published"
             )
         shard.search_from = found.claims.following
-
-
-# Stamina's own log line does not show what failed.
-stamina.instrumentation.set_on_retry_hooks(())
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import aiohttp
-import stamina
 import zmq.asyncio
 
 from app.core.config import EngineAgentSettings
@@ -30,6 +29,7 @@ from workers.bridge.load import LoadReader
 from workers.bridge.rank import Rank
 from workers.bridge.speed import EngineSpeed
 from workers.engines.sim.profiles import PROFILES, Profile
+from workers.retry import until_it_works
 
 log = logging.getLogger(__name__)
 
@@ -108,20 +108,14 @@ class Beside:
                 tasks.create_task(rank.agent.drain(timeout_s, partial(is_idle, number)))
 
     async def _discovered(self) -> EngineFacts:
-        async for attempt in stamina.retry_context(
-            on=EngineUnavailable, attempts=None, timeout=None, wait_initial=0.25, wait_max=1.0
-        ):
-            with attempt:
-                try:
-                    self.facts = await discover(self._session, self._engine.url, self._overrides)
-                except EngineUnavailable as error:
-                    # Ever more rarely, as an engine may take long to load.
-                    if attempt.num.bit_count() == 1:
-                        log.warning("waiting for the engine: %s", error)
-                    raise
-                log.info("%s %s: %s", self.facts.kind, self.facts.version, self.facts)
-                return self.facts
-        raise AssertionError("stamina retries without end")
+        self.facts = await until_it_works(
+            partial(discover, self._session, self._engine.url, self._overrides),
+            EngineUnavailable,
+            "waiting for the engine",
+            wait_s=0.25,
+        )
+        log.info("%s %s: %s", self.facts.kind, self.facts.version, self.facts)
+        return self.facts
 
     async def _awake(self, facts: EngineFacts, reader: LoadReader) -> None:
         """Wait while it sleeps: it has dropped all blocks, and would serve nobody."""
@@ -241,12 +235,10 @@ class Beside:
 
     async def _namespace_block_size(self) -> int | None:
         """None if the namespace is new; waits for Redis."""
-        async for attempt in stamina.retry_context(
-            on=RedisUnavailable, attempts=None, timeout=None, wait_initial=0.1, wait_max=1.0
-        ):
-            with attempt:
-                return await self._runner.one(leases.block_size_of(self._keyspace))
-        raise AssertionError("stamina retries without end")
+        call = leases.block_size_of(self._keyspace)
+        return await until_it_works(
+            partial(self._runner.one, call), RedisUnavailable, f"{self._settings.namespace}: read"
+        )
 
     def _measure(self, rank: int) -> tuple[ForwardPassMetrics, Speed]:
         load = self.loads.get(rank, IDLE)
