@@ -16,13 +16,13 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
 from app.core.config import EngineAgentSettings
-from app.core.errors import ConfigError, RedisUnavailable
+from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings import base_url
 from app.core.types import WORKER_ID
 from app.http.server import listen
 from app.http.server import serve as serve_http
-from app.state.connect import check_server, connect, shown_url
+from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.bridge.beside import Beside
 from workers.bridge.facts import Overrides
@@ -45,13 +45,7 @@ async def serve(settings: EngineAgentSettings) -> None:
     keyspace = Keyspace(settings.namespace)
     async with AsyncExitStack() as opened:
         listening = opened.enter_context(listen(settings.host, settings.port))
-        redis = await opened.enter_async_context(
-            connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
-        )
-        try:
-            await check_server(redis, REDIS_TIMEOUT_S)
-        except RedisUnavailable as error:
-            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
+        redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))
         key = settings.engine_api_key
         session = await opened.enter_async_context(
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else None)

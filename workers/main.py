@@ -13,14 +13,14 @@ from importlib.metadata import version
 from typing import Any
 
 from app.core.config import WorkerSettings
-from app.core.errors import ConfigError, RedisUnavailable
+from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings import base_url
 from app.core.types import WORKER_ID, Tier, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.http.server import listen, nothing
 from app.http.server import serve as serve_http
-from app.state.connect import check_server, connect, shown_url
+from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
@@ -67,10 +67,8 @@ async def _serve_with_agent(
     from workers.http import create_app
 
     async with AsyncExitStack() as opened:
-        redis = await opened.enter_async_context(
-            connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
-        )
         log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
+        redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))
         gpu = GpuMonitor(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
         opened.push_async_callback(asyncio.to_thread, gpu.stop)
 
@@ -81,10 +79,6 @@ async def _serve_with_agent(
             settings, keyspace, hosted, ScriptRunner(redis, REDIS_TIMEOUT_S), measure, gpu
         )
         engine = hosted.start(agent)
-        try:
-            await check_server(redis, REDIS_TIMEOUT_S)
-        except RedisUnavailable as error:
-            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
         names = settings.model_names(hosted.model)
         app = create_app(
             engine, model=names[0], tokenizer=hosted.tokenizer, key=settings.worker_key

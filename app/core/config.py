@@ -87,8 +87,7 @@ class RouterSettings(DoorSettings):
     )
     reservation_ttl_s: float = setting(
         600.0,
-        "A reservation not released within this time of its first token expires. What the front "
-        "door carries stays reserved until it ends, and for ten seconds if its replica dies.",
+        "A reservation not released within this time of its first token expires.",
         POSITIVE_SECONDS,
     )
     prefill_ttl_s: float = setting(

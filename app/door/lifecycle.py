@@ -151,7 +151,6 @@ class Lifecycle:
                 tenant=admitted.tenant,
                 priority=admitted.priority,
                 balancer_id=admitted.balancer_id,
-                carried=True,
             ),
             caller,
         )

@@ -15,7 +15,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.core.config import RouterSettings
-from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.door.errors import Unauthorized
 from app.door.tracing import Tracing, provider_named
@@ -29,7 +28,7 @@ from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.router.routers import Routers
-from app.state.connect import check_server, connect, shown_url
+from app.state.connect import connect, connected
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
@@ -45,11 +44,8 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
     Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
     """
     app = create_app(settings, Tracing(provider_named(os.environ)))
-    async with connect(settings.redis_url, timeout_s=CHECK_TIMEOUT_S) as redis:
-        try:
-            await check_server(redis, CHECK_TIMEOUT_S)
-        except RedisUnavailable as error:
-            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
+    async with connected(settings.redis_url, CHECK_TIMEOUT_S):
+        pass
     routers: Routers = app.state.routers
     await serve(
         app,

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from app.core.errors import ConfigError, RedisUnavailable
+from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.core.settings import base_url
@@ -28,7 +28,7 @@ from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
 from app.planner.predict import MakeMachines
 from app.router.fleet import Fleet
-from app.state.connect import check_server, connect, shown_url
+from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
@@ -50,13 +50,7 @@ async def serve(settings: PlannerSettings, make_machines: MakeMachines) -> None:
     connector = await connector_of(settings)
     async with AsyncExitStack() as opened:
         listening = opened.enter_context(listen(settings.host, settings.port))
-        redis = await opened.enter_async_context(
-            connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
-        )
-        try:
-            await check_server(redis, REDIS_TIMEOUT_S)
-        except RedisUnavailable as error:
-            log.warning("starting without Redis at %s: %s", shown_url(settings.redis_url), error)
+        redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))
         runner = ScriptRunner(redis, REDIS_TIMEOUT_S)
         fleet = Fleet(redis, keyspace, REDIS_TIMEOUT_S)
         metrics = PlannerMetrics(settings.namespace)

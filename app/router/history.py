@@ -86,7 +86,7 @@ class History:
                     incarnation,
                     request.chain,
                     self.predictions,
-                    plan.reservation.attempt,
+                    plan.decision.attempt,
                     self._reservation_ttl_ms,
                 )
             )

@@ -225,8 +225,7 @@ class Telemetry:
     )
     reservations = _counter(
         "reservations",
-        "Reservations by event: made, prefill_complete, released, expired, unknown; made_again, of "
-        "what a door carried while Redis lost it.",
+        "Reservations by event: made, prefill_complete, released, expired, unknown.",
         labels=("event",),
     )
     conflicts = _counter(

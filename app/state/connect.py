@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -213,6 +213,20 @@ class deadline:  # noqa: N801 - used like asyncio.timeout
             raise RedisUnavailable(late) from None
         if isinstance(error, RedisError | OSError):
             raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
+
+
+@asynccontextmanager
+async def connected(url: str, timeout_s: float) -> AsyncIterator[Client]:
+    """A client as `connect` makes it, of a Redis that `check_server` accepts or that is away.
+
+    Raises ConfigError.
+    """
+    async with connect(url, timeout_s=timeout_s) as redis:
+        try:
+            await check_server(redis, timeout_s)
+        except RedisUnavailable as error:
+            log.warning("starting without Redis at %s: %s", shown_url(url), error)
+        yield redis
 
 
 async def check_server(redis: Client, timeout_s: float) -> None:

@@ -61,7 +61,6 @@ SCRIPTS = {
         "lead",
         "propose",
         "expire",
-        "extend",
         "predicted",
         "confirm_predicted",
         "withdraw_predicted",
