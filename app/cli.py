@@ -158,9 +158,8 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 
     try:
         from app.planner.main import serve
-        from workers.engines.sim.learned import learned_machines
 
-        run(serve(settings, learned_machines))
+        run(serve(settings))
     except ModuleNotFoundError as error:
         _needs("planner", error)
 

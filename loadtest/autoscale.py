@@ -28,7 +28,8 @@ from app.options import POSITIVE, PROCESSES, Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.state import Proposal, Rules
 from app.planner.rules.victims import VICTIMS
-from app.virtual.setting import Setting
+from app.simulation.profiles import PROFILES, Profile
+from app.simulation.setting import Setting
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
@@ -38,7 +39,6 @@ from loadtest.scaling import Coming, Played, Scaled, Scaling
 from loadtest.simulate import meets_slo
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 from loadtest.virtual import Prompts, Simulation
-from workers.engines.sim.profiles import PROFILES
 
 ROUTING = "latency"
 ORACLE = "oracle"
@@ -202,7 +202,7 @@ def _coming(scenario: Scenario) -> Coming:
     return [(o.arrival_s, scenario.prompts.of(turns[o.request_id])) for o in outcomes]
 
 
-def figures_of(policy: str, victim: str, played: Played, profile: str, rules: Rules) -> Figures:
+def figures_of(policy: str, victim: str, played: Played, profile: Profile, rules: Rules) -> Figures:
     outcomes = played.outcomes
     good = [meets_slo(outcome, profile) for outcome in outcomes]
     ttfts = [o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s is not None]
@@ -423,7 +423,7 @@ def main(
     except TraceError as error:
         raise click.ClickException(str(error)) from error
     rates = curve(round(3600 * hours), bursts=bursts, seed=seed)
-    setting = Setting(num_workers=num_workers, profiles=(profile,), seed=seed)
+    setting = Setting(num_workers=num_workers, profiles=(PROFILES[profile],), seed=seed)
     _scenario = Scenario(
         day_of(trace, rates, load),
         hours,

@@ -7,17 +7,15 @@ proof: another order of eviction might keep more of what will be asked for.
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
 from itertools import count, cycle, islice
 from operator import itemgetter
 
-from app.core.steps import Finished, SimRequest
-from app.virtual.setting import Setting
+from app.simulation.engine import SimEngine
+from app.simulation.setting import Setting
+from app.simulation.steps import Finished, SimRequest
 from loadtest.client import Outcome
 from loadtest.traces import Trace
 from loadtest.virtual import Prompts
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.profiles import PROFILES
 
 
 def ideal(setting: Setting, trace: Trace, prompts: Prompts) -> list[Outcome]:
@@ -26,11 +24,12 @@ def ideal(setting: Setting, trace: Trace, prompts: Prompts) -> list[Outcome]:
     It is as fast as the fastest of the profiles, and has on its device all blocks that the device
     and host tiers of the workers can hold together, the least recently used evicted first.
     """
-    size, names = setting.block_size, list(islice(cycle(setting.profiles), setting.num_workers))
-    memory = sum(PROFILES[name].kv_pool_tokens + setting.host_pool_tokens for name in names)
+    size = setting.block_size
+    profiles = list(islice(cycle(setting.profiles), setting.num_workers))
+    memory = sum(profile.kv_pool_tokens + setting.host_pool_tokens for profile in profiles)
     engines = [
-        SimEngine(replace(PROFILES[name], kv_pool_tokens=memory), block_size=size)
-        for name in dict.fromkeys(names)
+        SimEngine(profile, block_size=size, now=lambda: 0.0, kv_pool_tokens=memory)
+        for profile in dict.fromkeys(profiles)
     ]
     order = count()
     due = [(s.start_s + s.turns[0].think_s, next(order), s, 0) for s in trace.sessions]

@@ -1,4 +1,4 @@
-"""A trace against a cluster in virtual time, of which a planner sets the size."""
+"""A trace against a fleet in virtual time, of which a planner sets the size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from operator import itemgetter
 import numpy as np
 
 from app.core.chains import positions
-from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.planner.rules.policies import propose
@@ -31,13 +30,14 @@ from app.planner.rules.state import (
 )
 from app.planner.rules.victims import unique_values, victim
 from app.policy.record import sampled
-from app.virtual.books import Holdings
-from app.virtual.cluster import Answer, Decided
-from app.virtual.setting import Setting
-from app.virtual.worker import Status, Worker
+from app.simulation.books import Holdings
+from app.simulation.fleet import Answer, Decided
+from app.simulation.setting import Setting
+from app.simulation.steps import SimRequest
+from app.simulation.worker import Status, Worker
 from loadtest.client import Outcome
 from loadtest.traces import Trace
-from loadtest.virtual import Prompts, Simulation, sim_machine
+from loadtest.virtual import Prompts, Simulation
 
 SAMPLE_S = 1.0
 DECISIONS_KEPT = 8192
@@ -101,8 +101,8 @@ class Scaled:
         self._played = Played()
         self._simulation = Simulation(routing, setting, prompts)
         self._simulation.on_answer = self._ended
-        self._cluster = self._simulation.cluster
-        self._cluster.on_decided = self._decided
+        self._fleet = self._simulation.fleet
+        self._fleet.on_decided = self._decided
         self._samples: dict[int, list[tuple[float, ...]]] = {}
         self._recent: dict[str, _Recorded] = {}
         self._departed: list[tuple[float, Holdings]] = []
@@ -113,16 +113,16 @@ class Scaled:
         self._every(self._scaling.rules.interval_s, self._propose)
         played = self._played
         played.outcomes = self._simulation.run(trace)
-        played.worker_s = sum(worker.held_s(self._end_s) for worker in self._cluster.workers)
+        played.worker_s = sum(worker.held_s(self._end_s) for worker in self._fleet.workers)
         return played
 
     def _every(self, interval_s: float, act: Callable[[float], None]) -> None:
         def again(now_s: float) -> None:
             act(now_s)
             if now_s + interval_s < self._end_s:
-                self._cluster.at(now_s + interval_s, again)
+                self._fleet.at(now_s + interval_s, again)
 
-        self._cluster.at(interval_s, again)
+        self._fleet.at(interval_s, again)
 
     def _decided(self, decided: Decided) -> None:
         request, place = decided.request, decided.worker
@@ -136,7 +136,7 @@ class Scaled:
                 chain,
                 prompt_tokens=request.prompt_tokens,
                 # What it will be is not known yet.
-                output_tokens=round(self._cluster.workers[place].speed.mean_output_tokens),
+                output_tokens=round(self._fleet.workers[place].speed.mean_output_tokens),
                 block_size=self._setting.block_size,
             ),
             decided.best_blocks,
@@ -166,13 +166,13 @@ class Scaled:
             default=0,
         )
         if blocks > decided.best_blocks:
-            size, speed = self._setting.block_size, self._cluster.workers[decided.worker].speed
+            size, speed = self._setting.block_size, self._fleet.workers[decided.worker].speed
             lost_s = prefill_s(decided.best_blocks * size, blocks * size, speed)
             self._played.recomputed_s += lost_s
 
     def _sample(self, now_s: float) -> None:
-        books = self._cluster.replicas[0].books
-        for place, worker in enumerate(self._cluster.workers):
+        books = self._fleet.replicas[0].books
+        for place, worker in enumerate(self._fleet.workers):
             if worker.status is not Status.LIVE:
                 continue
             worker.publish_metrics(now_s)
@@ -191,9 +191,7 @@ class Scaled:
         leaves = victim(scaling.victim, state, self._rng) if state.those(Phase.LIVE) else ""
         if scaling.sizes is None:
             seen = self._foreseen(state) if scaling.coming is not None else state
-            replay = Replay(
-                seen, scaling.rules, self._routing, self._setting, sim_machine, self._speed
-            )
+            replay = Replay(seen, scaling.rules, self._routing, self._setting, self._speed)
 
             def predict(size: int) -> Prediction:
                 return replay.predict(size, leaves if size < state.size else None)
@@ -226,24 +224,24 @@ class Scaled:
 
     def _carry_out(self, proposal: Proposal, now_s: float) -> None:
         for _ in range(proposal.desired - proposal.size):
-            self._cluster.join(self._setting.profiles[0], self._scaling.startup_s)
+            self._fleet.join(self._setting.profiles[0], self._scaling.startup_s)
         if proposal.victim is not None:
-            worker = self._cluster.workers[int(proposal.victim)]
+            worker = self._fleet.workers[int(proposal.victim)]
             # Its blocks would have stayed for about as long as the evicted ones went unused.
             idle_s = worker.metrics.kv_idle_before_evict_s or math.inf
             self._departed.append((now_s + min(idle_s, REMEMBERED_S), worker.holdings))
-            self._cluster.drain(int(proposal.victim))
+            self._fleet.drain(int(proposal.victim))
 
     @property
     def _speed(self) -> Speed:
         """Of the first live worker; all are alike."""
-        live = (w for w in self._cluster.workers if w.status is Status.LIVE)
+        live = (w for w in self._fleet.workers if w.status is Status.LIVE)
         return next((worker.speed for worker in live), DEFAULT_SPEED)
 
     def _state(self, now_s: float) -> FleetState:
         workers = {
             place: worker
-            for place, worker in enumerate(self._cluster.workers)
+            for place, worker in enumerate(self._fleet.workers)
             if worker.status is not Status.GONE
         }
         values = self._unique_values(workers, now_s)

@@ -4,7 +4,7 @@
     python -m loadtest.simulate --load 1.1 --replicas 16 --sharing late --sync-ms 50
 
 The policies and the engine are the real ones, and the books of reservations follow the rules of the
-Lua scripts (app/virtual/). Without --load, the knee is found first, and the trace is played
+Lua scripts (app/simulation/). Without --load, the knee is found first, and the trace is played
 at 50, 70 and 90 % of it.
 """
 
@@ -30,7 +30,8 @@ from rich.table import Table
 from app.core.settings import LONGEST_S
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
-from app.virtual.setting import Policy, Setting, Sharing
+from app.simulation.profiles import PROFILES, Profile
+from app.simulation.setting import Policy, Setting, Sharing
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
@@ -39,7 +40,6 @@ from loadtest.processes import forked
 from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 from loadtest.virtual import Prompts, Simulation
-from workers.engines.sim.profiles import PROFILES
 
 IDEAL = "ideal"
 """Not a policy, but a yardstick for them: see loadtest/ideal.py."""
@@ -106,19 +106,18 @@ RELATIVE = frozenset({"TTFT mean, s", "TTFT p99, s", "whole request, mean, s"})
 
 
 @cache
-def alone_s(profile_name: str, prompt_tokens: int) -> float:
+def alone_s(profile: Profile, prompt_tokens: int) -> float:
     """Seconds to prefill a prompt with nothing cached, on a worker with nothing else to do."""
-    profile = PROFILES[profile_name]
     starts = range(0, prompt_tokens, profile.max_batch_tokens)
     chunks = [(start, min(profile.max_batch_tokens, prompt_tokens - start)) for start in starts]
     return sum(profile.compute_s(n, n * (start + n / 2), 0) for start, n in chunks)
 
 
-def meets_slo(outcome: Outcome, profile_name: str) -> bool:
+def meets_slo(outcome: Outcome, profile: Profile) -> bool:
     if outcome.first_token_s is None or outcome.end_s is None:
         return False
     ttft_s = outcome.first_token_s - outcome.arrival_s
-    allowed_s = SLO_TTFT_S + SLO_PREFILLS * alone_s(profile_name, outcome.prompt_tokens)
+    allowed_s = SLO_TTFT_S + SLO_PREFILLS * alone_s(profile, outcome.prompt_tokens)
     return ttft_s <= allowed_s and _token_s(outcome) <= SLO_TOKEN_S
 
 
@@ -154,7 +153,7 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
     else:
         simulation = Simulation(policy, setting, prompts)
         outcomes = simulation.run(offered(trace, load))
-        conflicts = simulation.cluster.conflicts
+        conflicts = simulation.fleet.conflicts
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
     good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)
@@ -433,6 +432,7 @@ def main(
     policies: tuple[str, ...],
     loads: tuple[float, ...],
     share: float | None,
+    profiles: tuple[str, ...],
     seeds: int,
     jobs: int,
     json_file: Path | None,
@@ -445,12 +445,14 @@ def main(
         trace = read_trace(trace_file).cut(requests=requests)
     except TraceError as error:
         raise click.ClickException(str(error)) from error
-    scenario = Scenario(trace, _setting(**options))
+    scenario = Scenario(
+        trace, _setting(profiles=tuple(PROFILES[name] for name in profiles), **options)
+    )
     _check_fit(scenario)
     result: dict[str, Any] = {
         "trace": scenario.trace.name,
         "requests": scenario.trace.num_requests,
-        "setting": asdict(scenario.setting),
+        "setting": asdict(scenario.setting) | {"profiles": profiles},
     }
     # What knows no queues has neither knee nor limit.
     real = [policy for policy in policies if policy != IDEAL]
@@ -506,7 +508,7 @@ def _setting(
 def _check_fit(scenario: Scenario) -> None:
     """Raises ClickException for a request that not every worker could hold."""
     size = scenario.setting.block_size
-    pool_blocks = min(PROFILES[name].kv_pool_tokens for name in scenario.setting.profiles) // size
+    pool_blocks = min(profile.kv_pool_tokens for profile in scenario.setting.profiles) // size
     for session in scenario.trace.sessions:
         for turn in session.turns:
             if turn.input_tokens + turn.output_tokens > pool_blocks * size:

@@ -1,19 +1,15 @@
-"""A trace against a cluster in virtual time, with the simulated engine."""
+"""A trace against a fleet in virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from app.core.steps import SimRequest
-from app.virtual.cluster import Answer, Cluster, Loss
-from app.virtual.setting import Setting
-from app.virtual.worker import Machine
+from app.simulation.fleet import Answer, Loss, SimFleet
+from app.simulation.setting import Setting
+from app.simulation.steps import SimRequest
 from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.profiles import PROFILES
-from workers.engines.speed import SpeedLearner
 
 FAILURES = {
     Loss.FULL: FailureKind.FULL,
@@ -38,21 +34,11 @@ class Prompts:
         return made
 
 
-def sim_machine(profile: str, setting: Setting, now: Callable[[], float]) -> Machine:
-    engine = SimEngine(
-        PROFILES[profile],
-        block_size=setting.block_size,
-        host_pool_tokens=setting.host_pool_tokens,
-        now=now,
-    )
-    return Machine(engine, SpeedLearner(PROFILES[profile].max_batch_tokens))
-
-
 class Simulation:
     """One policy against one trace. Call `run` once only."""
 
     def __init__(self, policy: str, setting: Setting, prompts: Prompts | None = None) -> None:
-        self.cluster = Cluster(policy, setting, sim_machine)
+        self.fleet = SimFleet(policy, setting)
         self.outcomes: list[Outcome] = []
         self.on_answer: Callable[[Answer], None] | None = None
         self._prompts = prompts or Prompts(setting.block_size)
@@ -61,19 +47,19 @@ class Simulation:
         """Outcomes in order of arrival; times in engine seconds."""
         half_bin_s = BIN_MS / 2000
         for session in trace.sessions:
-            moved = self.cluster.setting.seed != 0
-            shift_s = self.cluster.rng.uniform(-half_bin_s, half_bin_s) if moved else 0.0
+            moved = self.fleet.setting.seed != 0
+            shift_s = self.fleet.rng.uniform(-half_bin_s, half_bin_s) if moved else 0.0
             start_s = max(0.0, session.start_s + shift_s)
             self._arrive_at(session, 0, start_s + session.turns[0].think_s)
-        self.cluster.run()
+        self.fleet.run()
         return sorted(self.outcomes, key=lambda outcome: outcome.arrival_s)
 
     def _arrive_at(self, session: Session, turn: int, when_s: float) -> None:
-        self.cluster.at(when_s, lambda _: self._arrive(session, turn))
+        self.fleet.at(when_s, lambda _: self._arrive(session, turn))
 
     def _arrive(self, session: Session, turn: int) -> None:
         request = self._prompts.of(session.turns[turn])
-        self.cluster.ask(request, partial(self._end, session, turn))
+        self.fleet.ask(request, partial(self._end, session, turn))
 
     def _end(self, session: Session, turn: int, answer: Answer, now_s: float) -> None:
         self.outcomes.append(outcome_of(answer))

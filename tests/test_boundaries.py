@@ -71,7 +71,7 @@ ROOMS = frozenset(
         "local",
         "options",
         "planner",
-        "virtual",
+        "simulation",
     )
 )
 """All of app but `app.cli`, which imports them when a subcommand is called."""
@@ -97,14 +97,14 @@ BOUNDARIES = [
     Boundary("app.core", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core")),
     Boundary("app.policy", WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy")),
     Boundary(
-        "app.virtual",
-        WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy", "virtual"),
+        "app.simulation",
+        WEB | {"redis", "click", "torch", "asyncio"} | beyond("core", "policy", "simulation"),
     ),
     Boundary(
         "app.planner.rules",
         WEB
         | {"redis", "click", "torch", "asyncio", "app.planner.observe", "app.planner.connectors"}
-        | beyond("core", "policy", "virtual", "planner"),
+        | beyond("core", "policy", "simulation", "planner"),
     ),
     Boundary(
         "app.planner",
@@ -117,7 +117,7 @@ BOUNDARIES = [
             "http",
             "local",
             "options",
-            "virtual",
+            "simulation",
             "planner",
         ),
     ),
@@ -147,12 +147,7 @@ BOUNDARIES = [
     ),
     Boundary("app.cli", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
     # Of app.door they know app.door.tokens.
-    # The engines that decisions are replayed with are made in terms of app.virtual.
-    Boundary(
-        "workers",
-        beyond("core", "state", "http", "door") - {"workers"},
-        without=frozenset({"workers.engines.sim.learned"}),
-    ),
+    Boundary("workers", beyond("core", "state", "http", "door", "simulation") - {"workers"}),
     Boundary("workers", frozenset({"app.router", "app.edge"})),
     Boundary("workers", frozenset({"fastapi"}), without=SERVED),
     Boundary("workers", WEB, without=SERVED | {"workers.main"}),
@@ -199,7 +194,7 @@ def test_app_core_loads_three_libraries_and_nothing_else() -> None:
 def test_a_decision_is_given_the_time_and_does_not_read_it() -> None:
     """numpy loads `time`, so that loaded modules say nothing of it."""
     imports = re.compile(r"^\s*(import|from) (time|datetime|asyncio)\b", re.MULTILINE)
-    packages = ("app/policy", "app/virtual", "app/planner/rules")
+    packages = ("app/policy", "app/simulation", "app/planner/rules")
     files = [path for package in packages for path in (ROOT / package).glob("*.py")]
     assert [path.name for path in files if imports.search(path.read_text())] == []
 

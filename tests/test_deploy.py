@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -24,9 +25,9 @@ from app.core import settings
 from app.core.config import EngineAgentSettings
 from app.local.redis_server import free_port
 from app.router.metrics import Telemetry
+from app.simulation.engine import SimEngine
+from app.simulation.profiles import USUAL
 from tests.redis_servers import default_kind, require_redis
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.profiles import PROFILES
 from workers.engines.sim.runner import EngineRunner
 from workers.metrics import registry_of
 
@@ -61,7 +62,7 @@ def series(registry: CollectorRegistry) -> set[str]:
 @pytest.mark.parametrize("expression", [*alerts(), *panels()])
 def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     promql_parser.parse(expression)
-    engine = EngineRunner(SimEngine(next(iter(PROFILES.values())), block_size=16))
+    engine = EngineRunner(SimEngine(USUAL, block_size=16, now=time.monotonic))
     known = series(Telemetry().registry) | series(registry_of(engine))
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked

@@ -13,9 +13,9 @@ from fastapi.responses import Response
 
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
-from app.core.steps import Finished
 from app.door.tokens import Renderer, Unrenderable, chat_of_messages, load
 from app.http.body import header, json_response, read_body
+from app.simulation.steps import Finished
 from workers.engines.base import Engine, Tokenizer
 from workers.http import Call, Completion, check, respond, usage_of
 from workers.messages import Message

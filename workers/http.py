@@ -22,14 +22,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
-from app.core.steps import Finished
 from app.core.types import checked_request_id
 from app.http.body import CLOSE, Caller, error_body, header, http_error, json_response, read_body
+from app.simulation.steps import Finished, PromptTooLargeError
 from workers.engines.base import (
     CompletionRequest,
     Engine,
     EngineStoppedError,
-    PromptTooLargeError,
     QueueFullError,
     TextStream,
     Tokenizer,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import orjson
 
-from app.core.steps import Finished
+from app.simulation.steps import Finished
 from workers.engines.base import Engine, EngineStoppedError, Tokenizer
 from workers.http import Call, Completion
 

@@ -180,13 +180,11 @@ async def whatif(
 async def _with_workers(
     redis: Client, keyspace: Keyspace, workers: int, policy: str, *, as_json: bool
 ) -> None:
-    # The engines that it takes are an extra.
     from app.planner.predict import whatif as predicted
-    from workers.engines.sim.learned import learned_machines
 
     view = await _num_workers_now(redis, keyspace)
     sizes = sorted({view, workers} - {0})
-    found = await predicted(redis, keyspace, sizes, policy, learned_machines)
+    found = await predicted(redis, keyspace, sizes, policy)
     if not found[0].requests:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision of the last minutes is kept")

@@ -19,7 +19,7 @@ from app.planner.connectors.base import Advise, Connector, ConnectorError
 from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.predict import MakeMachines, predict
+from app.planner.predict import predict
 from app.planner.rules.policies import propose
 from app.planner.rules.state import (
     FleetState,
@@ -88,12 +88,10 @@ class Planner:
         observer: Observer,
         runner: ScriptRunner,
         connector: Connector,
-        make_machines: MakeMachines,
         metrics: PlannerMetrics,
     ) -> None:
         self._settings, self._observer, self._runner = settings, observer, runner
         self._connector, self._metrics = connector, metrics
-        self._make_machines = make_machines
         self._keyspace = Keyspace(settings.namespace)
         self._lease = Lease(runner, self._keyspace, settings.lease_s)
         self._rules = Rules(
@@ -238,7 +236,6 @@ class Planner:
             size,
             self._rules,
             settings.routing_policy,
-            self._make_machines,
             leaves,
         )
 

@@ -26,7 +26,6 @@ from app.planner.connectors.local import Local
 from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.predict import MakeMachines
 from app.router.fleet import Fleet
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
@@ -36,11 +35,8 @@ log = logging.getLogger(__name__)
 REDIS_TIMEOUT_S = 2.0
 
 
-async def serve(settings: PlannerSettings, make_machines: MakeMachines) -> None:
-    """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting.
-
-    make_machines: makes the engines in which decisions are replayed.
-    """
+async def serve(settings: PlannerSettings) -> None:
+    """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
     keyspace = Keyspace(settings.namespace)
     if settings.max_workers < settings.min_workers:
         raise ConfigError(
@@ -55,7 +51,7 @@ async def serve(settings: PlannerSettings, make_machines: MakeMachines) -> None:
         fleet = Fleet(redis, keyspace, REDIS_TIMEOUT_S)
         metrics = PlannerMetrics(settings.namespace)
         observer = Observer(fleet, redis, runner, keyspace)
-        planner = Planner(settings, observer, runner, connector, make_machines, metrics)
+        planner = Planner(settings, observer, runner, connector, metrics)
         log.info("planner listening on %s", base_url(*listening.getsockname()[:2]))
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(fleet.follow()), tasks.create_task(planner.run())]

@@ -18,6 +18,7 @@ from app.planner.rules.victims import Held, unique_values
 from app.policy.record import Record
 from app.policy.view import Measured
 from app.router.fleet import Fleet
+from app.simulation.profiles import profile_of
 from app.state import decisions, endings, reservations
 from app.state.client import Client
 from app.state.connect import deadline
@@ -118,7 +119,7 @@ class Observer:
                 _mean(seen.loads) if seen.loads else None,
                 unique_value_s=values.get(name, 0.0),
                 speed=seen.speed,
-                profile=name,
+                profile=profile_of(seen.speed, seen.info.kv_total_blocks * seen.info.block_size),
             )
             for name, seen in self.workers_seen.items()
         ]

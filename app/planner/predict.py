@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 
 from app.core.keys import Keyspace
-from app.core.worker_report import Speed
 from app.planner.observe import Observer, mean_speed
 from app.planner.rules.replay import Replay
 from app.planner.rules.state import FleetState, Phase, Prediction, Rules
 from app.planner.rules.victims import victim
 from app.router.fleet import Fleet
+from app.simulation.setting import Setting
 from app.state.client import Client
 from app.state.scripts import ScriptRunner
-from app.virtual.setting import Setting
-from app.virtual.worker import MakeMachine
 
-MakeMachines = Callable[[Mapping[str, tuple[Speed, int]]], MakeMachine]
-"""Takes the speed and the tokens of KV of each worker, by its name, which is its profile's."""
 TIMEOUT_S = 2.0
 POLL_S = 0.1
 
@@ -33,34 +27,23 @@ def predict(
     size: int,
     rules: Rules,
     routing_policy: str,
-    make_machines: MakeMachines,
     leaves: str | None,
 ) -> Prediction:
     """leaves: who would, if the fleet were smaller. Of no workers, nothing is known."""
-    machines = {
-        name: (seen.speed, seen.info.kv_total_blocks * seen.info.block_size)
-        for name, seen in observer.workers_seen.items()
-    }
-    if size == 0 or not machines:
+    if size == 0 or observer.block_size is None:
         return Prediction(size, 0, 1.0, 0.0, 0.0)
-    usual = next(iter(machines))
-    workers = [
-        worker if worker.phase is Phase.LIVE else replace(worker, profile=usual)
-        for worker in state.workers
-    ]
     replay = Replay(
-        replace(state, workers=workers),
+        state,
         rules,
         routing_policy,
-        Setting(block_size=next(iter(observer.workers_seen.values())).info.block_size),
-        make_machines(machines),
-        mean_speed(speed for speed, _ in machines.values()),
+        Setting(block_size=observer.block_size),
+        mean_speed(seen.speed for seen in observer.workers_seen.values()),
     )
     return replay.predict(size, leaves if size < state.size else None)
 
 
 async def whatif(
-    redis: Client, keyspace: Keyspace, sizes: list[int], policy: str, make_machines: MakeMachines
+    redis: Client, keyspace: Keyspace, sizes: list[int], policy: str
 ) -> list[Prediction]:
     """For fleets of `sizes`, by the decisions of late. Raises RedisUnavailable."""
     fleet = Fleet(redis, keyspace, TIMEOUT_S)
@@ -85,8 +68,6 @@ async def whatif(
     if state.those(Phase.LIVE):
         leaves = victim("unique_value", state, np.random.default_rng(0))
     return [
-        await asyncio.to_thread(
-            predict, observer, state, size, rules, policy, make_machines, leaves
-        )
+        await asyncio.to_thread(predict, observer, state, size, rules, policy, leaves)
         for size in sizes
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from app.core.config import RouterSettings, WorkerSettings
 from app.local.cluster import Cluster
-from app.virtual.setting import Setting
+from app.simulation.setting import Setting
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
 from loadtest.simulate import Scenario, simulate

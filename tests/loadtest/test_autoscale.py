@@ -9,11 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from app.planner.rules.state import Prediction, Proposal, Reason, Rules
+from app.simulation.profiles import USUAL
 from loadtest.autoscale import Figures, Policy, figures_of, main
 from loadtest.client import FailureKind, Outcome
 from loadtest.scaling import Played
-
-H100 = "70b-4xh100"
 
 
 def outcome(arrival_s: float, ttft_s: float = 1.0) -> Outcome:
@@ -38,7 +37,7 @@ def change(at_s: float, size: int, desired: int, attainment: float | None = None
 
 def figures(proposals: list[Proposal], outcomes: list[Outcome]) -> Figures:
     played = Played(outcomes, proposals, worker_s=7200.0, recomputed_s=5.0)
-    return figures_of("slo", "newest", played, H100, Rules(window_s=100.0))
+    return figures_of("slo", "newest", played, USUAL, Rules(window_s=100.0))
 
 
 def test_a_change_that_undoes_one_of_the_last_ten_minutes_is_a_reversal() -> None:

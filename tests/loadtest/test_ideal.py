@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.virtual.setting import Setting
+from app.simulation.profiles import PROFILES
+from app.simulation.setting import Setting
 from loadtest.client import Outcome
 from loadtest.ideal import ideal
 from loadtest.traces import DEMO_TRACE, Session, Trace, read_trace
@@ -51,7 +52,7 @@ def test_the_memories_of_all_workers_are_one() -> None:
 def test_the_worker_is_as_fast_as_the_fastest_profile() -> None:
     trace = open_loop(request(0, (1, 2)), every_s=0.0)
     slow, fast, either = (
-        ideal(Setting(profiles=names), trace, Prompts(256))[0]
+        ideal(Setting(profiles=tuple(PROFILES[name] for name in names)), trace, Prompts(256))[0]
         for names in (("70b-4xh100",), ("8b-1xh100",), ("70b-4xh100", "8b-1xh100"))
     )
     assert ttft_s(either) == ttft_s(fast) < ttft_s(slow)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from app.planner.rules.state import Reason, Rules
-from app.virtual.setting import Setting
+from app.simulation.setting import Setting
 from loadtest.scaling import Played, Scaled, Scaling
 from loadtest.traces import Session, Trace, TraceRequest
 from loadtest.virtual import Prompts

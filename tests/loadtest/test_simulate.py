@@ -9,7 +9,8 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
-from app.virtual.setting import Setting, Sharing
+from app.simulation.profiles import USUAL
+from app.simulation.setting import Setting, Sharing
 from loadtest.client import Outcome
 from loadtest.simulate import (
     Scenario,
@@ -24,9 +25,6 @@ from loadtest.simulate import (
     simulate,
 )
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
-from workers.engines.sim.profiles import PROFILES
-
-H100 = "70b-4xh100"
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +72,9 @@ def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) ->
 
 def test_a_prompt_alone_takes_the_sum_of_its_steps() -> None:
     # 2,048 tokens: 2 ms + 9.5 ms + 80.3 us a token, and 1.1 ns for each pair that attends.
-    assert alone_s(H100, 2048) == pytest.approx(0.1759 + 1.10e-9 * 2048 * 1024, rel=1e-3)
-    profile = PROFILES[H100]
-    rest = profile.compute_s(52, 52 * (2048 + 26), 0)
-    assert alone_s(H100, 2100) == pytest.approx(alone_s(H100, 2048) + rest)
+    assert alone_s(USUAL, 2048) == pytest.approx(0.1759 + 1.10e-9 * 2048 * 1024, rel=1e-3)
+    rest = USUAL.compute_s(52, 52 * (2048 + 26), 0)
+    assert alone_s(USUAL, 2100) == pytest.approx(alone_s(USUAL, 2048) + rest)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +84,11 @@ def test_the_slo_bounds_ttft_and_the_time_per_further_token(
     ttft_s: float, token_s: float, met: bool
 ) -> None:
     # 2 s + 1.5 * 178 ms.
-    assert meets_slo(outcome(2048, ttft_s, token_s), H100) is met
+    assert meets_slo(outcome(2048, ttft_s, token_s), USUAL) is met
 
 
 def test_a_request_without_an_answer_misses_the_slo() -> None:
-    assert not meets_slo(Outcome("r", 0.0, 0.0, 100, 1), H100)
+    assert not meets_slo(Outcome("r", 0.0, 0.0, 100, 1), USUAL)
 
 
 def test_figures_that_no_request_has_are_absent(demo: Trace) -> None:

@@ -1,4 +1,4 @@
-"""The cluster in virtual time: what decisions see, and when."""
+"""The fleet in virtual time: what decisions see, and when."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 
 from app.core.loads import Load, Reservation
 from app.policy.cost import Candidates
-from app.virtual.books import Books
-from app.virtual.setting import Setting, Sharing
+from app.simulation.books import Books
+from app.simulation.profiles import PROFILES, USUAL
+from app.simulation.setting import Setting, Sharing
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 from loadtest.virtual import Simulation
 
@@ -45,16 +46,16 @@ def test_everything_reserved_is_released(sharing: Sharing) -> None:
         "latency", Setting(num_workers=3, replicas=4, sharing=sharing, host_pool_tokens=100_000)
     )
     assert len(simulation.run(trace)) == 200
-    replicas = simulation.cluster.replicas
+    replicas = simulation.fleet.replicas
     for replica in replicas:
         for books in replica.books:
             load = books.load
             assert load == Load(head_since_ms=load.head_since_ms, total=load.total)
-    for worker in simulation.cluster.workers:
+    for worker in simulation.fleet.workers:
         assert worker.engine.metrics().kv_active_blocks == 0
         worker.engine.check()
     made = [
-        sum(books.load.total for books in replica.books) for replica in simulation.cluster.replicas
+        sum(books.load.total for books in replica.books) for replica in simulation.fleet.replicas
     ]
     assert made == ([50] * 4 if sharing is Sharing.NONE else [200] * 4)
 
@@ -62,7 +63,7 @@ def test_everything_reserved_is_released(sharing: Sharing) -> None:
 def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
     turns = (request(0, (1,)), request(1, (1, 2), think_s=5.0))
     trace = Trace("made up", (Session(2.0, turns),))
-    setting = Setting(num_workers=2, profiles=("8b-1xh100",))
+    setting = Setting(num_workers=2, profiles=(PROFILES["8b-1xh100"],))
     first, second = Simulation("latency", setting).run(trace)
     assert first.arrival_s == 2.0
     assert first.end_s is not None
@@ -96,7 +97,7 @@ def test_replicas_with_exact_sharing_retry_if_another_reserved_first() -> None:
     simulation = Simulation("latency", Setting(num_workers=8, replicas=8))
     workers = [outcome.worker for outcome in simulation.run(burst)]
     assert len(set(workers)) == 8
-    assert simulation.cluster.conflicts > 0
+    assert simulation.fleet.conflicts > 0
     assert max(outcome.attempts for outcome in simulation.outcomes) > 1
 
 
@@ -108,7 +109,7 @@ def test_a_refusal_delays_only_later_requests_for_the_same_worker() -> None:
     simulation.run(burst)
     attempts = {outcome.request_id: outcome.attempts for outcome in simulation.outcomes}
     assert attempts == {"0": 1, "2": 1, "4": 1, "1": 3, "3": 2, "5": 1}
-    assert simulation.cluster.conflicts == 3
+    assert simulation.fleet.conflicts == 3
 
 
 def test_blocks_count_only_after_their_events_have_arrived() -> None:
@@ -150,7 +151,7 @@ def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time() -> No
     blocks = [tuple(range(100 * i, 100 * i + 4)) for i in range(300)]
     simulation = Simulation("latency", Setting(num_workers=1))
     simulation.run(open_loop(*(request(i, b) for i, b in enumerate(blocks)), every_s=1.0))
-    (worker,) = simulation.cluster.workers
+    (worker,) = simulation.fleet.workers
     seen = Candidates(*np.array(worker.column(Load(), [], now_s=300.0))[:, np.newaxis])
     assert seen.kv_idle_before_evict_s == pytest.approx(98, rel=0.05)
 
@@ -162,7 +163,7 @@ def test_metrics_are_as_old_as_their_interval_even_if_the_engine_only_decoded_si
     # They are due once, while the request decodes.
     simulation = Simulation("latency", Setting(num_workers=1, metrics_interval_s=0.6 * alone.end_s))
     simulation.run(trace)
-    (worker,) = simulation.cluster.workers
+    (worker,) = simulation.fleet.workers
     assert worker.engine.metrics().request_active_slots == 0
     assert worker.metrics.request_active_slots == 1
 
@@ -188,6 +189,6 @@ def test_books_follow_the_head_of_the_queue() -> None:
 
 def test_a_faster_worker_gets_more_requests_once_its_speed_is_learned() -> None:
     trace = open_loop(*(request(i, tuple(range(8 * i, 8 * i + 8))) for i in range(120)), every_s=1)
-    setting = Setting(num_workers=2, profiles=("70b-4xh100", "8b-1xh100"))
+    setting = Setting(num_workers=2, profiles=(USUAL, PROFILES["8b-1xh100"]))
     workers = workers_of(trace, setting)[60:]
     assert workers.count("w1:0") > 2 * workers.count("w0:0")

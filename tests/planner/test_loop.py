@@ -31,7 +31,6 @@ from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers, fake_agent, running
-from workers.engines.sim.learned import learned_machines
 
 SETTINGS = PlannerSettings(
     namespace=NAMESPACE,
@@ -87,7 +86,7 @@ async def planning(
         fleet = Fleet(redis, KEYS, 1.0)
         observer = Observer(fleet, redis, runner, KEYS)
         metrics = PlannerMetrics(NAMESPACE)
-        one = Planner(settings, observer, runner, connector, learned_machines, metrics)
+        one = Planner(settings, observer, runner, connector, metrics)
         tasks = [asyncio.create_task(fleet.follow()), asyncio.create_task(one.run())]
         try:
             yield one

@@ -6,6 +6,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,15 +17,15 @@ import uvicorn
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
-from app.core.steps import SimRequest
 from app.core.worker_report import DEFAULT_SPEED
 from app.http import body
+from app.simulation.engine import SimEngine
+from app.simulation.profiles import Profile
+from app.simulation.speed import sped_up
+from app.simulation.steps import SimRequest
 from tests.eventually import eventually
 from workers.engines.base import EngineStoppedError, Generation, Output, TextStream, Tokenizer
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.profiles import Profile
 from workers.engines.sim.runner import EngineRunner
-from workers.engines.speed import sped_up
 from workers.http import create_app
 
 # A prefill step of n tokens takes 1 + n engine seconds, a decode step of n requests 1 + n.
@@ -81,7 +82,7 @@ class Gate:
 
 
 def runner_of(**options: Any) -> EngineRunner:
-    return EngineRunner(SimEngine(EASY, block_size=4), **options)
+    return EngineRunner(SimEngine(EASY, block_size=4, now=time.monotonic), **options)
 
 
 @asynccontextmanager

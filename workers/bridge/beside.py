@@ -18,6 +18,7 @@ from app.core.errors import ConfigError, EngineUnavailable, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
+from app.simulation.profiles import PROFILES, Profile
 from app.state import leases
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
@@ -28,7 +29,6 @@ from workers.bridge.facts import EngineFacts, EngineLoad, EngineReading, Overrid
 from workers.bridge.load import LoadReader
 from workers.bridge.rank import Rank
 from workers.bridge.speed import EngineSpeed
-from workers.engines.sim.profiles import PROFILES, Profile
 from workers.retry import until_it_works
 
 log = logging.getLogger(__name__)

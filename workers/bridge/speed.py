@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 
 from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.simulation.profiles import Profile
+from app.simulation.speed import LeastSquares
 from workers.bridge.facts import EngineLoad
-from workers.engines.sim.profiles import Profile
-from workers.engines.speed import LeastSquares
 
 ENOUGH_PROMPTS = 20
 SHORTEST_MEAN = 256.0

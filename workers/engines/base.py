@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.core.steps import Finished, Step
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
+from app.simulation.steps import Finished, Step
 from workers.engines.sampling_options import Sampling
 from workers.kv.cache import Publisher
-
-HIT_RATE_WINDOW = 1000
-"""Requests over which the prefix cache hit rate is measured."""
-
-
-class PromptTooLargeError(ValueError):
-    """The request could never be admitted: prompt and output exceed the whole KV pool, or what the
-    model takes.
-
-    limit_of: says what has the limit. field: of the request, that must become smaller.
-    """
-
-    def __init__(self, prompt_tokens: int, max_tokens: int, limit_of: str, limit: int) -> None:
-        super().__init__(
-            f"needs {prompt_tokens} prompt + {max_tokens} output tokens, but {limit_of} {limit}"
-        )
-        self.field = "prompt" if prompt_tokens >= limit else "max_tokens"
 
 
 class QueueFullError(Exception):
@@ -207,24 +189,3 @@ class Hosted:
     """Prompts reuse multiples of so many tokens; None: of a block."""
     tokenizer_source: str = ""
     """Folder of the tokenizer and the chat template; "": there is none."""
-
-
-class HitRate:
-    """What share of the last prompts was cached when they were admitted."""
-
-    def __init__(self) -> None:
-        self._admitted: deque[tuple[int, int]] = deque()
-        self._cached = self._tokens = 0
-
-    def add(self, cached: int, tokens: int) -> None:
-        self._admitted.append((cached, tokens))
-        self._cached += cached
-        self._tokens += tokens
-        if len(self._admitted) > HIT_RATE_WINDOW:
-            cached, tokens = self._admitted.popleft()
-            self._cached -= cached
-            self._tokens -= tokens
-
-    @property
-    def value(self) -> float:
-        return self._cached / max(1, self._tokens)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier
+from app.simulation.engine import SimEngine
+from app.simulation.profiles import PROFILES
 from workers.engines.base import Engine, Hosted
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.profiles import PROFILES
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.kv.cache import Publisher
@@ -28,6 +30,7 @@ def _simulated(settings: WorkerSettings) -> Hosted:
     engine = SimEngine(
         PROFILES[settings.profile],
         block_size=settings.block_size,
+        now=time.monotonic,
         kv_pool_tokens=settings.kv_pool_tokens,
         host_pool_tokens=settings.host_pool_tokens,
     )

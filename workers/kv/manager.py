@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from app.core.cache_stats import IdleBeforeEvict
 from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent
 from app.core.types import SequenceHash, Tier
 from workers.kv.event_log import EventLog
-from workers.kv.idle import IdleBeforeEvict
 from workers.kv.moves import Moves
 from workers.kv.policies import AdmissionPolicy, WritePolicy
 from workers.kv.slots import Move, Slot, Slots, block_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from app.core.events import CacheEvent
-from app.core.steps import Step
 from app.core.types import SequenceHash
+from app.simulation.steps import Step
 from workers.publishing.block_events import BlockEvents
 from workers.publishing.event_socket import EventSocket
 from workers.publishing.request_metrics import RequestMetrics

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from app.core.steps import Finished, Step
 from app.core.worker_report import ForwardPassMetrics
+from app.simulation.steps import Finished, Step
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = tuple(float(10**power * digit) for power in range(6) for digit in (1, 2, 5))

@@ -13,13 +13,13 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from app.core.chains import positions
-from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import Speed
 from app.planner.rules.state import Asked, Came, FleetState, Phase, Prediction, Rules, Slo
-from app.virtual.cluster import Answer, Cluster
-from app.virtual.setting import Setting
-from app.virtual.worker import MakeMachine
+from app.simulation.fleet import Answer, SimFleet
+from app.simulation.profiles import USUAL
+from app.simulation.setting import Setting
+from app.simulation.steps import SimRequest
 
 FILLS = 2
 """Prompts that fill a cache so many times leave nothing in it of those before them."""
@@ -40,13 +40,12 @@ class Replay:
         rules: Rules,
         policy: str,
         setting: Setting,
-        make_machine: MakeMachine,
         speed: Speed,
     ) -> None:
         self._rules, self._policy, self._setting = rules, policy, setting
-        self._make_machine = make_machine
         self._speed = speed
         self._workers = [w for w in state.workers if w.phase is not Phase.DRAINING]
+        self._usual = next((w.profile for w in self._workers if w.profile), USUAL)
         recent = state.recent
         begin_s = state.now_s - rules.window_s - rules.lead_s
         first = sum(asked.at_s < begin_s for asked in recent)
@@ -61,32 +60,32 @@ class Replay:
     def predict(self, size: int, victim: str | None = None) -> Prediction:
         """victim: the worker that a smaller fleet would be without."""
         stay = [worker for worker in self._workers if worker.name != victim][:size]
-        profiles = [worker.profile for worker in stay]
-        profiles += profiles[:1] * (size - len(stay))
+        profiles = [worker.profile or self._usual for worker in stay]
+        profiles += [self._usual] * (size - len(stay))
         setting = replace(self._setting, num_workers=size, profiles=tuple(profiles))
-        cluster = Cluster(self._policy, setting, self._make_machine)
+        fleet = SimFleet(self._policy, setting)
         places = {worker.name: place for place, worker in enumerate(stay)}
-        for asked in self._remembered(cluster, places):
-            cluster.run(until_s=asked.at_s - self._origin_s)
-            cluster.warm(places[asked.worker], asked.request)
+        for asked in self._remembered(fleet, places):
+            fleet.run(until_s=asked.at_s - self._origin_s)
+            fleet.warm(places[asked.worker], asked.request)
         answers: list[Answer] = []
 
         def keep(answer: Answer, _: float) -> None:
             answers.append(answer)
 
         for number, asked in enumerate(self._played):
-            cluster.run(until_s=asked.at_s - self._origin_s)
+            fleet.run(until_s=asked.at_s - self._origin_s)
             # One that was decided again, as its worker had failed, has the same id.
-            cluster.ask(replace(asked.request, request_id=str(number)), keep)
-        cluster.run()
+            fleet.ask(replace(asked.request, request_id=str(number)), keep)
+        fleet.run()
         judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
         return summary(size, judged, self._rules.slo, self._speed)
 
-    def _remembered(self, cluster: Cluster, places: Mapping[str, int]) -> Iterator[Asked]:
+    def _remembered(self, fleet: SimFleet, places: Mapping[str, int]) -> Iterator[Asked]:
         """Of the decisions before those played, the ones that have left a trace in the caches."""
         host_blocks = self._setting.host_pool_tokens // self._setting.block_size
         room = {
-            name: FILLS * (cluster.workers[place].metrics.kv_total_blocks + host_blocks)
+            name: FILLS * (fleet.workers[place].metrics.kv_total_blocks + host_blocks)
             for name, place in places.items()
         }
         first = len(self._before)

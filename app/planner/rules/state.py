@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from app.core.steps import SimRequest
 from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.simulation.profiles import Profile
+from app.simulation.steps import SimRequest
 
 
 class Phase(StrEnum):
@@ -74,8 +75,8 @@ class WorkerState:
     unique_value_s: float = 0.0
     """Seconds of prefill that losing it would cost: see app.planner.rules.victims."""
     speed: Speed = DEFAULT_SPEED
-    profile: str = ""
-    """What makes its engine in virtual time."""
+    profile: Profile | None = None
+    """Of its engine in virtual time; None: it will be like the first of the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.steps import SimRequest
 from app.planner.rules.policies import POLICIES, Victim, propose
 from app.planner.rules.policies import attained as share_attained
 from app.planner.rules.state import (
@@ -21,6 +20,7 @@ from app.planner.rules.state import (
     WorkerLoad,
     WorkerState,
 )
+from app.simulation.steps import SimRequest
 
 NOW_S = 1000.0
 RULES = Rules(min_workers=1, max_workers=8)

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.steps import SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import Asked, FleetState, Phase, Prediction, Rules, WorkerState
 from app.policy.record import sampled
-from app.virtual.setting import Setting
-from loadtest.virtual import sim_machine
+from app.simulation.setting import Setting
+from app.simulation.steps import SimRequest
 
-H100 = "70b-4xh100"
 RULES = Rules(window_s=120.0, lead_s=60.0)
 
 
@@ -25,14 +23,14 @@ def request(name: str, first: int, blocks: int = 32) -> SimRequest:
 
 
 def fleet(size: int, recent: list[Asked], now_s: float = 1000.0) -> FleetState:
-    workers = [WorkerState(f"w{i}", Phase.LIVE, 0.0, profile=H100) for i in range(size)]
+    workers = [WorkerState(f"w{i}", Phase.LIVE, 0.0) for i in range(size)]
     return FleetState(now_s, workers, recent)
 
 
 def predict(
     state: FleetState, size: int, victim: str | None = None, rules: Rules = RULES
 ) -> Prediction:
-    replay = Replay(state, rules, "latency", Setting(), sim_machine, DEFAULT_SPEED)
+    replay = Replay(state, rules, "latency", Setting(), DEFAULT_SPEED)
     return replay.predict(size, victim)
 
 

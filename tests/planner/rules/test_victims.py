@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.core.steps import SimRequest
 from app.core.worker_report import Speed
 from app.planner.rules.state import Asked, FleetState, Phase, WorkerLoad, WorkerState
 from app.planner.rules.victims import VICTIMS, unique_values, victim
+from app.simulation.steps import SimRequest
 
 SPEED = Speed(prefill_s_per_token=1e-3, prefill_s_per_token2=0.0)
 """So a block of 100 tokens takes 0.1 s."""

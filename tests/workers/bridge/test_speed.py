@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.simulation.profiles import PROFILES
 from workers.bridge.facts import EngineLoad
 from workers.bridge.speed import Constant, EngineSpeed, speed_of
-from workers.engines.sim.profiles import PROFILES
 
 CAPACITY = 100_000
 PROFILE = PROFILES["8b-1xh100"]

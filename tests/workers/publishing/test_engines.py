@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import pytest
 
 from app.core.hashing import compute_hashes, token_bytes
 from app.core.types import SequenceHash, Tier
+from app.simulation.engine import SimEngine
+from app.simulation.profiles import PROFILES
 from tests.eventually import eventually
 from tests.workers.engines.torch import test_engine as torch_engine
 from tests.workers.publishing.mirror import Held, Mirror, Published, mirrored, publishing
 from workers.bridge.stream import Fresh
 from workers.engines.base import CompletionRequest, Engine, Generation
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.profiles import PROFILES
 from workers.engines.sim.runner import EngineRunner
 from workers.kv.manager import BlockManager
 
@@ -30,6 +31,7 @@ def runner_of(published: Published, *, blocks: int = 48, host_blocks: int = 0) -
     engine = SimEngine(
         PROFILES["8b-1xh100"],
         block_size=SIZE,
+        now=time.monotonic,
         kv_pool_tokens=blocks * SIZE,
         host_pool_tokens=host_blocks * SIZE,
     )

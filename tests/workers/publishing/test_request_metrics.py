@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from app.core.steps import Finished, Step
+from app.simulation.steps import Finished, Step
 from workers.publishing.request_metrics import RequestMetrics
 
 

@@ -8,9 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent
-from app.core.steps import Finished, SimRequest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
+from app.simulation.engine import SimEngine
+from app.simulation.speed import SpeedLearner, sped_up
+from app.simulation.steps import Finished, SimRequest
 from workers.engines.base import (
     CompletionRequest,
     EngineStoppedError,
@@ -18,8 +20,6 @@ from workers.engines.base import (
     QueueFullError,
     Watcher,
 )
-from workers.engines.sim.engine import SimEngine
-from workers.engines.speed import SpeedLearner, sped_up
 
 
 class EngineRunner:

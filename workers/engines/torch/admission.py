@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from app.core.steps import Step
 from app.core.types import Tier
 from app.core.worker_report import Speed
-from workers.engines.speed import SpeedLearner
+from app.simulation.speed import SpeedLearner
+from app.simulation.steps import Step
 from workers.kv.policies import AdmissionPolicy
 
 FORGET = 0.99

@@ -21,15 +21,15 @@ from itertools import islice
 
 import torch
 
+from app.core.cache_stats import HitRate
 from app.core.errors import InvalidRequest, NotEnoughBlocks
-from app.core.steps import Finished
 from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
+from app.simulation.steps import Finished
 from workers.engines.base import (
     CompletionRequest,
     EngineStoppedError,
     Generation,
-    HitRate,
     QueueFullError,
     Watcher,
 )

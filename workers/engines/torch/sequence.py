@@ -11,9 +11,9 @@ import numpy as np
 
 from app.core.errors import InvalidRequest
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from app.core.steps import Finished, Step
 from app.core.types import SequenceHash, Tier
-from workers.engines.base import CompletionRequest, Generation, PromptTooLargeError
+from app.simulation.steps import Finished, PromptTooLargeError, Step
+from workers.engines.base import CompletionRequest, Generation
 from workers.engines.torch.llama_config import LlamaConfig
 from workers.engines.torch.sampling import Sampler
 from workers.kv.tables import BlockTable

@@ -20,16 +20,15 @@ from torch import Tensor
 
 from app.core.errors import InvalidRequest
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
-from app.core.steps import Finished
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import DEFAULT_SPEED
+from app.simulation.steps import Finished, PromptTooLargeError
 from tests.eventually import eventually
 from tests.workers.kv.cache_model import FakePublisher
 from workers.engines.base import (
     CompletionRequest,
     EngineStoppedError,
     Generation,
-    PromptTooLargeError,
     QueueFullError,
 )
 from workers.engines.sampling_options import Sampling

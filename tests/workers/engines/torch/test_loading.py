@@ -17,9 +17,9 @@ from redis.asyncio import Redis
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
-from app.core.steps import Finished
 from app.core.types import SequenceHash, Tier
 from app.local.redis_server import EmbeddedRedis
+from app.simulation.steps import Finished
 from tests.eventually import eventually
 from tests.workers.engines.torch.checkpoints import reference
 from tests.workers.kv.cache_model import FakePublisher

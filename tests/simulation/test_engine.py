@@ -8,12 +8,11 @@ import pytest
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.hashing import compute_hashes
-from app.core.steps import SimRequest, Step
 from app.core.types import SequenceHash, Tier
-from workers.engines.base import PromptTooLargeError
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.pool import BlockPool
-from workers.engines.sim.profiles import PROFILES, Profile
+from app.simulation.engine import SimEngine
+from app.simulation.pool import BlockPool
+from app.simulation.profiles import PROFILES, Profile
+from app.simulation.steps import PromptTooLargeError, SimRequest, Step
 
 BLOCK_SIZE = 4
 # Steps take 1 + max(10, n) + 0.01 per attention pair + 0.001 per token of decode context.
@@ -99,7 +98,7 @@ def test_a_prompt_is_prefilled_in_chunks_and_then_gets_one_token_a_step() -> Non
 
 
 def test_a_full_step_of_a_70b_model_takes_178_ms() -> None:
-    engine = SimEngine(PROFILES["70b-4xh100"], block_size=16)
+    engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     engine.submit(SimRequest.from_tokens("r", range(3000), 1, block_size=16))
 
     step = engine.step()
@@ -212,7 +211,7 @@ def test_blocks_computed_twice_at_the_same_time_are_kept_once() -> None:
 
 def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last() -> None:
     a, b, c = hashes(range(12))
-    pool = BlockPool(8)
+    pool = BlockPool(8, 0, lambda: 0.0)
     assert (pool.acquire((), 2), pool.acquire((), 3)) == (0, 0)
     pool.register((a, b), None)
     pool.register((a, b, c), None)

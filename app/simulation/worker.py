@@ -7,63 +7,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Protocol
 
-from app.core.events import CacheEvent
 from app.core.loads import Load
-from app.core.steps import SimRequest, Step
 from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.policy.view import load_rows, measured_rows
-from app.virtual.books import Holdings
-from app.virtual.setting import Setting
+from app.simulation.books import Holdings
+from app.simulation.engine import SimEngine
+from app.simulation.profiles import Profile
+from app.simulation.setting import Setting
+from app.simulation.speed import SpeedLearner
 
 SPEED_INTERVAL_S = 5.0
 """How often a worker publishes its speed. A live worker does so with its metrics, but the values
 are the same: they hardly change."""
-
-
-class Engine(Protocol):
-    """An engine that says how long its steps take instead of taking that long."""
-
-    def submit(self, request: SimRequest) -> None: ...
-
-    def warm(self, request: SimRequest) -> None:
-        """Hold the prompt's blocks as if it had just been answered."""
-
-    def step(self) -> Step | None:
-        """Run one step; None if there is nothing to do."""
-
-    def quiet_steps(self) -> int:
-        """How many of the next steps only decode, if nothing is submitted."""
-
-    def decode_s(self, num_steps: int) -> float:
-        """Seconds that the next `num_steps` take, if all of them are quiet."""
-
-    def skip(self, num_steps: int) -> Step:
-        """Run that many quiet steps at once; returns the average of one of them."""
-
-    def take_events(self) -> list[CacheEvent]: ...
-
-    def metrics(self) -> ForwardPassMetrics: ...
-
-
-class Learner(Protocol):
-    """Learns a worker's speed from its steps."""
-
-    def observe(self, step: Step, wall_s: float) -> None: ...
-
-    def speed(self) -> Speed: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    engine: Engine
-    learner: Learner
-
-
-MakeMachine = Callable[[str, Setting, Callable[[], float]], Machine]
-"""Takes a profile's name, the setting, and a clock in seconds."""
 
 
 class Status(StrEnum):
@@ -86,9 +43,16 @@ class Quiet:
 class Worker:
     """One engine, and what the routers see of it."""
 
-    def __init__(self, setting: Setting, machine: Machine, asked_s: float) -> None:
-        self.engine = machine.engine
-        self.learner = machine.learner
+    def __init__(
+        self, setting: Setting, profile: Profile, now: Callable[[], float], asked_s: float
+    ) -> None:
+        self.engine = SimEngine(
+            profile,
+            block_size=setting.block_size,
+            now=now,
+            host_pool_tokens=setting.host_pool_tokens,
+        )
+        self.learner = SpeedLearner(profile.max_batch_tokens)
         self.holdings = Holdings(setting.event_delay_s)
         self.metrics: ForwardPassMetrics = self.engine.metrics()
         self.status = Status.STARTING

@@ -1,4 +1,4 @@
-"""What a cluster in virtual time is made of, and what its routers know of each other."""
+"""What a fleet in virtual time is made of, and what its routers know of each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import partial
 
 from app.policy.cost import CostFunction, blocks
+from app.simulation.profiles import USUAL, Profile
 
 
 class Sharing(StrEnum):
@@ -25,9 +26,8 @@ class Setting:
 
     num_workers: int = 8
     """At the start."""
-    profiles: tuple[str, ...] = ("70b-4xh100",)
-    """The workers' profiles, assigned in turn: names that mean something to whoever makes the
-    engines. SLOs are taken from the first."""
+    profiles: tuple[Profile, ...] = (USUAL,)
+    """Of the workers, in turn. SLOs are taken from the first."""
     host_pool_tokens: int = 0
     """For each worker; 0 means no host tier."""
     block_size: int = 256

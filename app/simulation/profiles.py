@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from app.core.worker_report import DEFAULT_SPEED, Speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +83,26 @@ PROFILES = {
         host_s_per_token=3.28e-6,
     ),
 }
+
+USUAL = PROFILES["70b-4xh100"]
+"""Of it DEFAULT_SPEED is the speed."""
+
+
+def profile_of(speed: Speed, kv_pool_tokens: int) -> Profile:
+    """The profile of a worker that was found to be so fast.
+
+    What speeds do not say, such as a step's fixed share, is scaled as prefills are.
+    """
+    scale = speed.prefill_s_per_token / DEFAULT_SPEED.prefill_s_per_token
+    return replace(
+        USUAL,
+        over_s=USUAL.over_s * scale,
+        a0_s=USUAL.a0_s * scale,
+        b0_s=USUAL.b0_s * scale,
+        a1_s=USUAL.a1_s * scale,
+        b1_s=USUAL.b1_s * scale,
+        q_s=speed.prefill_s_per_token2,
+        c_s=speed.decode_s_per_kv_token,
+        host_s_per_token=speed.host_s_per_token,
+        kv_pool_tokens=kv_pool_tokens,
+    )

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from app.core.loads import Load
-from app.core.steps import SimRequest
 from app.core.types import SequenceHash
-from app.virtual.cluster import Answer, Cluster, Loss
-from app.virtual.setting import Setting, Sharing
-from app.virtual.worker import Status
-from loadtest.virtual import sim_machine
-
-H100 = "70b-4xh100"
+from app.simulation.fleet import Answer, Loss, SimFleet
+from app.simulation.profiles import USUAL
+from app.simulation.setting import Setting, Sharing
+from app.simulation.steps import SimRequest
+from app.simulation.worker import Status
 
 
 def request(name: str, *, blocks: int = 4, output_tokens: int = 10, first: int = 0) -> SimRequest:
@@ -22,15 +20,15 @@ def request(name: str, *, blocks: int = 4, output_tokens: int = 10, first: int =
 
 
 class Played:
-    """A cluster, and the answers that its requests got."""
+    """A fleet, and the answers that its requests got."""
 
     def __init__(self, setting: Setting, policy: str = "least_loaded") -> None:
-        self.cluster = Cluster(policy, setting, sim_machine)
+        self.fleet = SimFleet(policy, setting)
         self.answers: dict[str, Answer] = {}
 
     def ask(self, when_s: float, *requests: SimRequest) -> None:
         for one in requests:
-            self.cluster.at(when_s, lambda _, one=one: self.cluster.ask(one, self._keep))
+            self.fleet.at(when_s, lambda _, one=one: self.fleet.ask(one, self._keep))
 
     def _keep(self, answer: Answer, _: float) -> None:
         self.answers[answer.request.request_id] = answer
@@ -45,13 +43,13 @@ def burst(size: int, prefix: str, **how: int) -> list[SimRequest]:
 
 def test_a_worker_gets_requests_only_once_it_has_started() -> None:
     played = Played(Setting(num_workers=1))
-    played.cluster.at(10.0, lambda _: played.cluster.join(H100, startup_s=60.0))
+    played.fleet.at(10.0, lambda _: played.fleet.join(USUAL, startup_s=60.0))
     played.ask(69.0, *burst(4, "early"))
     played.ask(71.0, *burst(4, "late"))
-    played.cluster.run()
+    played.fleet.run()
     assert {played.worker_of(f"early{i}") for i in range(4)} == {0}
     assert {played.worker_of(f"late{i}") for i in range(4)} == {0, 1}
-    joined = played.cluster.workers[1]
+    joined = played.fleet.workers[1]
     assert (joined.asked_s, joined.live_s) == (10.0, 70.0)
     assert joined.held_s(110.0) == 100.0
 
@@ -59,23 +57,23 @@ def test_a_worker_gets_requests_only_once_it_has_started() -> None:
 def test_a_worker_that_joins_has_an_empty_cache() -> None:
     played = Played(Setting(num_workers=1), "latency")
     played.ask(0.0, request("first"))
-    played.cluster.at(20.0, lambda _: played.cluster.join(H100))
+    played.fleet.at(20.0, lambda _: played.fleet.join(USUAL))
     played.ask(30.0, request("again"))
-    played.cluster.run()
+    played.fleet.run()
     assert played.answers["again"].cached_tokens == 3 * 256
     assert played.worker_of("again") == 0
-    assert played.cluster.workers[1].holdings.overlap(request("again").blocks, 60.0) == (0, 0)
+    assert played.fleet.workers[1].holdings.overlap(request("again").blocks, 60.0) == (0, 0)
 
 
 def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more() -> None:
     played = Played(Setting(num_workers=2))
     played.ask(0.0, *burst(4, "before", output_tokens=200))
-    played.cluster.at(1.0, lambda _: played.cluster.drain(1))
+    played.fleet.at(1.0, lambda _: played.fleet.drain(1))
     played.ask(1.0, *burst(4, "after"))
-    played.cluster.run(until_s=1.5)
-    leaving = played.cluster.workers[1]
+    played.fleet.run(until_s=1.5)
+    leaving = played.fleet.workers[1]
     assert (leaving.status, leaving.num_requests) == (Status.DRAINING, 2)
-    played.cluster.run()
+    played.fleet.run()
     assert all(answer.loss is None for answer in played.answers.values())
     assert {played.worker_of(f"after{i}") for i in range(4)} == {0}
     ends = [a.end_s for a in played.answers.values() if a.worker == 1 and a.end_s is not None]
@@ -87,20 +85,20 @@ def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more() -> Non
 def test_a_request_decided_just_before_the_drain_is_decided_again() -> None:
     played = Played(Setting(num_workers=2, trip_s=0.5))
     played.ask(1.0, *burst(2, "r"))
-    played.cluster.at(1.2, lambda _: played.cluster.drain(1))
-    played.cluster.run()
+    played.fleet.at(1.2, lambda _: played.fleet.drain(1))
+    played.fleet.run()
     assert {answer.worker for answer in played.answers.values()} == {0}
     assert sorted(answer.attempts for answer in played.answers.values()) == [1, 2]
 
 
 @pytest.mark.parametrize("status", [Status.STARTING, Status.LIVE])
 def test_a_worker_without_requests_leaves_at_once(status: Status) -> None:
-    cluster = Played(Setting(num_workers=1)).cluster
-    place = cluster.join(H100, startup_s=30.0 if status is Status.STARTING else 0.0)
-    assert cluster.workers[place].status is status
-    cluster.at(5.0, lambda _: cluster.drain(place))
-    cluster.run()
-    assert (cluster.workers[place].status, cluster.workers[place].gone_s) == (Status.GONE, 5.0)
+    fleet = Played(Setting(num_workers=1)).fleet
+    place = fleet.join(USUAL, startup_s=30.0 if status is Status.STARTING else 0.0)
+    assert fleet.workers[place].status is status
+    fleet.at(5.0, lambda _: fleet.drain(place))
+    fleet.run()
+    assert (fleet.workers[place].status, fleet.workers[place].gone_s) == (Status.GONE, 5.0)
 
 
 @pytest.mark.parametrize("sharing", list(Sharing))
@@ -111,15 +109,15 @@ def test_a_crash_loses_only_answers_that_have_begun(sharing: Sharing) -> None:
         played.ask(0.01 * n, one)
     played.ask(0.5, *burst(4, "behind"))
     played.ask(29.0, *burst(4, "decoding", output_tokens=1000))
-    played.cluster.at(1.0, lambda _: played.cluster.crash(1))
-    played.cluster.run(until_s=30.0)
+    played.fleet.at(1.0, lambda _: played.fleet.crash(1))
+    played.fleet.run(until_s=30.0)
     assert [answer.worker for answer in played.answers.values()] == [0] * 8
-    played.cluster.crash(0)
+    played.fleet.crash(0)
     played.ask(31.0, request("nobody"))
-    played.cluster.run()
+    played.fleet.run()
     assert {played.answers[f"decoding{i}"].loss for i in range(4)} == {Loss.CRASH}
     assert played.answers["nobody"].loss is Loss.NO_WORKERS
-    for replica in played.cluster.replicas:
+    for replica in played.fleet.replicas:
         for books in replica.books:
             load = books.load
             assert load == Load(head_since_ms=load.head_since_ms, total=load.total)
@@ -130,8 +128,8 @@ def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s: float) -> 
     def end_s(slowness: float) -> float:
         played = Played(Setting(num_workers=1))
         played.ask(0.0, request("r", output_tokens=200))
-        played.cluster.at(slowed_s, lambda _: played.cluster.slow(0, slowness))
-        played.cluster.run()
+        played.fleet.at(slowed_s, lambda _: played.fleet.slow(0, slowness))
+        played.fleet.run()
         end_s = played.answers["r"].end_s
         assert end_s is not None
         return end_s
@@ -143,9 +141,9 @@ def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s: float) -> 
 
 def test_routers_learn_that_a_worker_has_become_slower() -> None:
     played = Played(Setting(num_workers=2), "latency")
-    played.cluster.slow(1, 4.0)
+    played.fleet.slow(1, 4.0)
     for second in range(300):
         played.ask(float(second), request(f"r{second}", first=1000 * second, blocks=8))
-    played.cluster.run()
+    played.fleet.run()
     late = [played.worker_of(f"r{second}") for second in range(200, 300)]
     assert late.count(0) > 2 * late.count(1)

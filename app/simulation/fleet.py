@@ -1,8 +1,8 @@
 """Workers and routers in virtual time.
 
-The policies are the real ones, the engines those of whoever makes them, and the books of
-reservations follow the rules of the Lua scripts. There is no Redis, no HTTP and no clock, but their
-effect on a decision is simulated: how late it sees what workers and other routers did.
+The policies are the real ones, and the books of reservations follow the rules of the Lua scripts.
+There is no Redis, no HTTP and no clock, but their effect on a decision is simulated: how late it
+sees what workers and other routers did.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import numpy as np
 
 from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.loads import Load, Reservation
-from app.core.steps import Finished, SimRequest, Step
 from app.policy.choose import choose
 from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
-from app.virtual.books import Books
-from app.virtual.setting import Policy, Setting, Sharing
-from app.virtual.worker import MakeMachine, Quiet, Status, Worker
+from app.simulation.books import Books
+from app.simulation.profiles import Profile
+from app.simulation.setting import Policy, Setting, Sharing
+from app.simulation.steps import Finished, SimRequest, Step
+from app.simulation.worker import Quiet, Status, Worker
 
 T = TypeVar("T")
 Act = Callable[[float], None]
@@ -44,7 +45,7 @@ class Loss(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a request. worker: its place in the cluster; None: it was lost."""
+    """What became of a request. worker: its place in the fleet; None: it was lost."""
 
     request: SimRequest
     arrival_s: float
@@ -109,10 +110,10 @@ class _Plan:
     best_blocks: int
 
 
-class Cluster:
+class SimFleet:
     """Ask requests at any times with `at` and `ask`, then `run`."""
 
-    def __init__(self, policy: str, setting: Setting, make_machine: MakeMachine) -> None:
+    def __init__(self, policy: str, setting: Setting) -> None:
         self.setting = setting
         self.on_decided: Callable[[Decided], None] | None = None
         """Called with each decision that holds."""
@@ -123,7 +124,6 @@ class Cluster:
         self.now_s = 0.0
         self.rng = np.random.default_rng(setting.seed)
         self._policy = Policy(policy)
-        self._make_machine = make_machine
         self._live: list[int] = []
         shared: list[Books] = []
         self.replicas = [
@@ -154,11 +154,10 @@ class Cluster:
         self._arrived += 1
         self._queue(_Flight(request, then, self.now_s, replica))
 
-    def join(self, profile: str, startup_s: float = 0.0) -> int:
+    def join(self, profile: Profile, startup_s: float = 0.0) -> int:
         """A worker with an empty cache joins after `startup_s`. Returns its place."""
         place = len(self.workers)
-        machine = self._make_machine(profile, self.setting, lambda: self.now_s)
-        worker = Worker(self.setting, machine, self.now_s)
+        worker = Worker(self.setting, profile, lambda: self.now_s, self.now_s)
         self.workers.append(worker)
         for books in {id(replica.books): replica.books for replica in self.replicas}.values():
             books.append(Books())

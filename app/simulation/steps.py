@@ -1,4 +1,4 @@
-"""What goes into a simulated engine, and what one step of an engine reports."""
+"""What goes into a simulated engine, what it refuses, and what one step of any engine reports."""
 
 from __future__ import annotations
 
@@ -48,6 +48,20 @@ class SimRequest:
         seed = xxh3_64_intdigest(tail, self.blocks[-1] if self.blocks else 0)
         # A Weyl sequence: multiples of 2^64 / golden ratio, whose high bits look random.
         return [(seed + i * 0x9E3779B97F4A7C15 & U64) >> 49 for i in range(start, stop)]
+
+
+class PromptTooLargeError(ValueError):
+    """The request could never be admitted: prompt and output exceed the whole KV pool, or what the
+    model takes.
+
+    limit_of: says what has the limit. field: of the request, that must become smaller.
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit_of: str, limit: int) -> None:
+        super().__init__(
+            f"needs {prompt_tokens} prompt + {max_tokens} output tokens, but {limit_of} {limit}"
+        )
+        self.field = "prompt" if prompt_tokens >= limit else "max_tokens"
 
 
 @dataclass(frozen=True, slots=True)

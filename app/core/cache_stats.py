@@ -1,9 +1,12 @@
-"""How long blocks go unused before they are evicted."""
+"""What an engine reports of its prefix cache: its hits, and how soon it evicts."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
+HIT_RATE_WINDOW = 1000
+"""Requests over which the prefix cache hit rate is measured."""
 WINDOW = 200
 """About this many of the latest blocks make up most of the mean."""
 
@@ -28,3 +31,24 @@ class IdleBeforeEvict:
     def value_s(self) -> float:
         """0 until a block is evicted. While none is, it grows, as the next candidates age."""
         return 0.0 if self._mean_s is None else self._mean_s + self._now() - self._last_s
+
+
+class HitRate:
+    """What share of the last prompts was cached when they were admitted."""
+
+    def __init__(self) -> None:
+        self._admitted: deque[tuple[int, int]] = deque()
+        self._cached = self._tokens = 0
+
+    def add(self, cached: int, tokens: int) -> None:
+        self._admitted.append((cached, tokens))
+        self._cached += cached
+        self._tokens += tokens
+        if len(self._admitted) > HIT_RATE_WINDOW:
+            cached, tokens = self._admitted.popleft()
+            self._cached -= cached
+            self._tokens -= tokens
+
+    @property
+    def value(self) -> float:
+        return self._cached / max(1, self._tokens)

@@ -13,13 +13,12 @@ cached: full, reusable, not in use. A block that the host tier holds is in no de
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from app.core.cache_stats import IdleBeforeEvict
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier
-from workers.kv.idle import IdleBeforeEvict
 
 # Block -> parent and when it was last used, the longest unused first. Not a dict: taking the first
 # key of a dict again and again walks over the ones already taken.
@@ -36,8 +35,8 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        num_host_blocks: int = 0,
-        now: Callable[[], float] = time.monotonic,
+        num_host_blocks: int,
+        now: Callable[[], float],
     ) -> None:
         if num_blocks < 1:
             raise ValueError("the KV pool is smaller than one block")

@@ -17,9 +17,9 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.steps import Step
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.simulation.steps import Step
 
 FORGET = 0.9995
 """Weight of a step relative to the next one: it halves after 1,400 steps."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.kv.idle import WINDOW, IdleBeforeEvict
+from app.core.cache_stats import WINDOW, IdleBeforeEvict
 
 
 class Clock:

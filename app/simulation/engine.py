@@ -7,19 +7,18 @@ adds the times up. Only the tokens are invented.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from app.core.cache_stats import HitRate
 from app.core.events import CacheEvent
 from app.core.hashing import compute_local_hashes, next_sequence_hash
-from app.core.steps import Finished, SimRequest, Step
 from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics
-from workers.engines.base import HitRate, PromptTooLargeError
-from workers.engines.sim.pool import BlockPool
-from workers.engines.sim.profiles import Profile
+from app.simulation.pool import BlockPool
+from app.simulation.profiles import Profile
+from app.simulation.steps import Finished, PromptTooLargeError, SimRequest, Step
 
 
 @dataclass(eq=False, slots=True)
@@ -57,9 +56,9 @@ class _Prefill:
 class SimEngine:
     """Submit requests, then call `step` until it returns None.
 
-    kv_pool_tokens: overrides the profile's. host_pool_tokens: 0 means no host tier. now: seconds,
-    for when blocks were last used. on_generated: called with each block that output fills, its
-    parent and its tokens; set it at any time.
+    now: seconds, for when blocks were last used. kv_pool_tokens: overrides the profile's.
+    host_pool_tokens: 0 means no host tier. on_generated: called with each block that output fills,
+    its parent and its tokens; set it at any time.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class SimEngine:
         profile: Profile,
         *,
         block_size: int,
+        now: Callable[[], float],
         kv_pool_tokens: int | None = None,
         host_pool_tokens: int = 0,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         pool_tokens = profile.kv_pool_tokens if kv_pool_tokens is None else kv_pool_tokens
         self.on_generated: (

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.core.steps import Finished, SimRequest, Step
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED, Speed
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.profiles import PROFILES
-from workers.engines.speed import SpeedLearner, sped_up
+from app.simulation.engine import SimEngine
+from app.simulation.profiles import PROFILES
+from app.simulation.speed import SpeedLearner, sped_up
+from app.simulation.steps import Finished, SimRequest, Step
 
 H100 = PROFILES["70b-4xh100"]
 FULL_STEP_S_PER_TOKEN = (0.002 + 0.0095 + 80.3e-6 * 2048) / 2048  # 85.9 us
@@ -40,7 +40,7 @@ def learn(
     num_requests: int = 150,
 ) -> Speed:
     """Serve random requests with a 70B model, at a concurrency that varies in a slow wave."""
-    engine = SimEngine(H100, block_size=16)
+    engine = SimEngine(H100, block_size=16, now=lambda: 0.0)
     learner = SpeedLearner(H100.max_batch_tokens, defaults)
     rng = np.random.default_rng(1)
     submitted = steps = 0

@@ -1,1 +1,0 @@
-"""A cluster in virtual time: no Redis, no HTTP and no clock, as fast as it computes."""
