@@ -7,6 +7,7 @@
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- ARGV[1] id             str    of the reservation, or of the request
 -- ARGV[2] ttl_ms         int    > 0; how much longer the reservation lasts, if it is not released
+-- ARGV[3] began_by_ms    int    only one whose try began by then, as for `release`. -1: any
 -- Returns  attempt              the attempt that had reserved; its prefill is complete
 --          "-"                  as above, but the record cannot be read
 --          nil                  there is no such reservation
@@ -20,6 +21,10 @@ local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 
 local request_id, request, inc = find(ARGV[1])
 if not inc then
+  return nil
+end
+local began_by_ms = tonumber(ARGV[3])
+if request and began_by_ms >= 0 and began_ms_of(request.attempt) > began_by_ms then
   return nil
 end
 local l = parse_load(redis.call('HGET', load, inc))

@@ -10,7 +10,8 @@
 -- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
 --                               prefills is predicted to last, unless the first token is out by
 --                               then; never later than after ttl_ms
--- ARGV[3...]             str    nine per request, decided one after another:
+-- ARGV[3] carried_ms     int    > 0; what a door carries is forgotten after that, unless extended
+-- ARGV[4...]             str    ten per request, decided one after another:
 --                               inc, the chosen worker's; request_id, the reservation's key,
 --                               or, if another tag has that, `<request_id>~<tag>`; what is there
 --                               is given back first, unless a later try made it; prefill_tokens
@@ -23,7 +24,7 @@
 --                               router looked: if another was made since, this one is refused, and
 --                               so is every later one of this call for the same worker, as it
 --                               counted on this one; -1: reserve regardless; retry, 0 or 1: take
---                               the request_id, whichever tag has it
+--                               the request_id, whichever tag has it; carried, 0 or 1: by a door
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
 --          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: also fresh
@@ -31,18 +32,19 @@
 -- Cost     O(requests * log reservations); a refusal O(workers). Writes. Safe to retry.
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
-local ttl_ms, prefill_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
 -- @include load
 -- @include record
 -- @include request
+-- @include promise
 -- @include snapshot
 -- @include despite_full
 
 despite_full(load)
 local now = now_ms()
 -- Two for each request: more than come in, and few enough for one call.
-unreserve_expired(now, 2 * (#ARGV - 2) / 9)
+unreserve_expired(now, 2 * (#ARGV - 3) / 10)
 local overtaken = {}
 
 -- The key that a try's reservation gets, and the record that is there.
@@ -54,7 +56,7 @@ local function place(request_id, attempt, retry)
   return find(request_id .. '~' .. tag)
 end
 
-local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry)
+local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry, carried)
   local request_id, held = place(id, attempt, retry)
   if held and began_ms_of(held.attempt) > began_ms_of(attempt) then
     return 'superseded'
@@ -73,29 +75,17 @@ local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_
     return 'changed'
   end
 
-  if l.requests == l.decoding then
-    l.head_us, l.head_since_ms = tonumber(us), now
-  end
-  l.tokens = l.tokens + tokens
-  l.us = l.us + us
-  l.blocks = l.blocks + blocks
-  l.requests = l.requests + 1
-  l.total = l.total + 1
-  redis.call('HSET', load, inc, format_load(l))
-  redis.call('HSET', reservations, request_id, inc)
-  -- l.us is in microseconds: a 250th of it is four times as long, in ms.
-  local stays_ms = math.min(ttl_ms, prefill_ttl_ms + l.us / 250)
-  redis.call('ZADD', expiry, string.format('%d', now + stays_ms), request_id)
-  redis.call('HSET', requests_prefix .. inc, request_id, format_request({
-    tokens = tokens, us = us, blocks = blocks, state = 'p', attempt = attempt,
-  }))
-  redis.call('RPUSH', prefills_prefix .. inc, request_id)
+  -- The queue is in microseconds: a 250th of it is four times as long, in ms.
+  local stays_ms = math.min(ttl_ms, prefill_ttl_ms + (l.us + us) / 250)
+  promise(l, inc, request_id, {
+    tokens = tokens, us = tonumber(us), blocks = blocks, state = 'p', attempt = attempt,
+  }, now, now + (carried == '1' and carried_ms or stays_ms))
   return 1
 end
 
 local outcomes, refused = {}, false
-for i = 3, #ARGV, 9 do
-  local outcome = reserve(unpack(ARGV, i, i + 8))
+for i = 4, #ARGV, 10 do
+  local outcome = reserve(unpack(ARGV, i, i + 9))
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1
 end

@@ -87,7 +87,8 @@ class RouterSettings(DoorSettings):
     )
     reservation_ttl_s: float = setting(
         600.0,
-        "A reservation not released within this time of its first token expires.",
+        "A reservation not released within this time of its first token expires. What the front "
+        "door carries stays reserved until it ends, and for ten seconds if its replica dies.",
         POSITIVE_SECONDS,
     )
     prefill_ttl_s: float = setting(

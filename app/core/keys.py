@@ -99,7 +99,7 @@ KEYSPACE = (
         "hash",
         "`<inc>` → `prefill_tokens prefill_us head_us head_since_ms blocks requests "
         "decoding total`",
-        ("activate", "renew", "reserve", "prefill_complete", "release", "expire"),
+        ("activate", "renew", "reserve", "extend", "prefill_complete", "release", "expire"),
         "retired",
     ),
     Key(
@@ -116,14 +116,15 @@ KEYSPACE = (
         "hash",
         "reservation → `<inc>`. A reservation is named like its request; if another request had "
         "that id, `<request id>~<tag>`",
-        ("reserve", "activate"),
+        ("reserve", "extend", "activate"),
         "released or expired",
     ),
     Key(
         "expiry",
         "zset",
-        "reservation by expiry, ms, Redis clock",
-        ("reserve", "prefill_complete"),
+        "reservation by expiry, ms, Redis clock; while a door carries the request, 10 s after the "
+        "door last said so",
+        ("reserve", "extend", "prefill_complete"),
         "released or expired",
     ),
     Key(
@@ -132,14 +133,14 @@ KEYSPACE = (
         "reservation → `prefill_tokens prefill_us blocks state attempt`; state `p` "
         "prefilling, `d` decoding; attempt `<began, ms>-<tag>` says when the try began and tells "
         "it from others with the same request id",
-        ("reserve", "prefill_complete", "activate"),
+        ("reserve", "extend", "prefill_complete", "activate"),
         "released or expired",
     ),
     Key(
         "prefills:<inc>",
         "list",
         "reservations still prefilling, oldest first",
-        ("reserve", "activate", "renew"),
+        ("reserve", "extend", "activate", "renew"),
         "released or expired",
     ),
     Key(

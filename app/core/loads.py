@@ -56,6 +56,8 @@ class Reservation:
     it from others of the same request."""
     retry: bool = False
     """Whether it takes the place of what earlier tries of the request hold."""
+    carried: bool = False
+    """Whether a door carries the request, and extends what is reserved for it."""
 
 
 @dataclass(frozen=True, slots=True)

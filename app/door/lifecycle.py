@@ -151,6 +151,7 @@ class Lifecycle:
                 tenant=admitted.tenant,
                 priority=admitted.priority,
                 balancer_id=admitted.balancer_id,
+                carried=True,
             ),
             caller,
         )

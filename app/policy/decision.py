@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from app.core.chains import Overlaps
-from app.core.loads import Load
+from app.core.loads import Load, Reservation
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
@@ -18,6 +18,7 @@ class RouteRequest:
     began_ms: when it came in, by the Redis clock; None: that is not known yet. session: "" for
     none. tenant, priority: used if it has to wait. retry: it takes the place of what earlier tries
     with its id hold. balancer_id: the same if a balancer sends a request again; "" for none.
+    carried: until it ends, its router's door carries it, and keeps extending what is reserved.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
     """
@@ -35,6 +36,7 @@ class RouteRequest:
     priority: str = "normal"
     retry: bool = False
     balancer_id: str = ""
+    carried: bool = False
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class Decision:
 
     degraded: decided without Redis, by load alone, from the last loads seen; or without all of the
     overlaps.
-    reserved: capacity is promised to the request until it is released or expires.
+    reservation: what is promised to the request until that is released or expires; None: nothing.
     reservation_id: that of the promise, which nobody else can guess.
     """
 
@@ -105,12 +107,14 @@ class Decision:
     tied: bool
     tries: int
     degraded: bool
-    reserved: bool
+    reservation: Reservation | None
     reservation_id: str
-    attempt: str
-    """See Reservation."""
     locality: Locality
     best: Best
     waited_ms: int
     candidates: list[Candidate]
     """Filled if the request asked for an explanation."""
+
+    @property
+    def reserved(self) -> bool:
+        return self.reservation is not None

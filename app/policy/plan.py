@@ -12,7 +12,7 @@ from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
 from app.core.loads import Reservation
 from app.core.rate_limit import RateLimit
-from app.core.types import NO_OVERLAP, Incarnation
+from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose
 from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
@@ -114,19 +114,20 @@ class WorkerSelector:
         self._decisions += request.reserve
         position = choice.index
         locality, best = locality_of(view, candidates, size, overlaps, eligible, choice, affinity)
+        overlap = overlaps.get(view.incarnations[position], NO_OVERLAP)
+        reservation = _reservation(query, overlap, size, choice, candidates)
         decision = Decision(
             request_id=request.request_id,
             worker=view.infos[position],
-            overlap=overlaps.get(view.incarnations[position], NO_OVERLAP),
+            overlap=overlap,
             isl_tokens=request.isl_tokens,
             isl_blocks=size.isl_blocks,
             policy=policy,
             tied=choice.tied,
             tries=query.tries,
             degraded=degraded or query.is_short,
-            reserved=request.reserve and not degraded,
+            reservation=reservation if request.reserve and not degraded else None,
             reservation_id=query.reservation_id,
-            attempt=query.attempt,
             locality=Locality.DEGRADED if degraded else locality,
             best=best,
             waited_ms=query.waited_ms,
@@ -137,7 +138,7 @@ class WorkerSelector:
             position,
             view.incarnations[position],
             view.loads[position].total,
-            _reservation(decision, size, choice, candidates, retry=request.retry),
+            reservation,
             decision,
             view,
             candidates,
@@ -164,20 +165,21 @@ def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
 
 
 def _reservation(
-    decision: Decision, size: RequestSize, choice: Choice, candidates: Candidates, *, retry: bool
+    query: Query, overlap: TierOverlap, size: RequestSize, choice: Choice, candidates: Candidates
 ) -> Reservation:
-    """What the decision reserves on its worker."""
+    """What a decision reserves on its worker, which holds `overlap`."""
     prefill_s = choice.costs.terms.get("prefill_s")
     if prefill_s is None:
         prefill_s = predicted_prefill_s(candidates, size)
-    cached = decision.overlap.total * size.block_size
+    cached = overlap.total * size.block_size
     return Reservation(
-        decision.request_id,
+        query.request.request_id,
         prefill_tokens=max(1, size.isl_tokens - cached),
         prefill_us=round(1e6 * min(float(prefill_s[choice.index]), MAX_PREFILL_S)),
         blocks=size.isl_blocks,
-        attempt=decision.attempt,
-        retry=retry,
+        attempt=query.attempt,
+        retry=query.request.retry,
+        carried=query.request.carried,
     )
 
 

@@ -311,7 +311,7 @@ class Decider:
         self._note_decision(plan)
         if pending.answer.done():
             # The caller has hung up meanwhile.
-            self._maintenance.release_soon(decision.reservation_id, decision.attempt)
+            self._maintenance.release_soon(decision.reservation_id, plan.reservation.attempt)
         pending.resolve(decision)
 
     def _note_decision(self, plan: Plan) -> None:

@@ -1,4 +1,5 @@
-"""First tokens and ends of requests: those that come in together share a round trip to Redis."""
+"""First tokens and ends of requests, and what is still carried: those that come in together share a
+round trip to Redis."""
 
 from __future__ import annotations
 
@@ -9,16 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.core.errors import RedisUnavailable
+from app.policy.decision import Decision
+from app.router.carried import Carried
 from app.router.history import History
 from app.router.maintenance import Maintenance
 from app.router.replica import Replica
 from app.state import reservations
 from app.state.endings import Ending
+from app.state.reservations import Extended, Extension
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 64
+EXTENDED_AT_ONCE = 128
+"""By one script, which takes Redis half a millisecond."""
+LOOK_S = 1.0
+"""How often to look for what is to be extended."""
 MAX_UNREPORTED = 16_384
 """Beyond this many, which only a slow Redis can cause, the oldest are left to expire."""
 
@@ -53,11 +61,14 @@ class Endings:
         self._maintenance = maintenance
         self._on_end = on_end
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
+        self._carried = Carried()
+        self._must_extend = False
         self._reports: deque[_Report] = deque()
         self._sending: asyncio.Task[None] | None = None
 
     def first_token(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
         """The first token of a request is out."""
+        self._carried.first_token(reservation_id)
         self._add(_Report(reservation_id, False, None, answer))
 
     def end(
@@ -70,13 +81,32 @@ class Endings:
 
         If Redis cannot be reached, the reservation is released once it is back.
         """
+        self._carried.end(reservation_id)
         now_ms = self._replica.fleet.redis_now_ms
         self._add(_Report(reservation_id, True, now_ms, answer, ending))
+
+    def carry(self, decision: Decision) -> None:
+        """Keep reserved what the door carries, until it ends."""
+        self._carried.add(decision, asyncio.get_running_loop().time())
+
+    def forget(self, reservation_id: str) -> None:
+        """It is carried no longer; somebody else releases what is reserved."""
+        self._carried.end(reservation_id)
+
+    async def run(self) -> None:
+        """Extend what is carried, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._must_extend = True
+            self._send_soon()
 
     def _add(self, report: _Report) -> None:
         if len(self._reports) >= MAX_UNREPORTED:
             self._failed(self._reports.popleft(), RedisUnavailable("too many reports wait"))
         self._reports.append(report)
+        self._send_soon()
+
+    def _send_soon(self) -> None:
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_all())
 
@@ -86,13 +116,18 @@ class Endings:
             await self._sending
 
     async def _send_all(self) -> None:
-        while self._reports:
+        while self._reports or self._must_extend:
             count = min(AT_ONCE, len(self._reports))
             await self._send([self._reports.popleft() for _ in range(count)])
 
     async def _send(self, reports: list[_Report]) -> None:
-        found = await self._replica.runner.run_each([self._call(r) for r in reports])
-        for report, attempt in zip(reports, found, strict=True):
+        calls = [self._call(report) for report in reports]
+        extensions = self._extensions()
+        replies = await self._replica.runner.run_each(
+            [*calls, *(reservations.extend(self._replica.keyspace, some) for some in extensions)]
+        )
+        self._note_extended(extensions, replies[len(reports) :])
+        for report, attempt in zip(reports, replies, strict=False):
             if isinstance(attempt, RedisUnavailable):
                 self._failed(report, attempt)
                 continue
@@ -107,11 +142,37 @@ class Endings:
                 report.answer.set_result(attempt is not None)
         self._on_end()
 
+    def _extensions(self) -> list[list[Extension]]:
+        """What is due of all that is carried. In the round trips of reports, as what has ended must
+        not be reserved again."""
+        if not self._must_extend:
+            return []
+        self._must_extend = False
+        now_s = asyncio.get_running_loop().time()
+        due = self._carried.due(now_s, self._replica.fleet.last_view)
+        return [due[at : at + EXTENDED_AT_ONCE] for at in range(0, len(due), EXTENDED_AT_ONCE)]
+
+    def _note_extended(
+        self,
+        extensions: list[list[Extension]],
+        replies: list[list[Extended] | RedisUnavailable],
+    ) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for some, outcomes in zip(extensions, replies, strict=True):
+            if isinstance(outcomes, RedisUnavailable):
+                log.debug("%d reservations not extended: %s", len(some), outcomes)
+                continue
+            self._carried.extended(some, outcomes, now_s)
+            made = outcomes.count(Extended.RESERVED_AGAIN)
+            self._replica.telemetry.reservations_of("made_again").inc(made)
+
     def _call(self, report: _Report) -> Call[str | None]:
         keyspace = self._replica.keyspace
         if report.is_end:
             return reservations.release(keyspace, report.reservation_id, answered=True)
-        return reservations.prefill_complete(keyspace, report.reservation_id, ttl_ms=self._ttl_ms)
+        is_carried = report.reservation_id in self._carried
+        ttl_ms = reservations.CARRIED_MS if is_carried else self._ttl_ms
+        return reservations.prefill_complete(keyspace, report.reservation_id, ttl_ms=ttl_ms)
 
     def _failed(self, report: _Report, error: RedisUnavailable) -> None:
         if report.is_end and report.began_by_ms is not None:

@@ -86,7 +86,7 @@ class History:
                     incarnation,
                     request.chain,
                     self.predictions,
-                    plan.decision.attempt,
+                    plan.reservation.attempt,
                     self._reservation_ttl_ms,
                 )
             )

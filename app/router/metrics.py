@@ -225,7 +225,8 @@ class Telemetry:
     )
     reservations = _counter(
         "reservations",
-        "Reservations by event: made, prefill_complete, released, expired, unknown.",
+        "Reservations by event: made, prefill_complete, released, expired, unknown; made_again, of "
+        "what a door carried while Redis lost it.",
         labels=("event",),
     )
     conflicts = _counter(

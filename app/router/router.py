@@ -74,6 +74,7 @@ class Router:
                 tasks.create_task(self._decider.run())
                 tasks.create_task(self._maintenance.run())
                 tasks.create_task(self._history.run())
+                tasks.create_task(self._endings.run())
                 tasks.create_task(self.fleet.follow())
                 tasks.create_task(self._runner.redis.follow())
         finally:
@@ -101,6 +102,8 @@ class Router:
                 raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
             decision = await answer
             outcome = "routed"
+            if request.carried:
+                self._endings.carry(decision)
         except RoutingError as error:
             outcome = error.outcome
             raise
@@ -162,7 +165,9 @@ class Router:
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""
-        self._maintenance.release_soon(decision.reservation_id, decision.attempt)
+        if decision.reservation is not None:
+            self._endings.forget(decision.reservation_id)
+            self._maintenance.release_soon(decision.reservation_id, decision.reservation.attempt)
 
     async def release(
         self, request_id: str, *, worker_failed: bool = False, ending: Ending | None = None
@@ -180,6 +185,7 @@ class Router:
             answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._endings.end(request_id, answer, ending)
             return await answer
+        self._endings.forget(request_id)
         now_ms = self.fleet.redis_now_ms
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
 from app.core.errors import NamespaceMissing, WrongVersion
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.loads import Failing, Load, Refused, Snapshot, Wish
-from app.core.types import parse_incarnation
+from app.core.loads import Failing, Load, Refused, Reservation, Snapshot, Wish
+from app.core.types import Incarnation, parse_incarnation
 from app.state.scripts import Call, call
 
+CARRIED_MS = 10_000
+"""How long what a door carries stays reserved after the door was last heard of."""
 _LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 8))
 
 
@@ -42,12 +46,17 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
 
 
 def reserve(
-    keyspace: Keyspace, wishes: Sequence[Wish], *, ttl_ms: int, prefill_ttl_ms: int | None = None
+    keyspace: Keyspace,
+    wishes: Sequence[Wish],
+    *,
+    ttl_ms: int,
+    prefill_ttl_ms: int | None = None,
 ) -> Call[list[Refused | None]]:
     """Promise capacity to each wish in turn, unless its worker has changed; None: promised.
 
     Ends after ttl_ms. If no first token is reported, it ends prefill_ttl_ms and four times the
     predicted queue of the worker later, if that is earlier; None: after ttl_ms all the same.
+    One that is carried ends after CARRIED_MS, unless it is extended.
     """
 
     def parse(reply: list[Any]) -> list[Refused | None]:
@@ -58,6 +67,7 @@ def reserve(
         return [None if why == 1 else Refused(why.decode(), fresh) for why in outcomes]
 
     args: list[int | str] = [ttl_ms, ttl_ms if prefill_ttl_ms is None else prefill_ttl_ms]
+    args.append(CARRIED_MS)
     for wish in wishes:
         promised, seen_total = wish.reservation, wish.seen_total
         args += (
@@ -70,17 +80,61 @@ def reserve(
             wish.max_requests,
             -1 if seen_total is None else seen_total,
             int(promised.retry),
+            int(promised.carried),
         )
     return call("reserve", keyspace, *args, parse=parse)
 
 
-def prefill_complete(keyspace: Keyspace, request_id: str, *, ttl_ms: int) -> Call[str | None]:
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Of what is reserved for a request that a door carries. incarnation: its worker's now; None:
+    it has none. decoding: whether the first token is out."""
+
+    reservation_id: str
+    reservation: Reservation
+    incarnation: Incarnation | None
+    decoding: bool
+
+
+class Extended(IntEnum):
+    """What came of an extension. NEITHER: its worker is not routed to, or another try has it."""
+
+    NEITHER = 0
+    EXTENDED = 1
+    RESERVED_AGAIN = 2
+
+
+def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[Extended]]:
+    """Keep reservations for CARRIED_MS from now on; make those again that Redis has lost."""
+
+    def parse(reply: list[int]) -> list[Extended]:
+        return [Extended(outcome) for outcome in reply]
+
+    args: list[int | str] = [CARRIED_MS]
+    for one in extensions:
+        promised = one.reservation
+        args += (
+            one.reservation_id,
+            promised.attempt,
+            one.incarnation or "",
+            promised.prefill_tokens,
+            promised.prefill_us,
+            promised.blocks,
+            "d" if one.decoding else "p",
+        )
+    return call("extend", keyspace, *args, parse=parse)
+
+
+def prefill_complete(
+    keyspace: Keyspace, request_id: str, began_by_ms: int | None = None, *, ttl_ms: int
+) -> Call[str | None]:
     """Record that the first token is out; the reservation then lasts ttl_ms longer.
 
     Returns the attempt that made it, "-" if that is unknown; None: there is no such reservation.
-    Idempotent.
+    began_by_ms: as for `release`. Idempotent.
     """
-    return call("prefill_complete", keyspace, request_id, ttl_ms, parse=_attempt)
+    by_ms = -1 if began_by_ms is None else began_by_ms
+    return call("prefill_complete", keyspace, request_id, ttl_ms, by_ms, parse=_attempt)
 
 
 def release(

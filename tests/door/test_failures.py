@@ -20,11 +20,11 @@ from tests.eventually import eventually
 from tests.fake_worker import KEYS
 
 
-async def nothing_reserved(redis: Redis) -> None:
+async def nothing_reserved(redis: Redis, within_s: float = 10.0) -> None:
     async def reserved() -> int:
         return int(await redis.hlen(KEYS["reservations"]))  # type: ignore[misc]
 
-    await eventually(reserved, lambda number: number == 0)
+    await eventually(reserved, lambda number: number == 0, within_s=within_s)
 
 
 async def running_on(url: str) -> float:

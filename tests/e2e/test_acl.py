@@ -61,6 +61,7 @@ SCRIPTS = {
         "lead",
         "propose",
         "expire",
+        "extend",
         "predicted",
         "confirm_predicted",
         "withdraw_predicted",

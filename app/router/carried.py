@@ -1,0 +1,77 @@
+"""What a replica's door carries: it stays reserved for as long as it is carried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.core.loads import Reservation
+from app.core.types import WorkerKey
+from app.policy.decision import Decision
+from app.policy.view import View
+from app.state.reservations import Extended, Extension
+
+EXTEND_S = 3.0
+"""How often each is extended: one that takes less time costs Redis nothing more."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """due_s: when to extend what is reserved for it, monotonic."""
+
+    reservation: Reservation
+    worker: WorkerKey
+    address: str
+    due_s: float
+    decoding: bool = False
+
+
+class Carried:
+    """Requests by the id of what is reserved for them, those that are due first."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+
+    def __contains__(self, reservation_id: str) -> bool:
+        return reservation_id in self._requests
+
+    def add(self, decision: Decision, now_s: float) -> None:
+        """A request is carried to where it was decided to go, if anything is reserved there."""
+        if decision.reservation is not None:
+            worker = decision.worker
+            self._requests[decision.reservation_id] = _Request(
+                decision.reservation, worker.key, worker.address, now_s + EXTEND_S
+            )
+
+    def first_token(self, reservation_id: str) -> None:
+        if reservation_id in self._requests:
+            self._requests[reservation_id].decoding = True
+
+    def end(self, reservation_id: str) -> None:
+        self._requests.pop(reservation_id, None)
+
+    def due(self, now_s: float, view: View | None) -> list[Extension]:
+        """What to extend now. view: the workers, of which one at the same address counts as the
+        same process, whatever its incarnation."""
+        if view is None or not self._requests:
+            return []
+        workers = [*zip(view.incarnations, view.infos, strict=True), *view.paused.items()]
+        incarnations = {(info.key, info.address): inc for inc, info in workers}
+        due = []
+        for reservation_id, one in self._requests.items():
+            if one.due_s > now_s:
+                break
+            inc = incarnations.get((one.worker, one.address))
+            due.append(Extension(reservation_id, one.reservation, inc, one.decoding))
+        return due
+
+    def extended(
+        self, extensions: Sequence[Extension], outcomes: Sequence[Extended], now_s: float
+    ) -> None:
+        """Redis has answered. What could be neither extended nor reserved again remains due."""
+        for extension, outcome in zip(extensions, outcomes, strict=True):
+            if outcome is not Extended.NEITHER:
+                one = self._requests.pop(extension.reservation_id, None)
+                if one is not None:
+                    one.due_s = now_s + EXTEND_S
+                    self._requests[extension.reservation_id] = one

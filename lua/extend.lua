@@ -1,0 +1,49 @@
+-- extend: a door still carries these requests; keep what is reserved for them. What expired while
+-- the door could not say so, or Redis has lost, is reserved again, however full the worker is.
+--
+-- KEYS[1] load           hash   inc -> load
+-- KEYS[2] reservations   hash   request_id -> inc
+-- KEYS[3] expiry         zset   request_id -> expiry, ms
+-- KEYS[4] requests:      hashes inc -> its requests
+-- KEYS[5] prefills:      lists  inc -> its requests still prefilling
+-- ARGV[1] carried_ms     int    > 0; from now on they last so long, unless extended again
+-- ARGV[2...]             str    seven per request: id of the reservation; attempt that made it; inc,
+--                               now that of its worker; prefill_tokens, prefill_us and blocks as
+--                               reserved; state, `p` until the first token is out, then `d`
+-- Returns  {outcome, ...}       for each, in order: 1 extended; 2 reserved again; 0 neither, as its
+--                               worker is not routed to, or another try has the reservation now
+-- Cost     O(requests * log reservations). Writes. Safe to retry.
+local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
+local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
+-- @include clock
+-- @include load
+-- @include record
+-- @include promise
+-- @include despite_full
+
+despite_full(reservations)
+local now = now_ms()
+local ends_ms = now + tonumber(ARGV[1])
+
+local function extend(id, attempt, inc, tokens, us, blocks, state)
+  local request_id, request, owner = find(id)
+  if request and request.attempt == attempt then
+    redis.call('ZADD', expiry, string.format('%d', ends_ms), request_id)
+    return 1
+  end
+  local l = not owner and parse_load(redis.call('HGET', load, inc))
+  if not l then
+    return 0
+  end
+  promise(l, inc, request_id, {
+    tokens = tonumber(tokens), us = tonumber(us), blocks = tonumber(blocks), state = state,
+    attempt = attempt,
+  }, now, ends_ms)
+  return 2
+end
+
+local outcomes = {}
+for i = 2, #ARGV, 7 do
+  outcomes[#outcomes + 1] = extend(unpack(ARGV, i, i + 6))
+end
+return outcomes

@@ -1,0 +1,21 @@
+-- promise(l, inc, request_id, request, now, ends_ms): reserves on `inc`, whose load is `l`.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record.
+local function promise(l, inc, request_id, request, now, ends_ms)
+  if request.state == 'd' then
+    l.decoding = l.decoding + 1
+  else
+    if l.requests == l.decoding then
+      l.head_us, l.head_since_ms = request.us, now
+    end
+    l.tokens = l.tokens + request.tokens
+    l.us = l.us + request.us
+    redis.call('RPUSH', prefills_prefix .. inc, request_id)
+  end
+  l.blocks = l.blocks + request.blocks
+  l.requests = l.requests + 1
+  l.total = l.total + 1
+  redis.call('HSET', load, inc, format_load(l))
+  redis.call('HSET', reservations, request_id, inc)
+  redis.call('ZADD', expiry, string.format('%d', ends_ms), request_id)
+  redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))
+end
