@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from app.simulation.fleet import Answer, Loss, SimFleet
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
 
+DRIFT_S = 60.0
+"""From one random shift of arrivals to the next; between them it changes evenly, so that what
+arrives together stays together."""
 FAILURES = {
     Loss.FULL: FailureKind.FULL,
     Loss.NO_WORKERS: FailureKind.UNAVAILABLE,
@@ -45,11 +50,12 @@ class Simulation:
 
     def run(self, trace: Trace) -> list[Outcome]:
         """Outcomes in order of arrival; times in engine seconds."""
-        half_bin_s = BIN_MS / 2000
-        for session in trace.sessions:
-            moved = self.fleet.setting.seed != 0
-            shift_s = self.fleet.rng.uniform(-half_bin_s, half_bin_s) if moved else 0.0
-            start_s = max(0.0, session.start_s + shift_s)
+        knots_s = np.arange(0.0, trace.sessions[-1].start_s + 2 * DRIFT_S, DRIFT_S)
+        moved = self.fleet.setting.seed != 0
+        shifts_s = moved * self.fleet.rng.uniform(0.0, BIN_MS / 1000, len(knots_s))
+        starts_s = [session.start_s for session in trace.sessions]
+        late_s = np.interp(starts_s, knots_s, shifts_s)
+        for session, start_s in zip(trace.sessions, (starts_s + late_s).tolist(), strict=True):
             self._arrive_at(session, 0, start_s + session.turns[0].think_s)
         self.fleet.run()
         return sorted(self.outcomes, key=lambda outcome: outcome.arrival_s)

@@ -47,7 +47,7 @@ class Setting:
     count_in_flight: bool = False
     """Whether blocks count as cached from the reservation on."""
     seed: int = 0
-    """For ties. Any but 0 also moves each session by up to half a bin of the recorded trace."""
+    """For ties. Any but 0 also moves sessions, those that start together by the same time."""
 
 
 @dataclass(frozen=True, slots=True)

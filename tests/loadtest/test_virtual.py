@@ -39,6 +39,20 @@ def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
     assert [outcome.cached_tokens for outcome in outcomes] == [0, *[11 * 256] * 5]
 
 
+def test_a_seed_moves_sessions_and_keeps_a_burst_of_them_together() -> None:
+    bursts = [request(i, (i,)) for i in range(60)]
+    starts = [100.0 * (i // 20) + 0.005 * (i % 20) for i in range(60)]
+    trace = Trace("bursts", tuple(Session(s, (r,)) for s, r in zip(starts, bursts, strict=True)))
+
+    def shifts(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        outcomes = Simulation("latency", Setting(seed=seed)).run(trace)
+        return np.reshape([o.arrival_s for o in outcomes], (3, 20)) - np.reshape(starts, (3, 20))
+
+    assert not shifts(0).any()
+    assert all(np.ptp(shifts(seed), axis=1).max() < 0.005 for seed in (1, 2))
+    assert (abs(shifts(1) - shifts(2)).max(axis=1) > 0.05).all()
+
+
 @pytest.mark.parametrize("sharing", list(Sharing))
 def test_everything_reserved_is_released(sharing: Sharing) -> None:
     trace = read_trace(DEMO_TRACE).cut(0.0, None, 200)
