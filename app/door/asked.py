@@ -90,8 +90,12 @@ def read(api: Api, fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) ->
     if not isinstance(streams, bool):
         raise InvalidRequest("stream", f"must be true or false, got {shown(streams)}")
     options = fields.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise InvalidRequest("stream_options", f"must be an object, got {shown(options)}")
+    if options is not None and not (
+        isinstance(options, dict) and all(isinstance(v, bool | None) for v in options.values())
+    ):
+        raise InvalidRequest(
+            "stream_options", f"must be an object of booleans, got {shown(options)}"
+        )
     return Asked(
         api,
         fields.get("model"),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
+from app.core.worker_report import WorkerInfo
 from app.door.errors import WorkerFailed
-from app.door.events import Whole, usage_in
 from app.door.forwarding import Outgoing, Parser, headers_for_client
-from app.door.lifecycle import Lifecycle
+from app.door.lifecycle import Lifecycle, Usage
 from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
+from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.upstream import Answer, Upstream, UpstreamBroken, UpstreamError
 
 log = logging.getLogger(__name__)
@@ -63,13 +64,13 @@ class Door:
     """Knows how to reach engines, and how long to wait for them."""
 
     def __init__(self, upstream: Upstream, patience: Patience) -> None:
-        self._upstream = upstream
-        self._patience = patience
-        self._missing = Missing(upstream)
+        self.upstream = upstream
+        self.patience = patience
+        self.missing = Missing(upstream)
 
     async def run(self) -> None:
         """Look for workers that are gone, until cancelled."""
-        await self._missing.run()
+        await self.missing.run()
 
     async def carry(
         self,
@@ -83,66 +84,77 @@ class Door:
         """Have a worker answer; ends `life` unless it raises.
 
         Until the first byte has gone out to the client, another worker takes the place of one that
-        failed; later, one goes on with a stream that can migrate. Raises as Router.route does, and
+        failed; later, one goes on with a stream that can migrate. Raises as Router.route does;
         WorkerFailed if there is no further one to try, or one fails later.
         """
-
-        async def begin() -> _Begun:
-            return await self._begun(life, outgoing, path, headers, policy)
-
-        begun = await begin()
-        try:
-            await self._relay(life, outgoing, begun, client, begin)
-        finally:
-            begun.answer.abort()
+        await _Carriage(self, life, outgoing, path, headers, policy, client).run()
 
     async def pass_on(
         self, model: Model, body: bytes, path: str, headers: Headers, client: Client
     ) -> None:
         """Have any worker of `model` answer. Raises WorkerFailed if none does."""
+        between_s = self.patience.between_s
         failure: UpstreamError | None = None
         for worker in random.sample(model.workers, min(TRIES, len(model.workers))):
             try:
-                answer = await self._upstream.send(
-                    worker.address,
-                    path,
-                    headers,
-                    body,
-                    connect_s=CONNECT_S,
-                    answer_s=self._patience.between_s,
+                answer = await self.upstream.send(
+                    worker.address, path, headers, body, connect_s=CONNECT_S, answer_s=between_s
                 )
-                pieces = []
-                while piece := await answer.read(self._patience.between_s):
-                    pieces.append(piece)
+                piece, is_all = await answer.read_up_to(MAX_WHOLE_BYTES, between_s)
             except UpstreamError as error:
                 failure = error
                 continue
-            text = b"".join(pieces)
-            length = (b"content-length", b"%d" % len(text))
-            await client.start(answer.status, [*headers_for_client(answer.headers), length])
-            await client.send(text, last=True)
+            try:
+                more = [(b"content-length", b"%d" % len(piece))] if is_all else []
+                await client.start(answer.status, headers_for_client(answer.headers) + more)
+                while not is_all and piece:
+                    await client.send(piece)
+                    piece = await answer.read(between_s)
+                await client.send(piece, last=True)
+            except UpstreamError as error:
+                raise WorkerFailed(f"worker {worker.key}: {error}") from None
+            finally:
+                answer.abort()
             return
         raise WorkerFailed(f"model {model.name}: {failure}")
 
-    async def _begun(
-        self, life: Lifecycle, outgoing: Outgoing, path: str, headers: Headers, policy: str
-    ) -> _Begun:
-        deadline_s = asyncio.get_running_loop().time() + self._patience.answer_s
+
+@dataclass(slots=True)
+class _Carriage:
+    """One request on its way."""
+
+    door: Door
+    life: Lifecycle
+    outgoing: Outgoing
+    path: str
+    headers: Headers
+    policy: str
+    client: Client
+
+    async def run(self) -> None:
+        begun = await self._begin()
+        try:
+            await self._relay(begun)
+        finally:
+            begun.answer.abort()
+
+    async def _begin(self) -> _Begun:
+        """The beginning of an answer, by the worker that is the first to begin one."""
+        life = self.life
+        deadline_s = asyncio.get_running_loop().time() + self.door.patience.answer_s
         refusal: _Begun | None = None
         """What is answered if no other worker answers better."""
         failure: WorkerFailed | None = None
         for left in reversed(range(TRIES)):
             try:
-                decision = await life.decide(policy)
+                worker = (await life.decide(self.policy)).worker
             except NoWorkers:
                 break
             try:
-                async with self._missing.waiting(life):
-                    begun = await self._try(life, outgoing, path, headers, deadline_s)
+                async with self.door.missing.waiting(life):
+                    begun = await self._try(worker, deadline_s)
             except UpstreamError as error:
-                failure = WorkerFailed(f"worker {decision.worker.key}: {error}")
-                log.warning("%s; request %s", failure, decision.request_id)
-                await self._failed(life, suspend=True)
+                failure = await self._failed(error)
                 continue
             status = begun.answer.status
             if status not in FAILURES and status not in BACK_PRESSURE:
@@ -152,139 +164,109 @@ class Door:
             refusal = begun
             if not left or (status == 500 and life.record.failed):
                 return refusal
-            await self._failed(life, suspend=status in FAILURES and status != 500)
+            await self._leave(suspend=status in FAILURES and status != 500)
         if refusal is not None:
             return refusal
-        if failure is None:
-            raise NoWorkers("no worker is alive")
-        raise failure
+        raise failure or NoWorkers("no worker is alive")
 
-    async def _failed(self, life: Lifecycle, *, suspend: bool) -> None:
+    async def _failed(self, error: UpstreamError) -> WorkerFailed:
+        """Leave a worker that failed; returns how it did."""
+        failure = WorkerFailed(f"worker {self.life.decision.worker.key}: {error}")
+        log.warning("%s; request %s", failure, self.life.record.admitted.request_id)
+        await self._leave(suspend=True)
+        return failure
+
+    async def _leave(self, *, suspend: bool) -> None:
         try:
-            await life.worker_failed(suspend=suspend)
+            await self.life.worker_failed(suspend=suspend)
         except RedisUnavailable as error:
             log.debug("not told of a failed worker: %s", error)
 
-    async def _try(
-        self,
-        life: Lifecycle,
-        outgoing: Outgoing,
-        path: str,
-        headers: Headers,
-        deadline_s: float,
-    ) -> _Begun:
+    async def _try(self, worker: WorkerInfo, deadline_s: float) -> _Begun:
         """The beginning of one worker's answer. Raises UpstreamError."""
-        worker = life.decision.worker
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-        more = life.trace.try_begins(str(worker.key))
+        more = self.life.trace.try_begins(str(worker.key))
         if worker.key.dp_rank:
             more = [*more, (b"x-data-parallel-rank", b"%d" % worker.key.dp_rank)]
-        answer = await self._upstream.send(
+        answer = await self.door.upstream.send(
             worker.address,
-            path,
-            [*headers, *more],
-            outgoing.for_worker(worker),
+            self.path,
+            [*self.headers, *more],
+            self.outgoing.for_worker(worker),
             connect_s=min(CONNECT_S, left_s),
             answer_s=left_s,
         )
-        try:
-            if outgoing.asked.streams and answer.status == 200:
-                return _Begun(answer, await answer.read(left_s), whole=False)
-            pieces: list[bytes] = []
-            size = 0
-            while piece := await answer.read(left_s):
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_WHOLE_BYTES:
-                    return _Begun(answer, b"".join(pieces), whole=False)
-            return _Begun(answer, b"".join(pieces), whole=True)
-        except BaseException:
-            answer.abort()
-            raise
+        if self.outgoing.asked.streams and answer.status == 200:
+            return _Begun(answer, await answer.read(left_s), whole=False)
+        first, is_all = await answer.read_up_to(MAX_WHOLE_BYTES, left_s)
+        return _Begun(answer, first, is_all)
 
-    async def _relay(
-        self,
-        life: Lifecycle,
-        outgoing: Outgoing,
-        begun: _Begun,
-        client: Client,
-        begin: Callable[[], Awaitable[_Begun]],
-    ) -> None:
-        """begin: asks for what `outgoing` is now. What it returns takes the place of `begun`."""
-        asked, answer = outgoing.asked, begun.answer
+    async def _relay(self, begun: _Begun) -> None:
+        """Pass an answer on. While it migrates, another worker's beginning takes the place of
+        `begun`."""
+        life, client, answer = self.life, self.client, begun.answer
         headers = headers_for_client(answer.headers)
         life.record.status = answer.status
         if begun.whole:
             headers.append((b"content-length", b"%d" % len(begun.first)))
-            usage = usage_in(begun.first[-_TAIL:]) if answer.status == 200 else None
+            usage = self._usage(begun.first) if answer.status == 200 else None
             life.first_token(is_seen=False)
             life.end("ok" if answer.status < 400 else "refused", usage=usage)
             await client.start(answer.status, headers)
             await client.send(begun.first, last=True)
             return
         parser: Parser = Whole()
-        if asked.streams and answer.status == 200:
-            parser = outgoing.parser()
+        if self.outgoing.asked.streams and answer.status == 200:
+            parser = self.outgoing.parser()
             headers += _STREAM_HEADERS
         await client.start(answer.status, headers)
         while True:
             try:
-                async with self._missing.waiting(life):
-                    await self._pass(life, begun, parser, client)
+                async with self.door.missing.waiting(life):
+                    await self._pass(begun, parser)
             except UpstreamError as error:
-                failure = WorkerFailed(f"worker {life.decision.worker.key}: {error}")
+                failure = error
             else:
                 rest = parser.rest()
                 break
-            if not isinstance(parser, Migrating):
-                raise failure
-            if parser.is_finished:
+            if isinstance(parser, Migrating) and parser.is_finished:
                 rest = parser.ending()
                 break
-            await self._migrate(life, outgoing, begun, parser, begin, failure)
+            await self._migrate(begun, parser, failure)
         outcome = "error_event" if parser.failed else "ok"
-        life.end(outcome, ended_by="worker", usage=usage_in(parser.tail))
+        life.end(outcome, ended_by="worker", usage=self._usage(parser.tail))
         await client.send(rest, last=True)
 
-    async def _pass(self, life: Lifecycle, begun: _Begun, parser: Parser, client: Client) -> None:
+    def _usage(self, text: bytes) -> Usage | None:
+        most = self.outgoing.most_tokens(self.life.decision.worker)
+        return usage_in(text[-TAIL_BYTES:], most)
+
+    async def _pass(self, begun: _Begun, parser: Parser) -> None:
         """Pass the answer of one worker on. Raises UpstreamBroken."""
         piece = begun.first
         while piece:
             passed = parser.passed(piece)
             if parser.has_first_token:
-                life.first_token()
+                self.life.first_token()
             if passed:
-                await client.send(passed)
+                await self.client.send(passed)
             if parser.is_broken:
                 raise UpstreamBroken("told an error")
-            piece = await begun.answer.read(self._patience.between_s)
+            piece = await begun.answer.read(self.door.patience.between_s)
 
-    async def _migrate(
-        self,
-        life: Lifecycle,
-        outgoing: Outgoing,
-        begun: _Begun,
-        parser: Migrating,
-        begin: Callable[[], Awaitable[_Begun]],
-        failure: WorkerFailed,
-    ) -> None:
-        """Have another worker go on with the answer. Raises `failure` if none can."""
-        output = parser.output
-        if not parser.can_go_on or life.record.migrations == MIGRATIONS:
+    async def _migrate(self, begun: _Begun, parser: Parser, error: UpstreamError) -> None:
+        """Have another worker go on with the answer. Raises WorkerFailed if none can."""
+        life = self.life
+        failure = WorkerFailed(f"worker {life.decision.worker.key}: {error}")
+        if not isinstance(parser, Migrating) or not parser.can_go_on:
             raise failure
-        if not outgoing.goes_on(output):
+        if life.record.migrations == MIGRATIONS or not self.outgoing.goes_on(parser.output):
             raise failure
-        log.warning(
-            "%s; request %s goes on elsewhere after %d tokens",
-            failure,
-            life.record.admitted.request_id,
-            len(output),
-        )
         begun.answer.abort()
-        await self._failed(life, suspend=True)
-        life.goes_on(output)
+        failure = await self._failed(error)
+        life.goes_on(parser.output)
         try:
-            next_one = await begin()
+            next_one = await self._begin()
         except KvrouteError:
             raise failure from None
         begun.answer, begun.first = next_one.answer, next_one.first
@@ -293,5 +275,4 @@ class Door:
         parser.goes_on()
 
 
-_TAIL = 4096
 _STREAM_HEADERS = [(b"x-accel-buffering", b"no"), (b"cache-control", b"no-cache")]

@@ -11,9 +11,9 @@ from app.core.worker_report import WorkerInfo
 from app.door.asked import Api, Asked
 from app.door.body import JsonBody
 from app.door.engines import ids_field
-from app.door.events import Stream, Whole
 from app.door.migration import Migrating
 from app.door.prompts import PromptIds
+from app.door.stream import MAX_TOKENS, Stream, Whole
 
 Parser = Stream | Whole | Migrating
 
@@ -92,6 +92,16 @@ class Outgoing:
         if not self.can_migrate:
             return Stream(drops_usage=drops_usage)
         return Migrating(prompt_tokens=self.ids.num_tokens, drops_usage=drops_usage)
+
+    def most_tokens(self, worker: WorkerInfo) -> int:
+        """That an answer of that worker can count: its context, for each of the texts."""
+        fields = self.body.fields
+        texts = fields.get("prompt" if self.asked.api is Api.COMPLETIONS else "input")
+        num_texts = len(texts) if isinstance(texts, list) else 1
+        choices = fields.get("n")
+        num_choices = choices if type(choices) is int else 1
+        context = worker.max_model_len or MAX_TOKENS
+        return min(MAX_TOKENS, context * max(1, num_texts) * max(1, num_choices))
 
     def goes_on(self, output: Sequence[int]) -> bool:
         """From now on ask for what comes behind these tokens of the answer; False: nothing may."""

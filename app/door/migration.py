@@ -12,8 +12,8 @@ import orjson
 from app.core.worker_report import WorkerInfo
 from app.door.asked import Api, Asked
 from app.door.engines import ids_field, returns_ids
-from app.door.events import ERROR, Stream, usage_in
 from app.door.prompts import PromptIds
+from app.door.stream import ERROR, Events, Stream, events_in, usage_in
 
 _CONTINUABLE = frozenset(
     (
@@ -35,8 +35,8 @@ _IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([\d,\s]*)\]')
 _SAYS = re.compile(rb'"(?:content|text)"\s*:\s*"[^"]')
 _THINKS = re.compile(rb'"reasoning(?:_content)?"\s*:\s*"[^"]')
 _FINISHES = re.compile(rb'"finish_reason"\s*:\s*"')
-_MAX_HELD_BYTES = 8 * 1024 * 1024
-"""Of an event that has not ended: one has the ids of the whole prompt."""
+_MAX_EVENT_BYTES = 8 * 1024 * 1024
+"""One has the ids of the whole prompt."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -94,7 +94,7 @@ class Migrating:
         self._prompt_tokens = prompt_tokens
         self._stream = Stream(drops_usage=drops_usage)
         self._frame: dict[str, Any] = {}
-        self._held = b""
+        self._events = Events(_MAX_EVENT_BYTES)
 
     @property
     def can_go_on(self) -> bool:
@@ -114,32 +114,26 @@ class Migrating:
         """Another worker says the rest."""
         self._before = len(self.output)
         self._is_continued = bool(self._frame)
-        self._held = b""
+        self._events = Events(_MAX_EVENT_BYTES)
         self._untold = []
         self.has_first_token = self.is_broken = False
 
     def passed(self, piece: bytes) -> bytes:
         """What of the bytes so far is to be passed on now."""
-        text = self._held + piece
-        end = text.rfind(b"\n\n") + 2
-        if end == 1:
-            if len(text) <= _MAX_HELD_BYTES:
-                self._held = text
-                return b""
-            self._is_known, self._held = False, b""
+        text = self._events.whole(piece)
+        if not text.endswith((b"\n\n", b"\n\r\n")):
+            self._is_known = self._is_known and not text
             return self._stream.passed(text)
-        self._held = text[end:]
         said = b""
-        for event in text[:end].split(b"\n\n")[:-1]:
-            said += self._seen(event + b"\n\n")
+        for event in events_in(text):
+            said += self._seen(event)
             if self.is_broken:
                 break
         return self._stream.passed(said)
 
     def rest(self) -> bytes:
         """What is left when the answer has ended."""
-        held, self._held = self._held, b""
-        return self._stream.passed(held) + self._stream.rest()
+        return self._stream.passed(self._events.rest()) + self._stream.rest()
 
     def ending(self) -> bytes:
         """What a worker that failed after the last token left unsaid."""
@@ -156,12 +150,16 @@ class Migrating:
             self.is_broken = True
             return b""
         self.has_first_token = self.has_first_token or event.startswith(b"data:")
-        ids = [found[2] for found in _IDS.finditer(event) if not found[1]]
-        for found in ids:
-            self._untold += orjson.loads(b"[%b]" % found)
+        lists = [match[2] for match in _IDS.finditer(event) if not match[1]]
+        try:
+            ids = [int(number) for one in lists for number in one.split(b",") if number.strip()]
+        except ValueError:
+            lists, ids = [], []
+        self._untold += ids
+        self._is_known = self._is_known and max(ids, default=0) < 2**32
         says, thinks = _SAYS.search(event), _THINKS.search(event)
         if says or thinks:
-            self._is_known = self._is_known and bool(ids)
+            self._is_known = self._is_known and bool(lists)
             self._thinks = thinks is not None
             self.output += self._untold
             self._untold = []
@@ -172,9 +170,14 @@ class Migrating:
             self._frame = {
                 name: fields[name]
                 for name in ("id", "object", "created", "model")
-                if name in fields
+                if isinstance(fields.get(name), str | int)
             }
-        return self._continued(event) if self._is_continued else event
+        if not self._is_continued:
+            return event
+        try:
+            return self._continued(event)
+        except (AttributeError, KeyError, TypeError):  # no event as engines have them
+            return event
 
     def _continued(self, event: bytes) -> bytes:
         """An event of a later worker, as part of the first one's answer."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ CANARY_EVERY = 1000
 ENGINE_TIMEOUT_S = 5.0
 RELOAD_S = 60.0
 """How long after a failure to load a tokenizer it is tried again."""
+MAX_TOKENIZED_BYTES = 32 * 1024 * 1024
+"""Of an engine's answer that lists the ids of a prompt."""
 CHARACTERS_PER_TOKEN = 4
 """To estimate the length of prompts whose tokens are not known."""
 MAX_CANARIES = 4
@@ -109,7 +112,7 @@ class Prompts:
         except Overloaded as error:
             raise RouterOverloaded(str(error)) from None
         except NotTokenized as error:
-            length = len(orjson.dumps(_text_of(api, fields), option=orjson.OPT_SERIALIZE_NUMPY))
+            length = len(_dumps(_text_of(api, fields)))
             return PromptIds(None, max(1, length // CHARACTERS_PER_TOKEN), f"blind:{error.reason}")
 
     async def _rendered(self, api: Api, model: Model, fields: Mapping[str, Any]) -> PromptIds:
@@ -161,7 +164,7 @@ class Prompts:
         finally:
             rendering.loading = None
 
-    async def _ask(self, api: Api, model: Model, fields: Mapping[str, Any]) -> list[int]:
+    async def _ask(self, api: Api, model: Model, fields: Mapping[str, Any]) -> NDArray[np.uint32]:
         """The ids by the engine's own rendering. Raises NotTokenized."""
         if api is not Api.COMPLETIONS:
             asked = {name: fields[name] for name in _RENDERED if fields.get(name) is not None}
@@ -182,20 +185,19 @@ class Prompts:
                     model.root.address,
                     "/tokenize",
                     self._headers,
-                    orjson.dumps(asked),
+                    _dumps(asked),
                     connect_s=ENGINE_TIMEOUT_S,
                     answer_s=ENGINE_TIMEOUT_S,
                 )
-                body = b""
-                while piece := await answer.read():
-                    body += piece
+                answered, is_all = await answer.read_up_to(MAX_TOKENIZED_BYTES)
         except (UpstreamError, TimeoutError):
             raise NotTokenized("engine") from None
-        try:
-            ids = orjson.loads(body)["tokens"] if answer.status == 200 else None
-        except (ValueError, LookupError, TypeError):
-            ids = None
-        if not isinstance(ids, list) or not ids:
+        answer.abort()  # what more there is
+        ids = None
+        with suppress(ValueError, LookupError, TypeError, InvalidRequest):
+            if is_all and answer.status == 200:
+                ids = _given_ids([orjson.loads(answered)["tokens"]])
+        if ids is None:
             raise NotTokenized("refused")
         return ids
 
@@ -227,11 +229,12 @@ class Prompts:
         except NotTokenized:
             rendering.count = 0  # compare the next one
             return
-        ours = np.asarray(ids).tolist()
-        if ours == theirs:
+        ours = np.asarray(ids)
+        if np.array_equal(ours, theirs):
             return
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        at = min(len(ours), len(theirs)) if at is None else at
+        both = min(len(ours), len(theirs))
+        differing = np.flatnonzero(ours[:both] != theirs[:both])
+        at = int(differing[0]) if len(differing) else both
         lengths = f"{len(ours)} here, {len(theirs)} there"
         rendering.differ(model, f"its ids differ from the engine's from token {at} on ({lengths})")
 
@@ -270,6 +273,14 @@ def _converted(api: Api, model: Model, fields: Mapping[str, Any]) -> Mapping[str
         return convert(fields)
     except Unrenderable as error:
         raise NotTokenized(error.reason) from None
+
+
+def _dumps(value: object) -> bytes:
+    """Raises InvalidRequest."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:  # what can be read can be written, but for its depth
+        raise InvalidRequest("body", f"is nested too deeply: {error}") from None
 
 
 def _given_ids(prompt: object) -> NDArray[np.uint32] | None:

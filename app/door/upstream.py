@@ -15,11 +15,16 @@ from app.core.errors import KvrouteError
 
 KEEP_ALIVE_S = 4.0
 """vLLM closes a connection that has been idle for five seconds."""
+STALE_S = 0.05
+"""A connection that the engine closed as too long idle ends as soon as it is used. Later, it is the
+request that ended it."""
 MAX_UNREAD_BYTES = 64 * 1024
 """Of an answer; no more is taken from the connection until that is read."""
-MAX_HEAD_BYTES = 64 * 1024
+MAX_FRAMING_BYTES = 64 * 1024
+"""Of an answer's head, and of what else comes without a byte of its body: trailers, extensions of
+chunks, answers like 100 Continue."""
 
-_TOO_LONG = f"its head has over {MAX_HEAD_BYTES} bytes"
+_TOO_LONG = f"over {MAX_FRAMING_BYTES} bytes frame it"
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -55,14 +60,18 @@ class Answer:
         self._changed: asyncio.Future[None] | None = None
 
     async def read(self, between_s: float | None = None) -> bytes:
-        """What has come since; b"" at the end. Raises UpstreamBroken."""
+        """What has come since; b"" at the end. Raises UpstreamBroken. If it does, or is cancelled,
+        the engine stops."""
         if not self._unread and not self._has_ended:
             self._changed = asyncio.get_running_loop().create_future()
             try:
                 async with asyncio.timeout(between_s):
                     await self._changed
-            except TimeoutError:
-                raise UpstreamBroken(f"broke off: nothing in {between_s:g} s") from None
+            except BaseException as error:
+                self.abort()
+                if isinstance(error, TimeoutError):
+                    raise UpstreamBroken(f"broke off: nothing in {between_s:g} s") from None
+                raise
             finally:
                 self._changed = None
         if self._unread:
@@ -75,6 +84,17 @@ class Answer:
         if self._failure:
             raise UpstreamBroken(f"broke off: {self._failure}")
         return b""
+
+    async def read_up_to(
+        self, max_bytes: int, between_s: float | None = None
+    ) -> tuple[bytes, bool]:
+        """Its body, and whether that is all; else more than `max_bytes` of it. As `read`."""
+        pieces = []
+        left = max_bytes
+        while left >= 0 and (piece := await self.read(between_s)):
+            pieces.append(piece)
+            left -= len(piece)
+        return b"".join(pieces), left >= 0
 
     def abort(self) -> None:
         """Close the connection, unless the answer has ended: the engine then stops."""
@@ -116,7 +136,8 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
         self._begun: asyncio.Future[Answer] | None = None
-        self._head_bytes = 0
+        self._framing_bytes = 0
+        """That have come since the last of a body."""
         self._headers: Headers = []
         self._is_kept = self._ends_with_connection = False
 
@@ -129,7 +150,7 @@ class _Connection(asyncio.Protocol):
         self._answer = Answer(self)
         self._begun = asyncio.get_running_loop().create_future()
         self.has_answered = False
-        self._head_bytes = 0
+        self._framing_bytes = 0
         self._transport.writelines((head, body))
         return self._begun
 
@@ -149,15 +170,14 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         self.has_answered = True
+        self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._lose(f"not HTTP: {error}")
             return
-        if self._begun is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._lose(_TOO_LONG)
+        if self._framing_bytes > MAX_FRAMING_BYTES and self._answer is not None:
+            self._lose(_TOO_LONG)
 
     def eof_received(self) -> None:
         # Closing would wait until the engine has read what it was sent, which it may never do.
@@ -179,9 +199,12 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200 or self._begun is None or self._answer is None:
+        if 100 <= status < 200 or self._begun is None or self._answer is None:
             return
-        if sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES:
+        if not 200 <= status < 600:
+            self._lose(f"not HTTP: status {status:03}")
+            return
+        if sum(len(name) + len(value) for name, value in self._headers) > MAX_FRAMING_BYTES:
             self._lose(_TOO_LONG)
             return
         names = {name for name, _ in self._headers}
@@ -194,6 +217,7 @@ class _Connection(asyncio.Protocol):
             begun.set_result(self._answer)
 
     def on_body(self, piece: bytes) -> None:
+        self._framing_bytes = 0
         if self._answer is not None and not self._answer.take(piece):
             self._transport.pause_reading()
 
@@ -275,8 +299,13 @@ class Upstream:
         method: bytes = b"POST",
         connect_s: float,
         answer_s: float,
+        kept: bool = True,
     ) -> Answer:
-        """Send `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer."""
+        """Send `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer.
+
+        kept: a connection that was used before will do. If the engine closes it just as it is used,
+        all is sent again, once, on a new one.
+        """
         try:
             place = _place(base_url)
         except ValueError as error:
@@ -287,13 +316,14 @@ class Upstream:
         head = b"\r\n".join(lines)
         try:
             async with asyncio.timeout(answer_s):
-                connection = self._kept(place)
+                connection = self._kept(place) if kept else None
                 if connection is not None:
+                    sent_s = asyncio.get_running_loop().time()
                     try:
                         return await _answered(connection, head, body)
                     except _Lost:
-                        # The engine may have closed it as too long idle, just as it was used.
-                        if connection.has_answered:
+                        took_s = asyncio.get_running_loop().time() - sent_s
+                        if connection.has_answered or took_s > STALE_S:
                             raise
                 connection = await self._connected(place, connect_s)
                 return await _answered(connection, head, body)

@@ -18,11 +18,11 @@ from redis.asyncio import Redis
 from app.door import asked, migration
 from app.door.asked import Api
 from app.door.body import JsonBody
-from app.door.events import usage_in
 from app.door.forwarding import Outgoing
 from app.door.lifecycle import Usage
 from app.door.migration import Migrating, can_migrate
 from app.door.prompts import PromptIds
+from app.door.stream import usage_in
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, completing, replica, until_serving, worker
 from tests.door.test_answers import chat, counted, events
@@ -107,7 +107,7 @@ def test_half_a_character_is_said_anew() -> None:
 def test_an_event_too_long_to_be_held_is_passed_on_and_ends_what_could_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(migration, "_MAX_HELD_BYTES", 100)
+    monkeypatch.setattr(migration, "_MAX_EVENT_BYTES", 100)
     stream = migrating()
     one = event({"content": "x" * 300}, [3])
     passed = stream.passed(one[:200])

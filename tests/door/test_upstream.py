@@ -15,7 +15,7 @@ import trustme
 
 from app.door import upstream as upstream_module
 from app.door.upstream import (
-    MAX_HEAD_BYTES,
+    MAX_FRAMING_BYTES,
     Answer,
     ConnectFailed,
     NoAnswer,
@@ -160,17 +160,39 @@ async def test_an_answer_cut_off_at_any_byte_is_an_error(text: bytes, resets: bo
         assert server.num_connections == len(text)
 
 
-async def test_a_kept_connection_that_ends_as_it_is_used_is_replaced_once() -> None:
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
-        await server.request(reader)
-        writer.write(LENGTH)
-        await server.request(reader)  # and hangs up without a word
+async def hang_up_on_the_second(server: Server, reader: Reader, writer: Writer) -> None:
+    await server.request(reader)
+    writer.write(LENGTH)
+    await server.request(reader)  # and hangs up without a word
 
-    async with serving(talk) as (server, upstream):
+
+async def test_a_kept_connection_that_ends_as_it_is_used_is_replaced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstream_module, "STALE_S", 60.0)
+    async with serving(hang_up_on_the_second) as (server, upstream):
         assert await whole(await post(upstream, server.url)) == b"hello world"
         assert await whole(await post(upstream, server.url)) == b"hello world"
         assert server.num_connections == 2
         assert len(server.requests) == 3
+
+
+async def test_what_ends_a_kept_connection_later_is_not_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstream_module, "STALE_S", 0.0)
+    async with serving(hang_up_on_the_second) as (server, upstream):
+        assert await whole(await post(upstream, server.url)) == b"hello world"
+        with pytest.raises(NoAnswer):
+            await post(upstream, server.url)
+        assert len(server.requests) == 2
+
+
+async def test_a_new_connection_is_made_where_nothing_may_be_sent_again() -> None:
+    async with serving(saying(LENGTH)) as (server, upstream):
+        for _ in range(2):
+            assert await whole(await post(upstream, server.url, kept=False)) == b"hello world"
+        assert server.num_connections == 2
 
 
 async def test_a_kept_connection_that_ends_in_an_answer_is_not_asked_again() -> None:
@@ -304,13 +326,47 @@ async def test_trailers_are_no_headers() -> None:
     [
         (b"SSH-2.0-OpenSSH_9.6\r\n", "not HTTP"),
         (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "HTTP"),
-        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n", "head has over"),
-        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * MAX_HEAD_BYTES, "head has over"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * MAX_FRAMING_BYTES + b"\r\n\r\n", "bytes frame it"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * MAX_FRAMING_BYTES, "bytes frame it"),
     ],
 )
 async def test_what_is_no_answer(text: bytes, why: str) -> None:
     async with serving(saying(text)) as (server, upstream):
         with pytest.raises(NoAnswer, match=why):
+            await post(upstream, server.url)
+
+
+@pytest.mark.parametrize(
+    ("begin", "again"),
+    [
+        (CHUNKED[:-2], b"x-late: " + b"y" * 1000 + b"\r\n"),
+        (CHUNKED[:48] + b"5;", b"e" * 1000),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["trailers", "extension", "continues"],
+)
+async def test_what_frames_an_answer_is_bounded(begin: bytes, again: bytes) -> None:
+    sent = 0
+
+    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+        nonlocal sent
+        await server.request(reader)
+        writer.write(begin)
+        while sent < 512 * MAX_FRAMING_BYTES:
+            writer.write(again * 64)
+            await writer.drain()
+            sent += 64 * len(again)
+
+    async with serving(talk) as (server, upstream):
+        with pytest.raises(UpstreamError, match="bytes frame it"):
+            await whole(await post(upstream, server.url))
+    assert sent < 512 * MAX_FRAMING_BYTES
+
+
+@pytest.mark.parametrize("status", [b"600", b"099", b"000", b"999"])
+async def test_a_status_that_no_client_could_be_told_is_no_answer(status: bytes) -> None:
+    async with serving(saying(LENGTH.replace(b"200", status))) as (server, upstream):
+        with pytest.raises(NoAnswer, match=f"status {status.decode()}"):
             await post(upstream, server.url)
 
 

@@ -1,0 +1,165 @@
+"""What a door has to see in an engine's answer: its first token, its usage, an error. No I/O."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from app.core.errors import shown
+from app.door.lifecycle import Usage
+
+TAIL_BYTES = 4096
+"""Usage comes at the end of an answer, followed by little else."""
+MAX_EVENT_BYTES = 1024 * 1024
+"""A longer one is passed on in parts, and may then reach a client that did not ask for it."""
+MAX_TOKENS = 2**30
+"""No request has as many. An engine that counts more is not believed."""
+_EVENT_ENDS = (b"\n\n", b"\n\r\n")
+_EVENT = re.compile(rb"(?s).+?(?:\n\r?\n|\Z)")
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_EMPTY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_DATA = re.compile(rb"(?:^|\n)data:")
+_PREAMBLE = re.compile(rb"event: ?response\.(?:created|queued|in_progress)\r?\ndata:")
+"""Said before there is a token."""
+ERROR = re.compile(rb'(?:^|\n)data:\s*\{"(?:error|object"\s*:\s*"error)"')
+
+
+def usage_in(tail: bytes, max_tokens: int = MAX_TOKENS) -> Usage | None:
+    """The usage in the last bytes of an answer; None: there is none that could be true. max_tokens:
+    that the engine can have read or written."""
+    last = tail.rfind(b'"usage"')
+    opening = _USAGE.match(tail, last) if last >= 0 else None
+    if opening is None:
+        return None
+    text = tail[opening.end() - 1 :]
+    depth = 0
+    for brace in re.finditer(rb"[{}]", text):
+        depth += 1 if brace.group() == b"{" else -1
+        if depth == 0:
+            with suppress(ValueError):
+                usage = _usage(orjson.loads(text[: brace.end()]))
+                return usage if max(usage.prompt, usage.output) <= max_tokens else None
+            break
+    return None
+
+
+def _usage(values: dict[str, Any]) -> Usage:
+    """Of any of the APIs: they name the counts differently. Raises ValueError."""
+    details = values.get("prompt_tokens_details") or values.get("input_tokens_details")
+    prompt = _count(values.get("prompt_tokens", values.get("input_tokens")))
+    output = _count(values.get("completion_tokens", values.get("output_tokens", 0)))
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    if cached is None:
+        cached = values.get("cache_read_input_tokens")
+        if cached is not None:  # Anthropic counts them apart
+            prompt += _count(cached) + _count(values.get("cache_creation_input_tokens") or 0)
+    if cached is not None and _count(cached) > prompt:
+        raise ValueError(f"{cached} of {prompt} tokens cached")
+    return Usage(prompt, output, cached)
+
+
+def _count(value: object) -> int:
+    """Raises ValueError."""
+    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+        raise ValueError(f"not a number of tokens: {shown(value)}")
+    return value
+
+
+class Events:
+    """Puts events together from the pieces that they come in. max_bytes: of one.
+
+    Each piece is looked through once, however long the event is that it is of.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held = bytearray()
+
+    def whole(self, piece: bytes) -> bytes:
+        """The events that have ended by now, or a part of one that is too long to be held."""
+        if not self._held and piece.endswith(b"\n\n"):
+            return piece
+        begin = max(0, len(self._held) - 2)
+        self._held += piece
+        found = ((self._held.rfind(mark, begin), len(mark)) for mark in _EVENT_ENDS)
+        end = max((at + length for at, length in found if at >= 0), default=0)
+        if not end:
+            if len(self._held) <= self._max_bytes:
+                return b""
+            end = len(self._held)
+        events = bytes(self._held[:end])
+        del self._held[:end]
+        return events
+
+    def rest(self) -> bytes:
+        """What is left when no more comes."""
+        rest = bytes(self._held)
+        self._held.clear()
+        return rest
+
+
+def events_in(text: bytes) -> list[bytes]:
+    """Each event, with the blank line that ends it."""
+    return _EVENT.findall(text)
+
+
+class Whole:
+    """An answer that comes as one body."""
+
+    def __init__(self) -> None:
+        self.tail = b""
+
+    has_first_token = False
+    failed = False
+    is_broken = False
+
+    def passed(self, piece: bytes) -> bytes:
+        self.tail = (self.tail + piece)[-TAIL_BYTES:]
+        return piece
+
+    def rest(self) -> bytes:
+        return b""
+
+
+class Stream:
+    """An answer that comes as events.
+
+    drops_usage: the client did not ask for the event of usage, and does not get it.
+    """
+
+    def __init__(self, *, drops_usage: bool) -> None:
+        self.tail = b""
+        self.has_first_token = False
+        self.failed = False
+        """Whether an event told an error."""
+        self.is_broken = False
+        self._drops_usage = drops_usage
+        self._events = Events(MAX_EVENT_BYTES)
+
+    def passed(self, piece: bytes) -> bytes:
+        """What of the bytes so far is to be passed on now, unchanged but for what is dropped."""
+        events = self._events.whole(piece)
+        return self._seen(events) if events else b""
+
+    def rest(self) -> bytes:
+        """What is left when the answer has ended."""
+        rest = self._events.rest()
+        return self._seen(rest) if rest else b""
+
+    def _seen(self, events: bytes) -> bytes:
+        if not self.has_first_token:
+            self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
+        if b'"error"' in events and ERROR.search(events):
+            self.failed = True
+        if b'"usage"' in events:
+            self.tail = events[-TAIL_BYTES:]
+            if self._drops_usage and _EMPTY.search(events):
+                return b"".join(
+                    event
+                    for event in events_in(events)
+                    if not (_USAGE.search(event) and _EMPTY.search(event))
+                )
+        return events

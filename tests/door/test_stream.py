@@ -1,0 +1,100 @@
+"""What the door sees in answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.door import stream as stream_module
+from app.door.lifecycle import Usage
+from app.door.stream import Events, Stream, usage_in
+
+CREATED = b'event: response.created\ndata: {"type":"response.created"}\n\n'
+IN_PROGRESS = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
+DELTA = b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n'
+
+
+def test_what_a_response_says_before_its_first_token_is_not_one() -> None:
+    stream = Stream(drops_usage=False)
+    for events in (CREATED, IN_PROGRESS):
+        assert stream.passed(events) == events
+        assert not stream.has_first_token
+    assert stream.passed(DELTA) == DELTA
+    assert stream.has_first_token
+
+
+def test_a_first_token_is_seen_behind_what_came_with_it() -> None:
+    stream = Stream(drops_usage=False)
+    stream.passed(CREATED + IN_PROGRESS + DELTA)
+    assert stream.has_first_token
+
+
+@pytest.mark.parametrize(
+    ("text", "usage"),
+    [
+        (
+            b'{"usage":{"input_tokens":8,"output_tokens":2,"cache_read_input_tokens":32,'
+            b'"cache_creation_input_tokens":64}}',
+            Usage(104, 2, 32),
+        ),
+        (
+            b'{"usage":{"input_tokens":8,"output_tokens":2,"cache_read_input_tokens":32}}',
+            Usage(40, 2, 32),
+        ),
+        (b'{"usage":{"input_tokens":8,"output_tokens":2}}', Usage(8, 2, None)),
+        (
+            b'{"usage":{"input_tokens":40,"output_tokens":2,'
+            b'"input_tokens_details":{"cached_tokens":32}}}',
+            Usage(40, 2, 32),
+        ),
+    ],
+)
+def test_cached_tokens_are_part_of_the_prompt_whoever_counts(text: bytes, usage: Usage) -> None:
+    assert usage_in(text) == usage
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        b'"prompt_tokens":-3,"completion_tokens":2',
+        b'"prompt_tokens":3,"completion_tokens":-2',
+        b'"prompt_tokens":"3","completion_tokens":2',
+        b'"prompt_tokens":3,"completion_tokens":2.0',
+        b'"prompt_tokens":3,"completion_tokens":true',
+        b'"prompt_tokens":3,"completion_tokens":1000000000000000000',
+        b'"prompt_tokens":3,"completion_tokens":101',
+        b'"prompt_tokens":3,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}',
+        b'"prompt_tokens":3,"cache_read_input_tokens":1,"cache_creation_input_tokens":"1"',
+        b'"prompt_tokens":' + b"[" * 1000 + b"]" * 1000,
+    ],
+)
+def test_a_usage_that_cannot_be_is_none(counts: bytes) -> None:
+    assert usage_in(b'{"usage":{%b}}' % counts, max_tokens=100) is None
+
+
+def test_each_piece_of_a_long_event_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = 0
+
+    class Held(bytearray):
+        def rfind(self, mark: bytes, begin: int) -> int:  # type: ignore[override]
+            nonlocal looked_at
+            looked_at += len(self) - begin
+            return super().rfind(mark, begin)
+
+    monkeypatch.setattr(stream_module, "bytearray", Held, raising=False)
+    events = Events(8 * 2**20)
+    piece = b"x" * 65536
+    passed = sum(len(events.whole(piece)) for _ in range(1000))
+    assert passed + len(events.rest()) == 1000 * len(piece)
+    assert looked_at <= 2 * 1000 * (len(piece) + 2)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_wherever_a_stream_is_cut_its_events_stay_whole_but_for_the_usage(end: bytes) -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}'
+    one = b'data: {"choices":[{"index":0,"text":"a"}]}'
+    text = end.join((one, usage, one, b""))
+    for cut in range(len(text)):
+        stream = Stream(drops_usage=True)
+        passed = stream.passed(text[:cut]) + stream.passed(text[cut:]) + stream.rest()
+        assert passed == end.join((one, one, b""))
+        assert usage_in(stream.tail) == Usage(3, 1, None)
