@@ -11,22 +11,23 @@ from typing import Protocol
 
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
 from app.core.worker_report import WorkerInfo
-from app.door.errors import WorkerFailed
+from app.door.errors import RepeatedFailure, WorkerFailed
 from app.door.forwarding import Outgoing, Parser, headers_for_client
 from app.door.lifecycle import Lifecycle, Usage
 from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
 from app.door.stream import TAIL_BYTES, Whole, usage_in
-from app.door.upstream import Answer, Upstream, UpstreamBroken, UpstreamError
+from app.door.upstream import Answer, ConnectFailed, Upstream, UpstreamBroken, UpstreamError
 
 log = logging.getLogger(__name__)
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 TRIES = 3
-MIGRATIONS = 3
-"""Of one answer."""
+MAX_FAILED = 2
+"""Workers that may fail while they have a request. It may be what they fail of, so that no more are
+given it."""
 CONNECT_S = 5.0
 MAX_WHOLE_BYTES = 1024 * 1024
 """An answer that is not streamed is held back until it is complete, so that another worker can
@@ -85,7 +86,8 @@ class Door:
 
         Until the first byte has gone out to the client, another worker takes the place of one that
         failed; later, one goes on with a stream that can migrate. Raises as Router.route does;
-        WorkerFailed if there is no further one to try, or one fails later.
+        WorkerFailed if there is no further one to try, or one fails later; RepeatedFailure if no
+        further one is to be tried.
         """
         await _Carriage(self, life, outgoing, path, headers, policy, client).run()
 
@@ -121,7 +123,7 @@ class Door:
 
 @dataclass(slots=True)
 class _Carriage:
-    """One request on its way."""
+    """One request on its way. num_failed: workers that have failed while they had it."""
 
     door: Door
     life: Lifecycle
@@ -130,6 +132,7 @@ class _Carriage:
     headers: Headers
     policy: str
     client: Client
+    num_failed: int = 0
 
     async def run(self) -> None:
         begun = await self._begin()
@@ -140,8 +143,8 @@ class _Carriage:
 
     async def _begin(self) -> _Begun:
         """The beginning of an answer, by the worker that is the first to begin one."""
-        life = self.life
-        deadline_s = asyncio.get_running_loop().time() + self.door.patience.answer_s
+        life, loop = self.life, asyncio.get_running_loop()
+        deadline_s = loop.time() + self.door.patience.answer_s
         refusal: _Begun | None = None
         """What is answered if no other worker answers better."""
         failure: WorkerFailed | None = None
@@ -155,6 +158,8 @@ class _Carriage:
                     begun = await self._try(worker, deadline_s)
             except UpstreamError as error:
                 failure = await self._failed(error)
+                if isinstance(failure, RepeatedFailure) or loop.time() >= deadline_s:
+                    break
                 continue
             status = begun.answer.status
             if status not in FAILURES and status not in BACK_PRESSURE:
@@ -162,7 +167,8 @@ class _Carriage:
             if refusal is not None:
                 refusal.answer.abort()
             refusal = begun
-            if not left or (status == 500 and life.record.failed):
+            self.num_failed += status in FAILURES
+            if not left or self.num_failed == MAX_FAILED:
                 return refusal
             await self._leave(suspend=status in FAILURES and status != 500)
         if refusal is not None:
@@ -174,6 +180,10 @@ class _Carriage:
         failure = WorkerFailed(f"worker {self.life.decision.worker.key}: {error}")
         log.warning("%s; request %s", failure, self.life.record.admitted.request_id)
         await self._leave(suspend=True)
+        if not isinstance(error, ConnectFailed):  # else nothing of the request has reached it
+            self.num_failed += 1
+            if self.num_failed == MAX_FAILED:
+                return RepeatedFailure(f"{failure}; so did another one while it had this request")
         return failure
 
     async def _leave(self, *, suspend: bool) -> None:
@@ -195,6 +205,8 @@ class _Carriage:
             self.outgoing.for_worker(worker),
             connect_s=min(CONNECT_S, left_s),
             answer_s=left_s,
+            # On a new connection nothing is sent twice.
+            kept=self.life.record.tries == 1,
         )
         if self.outgoing.asked.streams and answer.status == 200:
             return _Begun(answer, await answer.read(left_s), whole=False)
@@ -260,13 +272,17 @@ class _Carriage:
         failure = WorkerFailed(f"worker {life.decision.worker.key}: {error}")
         if not isinstance(parser, Migrating) or not parser.can_go_on:
             raise failure
-        if life.record.migrations == MIGRATIONS or not self.outgoing.goes_on(parser.output):
+        if not self.outgoing.goes_on(parser.output):
             raise failure
         begun.answer.abort()
         failure = await self._failed(error)
+        if isinstance(failure, RepeatedFailure):
+            raise failure
         life.goes_on(parser.output)
         try:
             next_one = await self._begin()
+        except RepeatedFailure:
+            raise
         except KvrouteError:
             raise failure from None
         begun.answer, begun.first = next_one.answer, next_one.first

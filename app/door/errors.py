@@ -32,5 +32,9 @@ class WorkerFailed(KvrouteError):
     """A worker gave no answer, or one that another worker would not give."""
 
 
+class RepeatedFailure(WorkerFailed):
+    """Two workers have failed while they had a request: no third one is given it."""
+
+
 class Unauthorized(KvrouteError):
     """A request carries no valid key."""

@@ -26,6 +26,7 @@ from app.door.asked import Api
 from app.door.errors import (
     ContextTooLong,
     ModelUnavailable,
+    RepeatedFailure,
     Unauthorized,
     UnknownModel,
     WorkerFailed,
@@ -48,6 +49,7 @@ ERRORS: Mapping[type[Exception], tuple[int, str, str | None]] = {
     AllWorkersBusy: (429, _OVERLOADED, "all_workers_busy"),
     RouterOverloaded: (429, _OVERLOADED, "router_overloaded"),
     CallerGone: (499, _INVALID, "caller_gone"),
+    RepeatedFailure: (502, "api_error", "repeated_failure"),
     WorkerFailed: (502, "api_error", "worker_failed"),
     ModelUnavailable: (503, _OVERLOADED, "no_workers"),
     NoWorkers: (503, _OVERLOADED, "no_workers"),
@@ -77,6 +79,8 @@ def headers_of(error: Exception) -> list[tuple[bytes, bytes]]:
         seconds = error.retry_after_s if isinstance(error, AllWorkersBusy) else 1.0
         seconds = max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))
         headers.append((b"retry-after", b"%d" % seconds))
+    if isinstance(error, RepeatedFailure):
+        headers.append((b"x-should-retry", b"false"))  # the clients of OpenAI and Anthropic heed it
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, BodyTimeout):

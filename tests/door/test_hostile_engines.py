@@ -12,7 +12,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.door import prompts
+from app.door import prompts, upstream
 from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.attack.engine import ANSWERS, HostileEngine
@@ -108,6 +108,29 @@ async def test_an_engine_that_hangs_when_it_is_asked_for_tokens_keeps_no_connect
         assert engine.requests["/tokenize hangs"] == 10
         await eventually(_async(lambda: engine.num_open), lambda number: number <= 10)
         await eventually(_async(lambda: engine.num_open), lambda number: number == 0)
+
+
+async def test_a_request_that_kills_engines_kills_two_and_is_refused(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A connection that was kept may have been closed as it was used: the first try is sent anew.
+    monkeypatch.setattr(upstream, "STALE_S", 60.0)
+    async with (
+        hostile(redis, "a") as one,
+        hostile(redis, "b") as two,
+        hostile(redis, "c") as three,
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 3)
+        body = asked("good")
+        await asyncio.gather(*(door.post("/v1/completions", json=body) for _ in range(30)))
+        answer = await door.post("/v1/completions", json=asked("resets"))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (502, "repeated_failure"), error
+        assert answer.headers["x-should-retry"] == "false"
+        carried_out = sorted(each.requests["/v1/completions resets"] for each in (one, two, three))
+        assert carried_out == [0, 1, 2]
+        await nothing_reserved(redis)
 
 
 @pytest.mark.parametrize("name", ["model", "stream_options", "prompt", "n", "user"])
