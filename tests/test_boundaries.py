@@ -125,7 +125,11 @@ BOUNDARIES = [
     Boundary(
         "app.state", WEB | {"click", "torch", "app.policy.plan"} | beyond("core", "policy", "state")
     ),
-    Boundary("app.router", WEB | {"click", "torch"} | beyond("core", "policy", "state", "router")),
+    # Of app.http it knows app.http.metrics.
+    Boundary(
+        "app.router",
+        WEB | {"click", "torch"} | beyond("core", "policy", "state", "router", "http"),
+    ),
     Boundary(
         "app.door",
         WEB

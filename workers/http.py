@@ -96,7 +96,7 @@ def create_app(
             return json_response({"status": "ok"})
         return json_response({"status": "the engine is not running"}, 503)
 
-    collected = registry_of(engine) if registry is None else registry
+    collected = registry_of(engine, registry)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -7,13 +7,69 @@ from functools import cache
 from typing import Any
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from app.door.alarm import Alarm
 from app.door.lifecycle import Record
+from app.http.metrics import Table, counter, histogram
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+
+class _Metrics(Table):
+    requests = counter(
+        "door_requests", "Requests of OpenAI clients that have ended, by how.", "model", "outcome"
+    )
+    retries = counter(
+        "door_retries",
+        "Workers that failed a request before its first byte, so that another took it.",
+        "model",
+    )
+    migrations = counter(
+        "door_migrations",
+        "Streams whose worker failed, and that another worker went on with.",
+        "model",
+    )
+    tokens_from = counter(
+        "door_tokens_from",
+        "Requests by who knew their ids: client, router, engine; blind:<why>: nobody.",
+        "model",
+        "source",
+    )
+    tokens = counter(
+        "door_tokens",
+        "Tokens as engines counted them, by kind: prompt, cached, output.",
+        "model",
+        "kind",
+    )
+    apart = counter(
+        "door_cached_apart_tokens",
+        "Tokens by which the cached ones that a worker told differed from the predicted.",
+        "model",
+        "worker",
+    )
+    compared = counter(
+        "door_cached_compared_tokens",
+        "Prompt tokens of the requests that were compared so.",
+        "model",
+        "worker",
+    )
+    ttft = histogram(
+        "door_ttft_seconds", "Time from a request to its first token.", "model", buckets=_SECONDS
+    )
+    per_token = histogram(
+        "door_time_per_output_token_seconds",
+        "Mean time between two tokens of an answer.",
+        "model",
+        buckets=_PER_TOKEN,
+    )
+    duration = histogram(
+        "door_request_seconds",
+        "Time from a request to the end of its answer.",
+        "model",
+        buckets=_SECONDS,
+    )
 
 
 class Outcomes:
@@ -22,91 +78,18 @@ class Outcomes:
     def __init__(self, registry: CollectorRegistry, *, log: bool) -> None:
         self.alarm = Alarm()
         self._log = log
-        by_model = ("model",)
+        metrics = _Metrics(registry)
         # Found by the library under a lock and as text, they would be a tenth of the door's CPU.
-        self._requests = cache(
-            Counter(
-                "kvroute_door_requests_total",
-                "Requests of OpenAI clients that have ended, by how.",
-                ("model", "outcome"),
-                registry=registry,
-            ).labels
-        )
-        self._retries = cache(
-            Counter(
-                "kvroute_door_retries_total",
-                "Workers that failed a request before its first byte, so that another took it.",
-                by_model,
-                registry=registry,
-            ).labels
-        )
-        self._migrations = cache(
-            Counter(
-                "kvroute_door_migrations_total",
-                "Streams whose worker failed, and that another worker went on with.",
-                by_model,
-                registry=registry,
-            ).labels
-        )
-        self._tokens_from = cache(
-            Counter(
-                "kvroute_door_tokens_from_total",
-                "Requests by who knew their ids: client, router, engine; blind:<why>: nobody.",
-                ("model", "source"),
-                registry=registry,
-            ).labels
-        )
-        self._tokens = cache(
-            Counter(
-                "kvroute_door_tokens_total",
-                "Tokens as engines counted them, by kind: prompt, cached, output.",
-                ("model", "kind"),
-                registry=registry,
-            ).labels
-        )
-        self._apart = cache(
-            Counter(
-                "kvroute_door_cached_apart_tokens_total",
-                "Tokens by which the cached ones that a worker told differed from the predicted.",
-                ("model", "worker"),
-                registry=registry,
-            ).labels
-        )
-        self._compared = cache(
-            Counter(
-                "kvroute_door_cached_compared_tokens_total",
-                "Prompt tokens of the requests that were compared so.",
-                ("model", "worker"),
-                registry=registry,
-            ).labels
-        )
-        self._ttft = cache(
-            Histogram(
-                "kvroute_door_ttft_seconds",
-                "Time from a request to its first token.",
-                by_model,
-                registry=registry,
-                buckets=_SECONDS,
-            ).labels
-        )
-        self._per_token = cache(
-            Histogram(
-                "kvroute_door_time_per_output_token_seconds",
-                "Mean time between two tokens of an answer.",
-                by_model,
-                registry=registry,
-                buckets=_PER_TOKEN,
-            ).labels
-        )
-        self._duration = cache(
-            Histogram(
-                "kvroute_door_request_seconds",
-                "Time from a request to the end of its answer.",
-                by_model,
-                registry=registry,
-                buckets=_SECONDS,
-            ).labels
-        )
+        self._requests = cache(metrics.requests.labels)
+        self._retries = cache(metrics.retries.labels)
+        self._migrations = cache(metrics.migrations.labels)
+        self._tokens_from = cache(metrics.tokens_from.labels)
+        self._tokens = cache(metrics.tokens.labels)
+        self._apart = cache(metrics.apart.labels)
+        self._compared = cache(metrics.compared.labels)
+        self._ttft = cache(metrics.ttft.labels)
+        self._per_token = cache(metrics.per_token.labels)
+        self._duration = cache(metrics.duration.labels)
 
     def ended(self, record: Record) -> None:
         """Count one request."""

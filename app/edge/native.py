@@ -242,9 +242,9 @@ async def _take_stock(router: Router) -> None:
         view = await router.refresh()
     except (RedisUnavailable, NamespaceMissing, WrongVersion):
         # Gauges of workers that nobody can vouch for are left out.
-        telemetry.workers.view = None
+        telemetry.view = None
     else:
-        telemetry.workers.view = view
+        telemetry.view = view
         telemetry.keep_workers({str(i.key) for i in (*view.infos, *view.paused.values())})
         load_avg, load_std = load_statistics(view)
         telemetry.load_mean.set(load_avg)

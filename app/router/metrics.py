@@ -4,54 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import cast
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import Counter, Metric, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import GPU, METRICS, Item
+from app.http.metrics import Family, Sampled, Scraped, Table, counter, gauge, histogram
 from app.policy.view import View
-
-# Otherwise each counter and histogram has a further series, with when it was created.
-disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric, apart from its values. kind: counter, gauge or histogram. buckets: upper bounds,
-    of a histogram."""
-
-    name: str
-    kind: str
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    def register(self, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-        """The metric itself, in `registry`, without values yet."""
-        if self.kind == "histogram":
-            return Histogram(
-                self.name, self.help, self.labels, registry=registry, buckets=self.buckets
-            )
-        kind = Counter if self.kind == "counter" else Gauge
-        return kind(self.name, self.help, self.labels, registry=registry)
 
 
 def _of_worker(name: str, help_text: str) -> Family:
@@ -95,21 +61,12 @@ WORKER_FAMILIES = {
 sample; nor do failures without any."""
 
 
-class WorkerGauges(Collector):
+def _samples(view: View | None) -> Iterator[Sampled]:
     """What a view shows of its workers. view: None shows nothing."""
-
-    def __init__(self) -> None:
-        self.view: View | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        shown = [] if self.view is None else list(_shown(self.view))
-        for name, family in WORKER_FAMILIES.items():
-            gauge = GaugeMetricFamily(family.name, family.help, labels=family.labels)
-            for worker, values in shown:
-                value = values.get(name)
-                if value is not None:
-                    gauge.add_metric([worker], value)
-            yield gauge
+    for worker, values in () if view is None else _shown(view):
+        for name, value in values.items():
+            if value is not None:
+                yield WORKER_FAMILIES[name], (worker,), value
 
 
 def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
@@ -155,130 +112,114 @@ class _One(Collector):
         return [self._family]
 
 
-def _counter(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
-    """A row of Telemetry. name: without kvroute_ and _total."""
-    return cast(Counter, Family(f"kvroute_{name}", "counter", help_text, labels))
+class Telemetry(Table):
+    """One router's metrics, in a registry of their own."""
 
-
-def _gauge(name: str, help_text: str) -> Gauge:
-    return cast(Gauge, Family(f"kvroute_{name}", "gauge", help_text))
-
-
-def _histogram(
-    name: str, help_text: str, labels: tuple[str, ...] = (), *, buckets: tuple[float, ...]
-) -> Histogram:
-    return cast(Histogram, Family(f"kvroute_{name}", "histogram", help_text, labels, buckets))
-
-
-class Telemetry:
-    """One router's metrics, in a registry of their own.
-
-    The table below describes them; each instance has the metrics themselves in its place.
-    """
-
-    decisions = _counter(
+    decisions = counter(
         "decisions",
         "Decisions by policy and outcome: routed, no_workers, too_large (for every worker), "
         "all_busy, overloaded, gone (the caller hung up), superseded (a later try holds the "
         "reservation), or failed (abandoned, or an internal error).",
-        labels=("policy", "outcome"),
+        "policy",
+        "outcome",
     )
-    degraded = _counter("degraded_decisions", "Decisions made without Redis, by load alone.")
-    blind = _counter(
+    degraded = counter("degraded_decisions", "Decisions made without Redis, by load alone.")
+    blind = counter(
         "blind_decisions",
         "Lookups without overlap, because the prompt's shard of the index was unreachable.",
     )
-    decision_seconds = _histogram(
+    decision_seconds = histogram(
         "decision_seconds",
         "Time from a request's hashes to its worker, including the reservation; for a request "
         "that had to wait, time until it began to wait.",
         buckets=_SECONDS,
     )
-    redis_seconds = _histogram(
+    redis_seconds = histogram(
         "redis_round_trip_seconds",
         "Time of Redis round trips for decisions, by step.",
-        labels=("step",),
+        "step",
         buckets=_SECONDS,
     )
-    hit_fraction = _histogram(
+    hit_fraction = histogram(
         "hit_fraction", "Share of a prompt's blocks that its worker held.", buckets=_FRACTIONS
     )
-    locality = _counter(
+    locality = counter(
         "locality",
         "Routed requests by whether the worker with the longest overlap was chosen and, if "
         "not, why: kept, none, tie, load, session, full, excluded, lease, degraded.",
-        labels=("reason",),
+        "reason",
     )
-    worker_blocks = _counter(
+    worker_blocks = counter(
         "worker_routed_blocks",
         "Blocks of the prompts routed to a worker (isl), and those of them that it held "
         "(overlap), without degraded decisions.",
-        labels=("worker", "what"),
+        "worker",
+        "what",
     )
-    isl_blocks = _counter(
+    isl_blocks = counter(
         "isl_blocks", "Blocks of routed prompts, without those of degraded decisions."
     )
-    overlap_blocks = _counter(
+    overlap_blocks = counter(
         "overlap_blocks",
         "Blocks of routed prompts that their worker held, by tier.",
-        labels=("tier",),
+        "tier",
     )
-    reservations = _counter(
+    reservations = counter(
         "reservations",
         "Reservations by event: made, prefill_complete, released, expired, unknown; made_again, of "
         "what a door carried while Redis lost it.",
-        labels=("event",),
+        "event",
     )
-    conflicts = _counter(
+    conflicts = counter(
         "reserve_conflicts",
         "Reservations refused, by reason: changed, full, lapsed.",
-        labels=("reason",),
+        "reason",
     )
-    suspensions = _counter(
+    suspensions = counter(
         "worker_suspensions",
         "Workers that got no requests until they renewed their lease, because a request that "
         "they had failed was released with worker_failed.",
     )
-    refusals = _counter(
+    refusals = counter(
         "invalid_requests",
         "Requests refused as invalid, by the code of the error.",
-        labels=("code",),
+        "code",
     )
-    retries = _counter("decision_retries", "Decisions made again after a refused reservation.")
-    waiting = _gauge("waiting_requests", "Requests waiting at this replica for a worker.")
-    waited_seconds = _histogram(
+    retries = counter("decision_retries", "Decisions made again after a refused reservation.")
+    waiting = gauge("waiting_requests", "Requests waiting at this replica for a worker.")
+    waited_seconds = histogram(
         "waited_seconds",
         "How long requests waited for a worker, whatever the outcome.",
         buckets=_WAITED_SECONDS,
     )
-    waits = _counter(
+    waits = counter(
         "waits",
         "Requests that had to wait, by tenant (tenants without a weight together), priority, "
         "and outcome: routed, timed_out, crowded_out (too many were waiting), gone (the caller "
         "hung up), stopped (the replica is stopping), failed.",
-        labels=("tenant", "priority", "outcome"),
+        "tenant",
+        "priority",
+        "outcome",
     )
-    metrics_age = _gauge(
+    metrics_age = gauge(
         "metrics_stream_lag_seconds", "Age of the newest entry in the metrics stream."
     )
-    index_fill = _gauge(
+    index_fill = gauge(
         "index_fill",
         "Blocks in the index over the number it was laid out for, from a sample. Above 4, "
         "changes to the index are slower.",
     )
-    evicting = _gauge(
+    evicting = gauge(
         "redis_may_evict",
         "1 if Redis may drop any key once it is full, by its maxmemory-policy, else 0.",
     )
-    load_mean = _gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
-    load_std = _gauge(
+    load_mean = gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
+    load_std = gauge(
         "load_std", "Sample standard deviation of the used fraction of the workers' KV blocks."
     )
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        for attribute, family in FAMILIES.items():
-            setattr(self, attribute, family.register(self.registry))
+        super().__init__()
         # Looking up a child takes longer than counting in it, and a decision counts in many.
         self.decisions_of = cache(self.decisions.labels)
         self.locality_of = cache(self.locality.labels)
@@ -288,8 +229,9 @@ class Telemetry:
         for tier in ("device", "host", "disk"):
             self.overlap_of(tier)
         self._counted: dict[str, tuple[Counter, Counter]] = {}
-        self.workers = WorkerGauges()
-        self.registry.register(self.workers)
+        self.view: View | None = None
+        """Whose workers are shown."""
+        self.registry.register(Scraped(WORKER_FAMILIES.values(), lambda: _samples(self.view)))
 
     def count_blocks(self, worker: str, isl: int, overlap: TierOverlap) -> None:
         """Count a prompt of `isl` blocks, routed to a worker that held `overlap` of them."""
@@ -315,10 +257,6 @@ class Telemetry:
             for what in ("isl", "overlap"):
                 self.worker_blocks.remove(gone, what)
             del self._counted[gone]
-
-
-FAMILIES = {name: row for name, row in vars(Telemetry).items() if isinstance(row, Family)}
-"""By attribute of Telemetry."""
 
 
 async def text_of(own: Telemetry, others: Mapping[str, Telemetry]) -> bytes:

@@ -14,7 +14,6 @@ from app.http.body import json_response
 from workers.chat import add_chat
 from workers.engines.base import Engine, Hosted
 from workers.http import create_app
-from workers.metrics import EngineCollector
 from workers.publishing.event_socket import EventSocket
 from workers.publishing.request_metrics import LoadCollector
 
@@ -36,7 +35,6 @@ def create_vllm_app(
 ) -> FastAPI:
     """See `create_app` and `add_chat`; besides, /version, /kv_event_sources, /reset_prefix_cache
     and, among the metrics, vLLM's. registry: has those of requests."""
-    registry.register(EngineCollector(engine))
     registry.register(
         LoadCollector(engine.metrics, labels_of(settings, hosted), _cache_config(settings, hosted))
     )

@@ -41,7 +41,7 @@ from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
 from workers.kv.policies import WritePolicy
 from workers.kv.transfers import Transfers
-from workers.metrics import EngineCollector
+from workers.metrics import registry_of
 
 DEVICE, HOST, DISK = Tier
 BLOCK_SIZE = 4
@@ -353,7 +353,7 @@ def collected(served: Served) -> dict[tuple[str, ...], float]:
     """The samples that Prometheus collects, by name and labels."""
     return {
         (sample.name, *sample.labels.values()): sample.value
-        for family in EngineCollector(served.engine).collect()
+        for family in registry_of(served.engine).collect()
         for sample in family.samples
     }
 
