@@ -67,9 +67,9 @@ class Endings:
         self._sending: asyncio.Task[None] | None = None
 
     def first_token(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
-        """The first token of a request is out."""
+        """The first token of a request is out. If Redis cannot be reached, it is told later."""
         self._carried.first_token(reservation_id)
-        self._add(_Report(reservation_id, False, None, answer))
+        self._add(_Report(reservation_id, False, self._replica.fleet.redis_now_ms, answer))
 
     def end(
         self,
@@ -166,17 +166,16 @@ class Endings:
             made = outcomes.count(Extended.RESERVED_AGAIN)
             self._replica.telemetry.reservations_of("made_again").inc(made)
 
-    def _call(self, report: _Report) -> Call[str | None]:
-        keyspace = self._replica.keyspace
+    def _call(self, report: _Report, began_by_ms: int | None = None) -> Call[str | None]:
+        """began_by_ms: if told late, as the same id may have been promised something else since."""
+        keyspace, name = self._replica.keyspace, report.reservation_id
         if report.is_end:
-            return reservations.release(keyspace, report.reservation_id, answered=True)
-        is_carried = report.reservation_id in self._carried
-        ttl_ms = reservations.CARRIED_MS if is_carried else self._ttl_ms
-        return reservations.prefill_complete(keyspace, report.reservation_id, ttl_ms=ttl_ms)
+            return reservations.release(keyspace, name, began_by_ms=began_by_ms, answered=True)
+        ttl_ms = reservations.CARRIED_MS if name in self._carried else self._ttl_ms
+        return reservations.prefill_complete(keyspace, name, began_by_ms, ttl_ms=ttl_ms)
 
     def _failed(self, report: _Report, error: RedisUnavailable) -> None:
-        if report.is_end and report.began_by_ms is not None:
-            # But not what the same id may have been promised by then.
-            self._maintenance.release_soon(report.reservation_id, began_by_ms=report.began_by_ms)
+        if report.began_by_ms is not None:
+            self._maintenance.tell_soon(self._call(report, report.began_by_ms))
         if report.answer is not None and not report.answer.done():
             report.answer.set_exception(error)

@@ -43,7 +43,7 @@ lifetime of predictions."""
 SCRUB_INTERVAL_MS = 300_000
 """How often to look for entries that no death explains: about 8 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
-MAX_RELEASES = 4096
+MAX_REPORTS = 4096
 
 
 class Maintenance:
@@ -57,12 +57,12 @@ class Maintenance:
         self._history = history
         self._loads = reservations.loads(replica.keyspace)
         # Beyond the limit, the oldest are left to expire.
-        self._releases: deque[Call[str | None]] = deque(maxlen=MAX_RELEASES)
+        self._reports: deque[Call[str | None]] = deque(maxlen=MAX_REPORTS)
         self.danger_of_eviction = ""
         """What is wrong with the eviction policy of Redis; "": nothing."""
 
     async def run(self) -> None:
-        """Run until cancelled; pending releases are still made then."""
+        """Run until cancelled; what is to be told soon still is then."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._maintain_workers())
@@ -72,17 +72,19 @@ class Maintenance:
                 if self._history.predictions is not None:
                     tasks.create_task(self._prune(self._history.predictions))
         finally:
-            if self._releases:
+            if self._reports:
                 with suppress(RedisUnavailable):
-                    await self._runner.run(list(self._releases))
+                    await self._runner.run(list(self._reports))
 
     def release_soon(
         self, request_id: str, attempt: str = "", began_by_ms: int | None = None
     ) -> None:
         """Release soon what Redis may hold and nobody else will end; see `reservations.release`."""
-        self._releases.append(
-            reservations.release(self._keyspace, request_id, attempt, began_by_ms)
-        )
+        self.tell_soon(reservations.release(self._keyspace, request_id, attempt, began_by_ms))
+
+    def tell_soon(self, report: Call[str | None]) -> None:
+        """Tell Redis of a first token or an end, which it could not be told of at once."""
+        self._reports.append(report)
 
     async def _maintain_workers(self) -> None:
         expire = reservations.expire(self._keyspace, EXPIRE_LIMIT)
@@ -90,8 +92,8 @@ class Maintenance:
         # Redis may have been unreachable until now.
         settled_s = time.monotonic() + RETIRE_GRACE_MS / 1000
         while True:
-            releases = list(islice(self._releases, EXPIRE_LIMIT))
-            calls: list[Call[Any]] = [expire, self._loads, *releases]
+            reports = list(islice(self._reports, EXPIRE_LIMIT))
+            calls: list[Call[Any]] = [expire, self._loads, *reports]
             # Nobody could renew a lease while Redis was unreachable.
             if not self._fleet.recovers and time.monotonic() >= settled_s:
                 calls.append(leases.retire_lapsed(self._keyspace, RETIRE_GRACE_MS, heard_ms))
@@ -102,16 +104,18 @@ class Maintenance:
                     await self._fleet.view(await self._runner.one(self._loads))
                 expired, snapshot, *others = await self._runner.run(calls)
                 heard_ms = snapshot.now_ms
-                for sent in releases:
+                for sent in reports:
                     # It may have had to make room for a new one meanwhile.
-                    if self._releases[0] is sent:
-                        self._releases.popleft()
-                if self._releases:
+                    if self._reports[0] is sent:
+                        self._reports.popleft()
+                if self._reports:
                     pause = 0.0
-                released = [ended for ended in others[: len(releases)] if ended is not None]
-                for attempt in released:
-                    self._history.withdraw(attempt)
-                self._telemetry.reservations_of("released").inc(len(released))
+                for sent, attempt in zip(reports, others, strict=False):
+                    if attempt is not None:
+                        is_end = sent.name == "release"
+                        (self._history.withdraw if is_end else self._history.confirm)(attempt)
+                        event = "released" if is_end else "prefill_complete"
+                        self._telemetry.reservations_of(event).inc()
                 self._telemetry.reservations_of("expired").inc(expired)
                 await self._fleet.view(snapshot)
             except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:

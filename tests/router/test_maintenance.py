@@ -257,7 +257,7 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
                 maintenance.release_soon(later.pop())
             return replies
 
-    monkeypatch.setattr("app.router.maintenance.MAX_RELEASES", 2)
+    monkeypatch.setattr("app.router.maintenance.MAX_REPORTS", 2)
     workers, telemetry = FakeWorkers(redis), Telemetry()
     await workers.register("w1")
     await workers.occupy("w1", "r0", "r1", "r2", "r3")

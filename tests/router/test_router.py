@@ -921,7 +921,7 @@ class TestWithoutRedis:
         (left,) = (await router.refresh()).infos
         assert left.key != decision.worker.key
 
-    async def test_failed_releases_are_made_once_redis_accepts_writes(
+    async def test_lost_releases_and_first_tokens_are_told_once_redis_accepts_writes(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
         url = own_redis_server.url
@@ -933,6 +933,9 @@ class TestWithoutRedis:
             await router.refresh()
             # As the replica of an unreachable master, Redis keeps its data but refuses writes.
             await redis.execute_command("REPLICAOF", "127.0.0.1", free_port())
+            for name in ("r2", "r3"):
+                with pytest.raises(RedisUnavailable):
+                    await router.prefill_complete(name)
             for name in ("r1", "r2"):
                 with pytest.raises(RedisUnavailable):
                     await router.release(name)
@@ -945,6 +948,8 @@ class TestWithoutRedis:
             router.abandon(await other.route(request("r4")))
             await eventually(workers.reserved, lambda reserved: "r4" not in reserved)
             assert await workers.reserved() == {"r2": "w1:0", "r3": "w1:0"}
+            # The first token of r2 was that of an earlier try.
+            assert (await workers.load("w1")).decoding == 1
             catching_up.cancel()
 
     async def test_many_pending_releases_do_not_wait_for_the_next_maintenance_step(
