@@ -131,8 +131,8 @@ KEYSPACE = (
         "requests:<inc>",
         "hash",
         "reservation → `prefill_tokens prefill_us blocks state attempt`; state `p` "
-        "prefilling, `d` decoding; attempt `<began, ms>-<tag>` says when the try began and tells "
-        "it from others with the same request id",
+        "prefilling, `d` decoding; attempt `<began, ms>-<tag>[.<nonce>]` says when the try "
+        "began and tells it from others with the same request id",
         ("reserve", "extend", "prefill_complete", "activate"),
         "released or expired",
     ),

@@ -26,6 +26,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TAG = re.compile(r"[0-9a-f]{16}")
 RESERVATION_ID = re.compile(r"[\x21-\x7e]{1,128}(~[0-9a-f]{16})?")
 """`<request_id>~<tag>`; or a request's id, for the reservation that has it to itself."""
+_SENT = re.compile(r"(?:t=)?(\d{10})\.?(\d{3})\d*")
 TENANT_ID = re.compile(r"[\x21-\x7e]{1,64}")
 
 
@@ -45,6 +46,22 @@ def checked_request_id(value: object) -> str:
             "request_id", f"needs 1 to 128 visible ASCII characters, got {shown(value)}"
         )
     return value
+
+
+def checked_sent_ms(value: str | None) -> int | None:
+    """When a request was sent, by the clock of who sent it, in ms since 1970; None: nobody says.
+
+    value: of the header, as proxies write it: `t=1700000000123`, or `t=1700000000.123`. Raises
+    InvalidRequest.
+    """
+    if not value:
+        return None
+    found = _SENT.fullmatch(value)
+    if not found:
+        raise InvalidRequest(
+            "x-request-start", f"needs t=<ms since 1970>, as t=1700000000123, got {shown(value)}"
+        )
+    return int(found[1] + found[2])
 
 
 def request_id_of(reservation_id: str) -> str:

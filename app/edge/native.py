@@ -22,7 +22,7 @@ from app.core.errors import (
     shown,
 )
 from app.core.keys import Keyspace
-from app.core.types import checked_request_id, checked_reservation_id
+from app.core.types import checked_request_id, checked_reservation_id, checked_sent_ms
 from app.edge import prompts, schemas, views
 from app.edge.large import BodyReader
 from app.http.body import Caller, header, json_response, read_body
@@ -41,6 +41,7 @@ HEADER_OF = {"session_id": "x-session-id", "tenant": "x-tenant-id"}
 BALANCER_ID = b"x-balancer-id"
 """Header in which a balancer names each request that it takes, and which it repeats if it sends
 that request again to another replica."""
+SENT = b"x-request-start"
 
 
 class AnyText(PathConvertor):
@@ -113,7 +114,7 @@ async def find_best_worker(request: Request) -> Response:
 async def route(request: Request) -> Response:
     """Choose a worker for a prompt and reserve capacity on it."""
     router, settings = _parts(request)
-    began_ms = router.fleet.redis_now_ms
+    began_ms = checked_sent_ms(header(request, SENT)) or router.fleet.redis_now_ms
     raw = await read_body(request, settings.max_body_bytes)
     if (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS):
         options = _options_in_query(request)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from app.core.config import RouterSettings
 from app.core.errors import KvrouteError
 from app.core.settings import parse_names
-from app.core.types import checked_request_id
+from app.core.types import checked_request_id, checked_sent_ms
 from app.door import asked
 from app.door.asked import PATHS, Api
 from app.door.body import JsonBody
@@ -197,6 +197,7 @@ class HttpDoor:
         trace: Trace,
     ) -> Lifecycle:
         settings = self._settings
+        sent = headers.get(b"x-request-start", b"").decode("latin-1")
         prompt = None
         if ids.ids is not None:
             check_length("messages", ids.num_tokens, settings.max_prompt_tokens)
@@ -217,7 +218,7 @@ class HttpDoor:
                 tenant=wanted.tenant if settings.wait_queue else "",
                 priority=wanted.priority,
                 balancer_id=headers.get(b"x-balancer-id", b"").decode("latin-1"),
-                began_ms=model.router.fleet.redis_now_ms,
+                began_ms=checked_sent_ms(sent) or model.router.fleet.redis_now_ms,
                 key_name=scope.get("kvroute.key", ""),
             ),
             self._outcomes.ended,

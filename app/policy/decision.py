@@ -15,9 +15,10 @@ from app.policy.locality import Best, Locality
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
-    began_ms: when it came in, by the Redis clock; None: that is not known yet. session: "" for
-    none. tenant, priority: used if it has to wait. retry: it takes the place of what earlier tries
-    with its id hold. balancer_id: the same if a balancer sends a request again; "" for none.
+    began_ms: when it was sent, or else came in, by the Redis clock; None: that is not known yet.
+    session: "" for none. tenant, priority: used if it has to wait. retry: it takes the place of
+    what earlier tries with its id hold. balancer_id: the same if a balancer sends a request again;
+    "" for none.
     carried: until it ends, its router's door carries it, and keeps extending what is reserved.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
@@ -57,11 +58,13 @@ class Query:
     """This one included."""
     waited_ms: int = 0
     """How long the request waited for a worker that could take it."""
+    nonce: str = ""
+    """Tells tries with the same tag apart: those of a request that a balancer sends again."""
 
     @property
     def attempt(self) -> str:
         """The name of the try: see Reservation."""
-        return f"{self.began_ms or 0}-{self.tag}"
+        return f"{self.began_ms or 0}-{self.tag}{self.nonce}"
 
     @property
     def reservation_id(self) -> str:

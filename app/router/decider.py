@@ -125,8 +125,8 @@ class Decider:
             self._decide_degraded(batch, error)
             return
         for pending in batch:
-            if pending.query.began_ms is None:
-                pending.query.began_ms = view.now_ms
+            # A sender's clock may be ahead.
+            pending.query.began_ms = min(pending.query.began_ms or view.now_ms, view.now_ms)
         undecided = await self._those_who_need_not_wait(_wanted(batch), view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:

@@ -95,7 +95,9 @@ class Router:
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         began_ms = self.fleet.redis_now_ms if request.began_ms is None else request.began_ms
-        query = Query(request, _tag(request.balancer_id), began_ms)
+        # A balancer sends the same bytes again, and in them the time when they were first sent.
+        nonce = f".{secrets.token_hex(4)}" if request.balancer_id else ""
+        query = Query(request, _tag(request.balancer_id), began_ms, nonce=nonce)
         pending = Pending(query, answer, caller)
         try:
             if not self._decider.submit(pending):

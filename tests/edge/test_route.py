@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import re
 import struct
+import time
 from typing import Any
 
 import httpx
@@ -245,6 +246,54 @@ async def test_a_request_that_its_balancer_sends_again_keeps_one_reservation(
         assert answer.status_code == 200
     assert await two.reserved() == {"r1": "w2:0"}
     assert "b1" not in answer.text
+
+
+@pytest.mark.parametrize("sent", ["t={ms}", "{ms}", "t={s:.3f}", "{ms}456"])
+async def test_a_try_that_was_sent_before_a_later_one_does_not_take_its_place(
+    client: httpx.AsyncClient, two: FakeWorkers, sent: str
+) -> None:
+    """As when the first lay in the socket of a frozen replica."""
+    body = {"token_ids": PROMPT, "request_id": "r1", "retry": True}
+    late_ms = 1000 * int(time.time()) - 60_000
+    late = {"x-request-start": sent.format(ms=late_ms, s=late_ms / 1000)}
+    for headers, status in (({}, 200), (late, 409), ({}, 200)):
+        answer = await client.post("/v1/route", json=body, headers=headers)
+        assert answer.status_code == status
+    assert (await two.load("w1")).requests + (await two.load("w2")).requests == 1
+
+
+async def test_a_clock_that_is_ahead_orders_tries_by_when_they_came(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    body = {"token_ids": PROMPT, "request_id": "r1", "retry": True}
+    for ahead_ms in (600_000, 60_000):
+        sent = {"x-request-start": f"t={1000 * int(time.time()) + ahead_ms}"}
+        assert (await client.post("/v1/route", json=body, headers=sent)).status_code == 200
+    assert (await client.delete("/v1/requests/r1")).json()["found"]
+
+
+async def test_what_a_balancer_sent_again_is_told_apart_from_what_it_sent_first(
+    client: httpx.AsyncClient, two: FakeWorkers, redis: Redis
+) -> None:
+    headers = {"x-balancer-id": "b1", "x-request-start": "t=1700000000123"}
+    attempts = set()
+    for _ in range(2):
+        body = {"token_ids": PROMPT, "request_id": "r1", "exclude": ["w2"]}
+        assert (await client.post("/v1/route", json=body, headers=headers)).status_code == 200
+        (record,) = await redis.hvals(KEYS["requests:1"])
+        attempts.add(record.split()[-1])
+    assert len(attempts) == 2
+
+
+async def test_an_unreadable_time_of_sending_is_refused(
+    client: httpx.AsyncClient, two: FakeWorkers
+) -> None:
+    answer = await client.post(
+        "/v1/route", json={"token_ids": PROMPT}, headers={"x-request-start": "yesterday"}
+    )
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "x-request-start")
+    assert "yesterday" in answer.json()["error"]["message"]
+    assert await two.reserved() == {}
 
 
 async def test_the_request_id_comes_from_the_body_or_else_the_header_or_else_is_generated(
