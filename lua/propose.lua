@@ -14,11 +14,13 @@
 local planner, proposals = KEYS[1], KEYS[2]
 local token, state, kept, proposal = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
+-- @include despite_full
 
 local held = redis.call('HMGET', planner, 'token', 'until_ms')
 if held[1] ~= token or (tonumber(held[2]) or 0) <= now_ms() then
   return 0
 end
+despite_full(planner)
 redis.call('HSET', planner, 'state', state)
 for i = 5, #ARGV, 2 do
   redis.call('HSET', planner, ARGV[i], ARGV[i + 1])

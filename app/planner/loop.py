@@ -65,18 +65,20 @@ class Changing:
         return {**asdict(self), "known": sorted(self.known)}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Changing:
-        """What makes no sense is as if it were not there."""
+    def from_json(cls, state: Mapping[str, Any], most: int) -> Changing:
+        """most: workers that may be pending. What no planner would record is as if it were not
+        there."""
         try:
-            return cls(
-                pending=[float(at_s) for at_s in found.get("pending", [])],
-                known={str(name) for name in found.get("known", [])},
-                leaving=str(found.get("leaving", "")),
-                leaving_since_s=float(found.get("leaving_since_s", 0.0)),
-                is_stopped=bool(found.get("is_stopped", False)),
+            changing = cls(
+                pending=[float(at_s) for at_s in state.get("pending", [])],
+                known={str(name) for name in state.get("known", [])},
+                leaving=str(state.get("leaving", "")),
+                leaving_since_s=float(state.get("leaving_since_s", 0.0)),
+                is_stopped=bool(state.get("is_stopped", False)),
             )
         except (TypeError, ValueError):
             return cls()
+        return changing if len(changing.pending) <= most else cls()
 
 
 class Planner:
@@ -128,9 +130,10 @@ class Planner:
 
     async def tick(self) -> None:
         try:
-            found = await self._lease.keep()
-            if found is not None:
-                self._changing = Changing.from_json(found)
+            state = await self._lease.keep()
+            if state is not None:
+                if state:  # else Redis has lost all, and what this one knows may still hold
+                    self._changing = Changing.from_json(state, self._rules.max_workers)
                 self._hold()
             await self._observer.sample()
             if self.leads:
@@ -247,11 +250,12 @@ class Planner:
             if changing.pending:
                 changing.pending.pop(0)
         changing.known = set(seen)
-        given_up_s = self._observer.now_s - self._settings.startup_deadline_s
-        for at_s in [at_s for at_s in changing.pending if at_s <= given_up_s]:
-            changing.pending.remove(at_s)
+        now_s, deadline_s = self._observer.now_s, self._settings.startup_deadline_s
+        pending = [at_s for at_s in changing.pending if now_s - deadline_s < at_s <= now_s]
+        for _ in range(len(changing.pending) - len(pending)):
             self._metrics.failures.inc()
             log.warning("a worker has not registered in time, and is given up")
+        changing.pending = pending
         if changing.leaving and changing.leaving not in seen:
             log.info("worker %s has left", changing.leaving)
             changing.leaving = ""
@@ -268,7 +272,7 @@ class Planner:
         ]
         left = sum(filter(None, await self._runner.run(calls)))
         overdue_s = self._observer.now_s - changing.leaving_since_s
-        if left and overdue_s < self._settings.drain_deadline_s:
+        if left and not overdue_s >= self._settings.drain_deadline_s:  # it may be no number
             return
         if left:
             log.warning("worker %s is stopped with %d requests left", changing.leaving, left)

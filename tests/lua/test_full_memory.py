@@ -8,7 +8,7 @@ import pytest
 
 from app.core.errors import RedisFull
 from app.core.types import Incarnation
-from app.state import decisions, index
+from app.state import decisions, index, planner
 from app.state.index import Change
 from app.state.predictions import PredictionSettings
 from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, Namespace, ticket
@@ -74,6 +74,11 @@ async def test_no_decision_is_recorded_but_earlier_ones_stay(full: Namespace) ->
     with pytest.raises(RedisFull, match="record"):
         await full.do(one)
     assert await full.redis.xlen(full.key("decisions")) == 1
+
+
+async def test_a_planner_still_leads_and_proposes(full: Namespace) -> None:
+    token = (await full.do(planner.lead(full.keys, "a", LONG_MS))).token
+    assert await full.do(planner.propose(full.keys, token, {"known": []}, {"desired": 1}))
 
 
 async def test_requests_still_wait_and_have_turns_but_sessions_are_not_remembered(

@@ -224,12 +224,32 @@ async def test_a_planner_leads_on_while_a_replay_takes_longer_than_its_lease(
         planning(one_redis_server.url, Advise(), settings),
     ):
         assert await asyncio.to_thread(replaying.wait, 30)
+        token = (await lease())[1]
         for _ in range(2 * RENEWALS):
             before = await lease()
             await eventually(lease, lambda found, before=before: found != before)
         is_renewed.set()
         await eventually(lambda: last(redis))
-        assert (await lease())[1] == b"1"
+        assert (await lease())[1] == token
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        '{"pending": [1e300, -5, "nan"], "leaving": "w0", "leaving_since_s": "nan"}',
+        f'{{"pending": [{"1," * 1000}1]}}',
+        '{"pending": 7}',
+        '{"leaving": "gone", "known": null}',
+    ],
+)
+async def test_a_state_that_no_planner_would_record_changes_nothing(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents, state: str
+) -> None:
+    await redis.hset(KEYS["planner"], "state", state)
+    async with planning(one_redis_server.url, agents):
+        found = await eventually(lambda: last(redis))
+        assert (found["size"], found["desired"]) == (0, 1)
+        await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
 
 
 async def test_a_worker_that_never_comes_is_given_up(
@@ -265,8 +285,9 @@ async def test_an_order_that_fails_is_given_again_with_the_next_proposal(
 
 
 async def test_a_redis_that_is_away_or_has_lost_all_leaves_the_fleet_as_it_was(
-    own_redis_server: EmbeddedRedis,
+    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loop, "SETTLE_S", 2.0)  # agents register again within so long
     url = own_redis_server.url
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(connect(url))
