@@ -256,8 +256,9 @@ def blocks(candidates: Candidates, size: RequestSize, *, prefill_weight: float =
 
     After `DefaultWorkerSelector` in NVIDIA Dynamo, lib/kv-router/src/scheduling, with its
     default credits; prefill_weight is its prefill_load_scale. Dynamo counts the distinct
-    blocks of the active requests together with this one's. Here the blocks of each request are
-    added up, because which of them are the same is not known: too high by at most what they share.
+    blocks of the active requests together with this one's, and so does the simulation. A router
+    adds up those of each request, because it is not told which of them are the same: too high by at
+    most what they share.
     """
     credit = (
         candidates.overlap_device

@@ -4,25 +4,73 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from app.core.events import CacheEvent, Cleared, Stored
 from app.core.loads import Load, Reservation
 from app.core.types import SequenceHash, Tier
+from app.simulation.steps import SimRequest
+
+
+class InFlight:
+    """The blocks of the prompts in flight on one worker; those that several share count once."""
+
+    def __init__(self) -> None:
+        self._full: Counter[SequenceHash] = Counter()
+        self._partial = 0
+
+    def add(self, request: SimRequest) -> None:
+        self._full.update(request.blocks)
+        self._partial += bool(request.tail_tokens)
+
+    def remove(self, request: SimRequest) -> None:
+        self._partial -= bool(request.tail_tokens)
+        full = self._full
+        for block in request.blocks:
+            left = full[block] - 1
+            if left:
+                full[block] = left
+            else:
+                del full[block]
+
+    def overlap(self, chain: Sequence[SequenceHash]) -> int:
+        """Number of leading blocks that others have, too."""
+        return _leading(chain, 0, self._full.__contains__) if self._full else 0
+
+    def num_blocks_beside(self, chain: Sequence[SequenceHash]) -> int:
+        """Number of blocks but for those that a prompt has, too."""
+        return len(self._full) + self._partial - self.overlap(chain)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A reservation, and what it was made for."""
+
+    reservation: Reservation
+    request: SimRequest
 
 
 class Books:
-    """What is reserved on one worker, as one or all replicas know it: the books of lua/."""
+    """What is reserved on one worker, as one or all replicas know it: the books of lua/.
 
-    def __init__(self) -> None:
+    in_flight: filled if asked for, as that takes its time.
+    """
+
+    def __init__(self, *, counts_blocks: bool = False) -> None:
         self.load = Load()
-        self._reserved: dict[str, Reservation] = {}
+        self.in_flight = InFlight()
+        self._counts_blocks = counts_blocks
+        self._promises: dict[str, Promise] = {}
         # Requests without a first token, the oldest first.
         self._prefilling: dict[str, None] = {}
 
-    def reserve(self, reservation: Reservation, now_s: float) -> None:
-        self.load.add(reservation, round(now_s * 1000))
-        self._reserved[reservation.request_id] = reservation
-        self._prefilling[reservation.request_id] = None
+    def reserve(self, promise: Promise, now_s: float) -> None:
+        request_id = promise.reservation.request_id
+        self.load.add(promise.reservation, round(now_s * 1000))
+        self._promises[request_id] = promise
+        self._prefilling[request_id] = None
+        if self._counts_blocks:
+            self.in_flight.add(promise.request)
 
     def prefill_complete(self, request_id: str, now_s: float) -> None:
         """Like lua/prefill_complete.lua: the next in line becomes the head."""
@@ -35,23 +83,26 @@ class Books:
             self._leave_prefills(request_id, now_s)
         else:
             self.load.decoding -= 1
-        self.load.blocks -= self._reserved.pop(request_id).blocks
+        promise = self._promises.pop(request_id)
+        self.load.blocks -= promise.reservation.blocks
         self.load.requests -= 1
+        if self._counts_blocks:
+            self.in_flight.remove(promise.request)
 
     def _leave_prefills(self, request_id: str, now_s: float) -> None:
-        reservation = self._reserved[request_id]
+        reservation = self._promises[request_id].reservation
         self.load.prefill_tokens -= reservation.prefill_tokens
         self.load.prefill_us -= reservation.prefill_us
         was_head = next(iter(self._prefilling)) == request_id
         del self._prefilling[request_id]
         if was_head:
             head = next(iter(self._prefilling), None)
-            self.load.head_us = self._reserved[head].prefill_us if head else 0
+            self.load.head_us = self._promises[head].reservation.prefill_us if head else 0
             self.load.head_since_ms = round(now_s * 1000)
 
 
 class Holdings:
-    """Which blocks a worker has published, in which tiers, and which it is about to hold."""
+    """Which blocks a worker has published, and in which tiers."""
 
     DEVICE = 1
     HOST = 2
@@ -60,7 +111,6 @@ class Holdings:
         self._delay_s = delay_s
         self._tiers: dict[SequenceHash, int] = {}
         self._late: deque[tuple[float, list[CacheEvent]]] = deque()
-        self._promised: Counter[SequenceHash] = Counter()
 
     @property
     def num_blocks(self) -> int:
@@ -71,31 +121,20 @@ class Holdings:
         if events:
             self._late.append((now_s + self._delay_s, events))
 
-    def promise(self, chain: Sequence[SequenceHash]) -> None:
-        self._promised.update(chain)
-
-    def settle(self, chain: Sequence[SequenceHash]) -> None:
-        """Undo `promise`."""
-        promised = self._promised
-        for block in chain:
-            left = promised[block] - 1
-            if left:
-                promised[block] = left
-            else:
-                del promised[block]
-
-    def overlap(self, chain: Sequence[SequenceHash], now_s: float) -> tuple[int, int]:
+    def overlap(
+        self, chain: Sequence[SequenceHash], now_s: float, ahead: int = 0
+    ) -> tuple[int, int]:
         """Number of leading blocks on the device, and of those behind them on the host.
 
-        Promised blocks count as on the device, as in `app.router.lookup.with_predicted`.
+        ahead: number of leading blocks that it is about to hold; they count as on the device, as in
+        `app.router.lookup.with_predicted`.
         """
         while self._late and self._late[0][0] <= now_s:
             for event in self._late.popleft()[1]:
                 self._apply(event)
-        tiers, promised = self._tiers, self._promised
+        tiers = self._tiers
         device = _leading(chain, 0, lambda block: tiers.get(block, 0) & self.DEVICE != 0)
         held = _leading(chain, device, tiers.__contains__)
-        ahead = _leading(chain, 0, promised.__contains__) if promised else 0
         if ahead > held:
             return device + ahead - held, held - device
         return device, held - device

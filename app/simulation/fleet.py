@@ -22,7 +22,7 @@ from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.loads import Load, Reservation
 from app.policy.choose import choose
 from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
-from app.simulation.books import Books
+from app.simulation.books import Books, Promise
 from app.simulation.profiles import Profile
 from app.simulation.setting import Policy, Setting, Sharing
 from app.simulation.steps import Finished, SimRequest, Step
@@ -106,7 +106,7 @@ class _Plan:
     flight: _Flight
     worker: int
     seen_total: int
-    reservation: Reservation
+    promise: Promise
     best_blocks: int
 
 
@@ -124,6 +124,8 @@ class SimFleet:
         self.now_s = 0.0
         self.rng = np.random.default_rng(setting.seed)
         self._policy = Policy(policy)
+        # As Dynamo does, of which it is a yardstick; routers do not know enough to do so.
+        self._counts_once = self._policy.key == "blocks"
         self._live: list[int] = []
         shared: list[Books] = []
         self.replicas = [
@@ -159,8 +161,9 @@ class SimFleet:
         place = len(self.workers)
         worker = Worker(self.setting, profile, lambda: self.now_s, self.now_s)
         self.workers.append(worker)
+        counts_blocks = self._counts_once or self.setting.count_in_flight
         for books in {id(replica.books): replica.books for replica in self.replicas}.values():
-            books.append(Books())
+            books.append(Books(counts_blocks=counts_blocks))
 
         def register(now_s: float) -> None:
             if worker.status is Status.STARTING:
@@ -232,8 +235,13 @@ class SimFleet:
             except AllWorkersBusy as error:
                 flight.then(flight.lost(Loss.FULL, str(error)), now_s)
                 continue
-            loads[plan.worker].add(plan.reservation, round(now_s * 1000))
+            loads[plan.worker].add(plan.promise.reservation, round(now_s * 1000))
+            if self._counts_once:
+                replica.books[plan.worker].in_flight.add(flight.request)
             plans.append(plan)
+        if self._counts_once:
+            for plan in plans:
+                replica.books[plan.worker].in_flight.remove(plan.flight.request)
         replica.is_deciding = bool(plans)
         if plans:
             self.at(
@@ -244,10 +252,20 @@ class SimFleet:
         request, live = flight.request, self._live
         if not live:
             raise NoWorkers("no worker is alive")
+        in_flight = [flight.replica.books[place].in_flight for place in live]
         columns = [
-            self.workers[place].column(loads[place], request.blocks, now_s) for place in live
+            self.workers[place].column(
+                loads[place],
+                request.blocks,
+                now_s,
+                others.overlap(request.blocks) if self.setting.count_in_flight else 0,
+            )
+            for place, others in zip(live, in_flight, strict=True)
         ]
         candidates = Candidates(*np.array(columns, dtype=np.float64).T)
+        if self._counts_once:
+            beside = [others.num_blocks_beside(request.blocks) for others in in_flight]
+            candidates.active_blocks = np.array(beside, dtype=np.float64)
         size = RequestSize(request.prompt_tokens, self.setting.block_size)
         choice = choose(
             self._policy.key,
@@ -268,7 +286,8 @@ class SimFleet:
             blocks=size.isl_blocks,
         )
         best_blocks = int(candidates.overlap.max())
-        return _Plan(flight, place, loads[place].total, reservation, best_blocks)
+        promise = Promise(reservation, request)
+        return _Plan(flight, place, loads[place].total, promise, best_blocks)
 
     def _reserve(self, replica: _Replica, plans: list[_Plan], now_s: float) -> None:
         """Like lua/reserve.lua: a reservation is refused, with all behind it for the same worker,
@@ -285,7 +304,7 @@ class SimFleet:
                 overtaken.add(plan.worker)
                 refused.append(plan.flight)
                 continue
-            self._tell(replica, plan.worker, now_s, Books.reserve, plan.reservation)
+            self._tell(replica, plan.worker, now_s, Books.reserve, plan.promise)
             self._start(plan.flight, plan.worker, now_s)
             if self.on_decided is not None:
                 request = plan.flight.request
@@ -321,8 +340,6 @@ class SimFleet:
         worker = self.workers[place]
         worker.num_requests += 1
         worker.publish_metrics(now_s)
-        if self.setting.count_in_flight:
-            worker.holdings.promise(flight.request.blocks)
         worker.engine.submit(flight.request)
         if not worker.is_stepping:
             self._step(worker, now_s)
@@ -395,8 +412,6 @@ class SimFleet:
         del self._flights[request.request_id]
         worker.num_requests -= 1
         self._tell(flight.replica, flight.worker, now_s, Books.release, request.request_id)
-        if self.setting.count_in_flight:
-            worker.holdings.settle(request.blocks)
 
     def _leave_if_drained(self, worker: Worker) -> None:
         if worker.status is Status.DRAINING and not worker.num_requests:

@@ -88,12 +88,14 @@ class Worker:
             }
             self.speed = replace(speed, **wrong)
 
-    def column(self, load: Load, chain: Sequence[SequenceHash], now_s: float) -> tuple[float, ...]:
-        """This worker's values, in the order of Candidates."""
+    def column(
+        self, load: Load, chain: Sequence[SequenceHash], now_s: float, ahead: int = 0
+    ) -> tuple[float, ...]:
+        """This worker's values, in the order of Candidates; ahead: see Holdings.overlap."""
         self.publish_metrics(now_s)
         metrics = self.metrics
         return (
-            *self.holdings.overlap(chain, now_s),
+            *self.holdings.overlap(chain, now_s, ahead),
             0.0,
             *load_rows(load, round(now_s * 1000), metrics.request_total_slots),
             *measured_rows(metrics, self.speed),

@@ -7,9 +7,10 @@ import pytest
 
 from app.core.loads import Load, Reservation
 from app.policy.cost import Candidates
-from app.simulation.books import Books
+from app.simulation.books import Books, Promise
 from app.simulation.profiles import PROFILES, USUAL
 from app.simulation.setting import Setting, Sharing
+from app.simulation.steps import SimRequest
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 from loadtest.virtual import Simulation
 
@@ -193,7 +194,8 @@ def test_a_request_that_finds_all_slots_taken_fails() -> None:
 def test_books_follow_the_head_of_the_queue() -> None:
     books = Books()
     for name, seconds in (("a", 2.0), ("b", 3.0)):
-        books.reserve(Reservation(name, 100, round(seconds * 1e6), 4), now_s=10.0)
+        reservation = Reservation(name, 100, round(seconds * 1e6), 4)
+        books.reserve(Promise(reservation, SimRequest(name, (), (), 100, 1)), now_s=10.0)
     assert books.load.queue_s(11_000) == 4.0
     books.prefill_complete("a", now_s=12.0)
     assert books.load.queue_s(13_000) == 2.0

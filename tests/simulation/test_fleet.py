@@ -147,3 +147,20 @@ def test_routers_learn_that_a_worker_has_become_slower() -> None:
     played.fleet.run()
     late = [played.worker_of(f"r{second}") for second in range(200, 300)]
     assert late.count(0) > 2 * late.count(1)
+
+
+def test_blocks_counts_once_what_requests_in_flight_share() -> None:
+    shared = [request(f"shared{i}", blocks=100, output_tokens=2000) for i in range(3)]
+    alone = request("alone", blocks=150, first=1000, output_tokens=2000)
+    played = Played(Setting(num_workers=2), "blocks")
+    for place, one in ((0, shared[0]), (1, alone)):
+        played.fleet.warm(place, one)
+    played.ask(1.0, *shared, alone)
+    played.ask(10.0, request("small", first=2000))
+    # Decided from one lookup: the cached 60 blocks make 160 of the 100, against 150.
+    cached = request("cached", blocks=60, first=3000, output_tokens=2000)
+    played.fleet.warm(0, cached)
+    played.ask(15.0, request("first", first=4000), cached, request("last", first=5000))
+    played.fleet.run()
+    assert [played.worker_of(one.request_id) for one in (*shared, alone)] == [0, 0, 0, 1]
+    assert [played.worker_of(name) for name in ("small", "cached", "last")] == [0, 0, 1]
