@@ -139,11 +139,14 @@ BOUNDARIES = [
     Boundary("app.http", frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http")),
     Boundary(
         "app.edge",
-        frozenset({"torch"}) | beyond("core", "policy", "state", "router", "http", "door", "edge"),
+        frozenset({"aiohttp", "torch"})
+        | beyond("core", "policy", "state", "router", "http", "door", "edge"),
     ),
     Boundary("app.door.tokens", WEB | {"redis", "click", "huggingface_hub"}),
     Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
-    Boundary("app.ops", WEB | {"torch"} | beyond("core", "policy", "state", "options", "ops")),
+    Boundary(
+        "app.ops", WEB | {"aiohttp", "torch"} | beyond("core", "policy", "state", "options", "ops")
+    ),
     Boundary(
         "app.local",
         frozenset({"fastapi", "redis", "torch"})

@@ -6,10 +6,12 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from http.client import HTTPException
 from itertools import islice
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
-import aiohttp
 import orjson
 
 from app.core.check import Check
@@ -34,6 +36,7 @@ IN_USE = 0.02
 """A cache of which less is in use may hold no full block."""
 MIN_DECISIONS, MAX_DECISIONS = 50, 500
 HIT_RATE_GAP = 0.15
+MAX_ANSWER_BYTES = 1 << 20
 
 
 async def of_server(redis: Client) -> AsyncIterator[Check]:
@@ -218,15 +221,11 @@ async def _predicted(
 async def of_router(url: str) -> Check:
     """What a router says about itself, cached tokens that are not as predicted among it."""
     about = f"router {url}"
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(f"{url.rstrip('/')}/readiness") as answer,
-        ):
-            said = orjson.loads(await answer.read())
-            ready, missing = bool(said["ready"]), [str(what) for what in said["missing"]]
-    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        async with asyncio.timeout(TIMEOUT_S):
+            readiness = orjson.loads(await asyncio.to_thread(_get, f"{url.rstrip('/')}/readiness"))
+        ready, missing = bool(readiness["ready"]), [str(what) for what in readiness["missing"]]
+    except (HTTPException, OSError, ValueError, LookupError, TypeError) as error:
         found = f"no answer of a router: {error or type(error).__name__}"
         return Check(about, False, cut(found), "is it running, and reachable from here?")
     return Check(
@@ -235,6 +234,18 @@ async def of_router(url: str) -> Check:
         "; ".join(missing) or "ready",
         "see docs/front-door.md and docs/operating.md for what each of these means",
     )
+
+
+def _get(url: str) -> bytes:
+    """The body of an answer, whatever its status. url: http:// or https://."""
+    direct = build_opener(ProxyHandler({}))
+    try:
+        answer = direct.open(url, timeout=TIMEOUT_S)
+    except HTTPError as error:
+        answer = error
+    with answer:
+        body: bytes = answer.read(MAX_ANSWER_BYTES)
+        return body
 
 
 async def _first(records: AsyncIterator[Any], most: int) -> AsyncIterator[Any]:
