@@ -11,7 +11,7 @@
 # torch's CPU build. With a GPU: --build-arg TORCH_INDEX=https://pypi.org/simple
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
-FROM python:3.12-slim-bookworm AS build
+FROM python:3.12.12-slim-bookworm AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /venv
 WORKDIR /src
@@ -40,7 +40,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" \
     '.[worker,embedded,loadtest,planner]'
 
-FROM python:3.12-slim-bookworm AS base
+FROM python:3.12.12-slim-bookworm AS base
 # A numeric user, so that Kubernetes can see that it is not root.
 RUN useradd --create-home --uid 10001 kvroute
 WORKDIR /home/kvroute

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import promql_parser
 import pytest
@@ -71,16 +73,26 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
 
 OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD"}
 """What the manifest gives a container only for others of its variables."""
-MANIFEST = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+MANIFESTS = ("kubernetes.yaml", "planner.kubernetes.yaml", "vllm.kubernetes.yaml")
 SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-PODS = {r["metadata"]["name"]: r["spec"] for r in MANIFEST if r["kind"] == "Deployment"}
-POLICIES = {r["metadata"]["name"]: r["spec"] for r in MANIFEST if r["kind"] == "NetworkPolicy"}
-
-
-PLANNER = {
-    resource["kind"]: resource
-    for resource in yaml.safe_load_all((DEPLOY / "planner.kubernetes.yaml").read_text())
+RESOURCES = [r for name in MANIFESTS for r in yaml.safe_load_all((DEPLOY / name).read_text())]
+POLICIES = [r["spec"] for r in RESOURCES if r["kind"] == "NetworkPolicy"]
+PODS = {
+    r["metadata"]["name"].removeprefix("kvroute-"): r["spec"]["template"]
+    for r in RESOURCES
+    if r["kind"] == "Deployment"
 }
+LABELS: dict[str, dict[str, str]] = {
+    "client": {"app": "any"},
+    "elsewhere": {},
+    **{part: pod["metadata"]["labels"] for part, pod in PODS.items()},
+}
+PORTS: dict[str, set[int]] = {
+    part: {port["containerPort"] for one in pod["spec"]["containers"] for port in one["ports"]}
+    for part, pod in PODS.items()
+}
+CONFINED = ("redis", "router", "worker")
+PLANNER = {r["kind"]: r for r in RESOURCES if r["metadata"]["name"] == "kvroute-planner"}
 
 
 def test_the_planner_may_do_what_its_connector_does_and_reaches_what_it_needs() -> None:
@@ -92,36 +104,27 @@ def test_the_planner_may_do_what_its_connector_does_and_reaches_what_it_needs() 
     }
     assert allowed == {("apps", "deployments/scale"): ["get", "patch"], ("", "pods"): ["patch"]}
     deployment = PLANNER["Deployment"]["spec"]["template"]
-    [container] = deployment["spec"]["containers"]
-    known = {getattr(option, "envvar", None) for option in main.commands["planner"].params}
-    given = {variable["name"] for variable in container["env"]}
-    assert given - OWN_VARIABLES - known == set()
     account = PLANNER["ServiceAccount"]["metadata"]["name"]
     assert deployment["spec"]["serviceAccountName"] == account
     assert PLANNER["RoleBinding"]["subjects"] == [{"kind": "ServiceAccount", "name": account}]
-    policy = PLANNER["NetworkPolicy"]["spec"]
-    assert policy["podSelector"]["matchLabels"] == deployment["metadata"]["labels"]
-    [reachable] = POLICIES["redis"]["ingress"][0]["from"]
-    [expression] = reachable["podSelector"]["matchExpressions"]
-    assert deployment["metadata"]["labels"]["app"] in expression["values"]
 
 
-def kubernetes_variables() -> Iterator[tuple[str, str]]:
-    for deployment in PODS.values():
-        for container in deployment["template"]["spec"]["containers"]:
-            for variable in container.get("env", []):
-                yield container["name"], variable["name"]
+def environment(part: str) -> Iterator[tuple[str, Any]]:
+    """Name and entry of each variable of a container."""
+    for pod in PODS.values():
+        for container in pod["spec"]["containers"]:
+            if container["name"] == part:
+                yield from ((entry["name"], entry) for entry in container["env"])
 
 
-def compose_variables() -> Iterator[tuple[str, str]]:
+def variables() -> Iterator[tuple[str, str]]:
+    for part in ("redis", "router", "worker", "planner"):
+        yield from ((part, name) for name, _ in environment(part))
     for part, service in SERVICES.items():
-        for name in service.get("environment", {}):
-            yield part, name
+        yield from ((part, name) for name in service.get("environment", {}))
 
 
-@pytest.mark.parametrize(
-    ("part", "variable"), sorted({*kubernetes_variables(), *compose_variables()})
-)
+@pytest.mark.parametrize(("part", "variable"), sorted({*variables()}))
 def test_each_part_reads_the_variables_that_it_is_given(part: str, variable: str) -> None:
     if part == "balancer":
         assert f"${{{variable}}}" in (DEPLOY / "haproxy.cfg").read_text()
@@ -132,9 +135,9 @@ def test_each_part_reads_the_variables_that_it_is_given(part: str, variable: str
         assert variable in {getattr(option, "envvar", None) for option in command.params}
 
 
-@pytest.mark.parametrize("name", PODS)
+@pytest.mark.parametrize("name", CONFINED)
 def test_a_pod_can_do_no_more_than_it_needs(name: str) -> None:
-    pod = PODS[name]["template"]["spec"]
+    pod = PODS[name]["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -150,30 +153,89 @@ def test_a_pod_can_do_no_more_than_it_needs(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", PODS)
-def test_a_pod_is_reached_at_its_port_and_reaches_only_redis_and_the_name_server(
-    name: str,
-) -> None:
-    pod = PODS[name]["template"]
-    [container] = pod["spec"]["containers"]
-    policy = POLICIES[name]
-    assert policy["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
-    assert policy["policyTypes"] == ["Ingress", "Egress"]
-    [ingress] = policy["ingress"]
-    [port] = container["ports"]
-    assert ingress["ports"] == [{"port": port["containerPort"]}]
-    if name == "redis":
-        assert "egress" not in policy
-        [callers] = ingress["from"]
-        [rule] = callers["podSelector"]["matchExpressions"]
-        assert {*rule["values"]} == (PODS.keys() - {"redis"}) | {"kvroute-planner"}
-        return
-    to_redis, to_dns = policy["egress"]
-    assert to_redis == {
-        "to": [{"podSelector": {"matchLabels": {"app": "redis"}}}],
-        "ports": [{"port": 6379}],
+def connections() -> set[tuple[str, str, int]]:
+    """(from, to, port) of each that the parts make; client: any pod of theirs, Prometheus too."""
+    parts = ("router", "worker", "vllm", "planner")
+    made = {(part, "redis", 6379) for part in parts} | {(part, "elsewhere", 53) for part in parts}
+    made |= {("router", "worker", 8081), ("router", "vllm", 8000)}
+    for part, ports in PORTS.items():
+        made |= {("client", part, port) for port in ports if part != "redis"}
+    made |= {("planner", "elsewhere", 443), ("planner", "elsewhere", 6443)}  # the API server
+    return made | {("vllm", "elsewhere", 443)}  # models
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    expressions = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )
+
+
+def lets(way: str, pod: str, peer: str, port: int) -> bool:
+    """Whether the policies of `pod` let it talk with `peer`. way: Ingress or Egress."""
+    policies = [
+        policy
+        for policy in POLICIES
+        if way in policy["policyTypes"] and selects(policy["podSelector"], LABELS[pod])
+    ]
+    rules = [rule for policy in policies for rule in policy.get(way.lower(), [])]
+    peers = "from" if way == "Ingress" else "to"
+    return not policies or any(
+        port in [each["port"] for each in rule.get("ports", [{"port": port}])]
+        and any(
+            selects(each["podSelector"], LABELS[peer]) and peer != "elsewhere"
+            for each in rule[peers]
+        )
+        if peers in rule
+        else port in [each["port"] for each in rule["ports"]]
+        for rule in rules
+    )
+
+
+def test_policies_let_the_parts_connect_to_each_other_as_they_do_and_in_no_other_way() -> None:
+    ports = PORTS | {"elsewhere": {53, 80, 443, 6443}}
+    let = {
+        (pod, peer, port)
+        for pod in PORTS
+        for peer in ports
+        for port in ports[peer] | {22}
+        if pod != peer and lets("Egress", pod, peer, port) and lets("Ingress", peer, pod, port)
     }
-    assert {port["port"] for port in to_dns["ports"]} == {53}
+    let |= {
+        ("client", peer, port)
+        for peer in PORTS
+        for port in PORTS[peer] | {22}
+        if lets("Ingress", peer, "client", port)
+    }
+    assert let == connections()
+    assert not any(
+        lets("Ingress", peer, "elsewhere", port) for peer in PORTS for port in ports[peer]
+    )
+
+
+def images() -> Iterator[str]:
+    for name in ("compose.yaml", "vllm.compose.yaml", *MANIFESTS):
+        yield from re.findall(r"image: (\S+)", (DEPLOY / name).read_text())
+    for match in re.finditer(r"(?m)^FROM (\S+:\S+) AS", (DEPLOY.parent / "Dockerfile").read_text()):
+        yield match[1]
+
+
+def test_images_have_a_whole_version_and_ours_are_of_this_one() -> None:
+    ours = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["version"]
+    for image in images():
+        name, _, version = image.partition(":")
+        assert re.match(r"v?\d+\.\d+\.\d+(-|$)", version), image
+        assert "kvroute" not in name or version == ours, image
+
+
+def test_routers_and_workers_ask_for_keys() -> None:
+    for part in ("router", "worker"):
+        assert "KVROUTE_WORKER_KEY" in dict(environment(part))
+    assert "KVROUTE_API_KEY" in dict(environment("router"))
+    assert "KVROUTE_ENGINE_API_KEY" in dict(environment("agent"))
+    assert not any("NO_AUTH" in (DEPLOY / name).read_text() for name in os.listdir(DEPLOY))
 
 
 @pytest.mark.parametrize("part", SERVICES)
@@ -191,8 +253,7 @@ def test_parts_log_in_to_redis_as_their_own_user() -> None:
     for part in ("router", "worker"):
         url = SERVICES[part]["environment"]["REDIS_URL"]
         assert url.startswith(f"redis://kvroute-{part}:${{{part.upper()}_PASSWORD}}@")
-        [container] = PODS[f"kvroute-{part}"]["template"]["spec"]["containers"]
-        env = {variable["name"]: variable for variable in container["env"]}
+        env = dict(environment(part))
         secret = {"name": "kvroute-redis", "key": part}
         assert env["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"] == secret
         assert env["REDIS_URL"]["value"].startswith(f"redis://kvroute-{part}:$(REDIS_PASSWORD)@")
@@ -259,9 +320,7 @@ def test_redis_does_not_start_without_a_password(tmp_path: Path) -> None:
 def _containers() -> dict[str, dict[str, str]]:
     """The environment of each agent in the examples with a real engine."""
     service = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]["agent"]
-    pod = yaml.safe_load((DEPLOY / "vllm.kubernetes.yaml").read_text())["spec"]["template"]["spec"]
-    [container] = [c for c in pod["containers"] if c["name"] == "agent"]
-    names = {entry["name"]: str(entry.get("value", "")) for entry in container["env"]}
+    names = {name: str(entry.get("value", "")) for name, entry in environment("agent")}
     return {"compose": service["environment"], "kubernetes": names}
 
 
