@@ -19,8 +19,7 @@ _CONTINUABLE = frozenset(
     (
         *("model", "messages", "prompt", "stream", "stream_options"),
         *("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids"),
-        *("temperature", "top_p", "top_k", "min_p", "logit_bias"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("temperature", "top_p", "top_k", "min_p", "logit_bias", "repetition_penalty"),
         *("add_special_tokens", "add_generation_prompt", "chat_template_kwargs", "documents"),
         *("reasoning_effort", "skip_special_tokens", "spaces_between_special_tokens"),
         *("user", "session_id", "prompt_cache_key", "cache_salt", "safety_identifier"),
@@ -29,7 +28,8 @@ _CONTINUABLE = frozenset(
 )
 """Members of a body with which a worker that gets the tokens so far as its prompt says what the
 first one would have. Of others nobody knows: stop strings, grammars, tool calls, seeds and log
-probabilities have a state that tokens do not show."""
+probabilities have a state that tokens do not show; penalties for presence and frequency count the
+tokens of the answer alone."""
 _COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([\d,\s]*)\]')
 _SAYS = re.compile(rb'"(?:content|text)"\s*:\s*"[^"]')
