@@ -59,7 +59,8 @@ PATHS = {
 class Asked:
     """session, tenant: "" for none. cache_salt: as the client gave it; "": none.
 
-    streams: the answer comes in events. wants_usage: a stream is to end with its usage.
+    streams: the answer comes in events. reads_cache: the engine takes what it has cached of the
+    prompt. wants_usage: a stream is to end with its usage.
     """
 
     api: Api
@@ -70,6 +71,7 @@ class Asked:
     tenant: str
     priority: str
     cache_salt: str
+    reads_cache: bool = True
 
 
 def read(api: Api, fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Asked:
@@ -105,7 +107,16 @@ def read(api: Api, fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) ->
         tenant=_tenant(headers.get(b"x-tenant-id")),
         priority=_priority(headers.get(b"x-priority")),
         cache_salt=_salt(fields.get("cache_salt")),
+        reads_cache=_reads_cache(api, fields),
     )
+
+
+def _reads_cache(api: Api, fields: Mapping[str, Any]) -> bool:
+    """Whether the engine takes what it has cached of a prompt. To give the probabilities of all its
+    tokens, it computes them all."""
+    echoed = "logprobs" if api is Api.COMPLETIONS else "top_logprobs"
+    of_echo = fields.get(echoed, 0 if api is Api.CHAT else None) if fields.get("echo") else None
+    return fields.get("prompt_logprobs") is None and of_echo is None
 
 
 def _session(fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str:

@@ -205,7 +205,8 @@ class HttpDoor:
                 ids.num_tokens,
                 tokens=ids.ids,
                 lora_name=model.lora_name,
-                cache_namespace=wanted.cache_salt or None,
+                # One of its own is cached nowhere.
+                cache_namespace=wanted.cache_salt or None if wanted.reads_cache else request_id,
             )
         return Lifecycle(
             Admitted(

@@ -88,6 +88,17 @@ async def test_a_stream_has_usage_only_if_it_was_asked_for(door: httpx.AsyncClie
     assert tokens == 10
 
 
+async def test_no_overlap_is_counted_where_the_engine_passes_its_cache_by(
+    door: httpx.AsyncClient,
+) -> None:
+    async def overlap(**more: Any) -> str:
+        answer = await door.post("/v1/chat/completions", json=chat("hello", **more))
+        return answer.headers["x-kvroute-overlap"].partition("/")[0]
+
+    await eventually(overlap, lambda blocks: blocks != "0")
+    assert await overlap(prompt_logprobs=1) == "0"
+
+
 async def test_what_came_of_answers_is_recorded_for_the_planner(
     door: httpx.AsyncClient, redis: Redis
 ) -> None:

@@ -1,0 +1,28 @@
+"""What the body of a request asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.door import asked
+from app.door.asked import Api
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "reads"),
+    [
+        (Api.COMPLETIONS, {}, True),
+        (Api.COMPLETIONS, {"echo": True}, True),
+        (Api.COMPLETIONS, {"logprobs": 5}, True),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": 0}, False),
+        (Api.CHAT, {"echo": True}, False),
+        (Api.CHAT, {"echo": True, "top_logprobs": None}, True),
+        (Api.CHAT, {"prompt_logprobs": 0}, False),
+    ],
+)
+def test_probabilities_of_the_prompt_make_an_engine_pass_its_cache_by(
+    api: Api, more: dict[str, Any], reads: bool
+) -> None:
+    assert asked.read(api, more, {}).reads_cache == reads
