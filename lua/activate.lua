@@ -10,12 +10,14 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
--- KEYS[10] failures     hash   inc -> count and time of the last
+-- KEYS[10] failures     hash   inc -> count and time of the last; worker -> whether it drains
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
 -- ARGV[4] previous      str    inc that the same process acted as, whose in-flight requests are
 --                              taken over; '': a new process, which knows of none
+-- ARGV[5] drains        0|1    1: as far as that process knows, the worker is out of service. A new
+--                              process puts it back into service
 -- Returns  1
 --          0            the incarnation is lost, or another process has taken over the worker:
 --                       register again
@@ -34,6 +36,7 @@ local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include recount
 -- @include failures
 -- @include pause
+-- @include keep_draining
 
 local function take_over(old)
   for _, request_id in ipairs(redis.call('HKEYS', requests_prefix .. old)) do
@@ -71,7 +74,10 @@ if old then
   retire(old, worker)
 end
 redis.call('HSET', current, worker, inc)
-if is_paused(inc, now) then
+if previous == '' then
+  redis.call('HDEL', failures, worker)
+end
+if keep_draining(worker, ARGV[5] == '1', now) or is_paused(inc, now) then
   redis.call('ZADD', leases, string.format('%d', now), inc)
 end
 return 1

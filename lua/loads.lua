@@ -5,7 +5,8 @@
 -- KEYS[3] load    hash   inc -> load
 -- KEYS[4] flows   zset   flows that wait for a turn
 -- KEYS[5] workers hash   inc -> info
--- KEYS[6] failures hash  inc -> count and time of the last
+-- KEYS[6] failures hash  inc -> count and time of the last; worker -> whether it drains
+-- KEYS[7] current hash   worker -> inc
 -- ARGV[1] version int    of the data model that the caller speaks
 -- Returns  {now_ms, {inc, ...}, {inc, load, ...}, workers_ms, shards, waiting, failing}   live
 --                        leases; loads of routable incarnations; anything else known of workers
@@ -17,13 +18,14 @@
 --                        registered again are not routable yet
 -- Cost     O(workers). Reads only.
 local meta, leases, load, flows, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local failures = KEYS[6]
+local failures, current = KEYS[6], KEYS[7]
 -- @include clock
 -- @include number
 -- @include meta
 -- @include snapshot
 -- @include failures
 -- @include pause
+-- @include draining
 
 local other = other_version(meta, workers, tonumber(ARGV[1]))
 if other then
@@ -39,10 +41,21 @@ if #found[2] > 0 and #found[3] == 0 then
   return false
 end
 found[4], found[5], found[6] = workers_ms, shards, redis.call('EXISTS', flows)
-found[7] = {}
-for i, inc in ipairs(redis.call('HKEYS', failures)) do
-  local count, last_ms = failures_of(inc, now)
-  found[7][3 * i - 2], found[7][3 * i - 1] = inc, count
-  found[7][3 * i] = is_draining(inc) and -1 or pause_ends_ms(count, last_ms)
+local failing = {}
+local function add(inc, count, until_ms)
+  failing[#failing + 1], failing[#failing + 2], failing[#failing + 3] = inc, count, until_ms
 end
+local names = redis.call('HKEYS', failures)
+local drains = #names > 0 and draining() or {}
+for _, name in ipairs(names) do
+  local count, last_ms = failures_of(name, now)
+  if count > 0 and not drains[name] then
+    add(name, count, pause_ends_ms(count, last_ms))
+  end
+end
+for inc in pairs(drains) do
+  local count = failures_of(inc, now)
+  add(inc, count, -1)
+end
+found[7] = failing
 return found

@@ -15,7 +15,7 @@
 -- KEYS[8] expiry        zset   request_id -> expiry, ms
 -- KEYS[9] requests:     hashes inc -> its requests
 -- KEYS[10] prefills:    lists  inc -> its requests still prefilling
--- KEYS[11] failures     hash   inc -> count and time of the last
+-- KEYS[11] failures     hash   inc -> count and time of the last; worker -> whether it drains
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -26,8 +26,10 @@
 -- ARGV[8] staged        0|1    1: the worker is not switched over to `inc` yet
 -- ARGV[9] thorough      0|1    1: recount the load even if it can be read
 -- ARGV[10] version      int    of the data model that the worker speaks
--- Returns  n                   renewed; how many incarnations have a lease, at least 1
---          0                   retired, unknown or replaced, or the index has other shards, or
+-- ARGV[11] drains       0|1    1: as far as its agent knows, the worker is out of service
+-- Returns  {n, drains}         renewed; how many incarnations have a lease, at least 1; whether the
+--                              worker is out of service
+--          {0}                 retired, unknown or replaced, or the index has other shards, or
 --                              the namespace another version: the worker must register again
 -- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -46,16 +48,17 @@ local staged, thorough, version = ARGV[8] == '1', ARGV[9] == '1', ARGV[10]
 -- @include recount
 -- @include failures
 -- @include pause
+-- @include keep_draining
 -- @include despite_full
 
 despite_full(meta)
 local now = now_ms()
 if writer_of(inc) ~= nonce then
-  return 0
+  return {0}
 end
 local held = whole(redis.call('HGET', meta, 'version'), 1e6)
 if held and held ~= tonumber(version) then
-  return 0
+  return {0}
 end
 if not held then
   -- It was the worker's own when `inc` was registered.
@@ -66,12 +69,12 @@ if not known_shards then
   redis.call('HSET', meta, 'block_size', block_size, 'shards', shards, 'incarnations', inc,
     'workers_ms', string.format('%d', now))
 elseif known_shards ~= tonumber(shards) then
-  return 0
+  return {0}
 end
 if not staged then
   if redis.call('HGET', current, worker) ~= inc then
     if serving(worker) then
-      return 0
+      return {0}
     end
     redis.call('HSET', current, worker, inc)
   end
@@ -83,5 +86,7 @@ if redis.call('HGET', workers, inc) ~= info then
   redis.call('HSET', workers, inc, info)
   redis.call('HSET', meta, 'workers_ms', string.format('%d', now))
 end
-redis.call('ZADD', leases, string.format('%d', is_paused(inc, now) and now or now + ttl_ms), inc)
-return redis.call('ZCARD', leases)
+local drains = keep_draining(worker, ARGV[11] == '1', now)
+local ends_ms = (drains or is_paused(inc, now)) and now or now + ttl_ms
+redis.call('ZADD', leases, string.format('%d', ends_ms), inc)
+return {redis.call('ZCARD', leases), drains and 1 or 0}

@@ -9,7 +9,7 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
--- KEYS[10] failures     hash   inc -> count and time of the last
+-- KEYS[10] failures     hash   inc -> count and time of the last; worker -> whether it drains
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -25,6 +25,9 @@ local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
 
 if writer_of(inc) ~= nonce then
   return 0
+end
+if redis.call('HGET', current, worker) == inc then
+  redis.call('HDEL', failures, worker)
 end
 retire(inc, worker)
 return 1

@@ -106,9 +106,10 @@ KEYSPACE = (
         "failures",
         "hash",
         "`<inc>` → `count last_ms`: requests that its worker failed, less those that it answered "
-        "since, and when it failed the last one, by the Redis clock; or `draining`: it gets no "
-        "requests any more",
-        ("suspend", "release", "activate", "drain"),
+        "since, and when it failed the last one, by the Redis clock; `<worker_id>:<dp_rank>` → "
+        "`draining <ms>`: it gets no requests any more, and since when; or `undone`, which its "
+        "agent is to hear of",
+        ("suspend", "release", "renew", "activate", "drain"),
         "answered, undone or retired",
     ),
     Key(

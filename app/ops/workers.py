@@ -86,6 +86,11 @@ async def with_blocks(
 ) -> list[Worker]:
     newest = await _newest(redis, keyspace)
     serving = set(control.current.values())
+    draining = {
+        inc
+        for worker, inc in control.current.items()
+        if control.failures.get(worker, b"").startswith(b"draining")
+    }
     found = []
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
@@ -103,7 +108,7 @@ async def with_blocks(
                 metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
                 gpu=gpu,
                 blocks={tier: held[number, tier] for tier in Tier},
-                drains=control.failures.get(inc) == b"draining",
+                drains=inc in draining,
                 cache_usage=measured.gpu_cache_usage_perc,
                 hit_rate=measured.gpu_prefix_cache_hit_rate,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.core.errors import NamespaceMismatch, WorkerReplaced, WrongVersion
 from app.core.keys import DATA_VERSION, Keyspace
@@ -87,13 +87,27 @@ def activate(
     nonce: str,
     *,
     previous: Incarnation | None = None,
+    drains: bool = False,
 ) -> Call[bool]:
     """Route to `inc` from now on, and no longer to the worker's last incarnation.
 
-    previous: as for `register`; if given, requests in flight move along. False: `inc` is lost, or
-    another process has taken over `key`; register again.
+    previous: as for `register`; if given, requests in flight move along. drains: what the agent
+    last heard of that. False: `inc` is lost, or another process has taken over `key`; register
+    again.
     """
-    return call("activate", keyspace, str(key), inc, nonce, previous or "", parse=bool)
+    args = (str(key), inc, nonce, previous or "", int(drains))
+    return call("activate", keyspace, *args, parse=bool)
+
+
+class Renewed(NamedTuple):
+    """num_leases: how many incarnations have one; 0: it is not renewed, so register again. drains:
+    whether the worker is out of service."""
+
+    num_leases: int
+    drains: bool = False
+
+    def __bool__(self) -> bool:
+        return self.num_leases > 0
 
 
 def renew(
@@ -106,13 +120,18 @@ def renew(
     shards: int = 1,
     staged: bool = False,
     thorough: bool = True,
-) -> Call[int]:
+    drains: bool = False,
+) -> Call[Renewed]:
     """Extend a lease, or revive a lapsed one, and restore what Redis has lost of the worker.
 
-    shards: how many `inc` publishes in. thorough: recount its load as well. Returns how many
-    incarnations have a lease. 0: `inc` is retired or replaced, or the index has another number of
-    shards, or the namespace another version; register again.
+    shards: how many `inc` publishes in. thorough: recount its load as well. drains: what the agent
+    last heard of that. Not renewed: `inc` is retired or replaced, or the index has another number
+    of shards, or the namespace another version.
     """
+
+    def parse(reply: list[int]) -> Renewed:
+        return Renewed(reply[0], reply[1:] == [1])
+
     return call(
         "renew",
         keyspace,
@@ -126,7 +145,8 @@ def renew(
         int(staged),
         int(thorough),
         DATA_VERSION,
-        parse=int,
+        int(drains),
+        parse=parse,
     )
 
 

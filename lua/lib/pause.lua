@@ -1,22 +1,13 @@
 -- For how long a worker that failed requests gets none. The first failure costs it only the time until
 -- it renews its lease; each further one twice as much as the one before, up to a minute.
 -- pause_ends_ms(count, last_ms): when requests may go there again; see failures_of.
--- is_draining(inc): whether it is to get no requests any more.
--- is_paused(inc, now): whether the lease of `inc` must stay lapsed. Never that of the last worker,
--- unless it drains.
--- Wants locals: leases, load, failures; and lib failures.
+-- is_paused(inc, now): whether the lease of `inc` must stay lapsed. Never that of the last worker.
+-- Wants locals: leases, load; and lib failures.
 local function pause_ends_ms(count, last_ms)
   return last_ms + (count > 1 and math.min(500 * 2 ^ count, 60000) or 0)
 end
 
-local function is_draining(inc)
-  return redis.call('HGET', failures, inc) == 'draining'
-end
-
 local function is_paused(inc, now)
-  if is_draining(inc) then
-    return true
-  end
   if pause_ends_ms(failures_of(inc, now)) <= now then
     return false
   end

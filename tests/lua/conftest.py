@@ -109,14 +109,20 @@ class Namespace:
         return switched
 
     async def renew(
-        self, inc: Incarnation, ttl_ms: int = LONG_MS, nonce: str | None = None
+        self,
+        inc: Incarnation,
+        ttl_ms: int = LONG_MS,
+        nonce: str | None = None,
+        *,
+        drains: bool = False,
     ) -> bool:
         worker = self._infos.get(inc, info("a"))
         nonce = nonce or self._nonces[inc]
         staged = inc in self._staged
-        return await self.do(
-            leases.renew(self.keys, worker, inc, nonce, ttl_ms=ttl_ms, staged=staged)
+        call = leases.renew(
+            self.keys, worker, inc, nonce, ttl_ms=ttl_ms, staged=staged, drains=drains
         )
+        return bool(await self.do(call))
 
     async def retire(self, worker: str, inc: Incarnation, nonce: str | None = None) -> bool:
         nonce = nonce or self._nonces[inc]

@@ -78,6 +78,52 @@ async def test_a_worker_that_resyncs_goes_on_draining_and_a_new_process_does_not
     assert list((await space.loads()).loads) == [new]
 
 
+async def test_a_worker_stays_out_of_service_when_its_agent_was_frozen_for_long(
+    space: Namespace,
+) -> None:
+    first, other = await space.worker("w0", ttl_ms=50), await space.worker("w1")
+    await drain(space)
+    assert await space.retire_lapsed() == 1
+    for _ in range(2):
+        again = await space.worker("w0", resync=True)
+        assert await space.renew(again)
+        snapshot = await space.loads()
+        assert (list(snapshot.loads), snapshot.paused) == ([other], [again])
+        assert snapshot.failing[again].drains
+        assert first != again
+    assert await drain(space, undo=True) == 0
+    assert await space.renew(again)
+    assert list((await space.loads()).loads) == [other, again]
+
+
+async def test_a_worker_stays_out_of_service_when_redis_lost_its_data(space: Namespace) -> None:
+    first = await space.worker("w0")
+    await drain(space)
+    await space.redis.delete(space.keys["failures"])
+    assert await space.renew(first, drains=True)
+    assert (await space.loads()).paused == [first]
+    await drain(space, undo=True)
+    assert await space.renew(first, drains=True)
+    assert list((await space.loads()).loads) == [first]
+
+
+async def test_a_worker_that_was_stopped_leaves_no_mark_and_one_that_was_killed_for_a_day(
+    space: Namespace,
+) -> None:
+    for name in ("w0", "w1", "w2"):
+        inc = await space.worker(name)
+        await drain(space, WorkerKey(name))
+        if name == "w0":
+            assert await space.retire(name, inc)
+        elif name == "w1":
+            assert await space.retire_lapsed() == 1
+    assert await space.redis.hkeys(space.keys["failures"]) == [b"w1:0", b"w2:0"]
+    for name in ("w1:0", "w2:0"):
+        await space.redis.hset(space.keys["failures"], name, "draining 1000")
+    await drain(space, WorkerKey("w2"))
+    assert await space.redis.hgetall(space.keys["failures"]) == {b"w2:0": b"draining 1000"}
+
+
 async def test_a_worker_that_nobody_runs_cannot_drain(space: Namespace) -> None:
     await space.worker("w1")
     assert await drain(space) is None

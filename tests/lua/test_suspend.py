@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.types import Incarnation
+from app.core.types import Incarnation, WorkerKey
+from app.state import leases
 from tests.lua.conftest import NO_LOAD, A, Namespace
 
 
@@ -74,6 +75,16 @@ async def test_a_quarter_of_the_workers_and_never_the_last_are_suspended(
     if most:
         await space.renew(suspended[0])
         assert await space.suspend(f"r{size - 1}") == everybody[-1]
+
+
+async def test_a_worker_that_drains_counts_neither_as_failing_nor_as_one_that_is_left(
+    space: Namespace,
+) -> None:
+    everybody = await fleet(space, 3)
+    await space.do(leases.drain(space.keys, WorkerKey("w2")))
+    assert await space.suspend("r0") == everybody[0]
+    assert await space.suspend("r1") is None
+    assert await live(space) == everybody[1:2]
 
 
 async def test_incarnations_that_are_not_routed_to_yet_do_not_count_as_workers(

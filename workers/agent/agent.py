@@ -91,6 +91,8 @@ class Agent:
         self._nonce = secrets.token_hex(4)
         self._staged: Incarnation | None = None
         """Registered, but not routed to yet."""
+        self._drains = False
+        """Whether Redis last said that the worker is out of service, which it may lose."""
         self._publisher = Publisher(runner, keyspace, info.key, self._nonce, settings.index_blocks)
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
@@ -227,11 +229,15 @@ class Agent:
             except RedisUnavailable as error:
                 log.warning("%s: lease not renewed: %s", self.info.key, error)
                 continue
-            self.num_leases = max(*renewed, 1)
-            if self.incarnation == leased[0] and not renewed[0]:
+            self.num_leases = max(1, *(one.num_leases for one in renewed))
+            if self.incarnation != leased[0]:
+                continue
+            if renewed[0].num_leases:
+                self._drains = renewed[0].drains
+            else:
                 self._publisher.interrupt(IncarnationLost(f"incarnation {leased[0]} lapsed"))
 
-    def _renew(self, inc: Incarnation, thorough: bool) -> Call[int]:
+    def _renew(self, inc: Incarnation, thorough: bool) -> Call[leases.Renewed]:
         return leases.renew(
             self._keyspace,
             self.info,
@@ -241,13 +247,21 @@ class Agent:
             shards=self._publisher.num_shards,
             staged=inc == self._staged,
             thorough=thorough,
+            drains=self._drains and inc == self.incarnation,
         )
 
     def _retire(self, inc: Incarnation) -> Call[bool]:
         return leases.retire(self._keyspace, self.info.key, inc, self._nonce)
 
     def _activate(self, inc: Incarnation, previous: Incarnation | None = None) -> Call[bool]:
-        return leases.activate(self._keyspace, self.info.key, inc, self._nonce, previous=previous)
+        return leases.activate(
+            self._keyspace,
+            self.info.key,
+            inc,
+            self._nonce,
+            previous=previous,
+            drains=self._drains,
+        )
 
     async def _audit(self) -> None:
         while True:
