@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import click
 
+from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import WorkerKey
 from app.ops.terminal import COMMON, TIMEOUT_S, counted, on_redis
 from app.options import SECONDS, Command
 from app.state import leases
 from app.state.client import Client
-from app.state.connect import deadline
+from app.state.reading import read_control
+from app.state.reservations import CARRIED_MS
 from app.state.scripts import ScriptRunner
 
+T = TypeVar("T")
 POLL_S = 0.25
 
 
@@ -39,22 +43,26 @@ async def drain(
     WORKER is a worker's id, for all of its ranks, or <id>:<dp_rank>. It stays out of service until
     it is started again, or until --undo. The exit status is 1 if requests are left at the deadline.
     """
-    keys = await _named(redis, keyspace, name)
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + deadline_s
+    keys = await _patiently(lambda: _named(redis, keyspace, name), ends_s)
     runner = ScriptRunner(redis, TIMEOUT_S)
     calls = [leases.drain(keyspace, key, undo=undo) for key in keys]
-    await runner.run(calls)
-    if undo:
-        click.echo(f"{name} gets requests again")
-        return
-    loop = asyncio.get_running_loop()
-    ends_s, shown = loop.time() + deadline_s, -1
+    shown, was_known, counts_from_s = -1, True, 0.0
     while True:
         # Each time, as Redis may have lost it.
-        left = sum(filter(None, await runner.run(calls)))
-        if left == 0:
+        replies = await _patiently(lambda: runner.run(calls), ends_s)
+        if undo:
+            click.echo(f"{name} gets requests again")
+            return
+        left, is_known = sum(filter(None, replies)), None not in replies
+        if is_known != was_known:
+            # It has ended; or Redis lost its data, and those who carry requests have yet to say so.
+            was_known, counts_from_s = is_known, loop.time() + CARRIED_MS / 1000
+        if left == 0 and loop.time() >= counts_from_s:
             click.echo(f"{name} is drained: stop it, or `kvroute drain {name} --undo`")
             return
-        if left != shown:
+        if left != shown and is_known:
             click.echo(f"{name} gets no more requests; {counted(left, 'request')} left on it")
             shown = left
         if deadline_s == 0:
@@ -64,12 +72,25 @@ async def drain(
         await asyncio.sleep(min(POLL_S, max(0.0, ends_s - loop.time())))
 
 
+async def _patiently(ask: Callable[[], Awaitable[T]], ends_s: float) -> T:
+    """What `ask` returns once Redis answers. Raises RedisUnavailable if it does not by `ends_s`."""
+    is_told = False
+    while True:
+        try:
+            return await ask()
+        except RedisUnavailable as error:
+            if asyncio.get_running_loop().time() >= ends_s:
+                raise
+            if not is_told:
+                click.echo(f"waiting for Redis: {error}", err=True)
+                is_told = True
+        await asyncio.sleep(POLL_S)
+
+
 async def _named(redis: Client, keyspace: Keyspace, name: str) -> list[WorkerKey]:
-    """The workers that are routed to, or drain, of that id or key."""
-    async with deadline(TIMEOUT_S):
-        current: Any = await redis.hkeys(keyspace["current"])
+    """The workers that are routed to, or drain, of that id or key. Raises WrongVersion."""
     keys = []
-    for text in current:
+    for text in (await read_control(redis, keyspace)).current:
         try:
             key = WorkerKey.parse(text.decode(errors="replace"))
         except ValueError:

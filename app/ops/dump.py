@@ -29,7 +29,15 @@ from app.options import Command, naming_file
 from app.state.client import Client
 from app.state.connect import deadline
 from app.state.index import Change
-from app.state.reading import STEP_TIMEOUT_S, bucket_bits_of, contents, number_of, readable, scan
+from app.state.reading import (
+    STEP_TIMEOUT_S,
+    bucket_bits_of,
+    check_version,
+    contents,
+    number_of,
+    readable,
+    scan,
+)
 
 T = TypeVar("T")
 VERSION = 1
@@ -65,6 +73,7 @@ async def dump_lines(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
         workers: Any = await redis.hgetall(keyspace["workers"])
         if not meta:
             raise ConfigError(f"namespace {keyspace.namespace!r} does not exist")
+        check_version(keyspace, meta, workers.values())
         shards = number_of(keyspace, meta, "shards")
         bits = [await _layout(redis, keyspace.of_shard(n)) for n in range(shards)]
     yield orjson.dumps(

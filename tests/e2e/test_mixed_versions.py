@@ -196,9 +196,9 @@ def test_operators_are_told_which_version_an_older_namespace_has(
     one_redis_server: EmbeddedRedis,
 ) -> None:
     record_old_worker(one_redis_server)
-    for command in ("summary", "verify"):
-        result = kvroute(one_redis_server.url, "inspect", command)
-        assert result.exit_code == 1
+    for command in ("inspect summary", "inspect verify", "drain old", "drain old --undo", "dump"):
+        result = kvroute(one_redis_server.url, *command.split())
+        assert (command, result.exit_code) == (command, 1)
         assert WRONG in result.stderr
     result = kvroute(one_redis_server.url, "reset", "--yes")
     assert result.exit_code == 0

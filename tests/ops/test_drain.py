@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
 from app.local.redis_server import EmbeddedRedis
+from app.ops import drain
 from app.state import reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, fake_agent, running
+from tests.fake_worker import KEYS, FakeWorkers, fake_agent, running
 from tests.ops.conftest import kvroute
 
 
@@ -54,6 +56,44 @@ def test_an_unknown_worker_is_named(url: str, name: str) -> None:
     result = kvroute(url, "drain", name)
     assert result.exit_code == 1
     assert result.output == f"Error: worker {name!r} does not exist in namespace 'test'\n"
+
+
+def test_a_redis_that_hangs_is_waited_for_until_the_deadline(
+    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "TIMEOUT_S", 0.1)
+    with Redis.from_url(own_redis_server.url) as raw:
+        raw.hset(KEYS["current"], "w1:0", "1")
+        raw.hset(KEYS["load"], "1", "0 0 0 0 7 1 1 1")
+        raw.client_pause(700, all=False)
+    result = kvroute(own_redis_server.url, "drain", "w1", "--deadline-s", "2")
+    assert result.output.splitlines() == [
+        "waiting for Redis: no answer within 100 ms",
+        "w1 gets no more requests; 1 request left on it",
+        "Error: after 2 s, 1 request left",
+    ]
+
+
+async def test_a_worker_that_redis_has_just_lost_is_not_called_drained(
+    one_redis_server: EmbeddedRedis, redis: AsyncRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "CARRIED_MS", 2500)
+    workers = FakeWorkers(redis)
+    await workers.register("w1")
+    await workers.occupy("w1", "r1")
+    arguments = ("drain", "w1", "--deadline-s", "3")
+    draining = asyncio.create_task(asyncio.to_thread(kvroute, one_redis_server.url, *arguments))
+
+    async def marked() -> bool:
+        return bool(await redis.exists(KEYS["failures"]))
+
+    await eventually(marked)
+    await redis.flushall()
+    await eventually(marked, lambda found: not found and not draining.done())
+    await workers.register("w1")
+    await workers.occupy("w1", "r1")
+    await eventually(marked)
+    assert (await draining).output.splitlines()[-1] == "Error: after 3 s, 1 request left"
 
 
 async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worker(

@@ -240,6 +240,24 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         assert await observer.runner.one(reservations.release(KEYS, "req-1"))
 
 
+async def test_a_drained_worker_is_not_back_in_service_after_redis_is_flushed(
+    redis: Redis, observer: Observer
+) -> None:
+    async with running(new_agent(redis)):
+        assert await observer.runner.one(leases.drain(KEYS, info().key)) == 0
+
+        async def lapses_ms() -> float | None:
+            return await redis.zscore(KEYS["leases"], "1")
+
+        seen_ms = await lapses_ms()
+        for _ in range(2):  # only then the first renewal has been answered for sure
+            seen_ms = await eventually(lapses_ms, lambda ms, seen_ms=seen_ms: ms != seen_ms)
+        await redis.flushall()
+        await eventually(lambda: redis.hgetall(KEYS["load"]))
+        snapshot = await observer.runner.one(reservations.loads(KEYS))
+        assert (snapshot.loads, snapshot.paused) == ({}, [Incarnation(1)])
+
+
 async def test_the_index_is_restored_after_redis_is_flushed(
     redis: Redis, observer: Observer
 ) -> None:
