@@ -1,6 +1,6 @@
 -- loads: the live incarnations and the load of each.
 --
--- KEYS[1] meta    hash   version, workers_ms, shards
+-- KEYS[1] meta    hash   version, workers_ms, shards, rounds
 -- KEYS[2] leases  zset   inc -> expiry, ms, Redis clock
 -- KEYS[3] load    hash   inc -> load
 -- KEYS[4] flows   zset   flows that wait for a turn
@@ -8,8 +8,9 @@
 -- KEYS[6] failures hash  inc -> count and time of the last; worker -> whether it drains
 -- KEYS[7] current hash   worker -> inc
 -- ARGV[1] version int    of the data model that the caller speaks
--- Returns  {now_ms, {inc, ...}, {inc, load, ...}, workers_ms, shards, waiting, failing}   live
---                        leases; loads of routable incarnations; anything else known of workers
+-- Returns  {now_ms, {inc, ...}, {inc, load, ...}, rounds, workers_ms, shards, waiting, failing}
+--                        live leases; loads of routable incarnations; rounds of reservations so
+--                        far, in millionths; anything else known of workers
 --                        remains valid as long as workers_ms is the same; waiting is 1 if any
 --                        request waits, else 0; failing, of each worker that failed requests: inc,
 --                        how many, and until when it is paused, ms; -1: it drains
@@ -40,7 +41,7 @@ local found = snapshot(now)
 if #found[2] > 0 and #found[3] == 0 then
   return false
 end
-found[4], found[5], found[6] = workers_ms, shards, redis.call('EXISTS', flows)
+found[5], found[6], found[7] = workers_ms, shards, redis.call('EXISTS', flows)
 local failing = {}
 local function add(inc, count, until_ms)
   failing[#failing + 1], failing[#failing + 2], failing[#failing + 3] = inc, count, until_ms
@@ -57,5 +58,5 @@ for inc in pairs(drains) do
   local count = failures_of(inc, now)
   add(inc, count, -1)
 end
-found[7] = failing
+found[8] = failing
 return found

@@ -6,6 +6,7 @@
 -- KEYS[4] expiry         zset   request_id -> expiry, ms
 -- KEYS[5] requests:      hashes inc -> its requests
 -- KEYS[6] prefills:      lists  inc -> its requests still prefilling
+-- KEYS[7] meta           hash   rounds, in millionths: each reservation adds 1 / leases
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
 -- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
 --                               prefills is predicted to last, unless the first token is out by
@@ -27,13 +28,14 @@
 --                               the request_id, whichever tag has it; carried, 0 or 1: by a door
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
---          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}}   if any was refused: also fresh
---                               loads, as of after the last request, to decide again from
+--          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}, rounds}   if any was refused: also
+--                               fresh loads, as of after the last request, to decide again from
 -- Cost     O(requests * log reservations); a refusal O(workers). Writes. Safe to retry.
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local requests_prefix, prefills_prefix = KEYS[5], KEYS[6]
+local requests_prefix, prefills_prefix, meta = KEYS[5], KEYS[6], KEYS[7]
 local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
+-- @include number
 -- @include load
 -- @include record
 -- @include request
@@ -46,6 +48,8 @@ local now = now_ms()
 -- Two for each request: more than come in, and few enough for one call.
 unreserve_expired(now, 2 * (#ARGV - 3) / 10)
 local overtaken = {}
+local rounds, share = rounds_so_far(), math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
+local MEMORY = 4e6 -- rounds in which what was routed to a worker fades by a factor of e
 
 -- The key that a try's reservation gets, and the record that is there.
 local function place(request_id, attempt, retry)
@@ -75,6 +79,9 @@ local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_
     return 'changed'
   end
 
+  rounds = rounds + share
+  l.routed_us = math.floor(l.routed_us * math.exp(math.min(0, l.routed_at - rounds) / MEMORY)) + us
+  l.routed_at = rounds
   -- The queue is in microseconds: a 250th of it is four times as long, in ms.
   local stays_ms = math.min(ttl_ms, prefill_ttl_ms + (l.us + us) / 250)
   promise(l, inc, request_id, {
@@ -89,8 +96,9 @@ for i = 4, #ARGV, 10 do
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1
 end
+redis.call('HSET', meta, 'rounds', string.format('%d', rounds))
 if not refused then
   return {outcomes}
 end
 local fresh = snapshot(now)
-return {outcomes, fresh[1], fresh[2], fresh[3]}
+return {outcomes, unpack(fresh)}

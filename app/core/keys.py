@@ -17,7 +17,7 @@ NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _KEY = re.compile(
     r"kvroute:1:\{(?P<namespace>[^#}]+)(?:#(?P<shard>\d{1,9}))?\}:(?P<name>.*)", re.DOTALL
 )
-DATA_VERSION = 2
+DATA_VERSION = 3
 """Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
 read, or reads wrongly: raise it with the first such change after a release. Version 1
 recorded none."""
@@ -62,8 +62,9 @@ KEYSPACE = (
         "meta",
         "hash",
         "`version` of the data model, `block_size`, `shards`, `incarnations` (last number given),"
-        " `workers_ms` (when a worker was last registered or its entry restored)",
-        ("register", "renew"),
+        " `workers_ms` (when a worker was last registered or its entry restored), `rounds` (of"
+        " reservations so far, in millionths: each adds 1 / workers)",
+        ("register", "renew", "reserve"),
         "for good",
     ),
     Key(
@@ -98,7 +99,7 @@ KEYSPACE = (
         "load",
         "hash",
         "`<inc>` → `prefill_tokens prefill_us head_us head_since_ms blocks requests "
-        "decoding total`",
+        "decoding total routed_us routed_at`",
         ("activate", "renew", "reserve", "extend", "prefill_complete", "release", "expire"),
         "retired",
     ),

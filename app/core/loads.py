@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from app.core.types import Incarnation
+
+ROUND = 1_000_000
+"""A round is as many reservations as there are workers; rounds are counted in millionths."""
+MEMORY_ROUNDS = 4
+"""In so many rounds, what was routed to a worker fades by a factor of e; see lua/reserve.lua."""
 
 
 @dataclass(slots=True)
@@ -12,6 +18,7 @@ class Load:
     """Reservations on one incarnation. A router adds its own decisions to its copy.
 
     head_*: of the request prefilling now, which is the oldest one without a first token.
+    routed_*: history, not promises, and so not compared.
     """
 
     prefill_tokens: int = 0
@@ -23,14 +30,25 @@ class Load:
     decoding: int = 0
     total: int = 0
     """Reservations ever made."""
+    routed_us: int = field(default=0, compare=False)
+    """Predicted prefill of those, which fades as others follow; as of `routed_at`."""
+    routed_at: int = field(default=0, compare=False)
+    """`Snapshot.rounds` at the last of those."""
 
     def queue_s(self, now_ms: int) -> float:
         """Predicted seconds of prefill still to do; the head's share drains with time."""
         drained_us = min((now_ms - self.head_since_ms) * 1000, self.head_us)
         return (self.prefill_us - max(0, drained_us)) / 1e6
 
-    def add(self, reservation: Reservation, now_ms: int) -> None:
-        """Count one more reservation, as lua/reserve.lua does."""
+    def routed_s(self, rounds: int) -> float:
+        """Predicted seconds of prefill routed here lately, as of `rounds`."""
+        return self.routed_us / 1e6 * fading(rounds - self.routed_at)
+
+    def add(self, reservation: Reservation, now_ms: int, rounds: int) -> None:
+        """Count one more reservation, which completes `rounds`, as lua/reserve.lua does."""
+        self.routed_us = int(self.routed_us * fading(rounds - self.routed_at))
+        self.routed_us += reservation.prefill_us
+        self.routed_at = rounds
         if self.requests == self.decoding:
             self.head_us, self.head_since_ms = reservation.prefill_us, now_ms
         self.prefill_tokens += reservation.prefill_tokens
@@ -38,6 +56,11 @@ class Load:
         self.blocks += reservation.blocks
         self.requests += 1
         self.total += 1
+
+
+def fading(rounds: int) -> float:
+    """What is left after so many millionths of a round; nothing grows if they were lost."""
+    return math.exp(-max(0, rounds) / (MEMORY_ROUNDS * ROUND))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +124,8 @@ class Snapshot:
 
     now_ms: int
     loads: dict[Incarnation, Load]
+    rounds: int = 0
+    """Of reservations made in the namespace so far, in millionths."""
     workers_ms: int | None = None
     """When an incarnation was last registered or repaired; None: not asked."""
     shards: int | None = None

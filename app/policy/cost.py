@@ -65,6 +65,8 @@ class Candidates:
     """Those of active_requests that are past their first token."""
     max_requests: Floats
     """A worker with this many active_requests is full."""
+    routed_s: Floats
+    """Predicted prefill seconds routed there, which fade as requests follow, to any worker."""
     kv_active_blocks: Floats
     """This and the next six: as the worker last reported."""
     kv_total_blocks: Floats
@@ -121,6 +123,9 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
                     chance that what is evicted for this prompt is asked for again:
                     300 / (300 + idle), where idle is how many seconds the worker's blocks go unused
                     before eviction
+    spread_s        while workers are idle, the prefill routed to the worker lately beyond that of
+                    the one that got least: where no queue tells workers apart, all of the fleet's
+                    memory is to be used
 
     These weights did best over conversation and agentic traces in simulation: docs/experiments.md.
     """
@@ -139,6 +144,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         "decode_s": DECODE_WEIGHT * decode,
         "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
         "eviction_s": prefill * _asked_again(candidates.kv_idle_before_evict_s),
+        "spread_s": _spread_s(candidates),
     }
     return Costs(_sum(terms), terms)
 
@@ -150,6 +156,20 @@ def _sum(terms: Mapping[str, Floats]) -> Floats:
     for term in others:
         total += term
     return total
+
+
+def _spread_s(candidates: Candidates) -> Floats:
+    """How much more prefill each worker got lately than the one that got least, in seconds.
+
+    In full while at least half of the workers are idle, and ever less until none is: queues then
+    spread requests better.
+    """
+    routed = candidates.routed_s
+    idle = 1.0 - np.count_nonzero(candidates.active_requests) / routed.size
+    if idle <= 0.0:
+        return np.zeros(routed.size)
+    excess: Floats = min(1.0, 2.0 * idle) * (routed - routed[routed.argmin()])
+    return excess
 
 
 def _felt_s(queue_s: Floats) -> Floats:

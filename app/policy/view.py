@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from app.core.chains import Overlaps
 from app.core.keys import metrics_interval_s
-from app.core.loads import Load, Reservation, Snapshot
+from app.core.loads import ROUND, Load, Reservation, Snapshot, fading
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -35,7 +35,9 @@ LOAD_ROWS = (
     "active_requests",
     "decoding_requests",
     "max_requests",
+    "routed_s",
 )
+ROUTED = len(OVERLAP_ROWS) + LOAD_ROWS.index("routed_s")
 METRICS_ROWS = {
     "kv_active_blocks": "kv_active_blocks",
     "kv_total_blocks": "kv_total_blocks",
@@ -56,8 +58,8 @@ if tuple(f.name for f in fields(Candidates)) != ROWS:
     raise TypeError(f"the rows of a view are not the fields of Candidates: {ROWS}")
 
 
-def load_rows(load: Load, now_ms: int, max_requests: int) -> tuple[float, ...]:
-    """LOAD_ROWS of one worker."""
+def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[float, ...]:
+    """LOAD_ROWS of one worker. rounds: as of a Snapshot."""
     return (
         load.prefill_tokens,
         load.queue_s(now_ms),
@@ -65,6 +67,7 @@ def load_rows(load: Load, now_ms: int, max_requests: int) -> tuple[float, ...]:
         load.requests,
         load.decoding,
         max_requests,
+        load.routed_s(rounds),
     )
 
 
@@ -125,6 +128,7 @@ class View:
     ) -> None:
         """paused: workers that are live, but get no requests because they failed some or drain."""
         self.now_ms = snapshot.now_ms
+        self.rounds = snapshot.rounds
         self.failing = snapshot.failing
         self.paused = paused
         self.somebody_waits = snapshot.somebody_waits
@@ -136,7 +140,7 @@ class View:
         self._workers = workers
         loads = zip(self.infos, self.loads, strict=True)
         rows = [
-            (0.0, 0.0, 0.0, *load_rows(load, self.now_ms, info.max_requests))
+            (0.0, 0.0, 0.0, *load_rows(load, self.now_ms, info.max_requests, self.rounds))
             for info, load in loads
         ]
         self._rows = _matrix(rows, len(OVERLAP_ROWS) + len(LOAD_ROWS))
@@ -196,9 +200,13 @@ class View:
     def add(self, position: int, reservation: Reservation) -> None:
         """Count a reservation made, or about to be made, on the worker at `position`."""
         load = self.loads[position]
-        load.add(reservation, self.now_ms)
+        share = ROUND // len(self.infos)
+        self.rounds += share
+        load.add(reservation, self.now_ms, self.rounds)
+        self._rows[ROUTED] *= fading(share)
         max_requests = self.infos[position].max_requests
-        self._rows[len(OVERLAP_ROWS) :, position] = load_rows(load, self.now_ms, max_requests)
+        rows = load_rows(load, self.now_ms, max_requests, self.rounds)
+        self._rows[len(OVERLAP_ROWS) :, position] = rows
 
 
 def _reused(overlap: TierOverlap, info: WorkerInfo, isl_tokens: int) -> TierOverlap:

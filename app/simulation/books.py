@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from app.core.events import CacheEvent, Cleared, Stored
-from app.core.loads import Load, Reservation
+from app.core.loads import ROUND, Load, Reservation
 from app.core.types import SequenceHash, Tier
 from app.simulation.steps import SimRequest
 
@@ -53,12 +53,14 @@ class Promise:
 class Books:
     """What is reserved on one worker, as one or all replicas know it: the books of lua/.
 
-    in_flight: filled if asked for, as that takes its time.
+    fleet: those of all workers, these among them. counts_blocks: whether in_flight is filled, which
+    takes its time.
     """
 
-    def __init__(self, *, counts_blocks: bool = False) -> None:
+    def __init__(self, fleet: Sequence[Books], *, counts_blocks: bool = False) -> None:
         self.load = Load()
         self.in_flight = InFlight()
+        self._fleet = fleet
         self._counts_blocks = counts_blocks
         self._promises: dict[str, Promise] = {}
         # Requests without a first token, the oldest first.
@@ -66,7 +68,8 @@ class Books:
 
     def reserve(self, promise: Promise, now_s: float) -> None:
         request_id = promise.reservation.request_id
-        self.load.add(promise.reservation, round(now_s * 1000))
+        rounds = rounds_of(self._fleet) + ROUND // len(self._fleet)
+        self.load.add(promise.reservation, round(now_s * 1000), rounds)
         self._promises[request_id] = promise
         self._prefilling[request_id] = None
         if self._counts_blocks:
@@ -99,6 +102,11 @@ class Books:
             head = next(iter(self._prefilling), None)
             self.load.head_us = self._promises[head].reservation.prefill_us if head else 0
             self.load.head_since_ms = round(now_s * 1000)
+
+
+def rounds_of(fleet: Sequence[Books]) -> int:
+    """Of reservations made so far, in millionths, as if the fleet had always had its size."""
+    return ROUND * sum(books.load.total for books in fleet) // len(fleet)
 
 
 class Holdings:

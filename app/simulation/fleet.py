@@ -19,10 +19,10 @@ from typing import TypeVar
 import numpy as np
 
 from app.core.errors import AllWorkersBusy, NoWorkers
-from app.core.loads import Load, Reservation
+from app.core.loads import ROUND, Load, Reservation
 from app.policy.choose import choose
 from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
-from app.simulation.books import Books, Promise
+from app.simulation.books import Books, Promise, rounds_of
 from app.simulation.profiles import Profile
 from app.simulation.setting import Policy, Setting, Sharing
 from app.simulation.steps import Finished, SimRequest, Step
@@ -163,7 +163,7 @@ class SimFleet:
         self.workers.append(worker)
         counts_blocks = self._counts_once or self.setting.count_in_flight
         for books in {id(replica.books): replica.books for replica in self.replicas}.values():
-            books.append(Books(counts_blocks=counts_blocks))
+            books.append(Books(books, counts_blocks=counts_blocks))
 
         def register(now_s: float) -> None:
             if worker.status is Status.STARTING:
@@ -223,19 +223,21 @@ class SimFleet:
     def _decide(self, replica: _Replica, now_s: float) -> None:
         """Decide all waiting requests, one after another, from one lookup; reserve a trip later."""
         loads = [copy(books.load) for books in replica.books]
+        rounds = rounds_of(replica.books)
         plans = []
         waiting, replica.waiting = replica.waiting, []
         for flight in waiting:
             flight.attempts += 1
             try:
-                plan = self._plan(flight, loads, now_s)
+                plan = self._plan(flight, loads, rounds, now_s)
             except NoWorkers as error:
                 flight.then(flight.lost(Loss.NO_WORKERS, str(error)), now_s)
                 continue
             except AllWorkersBusy as error:
                 flight.then(flight.lost(Loss.FULL, str(error)), now_s)
                 continue
-            loads[plan.worker].add(plan.promise.reservation, round(now_s * 1000))
+            rounds += ROUND // len(replica.books)
+            loads[plan.worker].add(plan.promise.reservation, round(now_s * 1000), rounds)
             if self._counts_once:
                 replica.books[plan.worker].in_flight.add(flight.request)
             plans.append(plan)
@@ -248,7 +250,7 @@ class SimFleet:
                 now_s + self.setting.trip_s, lambda then_s: self._reserve(replica, plans, then_s)
             )
 
-    def _plan(self, flight: _Flight, loads: list[Load], now_s: float) -> _Plan:
+    def _plan(self, flight: _Flight, loads: list[Load], rounds: int, now_s: float) -> _Plan:
         request, live = flight.request, self._live
         if not live:
             raise NoWorkers("no worker is alive")
@@ -256,6 +258,7 @@ class SimFleet:
         columns = [
             self.workers[place].column(
                 loads[place],
+                rounds,
                 request.blocks,
                 now_s,
                 others.overlap(request.blocks) if self.setting.count_in_flight else 0,

@@ -44,6 +44,8 @@ class Setting:
     misjudged_prefill: float = 1.0
     misjudged_decode: float = 1.0
     """Time that routers believe prefills and decodes take, over what a worker has learned."""
+    idle_reported: bool = True
+    """Whether workers report how long the blocks that they evict were idle."""
     count_in_flight: bool = False
     """Whether blocks count as cached from the reservation on."""
     seed: int = 0

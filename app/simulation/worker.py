@@ -66,6 +66,7 @@ class Worker:
         self.is_stepping = False
         self.quiet: Quiet | None = None
         self._misjudged = setting.misjudged_prefill, setting.misjudged_decode
+        self._idle_reported = setting.idle_reported
         self._interval_s = setting.metrics_interval_s
         self._due_s = 0.0
         self._speed_due_s = 0.0
@@ -77,6 +78,8 @@ class Worker:
             return
         self._due_s = (now_s // self._interval_s + 1) * self._interval_s
         self.metrics = self.engine.metrics()
+        if not self._idle_reported:
+            self.metrics = replace(self.metrics, kv_idle_before_evict_s=0.0)
         if now_s >= self._speed_due_s:
             self._speed_due_s = now_s + SPEED_INTERVAL_S
             speed = self.learner.speed()
@@ -89,15 +92,23 @@ class Worker:
             self.speed = replace(speed, **wrong)
 
     def column(
-        self, load: Load, chain: Sequence[SequenceHash], now_s: float, ahead: int = 0
+        self,
+        load: Load,
+        rounds: int,
+        chain: Sequence[SequenceHash],
+        now_s: float,
+        ahead: int = 0,
     ) -> tuple[float, ...]:
-        """This worker's values, in the order of Candidates; ahead: see Holdings.overlap."""
+        """This worker's values, in the order of Candidates.
+
+        rounds: as for `load_rows`; ahead: as for `Holdings.overlap`.
+        """
         self.publish_metrics(now_s)
         metrics = self.metrics
         return (
             *self.holdings.overlap(chain, now_s, ahead),
             0.0,
-            *load_rows(load, round(now_s * 1000), metrics.request_total_slots),
+            *load_rows(load, round(now_s * 1000), metrics.request_total_slots, rounds),
             *measured_rows(metrics, self.speed),
         )
 

@@ -17,7 +17,7 @@ from app.state.scripts import Call, call
 
 CARRIED_MS = 10_000
 """How long what a door carries stays reserved after the door was last heard of."""
-_LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 8))
+_LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 10))
 
 
 def parse_load(text: bytes) -> Load | None:
@@ -171,7 +171,7 @@ def _attempt(reply: bytes | None) -> str | None:
 def _snapshot(
     reply: list[Any], workers_ms: int | None = None, shards: int | None = None, waiting: int = 0
 ) -> Snapshot:
-    now_ms, live, pairs = reply
+    now_ms, live, pairs, rounds = reply
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
     load_of = {}
     for text in live:
@@ -180,7 +180,7 @@ def _snapshot(
         if inc and load:
             load_of[inc] = load
     lapsed = frozenset(filter(None, map(parse_incarnation, by_inc)))
-    return Snapshot(now_ms, load_of, workers_ms, shards, bool(waiting), lapsed)
+    return Snapshot(now_ms, load_of, rounds, workers_ms, shards, bool(waiting), lapsed)
 
 
 @lru_cache(maxsize=4096)

@@ -167,7 +167,7 @@ def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time() -> No
     simulation = Simulation("latency", Setting(num_workers=1))
     simulation.run(open_loop(*(request(i, b) for i, b in enumerate(blocks)), every_s=1.0))
     (worker,) = simulation.fleet.workers
-    seen = Candidates(*np.array(worker.column(Load(), [], now_s=300.0))[:, np.newaxis])
+    seen = Candidates(*np.array(worker.column(Load(), 0, [], now_s=300.0))[:, np.newaxis])
     assert seen.kv_idle_before_evict_s == pytest.approx(98, rel=0.05)
 
 
@@ -192,7 +192,9 @@ def test_a_request_that_finds_all_slots_taken_fails() -> None:
 
 
 def test_books_follow_the_head_of_the_queue() -> None:
-    books = Books()
+    fleet: list[Books] = []
+    books = Books(fleet)
+    fleet.append(books)
     for name, seconds in (("a", 2.0), ("b", 3.0)):
         reservation = Reservation(name, 100, round(seconds * 1e6), 4)
         books.reserve(Promise(reservation, SimRequest(name, (), (), 100, 1)), now_s=10.0)

@@ -65,7 +65,7 @@ async def test_a_block_size_that_differs_from_the_namespace_is_refused(space: Na
     assert await space.get("meta", "incarnations") == "1"
 
 
-@pytest.mark.parametrize(("text", "held"), [("1", 1), ("3", 3), (None, 1)])
+@pytest.mark.parametrize(("text", "held"), [("1", 1), ("9", 9), (None, 1)])
 async def test_a_namespace_of_another_version_is_left_as_it_is(
     space: Namespace, text: str | None, held: int
 ) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from app.core.loads import Load, Reservation, Wish
+from app.core.loads import ROUND, Load, Reservation, Wish
 from app.core.types import Incarnation
 from app.local.redis_server import EmbeddedRedis
 from app.state import reservations
@@ -36,6 +36,37 @@ async def test_a_reservation_is_counted_on_its_worker(space: Namespace) -> None:
     assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r1"]
     expires_ms = await space.expires_ms("expiry", "r1")
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
+
+
+async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    routed, rounds = {a: Load(), b: Load()}, 0
+    for n, inc in enumerate([a, a, b, a, *[b] * 8]):
+        us = 1_000_000 // (n + 1)
+        assert await space.reserve(inc, f"r{n}", us=us) is None
+        rounds += ROUND // 2
+        routed[inc].add(Reservation(f"r{n}", prefill_tokens=1, prefill_us=us, blocks=1), 0, rounds)
+        await space.release(f"r{n}")
+    snapshot = await space.loads()
+    assert snapshot.rounds == rounds == 6 * ROUND
+    for inc, load in snapshot.loads.items():
+        assert (load.routed_us, load.routed_at) == (routed[inc].routed_us, routed[inc].routed_at)
+    assert 0 < snapshot.loads[a].routed_s(rounds) < 0.6 < snapshot.loads[b].routed_s(rounds)
+
+
+async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    await space.redis.hset(space.key("meta"), "rounds", 10**9)
+    await space.reserve(a, "r1", us=1000)
+    await space.redis.hdel(space.key("meta"), "rounds")
+    await space.reserve(a, "r2", us=500)
+    await space.reserve(b, "r3", us=0)
+    snapshot = await space.loads()
+    assert snapshot.rounds == ROUND
+    assert snapshot.loads[a].routed_us == 1500
+    assert snapshot.loads[a].routed_s(snapshot.rounds) == pytest.approx(0.0015, rel=0.2)
 
 
 async def test_the_oldest_prefill_is_the_head_and_drains(space: Namespace) -> None:

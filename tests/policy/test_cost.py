@@ -234,6 +234,32 @@ def test_a_cold_prompt_goes_where_nothing_is_evicted_or_else_blocks_idle_for_lon
 # balance
 
 
+@pytest.mark.parametrize(
+    ("active_requests", "spread_s"),
+    [
+        ([0, 0, 0, 0], [4, 2, 0, 0]),
+        ([0, 1, 1, 0], [4, 2, 0, 0]),
+        ([1, 1, 1, 0], [2, 1, 0, 0]),
+        ([1, 1, 1, 1], [0, 0, 0, 0]),
+    ],
+)
+def test_idle_fleets_spread_what_they_compute_and_ever_less_as_fewer_workers_are_idle(
+    active_requests: list[float], spread_s: list[float]
+) -> None:
+    fleet = candidates(4, routed_s=[5, 3, 1, 1], active_requests=active_requests)
+    assert latency(fleet, SIZE).terms["spread_s"].tolist() == spread_s
+
+
+def test_a_shared_block_does_not_outbid_an_empty_cache_for_long() -> None:
+    """Computing the prompt takes 0.9 s where its first block is, and 1 s on the empty worker."""
+    linear = replace(ROUND_SPEED, prefill_s_per_token2=0.0)
+    prices = [
+        latency(candidates(2, linear, overlap_device=[1, 0], routed_s=[routed_s, 0]), SIZE).cost
+        for routed_s in (0.19, 0.21)
+    ]
+    assert [int(price.argmin()) for price in prices] == [0, 1]
+
+
 def test_balance_weighs_load_by_0_7_when_loads_differ_much() -> None:
     costs = balance(
         candidates(

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from app.core.loads import Load, Reservation, Snapshot
+from app.core.loads import ROUND, Load, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
@@ -53,9 +53,11 @@ def test_every_column_shows_what_its_name_says() -> None:
         requests=4,
         decoding=1,
         total=9,
+        routed_us=7_000_000,
+        routed_at=2 * ROUND,
     )
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b", 6), measured(reported))])
-    view = View(Snapshot(11_000, {ONE: Load(), TWO: load}), workers)
+    view = View(Snapshot(11_000, {ONE: Load(), TWO: load}, rounds=6 * ROUND), workers)
     seen = view.candidates({TWO: TierOverlap(5, 3, 1), THREE: TierOverlap(9)})
     assert column(seen, 1) == {
         "overlap_device": 5,
@@ -67,6 +69,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         "active_requests": 4,
         "decoding_requests": 1,
         "max_requests": 6,
+        "routed_s": pytest.approx(7 / math.e),
         "kv_active_blocks": 70,
         "kv_total_blocks": 900,
         "num_requests_waiting": 2,
@@ -90,6 +93,18 @@ def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones() -> 
     assert (after["active_requests"], after["active_blocks"]) == (1, 3)
     assert (after["prefill_tokens"], after["prefill_s"]) == (48, 0.3)
     assert view.loads[1].total == 1
+
+
+def test_what_was_routed_to_a_worker_fades_as_reservations_follow() -> None:
+    workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
+    view = View(Snapshot(0, {ONE: Load(), TWO: Load()}), workers)
+    view.add(0, Reservation("r", prefill_tokens=1, prefill_us=1_000_000, blocks=1))
+    for n in range(8):
+        view.add(1, Reservation(f"r{n}", prefill_tokens=1, prefill_us=0, blocks=1))
+    # Eight reservations among two workers are four rounds.
+    assert view.candidates({}).routed_s == pytest.approx([1 / math.e, 0])
+    again = View(Snapshot(0, {ONE: view.loads[0], TWO: view.loads[1]}, rounds=view.rounds), workers)
+    assert again.candidates({}).routed_s == pytest.approx([1 / math.e, 0])
 
 
 def test_a_view_without_workers_has_no_block_size_and_no_openings() -> None:

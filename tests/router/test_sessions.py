@@ -93,7 +93,9 @@ async def test_a_session_returns_to_its_worker_through_any_replica(
             await remembered(redis, session)
             places = Counter()
             for n in range(6):
-                again = await route((two, one)[n % 2], f"{session}{n + 1}", session)
+                again = await route(
+                    (two, one)[n % 2], f"{session}{n + 1}", session, policy="blocks"
+                )
                 places[str(again.worker.key)] += 1
                 terms = {str(c.info.key): c.terms["affinity"] for c in again.candidates}
                 assert {name for name, value in terms.items() if value < 0} == {

@@ -1,0 +1,246 @@
+"""How well policies use a fleet's memory while little happens at once, in virtual time.
+
+    python -m loadtest.quiet --policy blocks --policy latency
+
+Agents that work one after another, and everyone's first trial, look like this: no queue tells the
+workers apart. Figures are shares of what `loadtest.ideal` finds in the cache of one worker with the
+memory of all. Half-way through, another worker may join, and is to get its share of the requests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import click
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from app.options import POSITIVE, PROCESSES
+from app.policy.cost import POLICIES
+from app.simulation.fleet import Answer
+from app.simulation.profiles import PROFILES
+from app.simulation.setting import Setting
+from loadtest.client import Outcome
+from loadtest.command import Command, distinct, json_option, save
+from loadtest.ideal import ideal
+from loadtest.processes import forked
+from loadtest.traces import Session, Trace, TraceRequest
+from loadtest.virtual import Prompts, Simulation
+
+BLOCK_TOKENS = 256
+TURNS = 6
+TURN_TOKENS = 4096
+OUTPUT_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Conversations whose prompts grow by TURN_TOKENS a turn, after a system prompt they share."""
+
+    working_set: float
+    """Tokens of all conversations together, over those that all workers hold."""
+    shared_tokens: int
+    think_s: tuple[float, float] | None = None
+    """Shortest and longest pause before the next turn; None: one request at a time, of whichever
+    conversation is drawn."""
+    joins: bool = False
+    """Whether a worker joins after a third of the requests."""
+
+    def trace(self, pool_tokens: int, seed: int) -> Trace:
+        """pool_tokens: of all workers together."""
+        rng = np.random.default_rng(seed)
+        own_tokens = pool_tokens * self.working_set - self.shared_tokens
+        number = max(2, round(own_tokens / (TURNS * TURN_TOKENS)))
+        if self.think_s is None:
+            order = np.repeat(np.arange(number), TURNS)
+            rng.shuffle(order)
+            return Trace("quiet", (self._session(order.tolist(), np.ones(order.size), 0.0),))
+        lasts_s = TURNS * fmean(self.think_s)
+        # Conversations begin all the time where a worker joins, so that it can get any.
+        starts_s = np.sort(rng.uniform(0.0, lasts_s * (3 if self.joins else 0.5), number))
+        pauses_s = rng.uniform(*self.think_s, (number, TURNS))
+        return Trace(
+            "quiet",
+            tuple(
+                self._session([place] * TURNS, pauses_s[place], start_s)
+                for place, start_s in enumerate(starts_s.tolist())
+            ),
+        )
+
+    def _session(self, order: list[int], pauses_s: np.typing.NDArray[Any], at_s: float) -> Session:
+        """Turns in this order of conversations, each after the answer to the one before."""
+        asked = dict.fromkeys(order, 0)
+        turns: list[TraceRequest] = []
+        for place, pause_s in zip(order, pauses_s.tolist(), strict=True):
+            asked[place] += 1
+            turns.append(self._turn(place, asked[place], pause_s if turns else 0.0))
+        return Session(at_s, tuple(turns))
+
+    def _turn(self, place: int, turn: int, think_s: float) -> TraceRequest:
+        shared, each = self.shared_tokens // BLOCK_TOKENS, TURN_TOKENS // BLOCK_TOKENS
+        first = shared + place * TURNS * each
+        blocks = (*range(shared), *range(first, first + turn * each))
+        return TraceRequest(
+            index=place * TURNS + turn - 1,
+            input_tokens=len(blocks) * BLOCK_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
+            blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            think_s=think_s,
+        )
+
+
+THINK_S = (5.0, 60.0)
+TRAFFIC = (
+    Traffic(0.15, 256),
+    Traffic(0.3, 256),
+    Traffic(0.3, 2048),
+    Traffic(0.8, 0),
+    Traffic(0.8, 2048),
+    Traffic(0.8, 8192),
+    Traffic(1.5, 2048),
+    Traffic(0.8, 256, THINK_S),
+    Traffic(0.8, 8192, THINK_S),
+    Traffic(0.8, 256, joins=True),
+    Traffic(0.8, 8192, joins=True),
+    Traffic(0.8, 2048, THINK_S, joins=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    traffic: Traffic
+    policy: str
+    seed: int
+    of_ideal: float
+    """Tokens from cache, over those that are possible."""
+    busiest: float
+    """Requests of the busiest worker, over the mean of all."""
+    joined: float | None = None
+    """Requests that a joining worker got within a minute, over its fair share; within five where
+    a long system prompt is to be computed first. None: none joined."""
+
+
+def play(traffic: Traffic, policy: str, setting: Setting, seed: int) -> Figures:
+    pool_tokens = setting.num_workers * setting.profiles[0].kv_pool_tokens
+    trace, prompts = traffic.trace(pool_tokens, seed), Prompts(setting.block_size)
+    simulation = Simulation(policy, setting, prompts)
+    answered, joined_s = 0, [0.0]
+
+    def note(answer: Answer) -> None:
+        nonlocal answered
+        answered += 1
+        if traffic.joins and answered == trace.num_requests // 3:
+            joined_s[0] = simulation.fleet.now_s
+            simulation.fleet.join(setting.profiles[0])
+
+    simulation.on_answer = note
+    outcomes = simulation.run(trace)
+    requests = [sum(o.worker == f"w{i}:0" for o in outcomes) for i in range(setting.num_workers)]
+    return Figures(
+        traffic,
+        policy,
+        seed,
+        of_ideal=_cached(outcomes) / _cached(ideal(setting, trace, prompts)),
+        busiest=max(requests) / fmean(requests),
+        joined=_joined(outcomes, setting.num_workers, joined_s[0], traffic)
+        if traffic.joins
+        else None,
+    )
+
+
+def _cached(outcomes: Iterable[Outcome]) -> int:
+    return sum(outcome.cached_tokens for outcome in outcomes)
+
+
+def _joined(outcomes: list[Outcome], place: int, joined_s: float, traffic: Traffic) -> float:
+    until_s = joined_s + (300 if traffic.shared_tokens > TURN_TOKENS else 60)
+    after = [o.worker == f"w{place}:0" for o in outcomes if joined_s < o.arrival_s <= until_s]
+    return sum(after) / len(after) * (place + 1)
+
+
+def _table(played: list[Figures], policies: tuple[str, ...]) -> Table:
+    """A row for each kind of traffic, with means over seeds."""
+    cells = Table(box=box.SIMPLE_HEAD)
+    for label in ("working set", "shared", "pauses"):
+        cells.add_column(label)
+    for policy in policies:
+        cells.add_column(f"{policy}: of ideal", justify="right")
+        cells.add_column("busiest", justify="right")
+        cells.add_column("joined", justify="right")
+    for traffic, its in groupby(played, lambda f: f.traffic):
+        pauses = f"{traffic.think_s[0]:g}-{traffic.think_s[1]:g} s" if traffic.think_s else "-"
+        row = [f"{traffic.working_set:g}", f"{traffic.shared_tokens:,}", pauses]
+        for _, seeds in groupby(its, lambda f: f.policy):
+            some = list(seeds)
+            joined = [f.joined for f in some if f.joined is not None]
+            row += [
+                f"{fmean(f.of_ideal for f in some):.2f}",
+                f"{fmean(f.busiest for f in some):.2f}x",
+            ]
+            row.append(f"{fmean(joined):.2f}" if joined else "")
+        cells.add_row(*row)
+    return cells
+
+
+@click.command(cls=Command)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("least_loaded", "blocks", "latency"),
+    show_default=True,
+    callback=distinct,
+    type=click.Choice(list(POLICIES)),
+    help="Policy to play; may be given several times.",
+)
+@click.option(
+    "--workers", "num_workers", default=8, show_default=True, type=POSITIVE, help="At the start."
+)
+@click.option("--replicas", default=1, show_default=True, type=PROCESSES, help="Router replicas.")
+@click.option(
+    "--block-size", default=64, show_default=True, type=POSITIVE, help="Tokens per KV block."
+)
+@click.option(
+    "--no-idle-times",
+    is_flag=True,
+    help="Workers report no idle times of evicted blocks, as vLLM without --kv-cache-metrics.",
+)
+@click.option("--seeds", default=1, show_default=True, type=POSITIVE, help="Runs to average.")
+@click.option(
+    "--jobs", default=os.cpu_count() or 1, show_default=True, type=PROCESSES, help="Processes."
+)
+@json_option
+def main(
+    policies: tuple[str, ...],
+    no_idle_times: bool,
+    seeds: int,
+    jobs: int,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Compare policies on traffic that hardly overlaps in time."""
+    setting = Setting(
+        profiles=(PROFILES["70b-4xh100"],), idle_reported=not no_idle_times, **options
+    )
+    asked = [(t, p, seed) for t in TRAFFIC for p in policies for seed in range(seeds)]
+    with forked(jobs) as executor:
+        futures = [
+            executor.submit(partial(play, setting=setting), *one[:2], seed=one[2]) for one in asked
+        ]
+        played = [future.result() for future in futures]
+    Console(width=60 + 40 * len(policies)).print(_table(played, policies))
+    save([asdict(one) for one in played], json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from app.simulation.setting import Setting
+from loadtest.quiet import TRAFFIC, TURN_TOKENS, TURNS, Traffic, play
+
+
+@pytest.mark.parametrize("idle_reported", [True, False])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_quiet_fleet_uses_its_memory_as_one(replicas: int, idle_reported: bool) -> None:
+    setting = Setting(num_workers=4, replicas=replicas, idle_reported=idle_reported)
+    figures = play(Traffic(0.8, 2048), "latency", setting, seed=1)
+    assert figures.of_ideal > 0.97
+    assert figures.busiest < 1.3
+
+
+def test_policies_that_do_not_spread_or_ignore_the_cache_do_not() -> None:
+    """Else the test above could not fail."""
+    setting = Setting(num_workers=4)
+    for policy in ("blocks", "least_loaded"):
+        assert play(Traffic(0.8, 2048), policy, setting, seed=1).of_ideal < 0.7
+
+
+def test_a_worker_that_joins_a_quiet_fleet_gets_its_share() -> None:
+    figures = play(Traffic(0.8, 2048, joins=True), "latency", Setting(num_workers=4), seed=1)
+    assert figures.joined is not None
+    assert figures.joined > 0.5
+
+
+@pytest.mark.parametrize("traffic", TRAFFIC)
+def test_each_turn_of_a_conversation_extends_the_one_before(traffic: Traffic) -> None:
+    trace = traffic.trace(3_200_000, seed=0)
+    turns = [turn for session in trace.sessions for turn in session.turns]
+    assert len({turn.index for turn in turns}) == len(turns)
+    shared = traffic.shared_tokens // 256
+    conversations: dict[int, list[tuple[int, ...]]] = {}
+    for turn in turns:
+        conversations.setdefault(turn.blocks[shared], []).append(turn.blocks)
+    assert {len(its) for its in conversations.values()} == {TURNS}
+    for its in conversations.values():
+        assert all(b[: len(a)] == a for a, b in pairwise(its))
+    own_tokens = len(conversations) * TURNS * TURN_TOKENS
+    assert own_tokens + traffic.shared_tokens == pytest.approx(
+        3_200_000 * traffic.working_set, rel=0.05
+    )
