@@ -106,14 +106,14 @@ async def read_and_hash(raw: bytes) -> bool:
     # The measuring processes of other benchmarks must not load the servers' HTTP code.
     from pydantic import ValidationError
 
-    from app.edge import prompts
+    from app.edge import ask
     from app.edge.large import BodyReader
     from app.edge.schemas import RouteBody
 
     bodies = BodyReader(MAX_TOKENS)
     with suppress(InvalidRequest, ValidationError):
         body, tokens = await bodies.read(RouteBody, raw, BLOCK_SIZE)
-        await prompts.of_body(body, tokens, MAX_TOKENS).chain(BLOCK_SIZE)
+        await ask.of_body(body, tokens, MAX_TOKENS).chain(BLOCK_SIZE)
         return True
     return False
 
@@ -142,12 +142,12 @@ async def measure(raw: bytes) -> tuple[float, float, bool]:
 
 async def longest_prompt() -> float:
     """CPU of the longest prompt as raw tokens, in ms."""
-    from app.edge import prompts
+    from app.edge import ask
     from app.edge.schemas import RouteOptions
 
     raw = bytes(4 * MAX_TOKENS)
     begin = time.process_time()
-    await prompts.of_tokens(RouteOptions(), raw, MAX_TOKENS).chain(BLOCK_SIZE)
+    await ask.of_tokens(RouteOptions(), raw, MAX_TOKENS).chain(BLOCK_SIZE)
     return (time.process_time() - begin) * 1000
 
 

@@ -45,7 +45,7 @@ from loadtest.cores import redis_to_measure
 
 TICK_S = 0.004
 PARTS = {
-    "body: read, packed and checked": ("app.http.body:read_body", "app.edge.prompts:parse"),
+    "body: read, packed and checked": ("app.http.body:read_body", "app.edge.ask:parse"),
     "hashes": (
         *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
     ),

@@ -237,7 +237,7 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
     assert sorted(found) == [
         ("app/door/tokens/templates.py", "from datetime import datetime"),
         ("app/door/tokens/templates.py", "return datetime.now().strftime(format)"),
-        ("app/edge/openai.py", "self._begun_s = int(time.time())"),
+        ("app/edge/openai.py", "BEGUN_S = int(time.time())"),
         ("app/ops/checks.py", "ahead_s = time.time() - (seconds + micros / 1e6)"),
         ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
         ("workers/chat.py", "created = int(time.time())"),

@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
 from app.core.types import checked_request_id
-from app.http.body import CLOSE, Caller, error_body, header, http_error, json_response, read_body
+from app.http.body import CLOSE, error_body, header, http_error, json_response, read_body
+from app.http.watch import watched
 from app.simulation.steps import Finished, PromptTooLargeError
 from workers.engines.base import (
     CompletionRequest,
@@ -304,18 +305,12 @@ async def _answer(request: Request, completion: Completion) -> Response:
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
     """
-    answer = asyncio.create_task(completion.whole())
-    leaving = asyncio.create_task(Caller(request).hung_up())
     try:
-        await asyncio.wait([answer, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientDisconnect
-        return Response(answer.result(), media_type="application/json")
+        async with watched(request.scope):
+            return Response(await completion.whole(), media_type="application/json")
     finally:
         completion.cancel()
-        answer.cancel()
-        leaving.cancel()
-        await asyncio.wait([answer, leaving])
+    raise ClientDisconnect
 
 
 def usage_of(finished: Finished) -> dict[str, object]:

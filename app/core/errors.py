@@ -22,7 +22,6 @@ KvrouteError
     ├── NoWorkers         none is alive, or all are excluded
     ├── PromptTooLarge    no eligible worker has as many blocks as the prompt would fill
     ├── AllWorkersBusy    every eligible worker is full, and waiting for one was no use
-    ├── CallerGone        the caller hung up while its request waited
     └── RouterOverloaded  too many requests wait for a decision
 """
 
@@ -162,12 +161,6 @@ class AllWorkersBusy(RoutingError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class CallerGone(RoutingError):
-    """The caller hung up before a worker was reserved for its request."""
-
-    outcome = "gone"
 
 
 class Superseded(RoutingError):

@@ -9,8 +9,6 @@ from enum import StrEnum
 from typing import Any
 
 from app.core.errors import InvalidRequest, shown
-from app.core.settings import PRIORITIES
-from app.core.types import REQUEST_ID, TENANT_ID
 
 ONLY_ROUTERS = frozenset(
     (
@@ -33,6 +31,9 @@ ONLY_ROUTERS = frozenset(
 )
 """Members of a body by which a client could read what others cached, choose its engine, overtake
 others, or run a template of its own."""
+PASSED_ON = ("/tokenize", "/detokenize")
+"""Paths of which any worker of a model may answer requests, without being reserved."""
+COUNT_TOKENS = "/v1/messages/count_tokens"
 _STORED = ("previous_response_id", "conversation", "background")
 
 
@@ -57,7 +58,8 @@ PATHS = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """session, tenant: "" for none. cache_salt: as the client gave it; "": none.
+    """session: the client's name for what belongs together; "" for none. cache_salt: as the client
+    gave it; "": none.
 
     streams: the answer comes in events. reads_cache: the engine takes what it has cached of the
     prompt. wants_usage: a stream is to end with its usage.
@@ -67,14 +69,12 @@ class Asked:
     model: object
     streams: bool
     wants_usage: bool
-    session: str
-    tenant: str
-    priority: str
+    session: object
     cache_salt: str
     reads_cache: bool = True
 
 
-def read(api: Api, fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Asked:
+def read(api: Api, fields: Mapping[str, Any]) -> Asked:
     """What `fields`, the top-level members of a body, ask for. Raises InvalidRequest."""
     for name in sorted(ONLY_ROUTERS & fields.keys()):
         if fields[name] is not None:
@@ -103,9 +103,7 @@ def read(api: Api, fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) ->
         fields.get("model"),
         streams,
         bool(options and options.get("include_usage")),
-        session=_session(fields, headers),
-        tenant=_tenant(headers.get(b"x-tenant-id")),
-        priority=_priority(headers.get(b"x-priority")),
+        session=_session(fields),
         cache_salt=_salt(fields.get("cache_salt")),
         reads_cache=_reads_cache(api, fields),
     )
@@ -119,40 +117,13 @@ def _reads_cache(api: Api, fields: Mapping[str, Any]) -> bool:
     return fields.get("prompt_logprobs") is None and of_echo is None
 
 
-def _session(fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str:
-    """The session that a header or the body names, or what clients of OpenAI name instead."""
-    given = headers.get(b"x-session-id", b"").decode("latin-1") or fields.get("session_id")
-    if given is not None:
-        if not isinstance(given, str) or not REQUEST_ID.fullmatch(given):
-            raise InvalidRequest(
-                "session_id", f"needs 1 to 128 visible ASCII characters, got {shown(given)}"
-            )
-        return given
+def _session(fields: Mapping[str, Any]) -> object:
+    """The session that the body names, or what clients of OpenAI name instead."""
     key = fields.get("prompt_cache_key")
+    if fields.get("session_id") is not None or not isinstance(key, str) or not key:
+        return fields.get("session_id")
     # Any text may be there.
-    return (
-        hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
-        if isinstance(key, str) and key
-        else ""
-    )
-
-
-def _tenant(value: bytes | None) -> str:
-    text = (value or b"").decode("latin-1")
-    if text and not TENANT_ID.fullmatch(text):
-        raise InvalidRequest(
-            "x-tenant-id", f"needs 1 to 64 visible ASCII characters, got {shown(text)}"
-        )
-    return text
-
-
-def _priority(value: bytes | None) -> str:
-    text = (value or b"normal").decode("latin-1")
-    if text not in PRIORITIES:
-        raise InvalidRequest(
-            "x-priority", f"must be one of {', '.join(PRIORITIES)}, got {shown(text)}"
-        )
-    return text
+    return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 def _salt(value: object) -> str:

@@ -79,7 +79,6 @@ class Door:
         outgoing: Outgoing,
         path: str,
         headers: Headers,
-        policy: str,
         client: Client,
     ) -> None:
         """Have a worker answer; ends `life` unless it raises.
@@ -89,7 +88,7 @@ class Door:
         WorkerFailed if there is no further one to try, or one fails later; RepeatedFailure if no
         further one is to be tried.
         """
-        await _Carriage(self, life, outgoing, path, headers, policy, client).run()
+        await _Carriage(self, life, outgoing, path, headers, client).run()
 
     async def pass_on(
         self, model: Model, body: bytes, path: str, headers: Headers, client: Client
@@ -130,7 +129,6 @@ class _Carriage:
     outgoing: Outgoing
     path: str
     headers: Headers
-    policy: str
     client: Client
     num_failed: int = 0
 
@@ -150,7 +148,7 @@ class _Carriage:
         failure: WorkerFailed | None = None
         for left in reversed(range(TRIES)):
             try:
-                worker = (await life.decide(self.policy)).worker
+                worker = (await life.decide()).worker
             except NoWorkers:
                 break
             try:

@@ -8,6 +8,8 @@ from app.core.errors import InvalidRequest, KvrouteError, shown
 class UnknownModel(KvrouteError):
     """No worker has ever announced a model of that name."""
 
+    field = "model"
+
     def __init__(self, name: object) -> None:
         super().__init__(f"The model {shown(name)} does not exist.")
 
@@ -34,6 +36,10 @@ class WorkerFailed(KvrouteError):
 
 class RepeatedFailure(WorkerFailed):
     """Two workers have failed while they had a request: no third one is given it."""
+
+
+class ClientStalled(KvrouteError):
+    """The client has taken nothing of its answer for too long."""
 
 
 class Unauthorized(KvrouteError):

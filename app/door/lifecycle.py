@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from app.core.types import SequenceHash
 from app.door.errors import ContextTooLong
 from app.door.models import Model
 from app.door.tracing import Trace
 from app.policy.decision import Decision, RouteRequest
-from app.router.pending import Caller
 from app.router.prompt import Prompt
 from app.state.endings import Ending
 
@@ -31,22 +29,24 @@ class Usage:
 class Admitted:
     """A request that has been let in.
 
-    prompt: None if its tokens cannot be known here; it is then routed by load and session alone.
-    num_tokens: its length, estimated without a prompt. tokens_from: who knew the tokens, or why
-    nobody did, for headers and metrics.
+    request: who asks, and the length of the prompt, estimated without one. prompt: None if its
+    tokens cannot be known here; it is then routed by load and session alone. tokens_from: who knew
+    the tokens, or why nobody did, for headers and metrics.
     """
 
-    request_id: str
+    request: RouteRequest
     model: Model
     prompt: Prompt | None
-    num_tokens: int
     tokens_from: str
-    session: str = ""
-    tenant: str = ""
-    priority: str = "normal"
-    balancer_id: str = ""
-    began_ms: int | None = None
     key_name: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.isl_tokens
 
 
 @dataclass(slots=True)
@@ -103,11 +103,11 @@ class Lifecycle:
             )
         self.record = Record(admitted, time.monotonic())
         self.trace = trace
-        self._admitted = admitted
+        self._request = admitted.request
+        self._prompt = admitted.prompt
+        """Of which the chain is still to be made."""
         self._router = model.router
         self._on_end = on_end
-        self._chain: list[SequenceHash] | None = None
-        self._tried: set[str] = set()
         self._held: Decision | None = None
         self._has_first_token = False
 
@@ -125,36 +125,14 @@ class Lifecycle:
         key = self._held.worker.key
         return all(info.key != key for info in self._router.fleet.infos)
 
-    async def decide(self, policy: str, caller: Caller | None = None) -> Decision:
+    async def decide(self) -> Decision:
         """Choose and reserve a worker that has not failed this request yet. As Router.route."""
-        with self.trace.span("decide"):
-            return await self._decide(policy, caller)
-
-    async def _decide(self, policy: str, caller: Caller | None) -> Decision:
-        admitted, router = self._admitted, self._router
-        if self._chain is None:
-            self._chain = []
-            if admitted.prompt is not None:
-                self._chain = await admitted.prompt.chain(await router.block_size(policy))
         self._held = None
         self._has_first_token = False
         self.record.tries += 1
-        decision = await router.route(
-            RouteRequest(
-                request_id=admitted.request_id,
-                chain=self._chain,
-                isl_tokens=admitted.num_tokens,
-                policy=policy,
-                began_ms=admitted.began_ms,
-                exclude=admitted.model.others | self._tried,
-                session=admitted.session,
-                tenant=admitted.tenant,
-                priority=admitted.priority,
-                balancer_id=admitted.balancer_id,
-                carried=True,
-            ),
-            caller,
-        )
+        with self.trace.span("decide"):
+            decision = await self._router.route(self._request, self._prompt)
+        self._prompt = None
         self._held = self.record.decision = decision
         return decision
 
@@ -166,7 +144,7 @@ class Lifecycle:
         self.trace.try_ends("worker_failed")
         decision, self._held = self.decision, None
         name = str(decision.worker.key)
-        self._tried.add(name)
+        self._request = replace(self._request, exclude=self._request.exclude | {name})
         self.record.failed.append(name)
         if not decision.reserved:
             return
@@ -182,9 +160,8 @@ class Lifecycle:
         assert prompt is not None
         assert prompt.tokens is not None
         tokens = np.concatenate((np.asarray(prompt.tokens), np.asarray(output)))
-        prompt = replace(prompt, num_tokens=len(tokens), tokens=tokens.astype(np.uint32))
-        self._admitted = replace(self.record.admitted, prompt=prompt, num_tokens=len(tokens))
-        self._chain = None
+        self._prompt = replace(prompt, num_tokens=len(tokens), tokens=tokens.astype(np.uint32))
+        self._request = replace(self._request, isl_tokens=len(tokens))
         self.record.migrations += 1
 
     def first_token(self, *, is_seen: bool = True) -> None:

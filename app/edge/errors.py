@@ -1,14 +1,13 @@
-"""Exceptions -> HTTP responses, all in the shape of schemas.ErrorBody."""
+"""Every error of a router: one table, spoken in the dialect of the path that was asked."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from enum import Enum, auto
+from typing import NamedTuple
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+import orjson
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -16,9 +15,7 @@ from app.core.errors import (
     AllWorkersBusy,
     BodyTimeout,
     BodyTooLarge,
-    CallerGone,
     InvalidRequest,
-    KvrouteError,
     NamespaceMissing,
     NoWorkers,
     PromptTooLarge,
@@ -29,27 +26,52 @@ from app.core.errors import (
     cut,
     shown,
 )
-from app.http.body import CLOSE, error_body, http_error, json_response
+from app.door.asked import PASSED_ON, PATHS, Api
+from app.door.errors import (
+    ContextTooLong,
+    ModelUnavailable,
+    RepeatedFailure,
+    Unauthorized,
+    UnknownModel,
+    WorkerFailed,
+)
+from app.http.body import error_body
 
-log = logging.getLogger(__name__)
 
-_RETRY = {"Retry-After": "1"}
+class Meaning(NamedTuple):
+    """What an error is answered with. code: stable, part of the interface. kind: OpenAI's `type`,
+    from which Anthropic's follows."""
 
-ANSWERS: dict[type[KvrouteError], tuple[int, str, Mapping[str, str]]] = {
-    InvalidRequest: (422, "invalid_request", {}),
-    BodyTooLarge: (413, "body_too_large", {}),
-    BodyTimeout: (408, "body_timeout", CLOSE),
-    CallerGone: (499, "caller_gone", {}),
-    Superseded: (409, "superseded", {}),
-    PromptTooLarge: (422, "prompt_too_large", {}),
-    AllWorkersBusy: (429, "all_workers_busy", _RETRY),
-    RouterOverloaded: (429, "router_overloaded", _RETRY),
-    NoWorkers: (503, "no_workers", _RETRY),
-    NamespaceMissing: (503, "no_workers", _RETRY),
-    WrongVersion: (503, "wrong_version", _RETRY),
-    RedisUnavailable: (503, "redis_unavailable", _RETRY),
+    status: int
+    code: str
+    kind: str
+
+
+_INVALID, _OVERLOADED, _FAULT = "invalid_request_error", "overloaded_error", "api_error"
+
+ERRORS: Mapping[type[Exception], Meaning] = {
+    ContextTooLong: Meaning(422, "context_length_exceeded", _INVALID),
+    InvalidRequest: Meaning(422, "invalid_request", _INVALID),
+    PromptTooLarge: Meaning(422, "prompt_too_large", _INVALID),
+    Unauthorized: Meaning(401, "invalid_api_key", "authentication_error"),
+    UnknownModel: Meaning(404, "model_not_found", _INVALID),
+    BodyTimeout: Meaning(408, "body_timeout", _INVALID),
+    Superseded: Meaning(409, "superseded", _INVALID),
+    BodyTooLarge: Meaning(413, "body_too_large", _INVALID),
+    AllWorkersBusy: Meaning(429, "all_workers_busy", _OVERLOADED),
+    RouterOverloaded: Meaning(429, "router_overloaded", _OVERLOADED),
+    RepeatedFailure: Meaning(502, "repeated_failure", _FAULT),
+    WorkerFailed: Meaning(502, "worker_failed", _FAULT),
+    ModelUnavailable: Meaning(503, "no_workers", _OVERLOADED),
+    NoWorkers: Meaning(503, "no_workers", _OVERLOADED),
+    NamespaceMissing: Meaning(503, "no_workers", _OVERLOADED),
+    WrongVersion: Meaning(503, "wrong_version", _FAULT),
+    RedisUnavailable: Meaning(503, "redis_unavailable", _FAULT),
 }
-"""Status, code (stable, part of the interface) and headers."""
+INTERNAL = Meaning(500, "internal", _FAULT)
+OF_THE_FRAMEWORK = {404: "not_found", 405: "method_not_allowed"}
+RETRIED = (429, 503)
+"""Statuses whose answers say when to come again."""
 INVALID = (408, 413, 422)
 """Statuses that count as invalid requests."""
 MAX_RETRY_AFTER_S = 60
@@ -57,74 +79,102 @@ MAX_ERRORS = 100
 """Only a body with so many unknown fields has more. pydantic lists all of them or none, and a
 million would take seconds, in which no request is answered."""
 
-
-def install(app: FastAPI) -> None:
-    """Make `app` answer every error in that shape.
-
-    A ValidationError is none of the caller's here: only decisions have bodies, see `answer`. For a
-    bad query, FastAPI raises RequestValidationError.
-    """
-    app.add_exception_handler(KvrouteError, _kvroute_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, _query_error)
-    app.add_exception_handler(Exception, _fault)
+_OF_OPENAI = {"invalid_request": None, "prompt_too_large": "context_length_exceeded"}
+"""Codes that clients of the OpenAI API know under another name."""
+_OF_ANTHROPIC = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
-async def answer(request: Request, error: Exception) -> Response:
-    """The answer to what the endpoint of a decision raised."""
-    if isinstance(error, KvrouteError):
-        return await _kvroute_error(request, error)
-    if isinstance(error, ValidationError):
-        _count(request, "invalid_request")
-        return _validation_error(error)
-    log.error("%s failed", request.url.path, exc_info=error)
-    return await _fault(request, error)
+class Dialect(Enum):
+    """Whose clients an answer is for."""
+
+    OURS = auto()
+    OPENAI = auto()
+    ANTHROPIC = auto()
 
 
-async def _kvroute_error(request: Request, error: Exception) -> Response:
-    known = (ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
-    status, code, headers = next(known, (500, "internal", {}))
-    field = error.field if isinstance(error, InvalidRequest) else None
-    if isinstance(error, AllWorkersBusy):
-        headers = {"Retry-After": str(_retry_after_s(error.retry_after_s))}
-    if status in INVALID:
-        _count(request, code)
-    return json_response(error_body(code, str(error), field), status, headers)
+def dialect_of(path: str) -> Dialect:
+    """How errors are told at `path`, which need not exist."""
+    if path.startswith("/v1/messages"):
+        return Dialect.ANTHROPIC
+    if path in PATHS or path in PASSED_ON or path.startswith("/v1/models"):
+        return Dialect.OPENAI
+    return Dialect.OURS
 
 
-def _retry_after_s(seconds: float) -> int:
-    """Whole seconds, as the header requires."""
-    return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))
+def meaning_of(error: Exception) -> Meaning:
+    """What `error` is answered with."""
+    for kind in type(error).__mro__:
+        if kind in ERRORS:
+            return ERRORS[kind]
+    if isinstance(error, HTTPException):
+        code = OF_THE_FRAMEWORK.get(error.status_code, "http_error")
+        return Meaning(error.status_code, code, _INVALID)
+    return INTERNAL
 
 
-def _count(request: Request, code: str) -> None:
-    request.app.state.router.telemetry.refusals.labels(code).inc()
+def outcome_of(error: Exception) -> tuple[int, str]:
+    """The status at a path of OpenAI's or Anthropic's, and the word that metrics and logs have."""
+    status, code, kind = meaning_of(error)
+    return 400 if status == 422 else status, _OF_OPENAI.get(code, code) or kind
 
 
-def _validation_error(error: ValidationError) -> Response:
-    """Names the first bad field and its value, unless there are many."""
+def answer_to(error: Exception, path: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of the answer to `error` at `path`."""
+    status, _, _ = meaning_of(error)
+    headers = []
+    if status in RETRIED:
+        seconds = error.retry_after_s if isinstance(error, AllWorkersBusy) else 1.0
+        headers.append((b"retry-after", b"%d" % max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_S))))
+    if isinstance(error, RepeatedFailure):
+        headers.append((b"x-should-retry", b"false"))  # the clients of OpenAI and Anthropic heed it
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, BodyTimeout):
+        # Its rest is not waited for.
+        headers.append((b"connection", b"close"))
+    if isinstance(error, HTTPException):
+        given = (error.headers or {}).items()
+        headers += [(name.lower().encode(), value.encode()) for name, value in given]
+    dialect = dialect_of(path)
+    if status == 422 and dialect is not Dialect.OURS:
+        status = 400
+    return status, headers, _body(error, dialect)
+
+
+def event_of(error: Exception, path: str) -> bytes:
+    """The event that ends a stream for which `error` came too late to be its answer."""
+    dialect = dialect_of(path)
+    if PATHS.get(path) is Api.RESPONSES:
+        inner = orjson.loads(_body(error, dialect))["error"]
+        failed = {"type": "error", "code": inner["code"], "message": inner["message"]}
+        return b"event: error\ndata: " + orjson.dumps(failed) + b"\n\n"
+    name = b"event: error\n" if dialect is Dialect.ANTHROPIC else b""
+    return name + b"data: " + _body(error, dialect) + b"\n\n"
+
+
+def _body(error: Exception, dialect: Dialect) -> bytes:
+    status, code, kind = meaning_of(error)
+    field = getattr(error, "field", None)
+    message = str(error.detail if isinstance(error, HTTPException) else error)
+    if status == 500:
+        message = f"{type(error).__name__}; see the router's log"
+    if dialect is Dialect.OURS:
+        return orjson.dumps(error_body(code, message, field))
+    if dialect is Dialect.ANTHROPIC:
+        kind = _OF_ANTHROPIC.get(status, kind)
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+    code_there = _OF_OPENAI.get(code, code)
+    return orjson.dumps(
+        {"error": {"message": message, "type": kind, "param": field, "code": code_there}}
+    )
+
+
+def refusal_of(error: ValidationError) -> InvalidRequest:
+    """What a caller is told of a bad body or query: the first bad field and its value, unless there
+    are many."""
     count = error.error_count()
     if count > MAX_ERRORS:
-        message = f"body: {count:,} fields are unknown or wrong"
-        return json_response(error_body("invalid_request", message, "body"), 422)
+        return InvalidRequest("body", f"{count:,} fields are unknown or wrong")
     first = error.errors(include_url=False, include_context=False)[0]
-    return _invalid(cut(".".join(map(str, first["loc"]))) or "body", first)
-
-
-async def _query_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    _count(request, "invalid_request")
-    first = error.errors()[0]
-    return _invalid(str(first["loc"][-1]), first)
-
-
-def _invalid(field: str, details: Mapping[str, Any]) -> Response:
-    message = f"{field}: {details['msg']}, got {shown(details['input'])}"
-    return json_response(error_body("invalid_request", message, field), 422)
-
-
-async def _fault(_: Request, error: Exception) -> Response:
-    """Answers any unforeseen error; the server logs it."""
-    return json_response(
-        error_body("internal", f"{type(error).__name__}; see the router's log"), 500
-    )
+    field = cut(".".join(map(str, first["loc"]))) or "body"
+    return InvalidRequest(field, f"{first['msg']}, got {shown(first['input'])}")

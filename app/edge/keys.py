@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from app.core.errors import ConfigError
+from app.door.errors import Unauthorized
 
 MAX_KEYS_BYTES = 1024 * 1024
 _LONGEST = 4096
+
+
+OPEN = ("/health", "/readiness")
+"""Paths that need no key."""
 
 
 class Keys:
@@ -24,7 +29,19 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def name_of(self, authorization: bytes | None) -> str | None:
+    def check(self, path: str, headers: Mapping[bytes, bytes]) -> str:
+        """The name of the key that a request carries; "": it needs none. Raises Unauthorized."""
+        if not self._digests or path in OPEN:
+            return ""
+        given = headers.get(b"authorization")
+        if given is None and b"x-api-key" in headers:
+            given = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
+        name = self._name_of(given)
+        if name is None:
+            raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")
+        return name
+
+    def _name_of(self, authorization: bytes | None) -> str | None:
         """The name of the key in that header; None: there is no valid one there.
 
         Compares with every key, whichever matches, so that time tells nothing about any.

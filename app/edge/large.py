@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from app.core.errors import InvalidRequest, cut, shown
 from app.core.hashing import token_bytes
 from app.edge import schemas
-from app.edge.prompts import M, parse
+from app.edge.ask import M, parse
 from app.http.numbers import unsigned_of
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class BodyReader:
     async def read(
         self, model: type[M], raw: bytes, block_size: int | None
     ) -> tuple[M, bytes | None]:
-        """As `prompts.parse`. block_size: None while unknown.
+        """As `ask.parse`. block_size: None while unknown.
 
         Raises ValidationError and InvalidRequest.
         """

@@ -1,354 +1,145 @@
-"""The front door's HTTP: raw ASGI, as each call here is in the path of every request."""
+"""The paths of OpenAI's and Anthropic's clients, which engines answer."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-import uuid
-from collections.abc import Coroutine, Mapping
 from typing import Any
 
-import orjson
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
-
-from app.core.config import RouterSettings
 from app.core.errors import KvrouteError
-from app.core.settings import parse_names
-from app.core.types import checked_request_id, checked_sent_ms
 from app.door import asked
-from app.door.asked import PATHS, Api
+from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS, Api
 from app.door.body import JsonBody
-from app.door.door import Door, Headers, Patience
-from app.door.errors import Unauthorized
+from app.door.door import Headers
+from app.door.errors import ClientStalled
 from app.door.forwarding import Outgoing, headers_for_engine
-from app.door.lifecycle import Admitted, Lifecycle
+from app.door.lifecycle import Lifecycle
 from app.door.migration import can_migrate
-from app.door.models import Model, Models
-from app.door.outcomes import Outcomes
-from app.door.prompts import PromptIds, Prompts
-from app.door.tracing import Trace, Tracing
-from app.door.upstream import Upstream
-from app.edge import answers
-from app.edge.keys import Keys
-from app.http.body import read_body, resumed
-from app.http.protocol import CUT, ON_GONE
-from app.router.prompt import Prompt, check_length
-from app.router.routers import Routers
+from app.door.models import Model
+from app.edge import schemas
+from app.edge.ask import request_id_in, request_of
+from app.edge.client import Client
+from app.edge.errors import outcome_of
+from app.edge.routes import Route, body_of, parameters_of
 
-log = logging.getLogger(__name__)
-
-OPEN = ("/health", "/readiness")
-"""Paths that need no key."""
-PASSED_ON = ("/tokenize", "/detokenize")
-"""Paths of which any worker of a model may answer requests, without being reserved."""
-COUNT_TOKENS = "/v1/messages/count_tokens"
 MODELS = "/v1/models"
-REFUSAL_S = 10.0
-_JSON = (b"content-type", b"application/json")
+BEGUN_S = int(time.time())
+"""When this process began: models have no other date."""
 
 
-class ClientStalled(KvrouteError):
-    """The client has taken nothing of its answer for too long."""
-
-
-class ClientGone(KvrouteError):
-    """The client hung up."""
-
-
-class HttpDoor:
-    """One replica's front door, while `run` runs."""
-
-    def __init__(
-        self, settings: RouterSettings, routers: Routers, keys: Keys, tracing: Tracing
-    ) -> None:
-        self.models = Models(routers, settings.redis_timeout_ms / 1000)
-        self._settings = settings
-        self._keys = keys
-        self._tracing = tracing
-        self._outcomes = Outcomes(routers.own.telemetry.registry, log=settings.access_log)
-        self._begun_s = int(time.time())
-
-    async def run(self) -> None:
-        """Run until cancelled."""
-        settings = self._settings
-        upstream = Upstream()
+async def answer(client: Client) -> None:
+    """Have the worker answer that holds most of the prompt for its load; its answer is passed on
+    as it comes."""
+    headers, replica, path = client.raw_headers, client.replica, client.scope["path"]
+    api, door, settings = PATHS[path], replica.door, replica.settings
+    request_id = request_id_in(headers)
+    client.about = [(b"x-request-id", request_id.encode())]
+    body = await _read(client)
+    wanted = asked.read(api, body.fields)
+    model = door.models.find(wanted.model)
+    request = request_of(
+        headers,
+        settings.policy,
+        request_id=request_id,
+        session=wanted.session,
+        came_ms=model.router.fleet.redis_now_ms,
+        carried=True,
+    )
+    trace = door.tracing.begin(api, headers)
+    life: Lifecycle | None = None
+    async with client.watched():
         try:
-            self._upstream = upstream
-            self.prompts = Prompts(upstream, parse_names(settings.tokenizers), settings.worker_key)
-            self._door = Door(upstream, Patience(settings.answer_timeout_s, settings.gap_timeout_s))
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.models.run())
-                tasks.create_task(self._door.run())
-        finally:
-            await upstream.close()
-            await asyncio.to_thread(self._tracing.close)
-
-    def remarks(self) -> list[str]:
-        """What is not as it should be, although requests are answered: `<what>: <why>` each."""
-        not_tokenized = self.prompts.state() if hasattr(self, "prompts") else {}
-        said = [f"tokenizer of {model}: {why}" for model, why in not_tokenized.items()]
-        return said + self._outcomes.alarm.remarks()
-
-    def key_name(self, scope: Scope) -> str:
-        """The name of the key that a request carries. Raises Unauthorized."""
-        if not self._keys or scope["path"] in OPEN:
-            return ""
-        headers = dict(scope["headers"])
-        given = headers.get(b"authorization")
-        if given is None and b"x-api-key" in headers:
-            given = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
-        name = self._keys.name_of(given)
-        if name is None:
-            raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")
-        return name
-
-    def takes(self, scope: Scope) -> bool:
-        """Whether a request is one for the front door."""
-        path: str = scope["path"]
-        if scope["method"] == "POST":
-            return path in PATHS or path in PASSED_ON or path == COUNT_TOKENS
-        return scope["method"] == "GET" and (path == MODELS or path.startswith(f"{MODELS}/"))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        api = Api.MESSAGES if path == COUNT_TOKENS else PATHS.get(path, Api.CHAT)
-        client = _Client(scope, send, self._settings.stalled_s)
-        work: Coroutine[Any, Any, None]
-        if scope["method"] == "GET":
-            work = self._list(path, client)
-        elif path in PASSED_ON:
-            work = self._pass_on(scope, receive, client)
-        elif path == COUNT_TOKENS:
-            work = self._count_tokens(scope, receive, client)
-        else:
-            work = self._answer(api, scope, receive, client)
-        try:
-            await work
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            if not isinstance(error, KvrouteError):
-                log.error("%s failed", path, exc_info=error)
-            await client.fail(error, api)
-
-    async def _answer(self, api: Api, scope: Scope, receive: Receive, client: _Client) -> None:
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers)
-        client.about = [(b"x-request-id", request_id.encode())]
-        body = await self._read(scope, receive)
-        wanted = asked.read(api, body.fields, headers)
-        model = self.models.find(wanted.model)
-        trace = self._tracing.begin(api, headers)
-        async with _watched(scope) as watch:
-            life: Lifecycle | None = None
-            try:
-                with trace.span("tokens"):
-                    ids = await self.prompts.of(api, model, body.fields)
-                life = self._admit(scope, headers, request_id, model, wanted, ids, trace)
-                await self._door.carry(
-                    life,
-                    Outgoing(
-                        body,
-                        wanted,
-                        ids,
-                        self._settings.migrate
-                        and can_migrate(wanted, body.fields, ids, model.workers),
-                    ),
-                    scope["path"],
-                    headers_for_engine(scope["headers"], request_id, self._settings.worker_key),
-                    self._settings.policy,
-                    _Shown(client, life, self._settings.show_decision),
-                )
-            except asyncio.CancelledError as error:
-                if life is None:
-                    trace.fail(error)
-                else:
-                    life.end("client_gone", ended_by="client")
-                if not watch.is_gone:
-                    raise
-            except ClientStalled:
-                assert life is not None
+            with trace.span("tokens"):
+                ids = await door.prompts.of(api, model, body.fields)
+            life = door.admit(request, model, wanted, ids, trace, client.key_name)
+            migrates = settings.migrate and can_migrate(wanted, body.fields, ids, model.workers)
+            await door.door.carry(
+                life,
+                Outgoing(body, wanted, ids, migrates),
+                path,
+                _headers_on(client, request_id),
+                _Shown(client, life, settings.show_decision),
+            )
+        except BaseException as error:
+            if life is None:
+                trace.fail(error)
+            elif isinstance(error, asyncio.CancelledError):
+                life.end("client_gone", ended_by="client")
+            elif isinstance(error, ClientStalled):
                 life.end("client_stalled", ended_by="router")
-                raise
-            except KvrouteError as error:
-                if life is None:
-                    trace.fail(error)
-                else:
-                    life.record.status = answers.status_of(error)
-                    life.end(answers.code_of(error), ended_by="router")
-                raise
-            except Exception as error:
-                if life is None:
-                    trace.fail(error)
-                else:
-                    life.end("internal", ended_by="router")
-                raise
+            elif isinstance(error, Exception):
+                status, outcome = outcome_of(error)
+                if isinstance(error, KvrouteError):
+                    life.record.status = status
+                life.end(outcome, ended_by="router")
+            raise
 
-    def _admit(
-        self,
-        scope: Scope,
-        headers: Mapping[bytes, bytes],
-        request_id: str,
-        model: Model,
-        wanted: asked.Asked,
-        ids: PromptIds,
-        trace: Trace,
-    ) -> Lifecycle:
-        settings = self._settings
-        sent = headers.get(b"x-request-start", b"").decode("latin-1")
-        prompt = None
-        if ids.ids is not None:
-            check_length("messages", ids.num_tokens, settings.max_prompt_tokens)
-            prompt = Prompt(
-                ids.num_tokens,
-                tokens=ids.ids,
-                lora_name=model.lora_name,
-                # One of its own is cached nowhere.
-                cache_namespace=wanted.cache_salt or None if wanted.reads_cache else request_id,
-            )
-        return Lifecycle(
-            Admitted(
-                request_id=request_id,
-                model=model,
-                prompt=prompt,
-                num_tokens=ids.num_tokens,
-                tokens_from=ids.tokens_from,
-                session=wanted.session if settings.session_affinity else "",
-                tenant=wanted.tenant if settings.wait_queue else "",
-                priority=wanted.priority,
-                balancer_id=headers.get(b"x-balancer-id", b"").decode("latin-1"),
-                began_ms=checked_sent_ms(sent) or model.router.fleet.redis_now_ms,
-                key_name=scope.get("kvroute.key", ""),
-            ),
-            self._outcomes.ended,
-            trace,
-        )
 
-    async def _pass_on(self, scope: Scope, receive: Receive, client: _Client) -> None:
-        """Have any worker of the model answer."""
-        body = await self._read(scope, receive)
-        model = self.models.find(body.fields.get("model"))
-        async with _watched(scope):
-            await self._ask_any(model, body, scope, client)
+async def pass_on(client: Client) -> None:
+    """Have any worker of the model answer."""
+    body = await _read(client)
+    model = client.replica.door.models.find(body.fields.get("model"))
+    async with client.watched():
+        await _ask_any(client, model, body)
 
-    async def _ask_any(self, model: Model, body: JsonBody, scope: Scope, client: _Client) -> None:
-        request_id = _request_id(dict(scope["headers"]))
-        headers = headers_for_engine(scope["headers"], request_id, self._settings.worker_key)
-        await self._door.pass_on(model, body.raw, scope["path"], headers, client)
 
-    async def _count_tokens(self, scope: Scope, receive: Receive, client: _Client) -> None:
-        """Of what would be a prompt of the Messages API; a worker counts what is not known here."""
-        body = await self._read(scope, receive)
-        wanted = asked.read(Api.MESSAGES, body.fields, dict(scope["headers"]))
-        model = self.models.find(wanted.model)
-        async with _watched(scope):
-            ids = await self.prompts.of(Api.MESSAGES, model, body.fields)
-            if ids.ids is None:
-                await self._ask_any(model, body, scope, client)
-            else:
-                await client.answer({"input_tokens": ids.num_tokens})
-
-    async def _read(self, scope: Scope, receive: Receive) -> JsonBody:
-        request = Request(scope, receive)
-        return JsonBody.parse(await read_body(request, self._settings.max_request_bytes))
-
-    async def _list(self, path: str, client: _Client) -> None:
-        if path == MODELS:
-            await client.answer(
-                {"object": "list", "data": [self._card(model) for model in self.models]}
-            )
+async def count_tokens(client: Client) -> None:
+    """Count the tokens of what would be a prompt of the Messages API; a worker counts what is not
+    known here."""
+    door = client.replica.door
+    body = await _read(client)
+    model = door.models.find(asked.read(Api.MESSAGES, body.fields).model)
+    async with client.watched():
+        ids = await door.prompts.of(Api.MESSAGES, model, body.fields)
+        if ids.ids is None:
+            await _ask_any(client, model, body)
         else:
-            await client.answer(self._card(self.models.find(path[len(MODELS) + 1 :])))
-
-    def _card(self, model: Model) -> dict[str, object]:
-        base = model.root.models[0] if model.root.models else model.name
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._begun_s,
-            "owned_by": "kvroute",
-            "root": base,
-            "parent": base if model.lora_name else None,
-            "max_model_len": model.max_tokens or None,
-        }
+            await client.answer({"input_tokens": ids.num_tokens})
 
 
-async def refuse(scope: Scope, send: Send, error: Exception) -> None:
-    """Answer a request that is not even looked at."""
-    await _Client(scope, send, REFUSAL_S).fail(error, Api.CHAT)
+async def models(client: Client) -> None:
+    """List the models that have a live worker."""
+    cards = [_card(model) for model in client.replica.door.models]
+    await client.answer({"object": "list", "data": cards})
 
 
-def _request_id(headers: Mapping[bytes, bytes]) -> str:
-    given = headers.get(b"x-request-id")
-    if not given:
-        return f"req-{uuid.uuid4().hex}"
-    return checked_request_id(given.decode("latin-1"))
+async def one_model(client: Client) -> None:
+    """Describe a model."""
+    await client.answer(_card(client.replica.door.models.find(client.path_params["model"])))
 
 
-class _Client:
-    """The client of one request. about: headers of every answer."""
+def _card(model: Model) -> dict[str, object]:
+    base = model.root.models[0] if model.root.models else model.name
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": BEGUN_S,
+        "owned_by": "kvroute",
+        "root": base,
+        "parent": base if model.lora_name else None,
+        "max_model_len": model.max_tokens or None,
+    }
 
-    def __init__(self, scope: Scope, send: Send, stalled_s: float) -> None:
-        self.about: Headers = ()
-        self._cut = scope.get(CUT)
-        self._send = send
-        self._stalled_s = stalled_s
-        self._has_begun = self._has_ended = False
 
-    async def start(self, status: int, headers: Headers) -> None:
-        self._has_begun = True
-        await self._say(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, *self.about],
-            }
-        )
+async def _read(client: Client) -> JsonBody:
+    return JsonBody.parse(await client.read(client.replica.settings.max_request_bytes))
 
-    async def send(self, piece: bytes, *, last: bool = False) -> None:
-        self._has_ended = last
-        await self._say({"type": "http.response.body", "body": piece, "more_body": not last})
 
-    async def answer(self, content: object) -> None:
-        text = orjson.dumps(content)
-        await self.start(200, [_JSON, (b"content-length", b"%d" % len(text))])
-        await self.send(text, last=True)
+def _headers_on(client: Client, request_id: str) -> list[tuple[bytes, bytes]]:
+    worker_key = client.replica.settings.worker_key
+    return headers_for_engine(client.scope["headers"], request_id, worker_key)
 
-    async def _say(self, message: Any) -> None:
-        sending = self._send(message).__await__()
-        try:
-            waits_for = next(sending)
-        except StopIteration:
-            return
-        # Only a client that is behind is waited for, and a deadline for each part would cost.
-        try:
-            async with asyncio.timeout(self._stalled_s):
-                await resumed(sending, waits_for)
-        except TimeoutError:
-            raise ClientStalled(f"took nothing for {self._stalled_s:g} s") from None
 
-    async def fail(self, error: Exception, api: Api) -> None:
-        """Answer with an error; in the midst of an answer, end that with one."""
-        if isinstance(error, ClientStalled) and self._cut is not None:
-            self._cut()
-            return
-        if self._has_ended or isinstance(error, ClientStalled):
-            raise error
-        if self._has_begun:
-            await self.send(answers.event_of(error, api), last=True)
-            return
-        text = answers.body_of(error, api)
-        headers = [_JSON, (b"content-length", b"%d" % len(text)), *answers.headers_of(error)]
-        await self.start(answers.status_of(error), headers)
-        await self.send(text, last=True)
+async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
+    headers = _headers_on(client, request_id_in(client.raw_headers))
+    door = client.replica.door.door
+    await door.pass_on(model, body.raw, client.scope["path"], headers, client)
 
 
 class _Shown:
     """A client that is told where its answer comes from, or why its tokens were not known."""
 
-    def __init__(self, client: _Client, life: Lifecycle, show_decision: bool) -> None:
+    def __init__(self, client: Client, life: Lifecycle, show_decision: bool) -> None:
         self._client = client
         self._life = life
         self._show_decision = show_decision
@@ -367,29 +158,31 @@ class _Shown:
         await self._client.start(status, shown)
 
 
-class _watched:  # noqa: N801 - used like asyncio.timeout
-    """Cancels what is done for a client as soon as that hangs up. Its body has been read.
+def _posted(path: str, endpoint: Any, *errors: int) -> Route:
+    is_anthropic = path in (COUNT_TOKENS, "/v1/messages")
+    return Route(
+        "POST",
+        path,
+        endpoint,
+        *(400, 401, 404, 408, 413, *errors),
+        error=schemas.AnthropicError if is_anthropic else schemas.OpenAIError,
+        openapi_extra=body_of(schemas.Generation),
+        name=path.strip("/").replace("/", "_"),
+    )
 
-    is_gone: whether it did.
-    """
 
-    def __init__(self, scope: Scope) -> None:
-        self.is_gone = False
-        self._watch = scope[ON_GONE]
-
-    async def __aenter__(self) -> _watched:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._watch(self._cancel)
-        return self
-
-    def _cancel(self) -> None:
-        self.is_gone = True
-        self._task.cancel()
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._watch(None)
-        if self.is_gone:
-            self._task.uncancel()
-        return self.is_gone and kind is not None and issubclass(kind, asyncio.CancelledError)
+_FAILURES = (429, 502, 503)
+ROUTES = [
+    *(_posted(path, answer, 409, *_FAILURES) for path in PATHS),
+    _posted(COUNT_TOKENS, count_tokens, *_FAILURES),
+    *(_posted(path, pass_on, 502, 503) for path in PASSED_ON),
+    Route("GET", MODELS, models, 401, error=schemas.OpenAIError),
+    Route(
+        "GET",
+        MODELS + "/{model:any_text}",
+        one_model,
+        *(401, 404, 503),
+        error=schemas.OpenAIError,
+        openapi_extra={"parameters": parameters_of(schemas.ModelName, "path")},
+    ),
+]

@@ -229,6 +229,34 @@ class Routed(BaseModel):
     candidates: list[CandidateModel] | None = Field(default=None, description="with explain")
 
 
+class ReservationId(BaseModel):
+    """In the path of what is told of a request."""
+
+    request_id: str
+
+
+class ModelName(BaseModel):
+    """In the path of a model."""
+
+    model: str
+
+
+class Generation(BaseModel):
+    """As in the API of that path; the router looks at these members."""
+
+    model: str = Field(description="one of `GET /v1/models`")
+    stream: bool = Field(default=False, description="answer in events, as they come")
+    session_id: RequestId | None = Field(
+        default=None, description="with --session-affinity; default: the header x-session-id"
+    )
+    prompt_cache_key: str | None = Field(
+        default=None, description="names a session where session_id does not"
+    )
+    cache_salt: str | None = Field(
+        default=None, description="prompts with other salts share no cache with this one"
+    )
+
+
 class RequestState(BaseModel):
     request_id: str
     found: bool = Field(description="false if the request holds no reservation, or none any more")
@@ -297,6 +325,10 @@ class Readiness(BaseModel):
     missing: list[str] = Field(description="each entry is `<what>: <why>`")
 
 
+class Health(BaseModel):
+    status: str
+
+
 class ErrorDetail(BaseModel):
     code: str
     message: str
@@ -307,3 +339,28 @@ class ErrorBody(BaseModel):
     """The one shape of every error. `code` is stable."""
 
     error: ErrorDetail
+
+
+class OpenAIErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """Errors in OpenAI's form."""
+
+    error: OpenAIErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """Errors in Anthropic's form."""
+
+    type: str
+    error: AnthropicErrorDetail

@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 
 from app.core.rate_limit import RateLimit
 from app.http.body import error_body
+from app.http.watch import ON_GONE
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,6 @@ SPARE_DESCRIPTORS = 128
 COMPLAINTS_PER_S = 1
 CUT = "kvroute.cut"
 """In a request's scope: what ends its connection at once."""
-ON_GONE = "kvroute.on_gone"
-"""In a request's scope: has its argument called once the client is gone, which may be so already;
-None: nothing. A task that waits for http.disconnect would cost each request a twentieth more."""
 
 _RESET = struct.pack("ii", 1, 0)
 _STATUS = {400: b"Bad Request", 414: b"URI Too Long", 431: b"Request Header Fields Too Large"}

@@ -111,7 +111,8 @@ def api() -> str:
         "## Errors",
         "",
         'Every error is `{"error": {"code", "message", "field"}}`. `field` is null unless one '
-        "field of the request is to blame. `Retry-After` is in seconds.",
+        "field of the request is to blame. `Retry-After` is in seconds. At the paths of OpenAI's "
+        "and Anthropic's clients, errors have the form that those expect, and 400 stands for 422.",
         "",
         *_table(("code", "status", "meaning", "Retry-After"), _errors()),
     ]
@@ -119,7 +120,7 @@ def api() -> str:
 
 
 def _operation(operation: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:
-    yield operation["description"]
+    yield " ".join(operation["description"].split())
     content: Mapping[str, Any] = operation.get("requestBody", {}).get("content", {})
     parameters = operation.get("parameters", [])
     if JSON in content:
@@ -198,12 +199,12 @@ def _name(schema: Mapping[str, Any]) -> str:
 def _errors() -> Iterator[tuple[str, ...]]:
     """In the order of their statuses; an error's meaning is its class's docstring."""
     from app.core.errors import AllWorkersBusy
-    from app.edge.errors import ANSWERS, MAX_RETRY_AFTER_S
+    from app.edge.errors import ERRORS, MAX_RETRY_AFTER_S, RETRIED
 
     found = {(status, code): (meaning, "") for code, status, meaning in FRAMEWORK_ERRORS}
-    for kind, (status, code, headers) in ANSWERS.items():
+    for kind, (status, code, _) in ERRORS.items():
         meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-        retry = headers.get("Retry-After", "")
+        retry = "1" if status in RETRIED else ""
         if kind is AllWorkersBusy:
             retry = f"1 to {MAX_RETRY_AFTER_S}"
         found.setdefault((status, code), (meaning, retry))

@@ -26,8 +26,8 @@ class RouteRequest:
 
     request_id: str
     chain: list[SequenceHash]
-    isl_tokens: int
-    policy: str
+    isl_tokens: int = 0
+    policy: str = ""
     began_ms: int | None = None
     reserve: bool = True
     explain: bool = False

@@ -9,7 +9,6 @@ import time
 
 from app.core.errors import (
     AllWorkersBusy,
-    CallerGone,
     NamespaceMissing,
     NoWorkers,
     RedisUnavailable,
@@ -346,13 +345,7 @@ class Decider:
 
 def _wanted(batch: list[Pending]) -> list[Pending]:
     """Those for which somebody still waits: nothing must be reserved for the others."""
-    wanted = []
-    for pending in batch:
-        if pending.is_wanted:
-            wanted.append(pending)
-        else:
-            pending.fail(CallerGone("the caller hung up before a worker was reserved"))
-    return wanted
+    return [pending for pending in batch if not pending.answer.done()]
 
 
 def _wait_on(pending: Pending) -> None:

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
 
 from app.policy.decision import Decision, Query, RouteRequest
 from app.state.line import Ticket
 
 
-class Caller(Protocol):
-    """Who asked, on a connection of its own."""
-
-    def has_hung_up(self) -> bool:
-        """Whether it is gone, as far as is known now."""
-
-    async def hung_up(self) -> None:
-        """Returns once it is gone."""
-
-
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request on its way to a decision.
-
-    caller: None: nobody can tell whether it is still there.
-    """
+    """A request on its way to a decision. Its answer is cancelled once the caller is gone."""
 
     query: Query
     answer: asyncio.Future[Decision]
-    caller: Caller | None = None
     waiter: Waiter | None = None
     """Its place in line, if it had to wait."""
 
@@ -42,11 +27,6 @@ class Pending:
         """Whether the answer is a decision: it has neither failed nor lost its caller."""
         answer = self.answer
         return answer.done() and not answer.cancelled() and answer.exception() is None
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether somebody still waits for the answer."""
-        return not (self.answer.done() or (self.caller is not None and self.caller.has_hung_up()))
 
     def waited_ms(self, now_s: float) -> int:
         """How long it has waited by `now_s`, of time.perf_counter."""

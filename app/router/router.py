@@ -26,7 +26,8 @@ from app.router.history import History
 from app.router.lookup import LookUp
 from app.router.maintenance import Maintenance
 from app.router.metrics import Telemetry
-from app.router.pending import Caller, Pending
+from app.router.pending import Pending
+from app.router.prompt import Prompt
 from app.router.replica import Replica
 from app.router.waiting import Waiting
 from app.state import leases, reservations
@@ -34,6 +35,9 @@ from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
+
+GONE = "gone"
+"""What a decision counts as whose caller hung up."""
 
 
 class Router:
@@ -52,8 +56,8 @@ class Router:
         self.telemetry = telemetry
         # rate() does not see the first failures in a series that begins with them.
         telemetry.decisions_of(settings.policy, RoutingError.outcome)
-        for error in RoutingError.__subclasses__():
-            telemetry.decisions_of(settings.policy, error.outcome)
+        for outcome in (GONE, *(error.outcome for error in RoutingError.__subclasses__())):
+            telemetry.decisions_of(settings.policy, outcome)
         self.namespace = keyspace.namespace
         self.redis = runner.redis
         self._runner = runner
@@ -81,16 +85,16 @@ class Router:
             await self._endings.finish()
             await self.redis.aclose()
 
-    async def route(
-        self,
-        request: RouteRequest,
-        caller: Caller | None = None,
-    ) -> Decision:
-        """Choose a worker and reserve it. caller: see Pending.
+    async def route(self, request: RouteRequest, prompt: Prompt | None = None) -> Decision:
+        """Choose a worker and reserve it. Cancel it if its caller is gone.
 
-        Raises NoWorkers, PromptTooLarge, AllWorkersBusy, CallerGone, Superseded, and
-        RouterOverloaded if MAX_QUEUED requests are already waiting for a decision.
+        prompt: of which the request's chain is made; None: it has been.
+        Raises NoWorkers, PromptTooLarge, AllWorkersBusy, Superseded, RouterOverloaded if MAX_QUEUED
+        requests are already waiting for a decision, InvalidRequest for a prompt that does not fit
+        the size of blocks, and while that is unknown as `refresh`.
         """
+        if prompt is not None:
+            request.chain = await prompt.chain(await self._block_size(request.policy))
         started = time.perf_counter()
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
@@ -98,7 +102,7 @@ class Router:
         # A balancer sends the same bytes again, and in them the time when they were first sent.
         nonce = f".{secrets.token_hex(4)}" if request.balancer_id else ""
         query = Query(request, _tag(request.balancer_id), began_ms, nonce=nonce)
-        pending = Pending(query, answer, caller)
+        pending = Pending(query, answer)
         try:
             if not self._decider.submit(pending):
                 raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
@@ -110,6 +114,7 @@ class Router:
             outcome = error.outcome
             raise
         except asyncio.CancelledError:
+            outcome = GONE
             if pending.decided:
                 # Decided, but the caller has gone before it could take the answer.
                 self.abandon(answer.result())
@@ -134,11 +139,8 @@ class Router:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
-    async def block_size(self, policy: str) -> int:
-        """Tokens per block. A request that finds them unknown counts as a decision for `policy`.
-
-        Raises NoWorkers, RedisUnavailable, NamespaceMissing, WrongVersion.
-        """
+    async def _block_size(self, policy: str) -> int:
+        """Tokens per block. A request that finds them unknown counts as a decision for `policy`."""
         try:
             if self.fleet.block_size is None:
                 await self.refresh()

@@ -14,18 +14,16 @@ from contextlib import suppress
 from heapq import nsmallest
 from itertools import count
 from operator import attrgetter
-from types import TracebackType
 from typing import Any
 
 from app.core.errors import (
     AllWorkersBusy,
-    CallerGone,
     NamespaceMissing,
     RedisUnavailable,
     WrongVersion,
 )
 from app.core.settings import PRIORITIES, parse_weights
-from app.router.pending import Caller, Pending, Waiter
+from app.router.pending import Pending, Waiter
 from app.router.replica import Replica
 from app.router.waiting_room import Room
 from app.state import line, reservations
@@ -86,8 +84,6 @@ class Waiting:
         self._retry_after_s = 0.0
         self._pause_s = 0.0
         self._stopped = False
-        self._watches = asyncio.TaskGroup()
-        """Tasks that each wait for a caller to hang up."""
 
     @property
     def somebody(self) -> bool:
@@ -122,9 +118,6 @@ class Waiting:
             self._wake.set()
         crowded_out = self._room.enter(waiter)
         pending.answer.add_done_callback(lambda _: self._leave(waiter))
-        if pending.caller is not None:
-            watch = self._watches.create_task(self._watch(waiter, pending.caller))
-            pending.answer.add_done_callback(lambda _: watch.cancel())
         if crowded_out is not None:
             busy = f"{len(self._room)} requests are already waiting for a worker"
             self._end(crowded_out, "crowded_out", AllWorkersBusy(busy, self._retry_after_s))
@@ -147,27 +140,18 @@ class Waiting:
         self._end(waiter, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
     async def __aenter__(self) -> Waiting:
-        await self._watches.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Take the tickets that are left out of the line: others would otherwise wait behind them
         until they are void."""
-        try:
-            await self._watches.__aexit__(kind, error, traceback)
-        finally:
-            left = [
-                line.leave(self._keyspace, self._left[at : at + MAX_NAMED])
-                for at in range(0, len(self._left), MAX_NAMED)
-            ]
-            if left:
-                with suppress(RedisUnavailable):
-                    await self._runner.run(left)
+        left = [
+            line.leave(self._keyspace, self._left[at : at + MAX_NAMED])
+            for at in range(0, len(self._left), MAX_NAMED)
+        ]
+        if left:
+            with suppress(RedisUnavailable):
+                await self._runner.run(left)
 
     async def next_turns(self) -> list[Pending]:
         """The requests to decide now; waits until it is time to look.
@@ -254,10 +238,6 @@ class Waiting:
                 late = f"no worker had room within {self._timeout_s:g} s"
                 self._end(waiter, "timed_out", AllWorkersBusy(late, self._retry_after_s))
 
-    async def _watch(self, waiter: Waiter, caller: Caller) -> None:
-        await caller.hung_up()
-        self._end(waiter, "gone", CallerGone("the caller hung up while its request waited"))
-
     def _end(self, waiter: Waiter, outcome: str, error: Exception) -> None:
         if not waiter.pending.answer.done():
             waiter.outcome = outcome
@@ -266,8 +246,7 @@ class Waiting:
     def _leave(self, waiter: Waiter) -> None:
         answer = waiter.pending.answer
         had_turn = not answer.cancelled() and answer.exception() is None
-        is_gone = answer.cancelled() or isinstance(answer.exception(), CallerGone)
-        ended = "routed" if had_turn else "gone" if is_gone else "failed"
+        ended = "routed" if had_turn else "gone" if answer.cancelled() else "failed"
         outcome = waiter.outcome or ended
         self._room.remove(waiter)
         self._left.append((waiter.ticket.flow, waiter.ticket.name, had_turn))

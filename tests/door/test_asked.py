@@ -25,4 +25,4 @@ from app.door.asked import Api
 def test_probabilities_of_the_prompt_make_an_engine_pass_its_cache_by(
     api: Api, more: dict[str, Any], reads: bool
 ) -> None:
-    assert asked.read(api, more, {}).reads_cache == reads
+    assert asked.read(api, more).reads_cache == reads

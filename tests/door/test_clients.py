@@ -15,7 +15,7 @@ from aiohttp import web
 from langchain_openai import ChatOpenAI
 from redis.asyncio import Redis
 
-from app.edge.openai import COUNT_TOKENS
+from app.door.asked import COUNT_TOKENS
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, completing, replica, until_serving
 from tests.door.test_answers import counted

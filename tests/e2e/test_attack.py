@@ -22,8 +22,7 @@ import pytest
 
 from app.core.config import RouterSettings, WorkerSettings
 from app.door.tokens.renderer import REMEMBERED_BYTES
-from app.edge.answers import ERRORS as DOOR_ERRORS
-from app.edge.errors import ANSWERS
+from app.edge.errors import ERRORS
 from app.local.cluster import Cluster
 from app.ops.reference import FRAMEWORK_ERRORS
 from loadtest.bench_bodies import MAX_BYTES, hostile_bodies
@@ -46,10 +45,10 @@ PROBE_TIMEOUT_S = 5.0
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER that resets a connection on closing."""
 CODES = {
-    *(code for _, code, _ in ANSWERS.values()),
+    *(meaning.code for meaning in ERRORS.values()),
     *(code for code, _, _ in FRAMEWORK_ERRORS),
     "queue_full",
-    *(code or kind for _, kind, code in DOOR_ERRORS.values()),
+    *(meaning.kind for meaning in ERRORS.values()),
     *("not_found_error", "request_too_large", "rate_limit_error"),
 }
 """Of errors, as docs/api.md and docs/client.md list them."""

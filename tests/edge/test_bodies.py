@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from app.core.hashing import token_bytes
-from app.edge import prompts
-from app.edge.prompts import parse
+from app.edge import ask
+from app.edge.ask import parse
 from app.edge.schemas import FindBestWorker, RouteBody
 from app.http import numbers as json_numbers
 
@@ -91,6 +91,6 @@ def test_only_the_first_bad_item_of_an_array_is_an_error(field: str) -> None:
 def test_no_value_is_looked_up_in_a_body_with_unknown_fields() -> None:
     # To find a field, simdjson scans them all: in a body of 20,000, this took 0.75 s.
     with pytest.raises(ValueError, match=r"^junk is unknown"):
-        prompts._fields(RouteBody, b'{"junk": 0}')
+        ask._fields(RouteBody, b'{"junk": 0}')
     with pytest.raises(ValidationError, match="junk"):
         parse(RouteBody, b'{"junk": 0}')

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,7 +11,8 @@ import orjson
 import pytest
 
 from app.core.loads import Snapshot
-from app.edge import native
+from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
+from app.edge import schemas
 from app.http import body
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet, View
@@ -373,13 +375,46 @@ async def test_an_internal_fault_gets_an_error_in_the_common_format(
     assert response.json()["error"]["code"] == "internal"
 
 
-async def test_an_invalid_answer_is_an_internal_error_and_not_blamed_on_the_caller(
-    client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch
+async def test_answers_are_as_they_are_documented(
+    client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
-    monkeypatch.setattr(native, "load_statistics", lambda view: (None, None))
-    response = await client.get("/v1/workers")
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "internal"
+    for model, answer in (
+        (schemas.Routed, await client.post("/v1/route", json=TOKENS | {"explain": True})),
+        (schemas.BestWorker, await client.post("/find_best_worker", json=HASHES)),
+        (schemas.RequestState, await client.delete("/v1/requests/r1")),
+        (schemas.Workers, await client.get("/v1/workers")),
+        (schemas.Readiness, await client.get("/readiness")),
+        (schemas.Health, await client.get("/health")),
+        (schemas.OpenAIError, await client.post("/v1/chat/completions", json={"model": "x"})),
+        (schemas.AnthropicError, await client.post("/v1/messages", json={"model": "x"})),
+    ):
+        found = model.model_validate_json(answer.content)
+        assert found.model_dump(mode="json", exclude_unset=True) == answer.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "dialect"),
+    [
+        ("/v1/route", {"code", "message", "field"}),
+        ("/v1/nowhere", {"code", "message", "field"}),
+        ("/v1/chat/completions", {"code", "message", "type", "param"}),
+        ("/tokenize", {"code", "message", "type", "param"}),
+        ("/v1/models/x", {"code", "message", "type", "param"}),
+        ("/v1/messages", {"type", "message"}),
+        ("/v1/messages/count_tokens", {"type", "message"}),
+    ],
+)
+async def test_every_error_is_told_in_the_dialect_of_its_path(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, path: str, dialect: set[str]
+) -> None:
+    async with replica(one_redis_server.url, api_key="k") as client:
+        unauthorized = await client.get(path)
+        headers = {"authorization": "Bearer k"}
+        for answer in (unauthorized, await client.delete(path, headers=headers)):
+            assert set(answer.json()["error"]) == dialect
+        assert unauthorized.status_code == 401
+        assert unauthorized.headers["www-authenticate"] == "Bearer"
+        assert answer.status_code == (404 if path == "/v1/nowhere" else 405)
 
 
 class TestOpenApi:
@@ -401,6 +436,9 @@ class TestOpenApi:
             ("/health", "get"),
             ("/readiness", "get"),
             ("/metrics", "get"),
+            *((path, "post") for path in (*PATHS, *PASSED_ON, COUNT_TOKENS)),
+            ("/v1/models", "get"),
+            ("/v1/models/{model}", "get"),
         }
 
     async def test_every_reference_resolves(self, document: dict[str, Any]) -> None:
@@ -419,7 +457,7 @@ class TestOpenApi:
             for operation in methods.values():
                 operation_ids.add(operation["operationId"])
                 in_path = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
-                assert in_path == ({"request_id"} if "{request_id}" in path else set())
+                assert in_path == set(re.findall("{(.*?)}", path))
                 assert operation["responses"]["200"]["description"]
         assert len(operation_ids) == sum(map(len, document["paths"].values()))
 
@@ -467,13 +505,14 @@ class TestOpenApi:
         self, document: dict[str, Any]
     ) -> None:
         error = {"$ref": "#/components/schemas/ErrorBody"}
-        of_decisions, of_requests = {"408", "413", "422", "429", "503"}, {"422", "503"}
+        of_decisions = {"401", "408", "413", "422", "429", "503"}
+        of_requests = {"401", "422", "503"}
         for path, method, statuses in (
             ("/v1/route", "post", of_decisions | {"409"}),
             ("/find_best_worker", "post", of_decisions),
             ("/v1/requests/{request_id}", "delete", of_requests),
             ("/v1/requests/{request_id}/prefill_complete", "post", of_requests),
-            ("/v1/workers", "get", {"503"}),
+            ("/v1/workers", "get", {"401", "503"}),
         ):
             responses = document["paths"][path][method]["responses"]
             assert set(responses) == {"200"} | statuses

@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from app.core.config import RouterSettings
 from app.core.errors import shown
-from app.edge.app import create_app
+from app.edge.app import Application, create_app
+from app.http.watch import ON_GONE
 from app.local.redis_server import EmbeddedRedis
 from app.state import endings
 from app.state.endings import Ending
@@ -195,29 +194,30 @@ async def test_without_redis_the_caller_is_told_to_retry(
 
 
 class TestHangingUp:
-    """The application receives `events`, and http.disconnect once the caller has gone."""
+    """The application receives `events`, then http.disconnect, and learns that the caller is gone
+    as servers tell it."""
 
     @pytest.fixture
     async def app(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> AsyncIterator[FastAPI]:
+    ) -> AsyncIterator[Application]:
         await workers.register("w1")
         app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
         async with app.router.lifespan_context(app):
             yield app
 
     async def ask(
-        self, app: FastAPI, *events: dict[str, Any], gone: asyncio.Event | None = None
+        self,
+        app: Application,
+        *events: dict[str, Any],
+        watch: Callable[[Callable[[], object] | None], object] = lambda _: None,
     ) -> list[dict[str, Any]]:
-        """The messages that the application sends in answer. gone: None: after the events."""
+        """The messages that the application sends in answer."""
         left = iter(events)
         sent: list[dict[str, Any]] = []
 
         async def receive() -> Any:
-            event = next(left, None)
-            if event is None and gone is not None:
-                await gone.wait()
-            return event or {"type": "http.disconnect"}
+            return next(left, {"type": "http.disconnect"})
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -228,32 +228,34 @@ class TestHangingUp:
             "path": "/v1/route",
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
+            ON_GONE: watch,
         }
         await app(scope, receive, send)
         return sent
 
     async def test_the_reservation_of_a_caller_that_hung_up_is_released(
-        self, app: FastAPI, workers: FakeWorkers
+        self, app: Application, workers: FakeWorkers
     ) -> None:
-        gone = asyncio.Event()
-        app.state.router._decider._note_decision = lambda _: gone.set()
+        watched: list[Any] = []
+        app.replica.router._decider._note_decision = lambda _: watched[0]()
         asked = {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}
-        await self.ask(app, asked, gone=gone)
-        assert gone.is_set()
+        assert await self.ask(app, asked, watch=watched.append) == []
         assert (await workers.load("w1")).total == 1
         await eventually(workers.reserved, lambda reserved: reserved == {})
 
     async def test_nothing_is_reserved_for_a_caller_that_hung_up_before_its_decision(
-        self, app: FastAPI, workers: FakeWorkers
+        self, app: Application, workers: FakeWorkers
     ) -> None:
-        start, *_ = await self.ask(
-            app, {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}
-        )
-        assert start["status"] == 499
+        def gone(callback: Callable[[], object] | None) -> None:
+            if callback is not None:
+                callback()
+
+        asked = {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}
+        assert await self.ask(app, asked, watch=gone) == []
         assert (await workers.load("w1")).total == 0
 
     async def test_a_caller_that_hangs_up_in_mid_body_gets_no_answer(
-        self, app: FastAPI, workers: FakeWorkers
+        self, app: Application, workers: FakeWorkers
     ) -> None:
         begin = {"type": "http.request", "body": b'{"token_ids": [1,', "more_body": True}
         assert await self.ask(app, begin) == []

@@ -16,7 +16,6 @@ from app.core.chains import shard_of
 from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
-    CallerGone,
     NoWorkers,
     RedisUnavailable,
     RouterOverloaded,
@@ -87,22 +86,6 @@ class ScriptedRunner(ScriptRunner):
         if "loads" in names and self.after_look_up:
             await self.after_look_up()
         return replies
-
-
-class FakeCaller:
-    """A caller that is there until a test makes it hang up."""
-
-    def __init__(self) -> None:
-        self._gone = asyncio.Event()
-
-    def hang_up(self) -> None:
-        self._gone.set()
-
-    def has_hung_up(self) -> bool:
-        return self._gone.is_set()
-
-    async def hung_up(self) -> None:
-        await self._gone.wait()
 
 
 class Replica(Router):
@@ -458,7 +441,7 @@ class TestOneReplica:
             assert await workers.reserved() == {"waits": "w1:0"}
             policy = "least_loaded"
             assert replica.counted("decisions", policy=policy, outcome="routed") == 1
-            assert replica.counted("decisions", policy=policy, outcome="failed") == 1
+            assert replica.counted("decisions", policy=policy, outcome="gone") == 1
 
     async def test_the_reservation_of_a_caller_that_goes_as_it_is_answered_is_released(
         self, router: Replica, workers: FakeWorkers
@@ -829,7 +812,6 @@ class TestWithoutRedis:
         for name in ("w1", "w2"):
             await workers.register(name, max_requests=1)
         await router.refresh()
-        caller = FakeCaller()
         async with running(one_redis_server.url) as other:
 
             async def retry_elsewhere() -> None:
@@ -839,7 +821,7 @@ class TestWithoutRedis:
 
             router.runner.after_look_up = retry_elsewhere
             with pytest.raises(Superseded):
-                await router.route(request("r1", retry=True), caller)
+                await router.route(request("r1", retry=True))
         held = await workers.reserved()
         assert set(held) == {"r1"}
         assert [(await workers.load(name)).total for name in ("w1", "w2")] in ([1, 0], [0, 1])
@@ -857,14 +839,14 @@ class TestWithoutRedis:
         self, router: Replica, workers: FakeWorkers
     ) -> None:
         await workers.register("w1")
-        caller = FakeCaller()
+        asking = asyncio.ensure_future(router.route(request("r1")))
 
         async def hang_up() -> None:
-            caller.hang_up()
+            asking.cancel()
 
         router.runner.after_look_up = hang_up
-        with pytest.raises(CallerGone):
-            await router.route(request("r1"), caller)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         assert (await workers.load("w1")).total == 0
 
     async def test_a_reservation_that_no_worker_confirms_ends_with_its_predicted_prefill(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from app.core.errors import AllWorkersBusy, CallerGone, NoWorkers
+from app.core.errors import AllWorkersBusy, NoWorkers
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import Decision, Query, RouteRequest
 from app.router import waiting
@@ -24,7 +24,7 @@ from app.state import line
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, FakeWorkers
-from tests.router.test_router import FakeCaller, Replica, request, running
+from tests.router.test_router import Replica, request, running
 
 WAITS: dict[str, Any] = {"wait_queue": 100, "wait_timeout_s": 60.0}
 
@@ -69,8 +69,7 @@ class Crowd:
 
     async def join(self, replica: Replica, request_id: str, **options: Any) -> None:
         """Returns once the request is in line."""
-        caller = options.pop("caller", None)
-        task = asyncio.ensure_future(replica.route(request(request_id, **options), caller))
+        task = asyncio.ensure_future(replica.route(request(request_id, **options)))
         task.add_done_callback(lambda _: self.order.append(request_id))
         self.tasks[request_id] = task
         await all_announced(self._redis, next(self._numbers))
@@ -383,13 +382,10 @@ class TestWhoGivesUp:
     async def test_a_caller_that_hangs_up_leaves_the_line_and_gets_no_reservation(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
-        gone = FakeCaller()
         crowd = Crowd(redis)
-        await crowd.join(router, "gone", caller=gone)
+        await crowd.join(router, "gone")
         await crowd.join(router, "stays")
-        gone.hang_up()
-        with pytest.raises(CallerGone):
-            await crowd.tasks["gone"]
+        crowd.tasks["gone"].cancel()
         await all_announced(redis, 1)
         await router.release("x")
         assert (await crowd.tasks["stays"]).reserved
@@ -400,32 +396,17 @@ class TestWhoGivesUp:
     async def test_a_caller_that_hangs_up_during_its_decision_keeps_no_reservation(
         self, router: Replica, full: FakeWorkers, redis: Redis
     ) -> None:
-        gone = FakeCaller()
         crowd = Crowd(redis)
 
         async def hang_up() -> None:
-            gone.hang_up()
-            # The watcher sees it before Redis answers.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            crowd.tasks["gone"].cancel()
 
-        await crowd.join(router, "gone", caller=gone)
+        await crowd.join(router, "gone")
         router.runner.before_reserve = hang_up
         await router.release("x")
-        with pytest.raises(CallerGone):
-            await crowd.tasks["gone"]
+        await asyncio.wait([crowd.tasks["gone"]])
         await eventually(full.reserved, lambda found: found == {})
         await all_announced(redis, 0)
-
-    async def test_a_request_whose_task_is_cancelled_leaves_the_line(
-        self, router: Replica, full: FakeWorkers, redis: Redis
-    ) -> None:
-        crowd = Crowd(redis)
-        await crowd.join(router, "r1")
-        crowd.tasks["r1"].cancel()
-        await all_announced(redis, 0)
-        await router.release("x")
-        await eventually(full.reserved, lambda found: found == {})
 
     async def test_a_replica_that_stops_refuses_waiting_and_new_requests(
         self, router: Replica, full: FakeWorkers, redis: Redis

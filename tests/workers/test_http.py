@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.worker_report import DEFAULT_SPEED
 from app.http import body
+from app.http.server import serve
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import Profile
 from app.simulation.speed import sped_up
@@ -102,15 +102,13 @@ async def serving(
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections made before the server is up wait here
         app = create_app(runner, tokenizer=tokenizer)
-        config = uvicorn.Config(app, log_config=None, ws="none")
-        server = uvicorn.Server(config)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
             tasks.create_task(runner.run())
-            tasks.create_task(server.serve(sockets=[listener]))
+            serving = tasks.create_task(serve(app, listener))
             yield client
             runner.stop()
-            server.should_exit = True
+            serving.cancel()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ from starlette.datastructures import QueryParams
 
 from app.core.errors import InvalidRequest
 from app.core.hashing import compute_hashes, seed_for
-from app.edge import prompts
+from app.edge import ask
 from app.edge.schemas import FindBestWorker, RouteBody, RouteOptions
 from app.router import prompt as prompt_module
 from app.router.prompt import Prompt
@@ -22,12 +22,12 @@ MAX = 100
 
 
 def body_of(text: bytes, max_tokens: int = MAX) -> Prompt:
-    body, tokens = prompts.parse(RouteBody, text)
-    return prompts.of_body(body, tokens, max_tokens)
+    body, tokens = ask.parse(RouteBody, text)
+    return ask.of_body(body, tokens, max_tokens)
 
 
 async def test_ten_tokens_are_two_full_blocks_of_four() -> None:
-    prompt = prompts.of_tokens(RouteOptions(), PACKED, MAX)
+    prompt = ask.of_tokens(RouteOptions(), PACKED, MAX)
     assert prompt.num_tokens == 10
     assert await prompt.chain(4) == CHAIN
     assert len(CHAIN) == 2
@@ -44,13 +44,13 @@ async def test_hashes_of_the_client_give_the_same_chain() -> None:
     text = f'{{"local_hashes": [{first}, "{second:016x}"], "num_tokens": 10}}'
     prompt = body_of(text.encode())
     assert (prompt.num_tokens, await prompt.chain(4)) == (10, CHAIN)
-    body, _ = prompts.parse(FindBestWorker, text.encode())
-    assert await prompts.of_hashes(body.local_hashes, body.num_tokens, MAX).chain(4) == CHAIN
+    body, _ = ask.parse(FindBestWorker, text.encode())
+    assert await ask.of_hashes(body.local_hashes, body.num_tokens, MAX).chain(4) == CHAIN
 
 
 async def test_adapter_and_cache_namespace_change_the_chain() -> None:
     options = RouteOptions(lora_name="sql", cache_namespace="tenant")
-    chain = await prompts.of_tokens(options, PACKED, MAX).chain(4)
+    chain = await ask.of_tokens(options, PACKED, MAX).chain(4)
     assert chain == compute_hashes(ABCDEFGHIJ, 4, seed=seed_for("sql", "tenant"))[1]
     assert chain != CHAIN
 
@@ -71,7 +71,7 @@ async def test_images_need_a_list_for_each_full_block(block_size: int) -> None:
 
 
 async def test_more_hashes_than_the_prompt_has_full_blocks_are_refused() -> None:
-    prompt = prompts.of_hashes([1, 2, 3], 11, MAX)
+    prompt = ask.of_hashes([1, 2, 3], 11, MAX)
     with pytest.raises(
         InvalidRequest, match="3 full blocks of 4 tokens do not fit into num_tokens"
     ):
@@ -81,11 +81,11 @@ async def test_more_hashes_than_the_prompt_has_full_blocks_are_refused() -> None
 
 async def test_a_prompt_is_less_than_a_block_longer_than_its_hashes() -> None:
     for num_tokens in (8, 11):
-        assert len(await prompts.of_hashes([1, 2], num_tokens, MAX).chain(4)) == 2
-    prompt = prompts.of_hashes([1, 2], 12, MAX)
+        assert len(await ask.of_hashes([1, 2], num_tokens, MAX).chain(4)) == 2
+    prompt = ask.of_hashes([1, 2], 12, MAX)
     with pytest.raises(InvalidRequest, match="2 full blocks of 4 tokens do not fill num_tokens 12"):
         await prompt.chain(4)
-    lookup = prompts.of_hashes([1, 2], 12, MAX, may_be_longer=True)
+    lookup = ask.of_hashes([1, 2], 12, MAX, may_be_longer=True)
     assert len(await lookup.chain(4)) == 2
 
 
@@ -128,12 +128,12 @@ def test_a_body_without_exactly_one_prompt_is_refused(text: bytes, field: str) -
 
 
 async def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
-    assert prompts.of_tokens(RouteOptions(), PACKED, 10).num_tokens == 10
-    assert len(await prompts.of_hashes([1, 2], 10, 10).chain(4)) == 2
+    assert ask.of_tokens(RouteOptions(), PACKED, 10).num_tokens == 10
+    assert len(await ask.of_hashes([1, 2], 10, 10).chain(4)) == 2
     for too_long in (
-        lambda: prompts.of_tokens(RouteOptions(), PACKED, 9),
-        lambda: prompts.of_hashes([], 10, 9),
-        lambda: prompts.of_tokens(RouteOptions(), b"", 9),
+        lambda: ask.of_tokens(RouteOptions(), PACKED, 9),
+        lambda: ask.of_hashes([], 10, 9),
+        lambda: ask.of_tokens(RouteOptions(), b"", 9),
     ):
         with pytest.raises(InvalidRequest, match="1 to 9 are allowed"):
             too_long()
@@ -141,17 +141,17 @@ async def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
 
 async def test_bytes_that_are_no_whole_tokens_are_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        await prompts.of_tokens(RouteOptions(), PACKED + b"x", MAX).chain(4)
+        await ask.of_tokens(RouteOptions(), PACKED + b"x", MAX).chain(4)
     assert refused.value.field == "token_ids"
 
 
 def test_options_in_a_query_are_read_as_in_a_body() -> None:
     query = QueryParams("exclude=w1&exclude=w2:1&reserve=false&priority=high")
-    options = prompts.options_in_query(query)
+    options = ask.options_in_query(query)
     assert options == RouteOptions(exclude=["w1", "w2:1"], reserve=False, priority="high")
 
 
 @pytest.mark.parametrize("query", ["colour=red", "priority=urgent", "reserve=perhaps"])
 def test_an_option_that_is_none_is_refused(query: str) -> None:
     with pytest.raises(ValidationError):
-        prompts.options_in_query(QueryParams(query))
+        ask.options_in_query(QueryParams(query))

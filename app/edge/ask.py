@@ -1,16 +1,22 @@
-"""Turns the bodies that clients send into prompts. No I/O."""
+"""What clients ask for, and who asks: from headers, bodies and queries. No I/O."""
 
 from __future__ import annotations
 
+import re
+import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.datastructures import QueryParams
 
-from app.core.errors import InvalidRequest
+from app.core.errors import InvalidRequest, shown
 from app.core.hashing import Tokens, token_bytes
+from app.core.settings import PRIORITIES
+from app.core.types import REQUEST_ID, TENANT_ID, checked_sent_ms
 from app.edge import schemas
 from app.http import numbers
+from app.policy.decision import RouteRequest
 from app.router.prompt import Prompt, check_length
 
 M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
@@ -64,6 +70,69 @@ def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
     if hashes is not None:
         body.local_hashes = hashes
     return body, tokens
+
+
+def request_of(
+    headers: Mapping[bytes, bytes],
+    policy: str,
+    *,
+    request_id: object = None,
+    session: object = None,
+    tenant: object = None,
+    priority: object = None,
+    came_ms: int | None = None,
+    **options: Any,
+) -> RouteRequest:
+    """A request by who asks it: as its body or query says, else as headers do, which proxies may
+    set. Its chain is still to be made. options: as in RouteRequest.
+
+    came_ms: when it came in, by the Redis clock, unless x-request-start tells when it was sent.
+    x-balancer-id: in it a balancer names each request that it takes, and repeats the name if it
+    sends that request again to another replica. Raises InvalidRequest.
+    """
+    sent = headers.get(b"x-request-start", b"")
+    return RouteRequest(
+        request_id_in(headers) if request_id is None else str(request_id),
+        [],
+        policy=policy,
+        session=_id("session_id", session, headers.get(b"x-session-id"), REQUEST_ID),
+        tenant=_id("tenant", tenant, headers.get(b"x-tenant-id"), TENANT_ID),
+        priority=_priority(priority, headers.get(b"x-priority")),
+        began_ms=checked_sent_ms(sent.decode("latin-1")) or came_ms,
+        balancer_id=headers.get(b"x-balancer-id", b"").decode("latin-1"),
+        **options,
+    )
+
+
+def request_id_in(headers: Mapping[bytes, bytes]) -> str:
+    """The id that the client, or a balancer, gives a request, or else a new one. Raises
+    InvalidRequest."""
+    given = _id("request_id", None, headers.get(b"x-request-id"), REQUEST_ID)
+    return given or f"req-{uuid.uuid4().hex}"
+
+
+def _id(field: str, given: object, header: bytes | None, pattern: re.Pattern[str]) -> str:
+    """ "" for none."""
+    value = header.decode("latin-1") if given is None and header else given
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        most = 64 if pattern is TENANT_ID else 128
+        raise InvalidRequest(
+            field, f"needs 1 to {most} visible ASCII characters, got {shown(value)}"
+        )
+    return value
+
+
+def _priority(given: object, header: bytes | None) -> str:
+    value = header.decode("latin-1") if given is None and header else given
+    if value is None:
+        return "normal"
+    if value not in PRIORITIES:
+        raise InvalidRequest(
+            "priority", f"must be one of {', '.join(PRIORITIES)}, got {shown(value)}"
+        )
+    return str(value)
 
 
 def options_in_query(query: QueryParams) -> schemas.RouteOptions:

@@ -1,0 +1,81 @@
+"""The front door of one replica: what its parts are, and how a request is admitted."""
+
+from __future__ import annotations
+
+import asyncio
+
+from app.core.config import RouterSettings
+from app.core.settings import parse_names
+from app.door.asked import Asked
+from app.door.door import Door, Patience
+from app.door.lifecycle import Admitted, Lifecycle
+from app.door.models import Model, Models
+from app.door.outcomes import Outcomes
+from app.door.prompts import PromptIds, Prompts
+from app.door.tracing import Trace, Tracing
+from app.door.upstream import Upstream
+from app.policy.decision import RouteRequest
+from app.router.prompt import Prompt, check_length
+from app.router.routers import Routers
+
+
+class FrontDoor:
+    """Models, their tokenizers and their engines, while `run` runs.
+
+    door, prompts: only then.
+    """
+
+    door: Door
+    prompts: Prompts
+
+    def __init__(self, settings: RouterSettings, routers: Routers, tracing: Tracing) -> None:
+        self.models = Models(routers, settings.redis_timeout_ms / 1000)
+        self.tracing = tracing
+        self._settings = settings
+        self._outcomes = Outcomes(routers.own.telemetry.registry, log=settings.access_log)
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        settings = self._settings
+        upstream = Upstream()
+        try:
+            self.prompts = Prompts(upstream, parse_names(settings.tokenizers), settings.worker_key)
+            self.door = Door(upstream, Patience(settings.answer_timeout_s, settings.gap_timeout_s))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.models.run())
+                tasks.create_task(self.door.run())
+        finally:
+            await upstream.close()
+            await asyncio.to_thread(self.tracing.close)
+
+    def remarks(self) -> list[str]:
+        """What is not as it should be, although requests are answered: `<what>: <why>` each."""
+        not_tokenized = self.prompts.state() if hasattr(self, "prompts") else {}
+        said = [f"tokenizer of {model}: {why}" for model, why in not_tokenized.items()]
+        return said + self._outcomes.alarm.remarks()
+
+    def admit(
+        self,
+        request: RouteRequest,
+        model: Model,
+        asked: Asked,
+        ids: PromptIds,
+        trace: Trace,
+        key_name: str,
+    ) -> Lifecycle:
+        """Raises InvalidRequest, of which ContextTooLong is one."""
+        prompt = None
+        if ids.ids is not None:
+            check_length("messages", ids.num_tokens, self._settings.max_prompt_tokens)
+            prompt = Prompt(
+                ids.num_tokens,
+                tokens=ids.ids,
+                lora_name=model.lora_name,
+                # One of its own is cached nowhere.
+                cache_namespace=(
+                    asked.cache_salt or None if asked.reads_cache else request.request_id
+                ),
+            )
+        request.isl_tokens, request.exclude = ids.num_tokens, model.others
+        admitted = Admitted(request, model, prompt, ids.tokens_from, key_name)
+        return Lifecycle(admitted, self._outcomes.ended, trace)
