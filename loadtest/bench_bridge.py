@@ -47,7 +47,7 @@ from workers.agent.agent import AgentSettings
 from workers.bridge.engine_events import BlockRemoved, BlockStored
 from workers.bridge.facts import EngineFacts, EventSource
 from workers.bridge.rank import Rank
-from workers.publishing.event_socket import EventSocket
+from workers.vllm_face.event_socket import EventSocket
 
 KEYS = Keyspace("bench-bridge")
 CHAIN_BLOCKS = 64

@@ -88,7 +88,7 @@ SERVED = frozenset(
         "workers.engine_agent",
         "workers.http",
         "workers.messages",
-        "workers.publishing.vllm_http",
+        "workers.vllm_face.vllm_http",
     }
 )
 
@@ -242,5 +242,5 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
         ("workers/chat.py", "created = int(time.time())"),
         ("workers/http.py", '"created": int(time.time()),'),
-        ("workers/publishing/event_socket.py", "payload = encode(time.time(), events, self._rank)"),
+        ("workers/vllm_face/event_socket.py", "payload = encode(time.time(), events, self._rank)"),
     ]

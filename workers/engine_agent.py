@@ -24,8 +24,8 @@ from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
-from workers.bridge.beside import Beside
 from workers.bridge.facts import Overrides
+from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ async def serve(settings: EngineAgentSettings) -> None:
         session = await opened.enter_async_context(
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else None)
         )
-        beside = Beside(
+        follower = EngineFollower(
             settings,
             keyspace,
             ScriptRunner(redis, REDIS_TIMEOUT_S),
@@ -60,24 +60,24 @@ async def serve(settings: EngineAgentSettings) -> None:
         )
         log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(beside.run())
+            running = tasks.create_task(follower.run())
 
             async def leave() -> None:
-                await beside.drain(settings.drain_s)
+                await follower.drain(settings.drain_s)
                 running.cancel()
                 await asyncio.wait([running])
 
-            await serve_http(create_app(beside), listening, on_stop=leave)
+            await serve_http(create_app(follower), listening, on_stop=leave)
 
 
-def create_app(beside: Beside) -> Starlette:
+def create_app(follower: EngineFollower) -> Starlette:
     """GET /health: 200 while the engine is routed to, else 503. GET /metrics."""
 
     async def health(_: Request) -> JSONResponse:
-        state = beside.state
+        state = follower.state
         return JSONResponse({"engine": state}, 200 if state == "serving" else 503)
 
-    metrics = make_asgi_app(registry_of(beside))
+    metrics = make_asgi_app(registry_of(follower))
     return Starlette(routes=[Route("/health", health), Mount("/metrics", metrics)])
 
 

@@ -104,11 +104,11 @@ async def _serve_published(
     """Without agent and Redis: whoever wants to know of the engine subscribes to it."""
     from prometheus_client import CollectorRegistry
 
-    from workers.publishing.block_events import BlockEvents
-    from workers.publishing.event_socket import EventSocket
-    from workers.publishing.publisher import EventPublisher
-    from workers.publishing.request_metrics import RequestMetrics
-    from workers.publishing.vllm_http import create_vllm_app, labels_of
+    from workers.vllm_face.block_events import BlockEvents
+    from workers.vllm_face.event_socket import EventSocket
+    from workers.vllm_face.publisher import EventPublisher
+    from workers.vllm_face.request_metrics import RequestMetrics
+    from workers.vllm_face.vllm_http import create_vllm_app, labels_of
 
     registry = CollectorRegistry()
     requests = RequestMetrics(registry, labels_of(settings, hosted))

@@ -9,7 +9,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from app.http.metrics import Family, Sampled, Scraped
-from workers.bridge.beside import Beside
+from workers.bridge.follower import EngineFollower
 from workers.bridge.rank import Rank
 
 STATE = Family(
@@ -93,17 +93,17 @@ FAMILIES = (
 )
 
 
-def _samples(beside: Beside) -> Iterator[Sampled]:
+def _samples(follower: EngineFollower) -> Iterator[Sampled]:
     for state in ("serving", "asleep", "unavailable"):
-        yield STATE, (state,), beside.state == state
-    facts = beside.facts
+        yield STATE, (state,), follower.state == state
+    facts = follower.facts
     if facts is not None:
         sizes = {"block_size": facts.block_size, "capacity_tokens": facts.capacity_tokens}
         about = {"kind": facts.kind, "version": facts.version, "models": ",".join(facts.models)}
         yield ENGINE, (), about | {name: str(size) for name, size in sizes.items()}
-    for rank in beside.ranks:
+    for rank in follower.ranks:
         yield from _of_rank(rank, str(rank.info.key.dp_rank))
-    for number, speed in beside.speeds.items():
+    for number, speed in follower.speeds.items():
         for constant in speed.constants():
             name = str(number), constant.name
             yield SPEED, name, constant.value
@@ -127,7 +127,7 @@ def _of_rank(rank: Rank, name: str) -> Iterator[Sampled]:
         yield BATCHES, (name, what), number
 
 
-def registry_of(beside: Beside) -> CollectorRegistry:
+def registry_of(follower: EngineFollower) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(Scraped(FAMILIES, partial(_samples, beside)))
+    registry.register(Scraped(FAMILIES, partial(_samples, follower)))
     return registry

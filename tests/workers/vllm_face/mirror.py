@@ -15,10 +15,10 @@ from workers.bridge.engine_blocks import EngineBlocks
 from workers.bridge.facts import EventSource
 from workers.bridge.stream import EventStream, Fresh
 from workers.bridge.wire import Batch
-from workers.publishing.block_events import BlockEvents
-from workers.publishing.event_socket import EventSocket
-from workers.publishing.publisher import EventPublisher
-from workers.publishing.request_metrics import RequestMetrics
+from workers.vllm_face.block_events import BlockEvents
+from workers.vllm_face.event_socket import EventSocket
+from workers.vllm_face.publisher import EventPublisher
+from workers.vllm_face.request_metrics import RequestMetrics
 
 Held = dict[Tier, set[SequenceHash]]
 

@@ -16,7 +16,7 @@ from app.simulation.engine import SimEngine
 from app.simulation.profiles import PROFILES
 from tests.eventually import eventually
 from tests.workers.engines.torch import test_engine as torch_engine
-from tests.workers.publishing.mirror import Held, Mirror, Published, mirrored, publishing
+from tests.workers.vllm_face.mirror import Held, Mirror, Published, mirrored, publishing
 from workers.bridge.stream import Fresh
 from workers.engines.base import CompletionRequest, Engine, Generation
 from workers.engines.sim.runner import EngineRunner

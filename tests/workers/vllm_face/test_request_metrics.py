@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from app.simulation.steps import Finished, Step
-from workers.publishing.request_metrics import RequestMetrics
+from workers.vllm_face.request_metrics import RequestMetrics
 
 
 class Watched:

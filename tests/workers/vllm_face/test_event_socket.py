@@ -10,7 +10,7 @@ import zmq.asyncio
 from app.core.errors import ConfigError
 from workers.bridge.engine_events import BlockRemoved
 from workers.bridge.wire import decode
-from workers.publishing.event_socket import EventSocket
+from workers.vllm_face.event_socket import EventSocket
 
 END = b"\xff" * 8
 

@@ -14,8 +14,8 @@ from app.http.body import json_response
 from workers.chat import add_chat
 from workers.engines.base import Engine, Hosted
 from workers.http import create_app
-from workers.publishing.event_socket import EventSocket
-from workers.publishing.request_metrics import LoadCollector
+from workers.vllm_face.event_socket import EventSocket
+from workers.vllm_face.request_metrics import LoadCollector
 
 SPOKEN_VERSION = "0.33.0"
 """Of vLLM's interfaces and events."""

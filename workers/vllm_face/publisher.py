@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from app.core.events import CacheEvent
 from app.core.types import SequenceHash
 from app.simulation.steps import Step
-from workers.publishing.block_events import BlockEvents
-from workers.publishing.event_socket import EventSocket
-from workers.publishing.request_metrics import RequestMetrics
+from workers.vllm_face.block_events import BlockEvents
+from workers.vllm_face.event_socket import EventSocket
+from workers.vllm_face.request_metrics import RequestMetrics
 
 TOKEN_BYTES = 4
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.core.hashing import compute_hashes
 from app.core.types import Tier
 from tests.eventually import eventually
-from tests.workers.publishing.mirror import Mirror
+from tests.workers.vllm_face.mirror import Mirror
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.load import LoadReader

@@ -1,4 +1,4 @@
-"""Follows one engine through its lives: each of its ranks is a worker while the engine serves."""
+"""Follows an engine through its restarts: each of its ranks is a worker while the engine serves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0)
 State = Literal["unavailable", "asleep", "serving", "draining"]
 
 
-class Beside:
+class EngineFollower:
     """`run` until cancelled.
 
     session: for what is asked of the engine. memory: the folder of what outlives the agent.
