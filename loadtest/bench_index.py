@@ -36,7 +36,7 @@ from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom, run
 from app.ops.reset import delete_namespace
 from app.options import POSITIVE
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.overlap import Boundaries, match
 from app.state.scripts import Call, ScriptRunner
@@ -93,12 +93,12 @@ async def fill(holders: Holders, rng: np.random.Generator, blocks: int) -> Chain
     return chains
 
 
-async def evalsha(redis: Client) -> dict[str, float]:
+async def evalsha(redis: RedisClient) -> dict[str, float]:
     stats: dict[str, float] = (await redis.info("commandstats"))["cmdstat_evalsha"]
     return stats
 
 
-async def look_up_us(redis: Client) -> float:
+async def look_up_us(redis: RedisClient) -> float:
     """Redis's time in lookups, µs, where nothing else was asked since the statistics were reset."""
     stats = await redis.info("commandstats")
     # The script itself runs no HMGET.
@@ -125,7 +125,7 @@ class CountingRunner(ScriptRunner):
 
 
 async def look_up_cost(
-    redis: Client,
+    redis: RedisClient,
     chains: Chains,
     held: Sequence[int],
     learnt: Boundaries,
@@ -221,7 +221,7 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
     return {**medians, "ping_cpu_us": median(pings_us)}
 
 
-async def ping_cpu_us(redis: Client, count: int) -> float:
+async def ping_cpu_us(redis: RedisClient, count: int) -> float:
     """CPU time of the client per PING, µs: what any round trip costs here."""
     begin = time.process_time()
     for _ in range(count):
@@ -229,7 +229,7 @@ async def ping_cpu_us(redis: Client, count: int) -> float:
     return (time.process_time() - begin) / count * 1e6
 
 
-async def change_us(redis: Client, holders: Holders, repeats: int) -> dict[str, float]:
+async def change_us(redis: RedisClient, holders: Holders, repeats: int) -> dict[str, float]:
     """Redis's mean time per block, µs, for batches of one worker's chain: stored where no worker
     holds the blocks, stored where another one does, removed. The median over `repeats`."""
     us: dict[str, list[float]] = {"stored": [], "stored beside another": [], "removed": []}
@@ -249,7 +249,7 @@ async def change_us(redis: Client, holders: Holders, repeats: int) -> dict[str, 
     return {name: float(median(means)) for name, means in us.items()}
 
 
-async def bytes_per_owner(redis: Client, holders: Holders, chains: Chains) -> dict[str, float]:
+async def bytes_per_owner(redis: RedisClient, holders: Holders, chains: Chains) -> dict[str, float]:
     """Bytes per block that each further owner takes, averaged over the further owners so far."""
     few = chains[: 2 * OWNED_CHAINS : 2]
     blocks = len(few) * (CHAIN - SYSTEM_PROMPT)
@@ -264,14 +264,14 @@ async def bytes_per_owner(redis: Client, holders: Holders, chains: Chains) -> di
     return grown
 
 
-async def version(redis: Client) -> str:
+async def version(redis: RedisClient) -> str:
     """What the server is; Valkey also reports the version of Redis that it is compatible with."""
     info = await redis.info("server")
     valkey = info.get("valkey_version")
     return f"Valkey {valkey}" if valkey else f"Redis {info['redis_version']}"
 
 
-async def used_memory(redis: Client) -> float:
+async def used_memory(redis: RedisClient) -> float:
     """Bytes in use, seen by a new client, whose buffers are always of the same size."""
     # What servers say of a client's buffers may be a second old, so it cannot be subtracted.
     readings = []
@@ -282,7 +282,7 @@ async def used_memory(redis: Client) -> float:
     return float(min(readings))
 
 
-async def peer_us(redis: Client, chains: Chains, workers: int) -> dict[str, float]:
+async def peer_us(redis: RedisClient, chains: Chains, workers: int) -> dict[str, float]:
     """Redis's mean time per query, µs, for a pipeline of one HKEYS per block, by length. There are
     as many blocks as in the index; all but the system prompt are on one worker."""
     for chain in chains:
@@ -334,7 +334,7 @@ async def measure(
         await redis.aclose()
 
 
-async def _delete(redis: Client) -> None:
+async def _delete(redis: RedisClient) -> None:
     await delete_namespace(redis, KEYS)
     async for key in redis.scan_iter(match=f"{PEER_PREFIX}*", count=1000):
         await redis.unlink(key)

@@ -28,7 +28,7 @@ from rich.table import Table
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
 from app.ops.reset import delete_namespace
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
@@ -209,7 +209,7 @@ def traced_bytes(load: Workload, made: InProcess) -> float:
         tracemalloc.stop()
 
 
-async def in_redis(redis: Client, load: Workload, width: int) -> dict[str, float]:
+async def in_redis(redis: RedisClient, load: Workload, width: int) -> dict[str, float]:
     """Redis's time, µs, per block stored, per block removed and per query; this process's CPU time
     per query, without hashing; and bytes per unique block."""
     runner = ScriptRunner(redis, timeout_s=60)

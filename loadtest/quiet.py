@@ -26,7 +26,7 @@ from rich.table import Table
 
 from app.options import POSITIVE, PROCESSES
 from app.policy.cost import POLICIES
-from app.simulation.fleet import Answer
+from app.simulation.fleet import SimAnswer
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting
 from loadtest.client import Outcome
@@ -136,7 +136,7 @@ def play(traffic: Traffic, policy: str, setting: Setting, seed: int) -> Figures:
     simulation = Simulation(policy, setting, prompts)
     answered, joined_s = 0, [0.0]
 
-    def note(answer: Answer) -> None:
+    def note(answer: SimAnswer) -> None:
         nonlocal answered
         answered += 1
         if traffic.joins and answered == trace.num_requests // 3:

@@ -16,9 +16,9 @@ from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.planner.rules.policies import propose
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import (
-    Asked,
     Came,
     FleetState,
+    PastRequest,
     Phase,
     Prediction,
     Proposal,
@@ -31,10 +31,10 @@ from app.planner.rules.state import (
 from app.planner.rules.victims import unique_values, victim
 from app.policy.record import sampled
 from app.simulation.books import Holdings
-from app.simulation.fleet import Answer, Decided
+from app.simulation.fleet import Decided, SimAnswer
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
-from app.simulation.worker import Status, Worker
+from app.simulation.worker import SimWorker, Status
 from loadtest.client import Outcome
 from loadtest.traces import Trace
 from loadtest.virtual import Prompts, Simulation
@@ -85,7 +85,7 @@ class Played:
 
 @dataclass(slots=True)
 class _Recorded:
-    asked: Asked
+    asked: PastRequest
     sampled: list[SequenceHash]
 
 
@@ -128,7 +128,7 @@ class Scaled:
         request, place = decided.request, decided.worker
         self._count_recomputed(decided)
         chain = sampled(request.blocks)
-        asked = Asked(
+        asked = PastRequest(
             decided.at_s,
             str(place),
             recorded_request(
@@ -145,7 +145,7 @@ class Scaled:
         if len(self._recent) > DECISIONS_KEPT:
             del self._recent[next(iter(self._recent))]
 
-    def _ended(self, answer: Answer) -> None:
+    def _ended(self, answer: SimAnswer) -> None:
         recorded = self._recent.get(answer.request.request_id)
         if recorded is not None and answer.output_tokens:
             asked = recorded.asked
@@ -219,7 +219,7 @@ class Scaled:
         now_s, then_s = state.now_s, state.now_s + rules.window_s
         first = bisect_right(coming, now_s, key=itemgetter(0))
         last = bisect_right(coming, then_s, key=itemgetter(0))
-        ahead = [Asked(at_s, "", request) for at_s, request in coming[first:last]]
+        ahead = [PastRequest(at_s, "", request) for at_s, request in coming[first:last]]
         return replace(state, now_s=then_s, recent=[*state.recent, *ahead])
 
     def _carry_out(self, proposal: Proposal, now_s: float) -> None:
@@ -252,7 +252,7 @@ class Scaled:
             self._played.proposals[-PROPOSALS_KEPT:],
         )
 
-    def _worker_state(self, place: int, worker: Worker, values: dict[str, float]) -> WorkerState:
+    def _worker_state(self, place: int, worker: SimWorker, values: dict[str, float]) -> WorkerState:
         samples = self._samples.get(place)
         return WorkerState(
             name=str(place),
@@ -265,7 +265,7 @@ class Scaled:
             profile=self._setting.profiles[0],
         )
 
-    def _unique_values(self, workers: dict[int, Worker], now_s: float) -> dict[str, float]:
+    def _unique_values(self, workers: dict[int, SimWorker], now_s: float) -> dict[str, float]:
         half_life_s = self._scaling.rules.half_life_s
         since_s = now_s - HALF_LIVES * half_life_s
         recent = [

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from app.simulation.fleet import Answer, Loss, SimFleet
+from app.simulation.fleet import Loss, SimAnswer, SimFleet
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from loadtest.client import FailureKind, Outcome
@@ -45,7 +45,7 @@ class Simulation:
     def __init__(self, policy: str, setting: Setting, prompts: Prompts | None = None) -> None:
         self.fleet = SimFleet(policy, setting)
         self.outcomes: list[Outcome] = []
-        self.on_answer: Callable[[Answer], None] | None = None
+        self.on_answer: Callable[[SimAnswer], None] | None = None
         self._prompts = prompts or Prompts(setting.block_size)
 
     def run(self, trace: Trace) -> list[Outcome]:
@@ -67,7 +67,7 @@ class Simulation:
         request = self._prompts.of(session.turns[turn])
         self.fleet.ask(request, partial(self._end, session, turn))
 
-    def _end(self, session: Session, turn: int, answer: Answer, now_s: float) -> None:
+    def _end(self, session: Session, turn: int, answer: SimAnswer, now_s: float) -> None:
         self.outcomes.append(outcome_of(answer))
         if self.on_answer is not None:
             self.on_answer(answer)
@@ -76,7 +76,7 @@ class Simulation:
             self._arrive_at(session, turn, now_s + session.turns[turn].think_s)
 
 
-def outcome_of(answer: Answer) -> Outcome:
+def outcome_of(answer: SimAnswer) -> Outcome:
     return Outcome(
         request_id=answer.request.request_id,
         arrival_s=answer.arrival_s,

@@ -17,7 +17,7 @@ from app.door.tokens import Renderer, Unrenderable, chat_of_messages, load
 from app.http.body import header, json_response, read_body
 from app.simulation.steps import Finished
 from workers.engines.base import Engine, Tokenizer
-from workers.http import Call, Completion, check, respond, usage_of
+from workers.http import Completion, CompletionCall, check, respond, usage_of
 from workers.messages import Message
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -28,7 +28,13 @@ class _Chat(Completion):
     """A chat's answer under way: the first event comes with the first token."""
 
     def __init__(
-        self, engine: Engine, call: Call, model: str, tokenizer: Tokenizer | None, *, usage: bool
+        self,
+        engine: Engine,
+        call: CompletionCall,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        usage: bool,
     ) -> None:
         super().__init__(engine, call, model, tokenizer)
         self._streams = call.stream
@@ -154,7 +160,7 @@ async def _fields(request: Request, names: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def _call(request: Request, fields: Mapping[str, Any], prompt: bytes) -> Call:
+def _call(request: Request, fields: Mapping[str, Any], prompt: bytes) -> CompletionCall:
     """Raises InvalidRequest."""
     given = header(request, b"x-request-id")
     return check({"request_id": given} | dict(fields) if given else fields, prompt)

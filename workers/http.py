@@ -129,13 +129,13 @@ class _Guard:
         await self._app(scope, receive, send)
 
 
-async def respond(request: Request, call: Call, completion: Completion) -> Response:
+async def respond(request: Request, call: CompletionCall, completion: Completion) -> Response:
     """The answer, streamed if the call asks for that."""
     return _Stream(completion) if call.stream else await _answer(request, completion)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompletionCall:
     """A checked request."""
 
     completion: CompletionRequest
@@ -143,7 +143,9 @@ class Call:
     stream_interval: int
 
 
-async def _read(request: Request, max_context_tokens: int, tokenizer: Tokenizer | None) -> Call:
+async def _read(
+    request: Request, max_context_tokens: int, tokenizer: Tokenizer | None
+) -> CompletionCall:
     """Raises InvalidRequest, naming the field and its value, and what `read_body` raises."""
     is_raw = (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS)
     if is_raw:
@@ -190,7 +192,7 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
     return fields
 
 
-def check(fields: Mapping[str, object], prompt: bytes) -> Call:
+def check(fields: Mapping[str, object], prompt: bytes) -> CompletionCall:
     """The request that these fields of a body ask for. Raises InvalidRequest."""
     if not prompt:
         raise InvalidRequest("prompt", "is empty")
@@ -205,7 +207,9 @@ def check(fields: Mapping[str, object], prompt: bytes) -> Call:
         Sampling(**chosen),  # type: ignore[arg-type]  # it checks them
         _flag(fields, "ignore_eos"),
     )
-    return Call(completion, _flag(fields, "stream"), _positive(fields, "stream_interval", 1))
+    return CompletionCall(
+        completion, _flag(fields, "stream"), _positive(fields, "stream_interval", 1)
+    )
 
 
 def _flag(fields: Mapping[str, object], name: str) -> bool:
@@ -229,7 +233,9 @@ def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
 class Completion:
     """A request under way, submitted on construction; `cancel` it in every case."""
 
-    def __init__(self, engine: Engine, call: Call, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, engine: Engine, call: CompletionCall, model: str, tokenizer: Tokenizer | None
+    ) -> None:
         request = call.completion
         interval = call.stream_interval if call.stream else request.max_tokens
         self._generation = engine.complete(request, stream_interval=interval)

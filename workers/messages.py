@@ -8,7 +8,7 @@ import orjson
 
 from app.simulation.steps import Finished
 from workers.engines.base import Engine, EngineStoppedError, Tokenizer
-from workers.http import Call, Completion
+from workers.http import Completion, CompletionCall
 
 _STOP_REASONS = {"length": "max_tokens"}
 
@@ -16,7 +16,9 @@ _STOP_REASONS = {"length": "max_tokens"}
 class Message(Completion):
     """An answer under way: one block of text."""
 
-    def __init__(self, engine: Engine, call: Call, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, engine: Engine, call: CompletionCall, model: str, tokenizer: Tokenizer | None
+    ) -> None:
         super().__init__(engine, call, model, tokenizer)
         self._frame = {
             "id": f"msg_{call.completion.request_id}",

@@ -18,7 +18,7 @@ from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
 from app.door.stream import TAIL_BYTES, Whole, usage_in
-from app.door.upstream import Answer, ConnectFailed, Upstream, UpstreamBroken, UpstreamError
+from app.door.upstream import ConnectFailed, EngineAnswer, Upstream, UpstreamBroken, UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Patience:
 class _Begun:
     """An answer of which a first part is here. whole: all of it is."""
 
-    answer: Answer
+    answer: EngineAnswer
     first: bytes
     whole: bool
 

@@ -50,7 +50,7 @@ class Admitted:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What is known of a request at its end. Times: monotonic seconds; 0.0: it never came to that.
 
     outcome: ok, or what it ended by. ended_by: client, worker or router.
@@ -91,7 +91,7 @@ class Lifecycle:
     """
 
     def __init__(
-        self, admitted: Admitted, on_end: Callable[[Record], object], trace: Trace
+        self, admitted: Admitted, on_end: Callable[[RequestRecord], object], trace: Trace
     ) -> None:
         """Raises ContextTooLong."""
         model = admitted.model
@@ -101,7 +101,7 @@ class Lifecycle:
                 f"This model's maximum context length is {model.max_tokens} tokens, and the "
                 f"prompt has {admitted.num_tokens}.",
             )
-        self.record = Record(admitted, time.monotonic())
+        self.record = RequestRecord(admitted, time.monotonic())
         self.trace = trace
         self._request = admitted.request
         self._prompt = admitted.prompt

@@ -10,7 +10,7 @@ import orjson
 from prometheus_client import CollectorRegistry
 
 from app.door.alarm import Alarm
-from app.door.lifecycle import Record
+from app.door.lifecycle import RequestRecord
 from app.http.metrics import Table, counter, histogram
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -91,7 +91,7 @@ class Outcomes:
         self._per_token = cache(metrics.per_token.labels)
         self._duration = cache(metrics.duration.labels)
 
-    def ended(self, record: Record) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Count one request."""
         model = record.admitted.model.name
         self._requests(model, record.outcome).inc()
@@ -109,7 +109,7 @@ class Outcomes:
             sys.stdout.write(orjson.dumps(_line(record)).decode() + "\n")
             sys.stdout.flush()
 
-    def _count_tokens(self, model: str, record: Record) -> None:
+    def _count_tokens(self, model: str, record: RequestRecord) -> None:
         usage = record.usage
         assert usage is not None
         self._tokens(model, "prompt").inc(usage.prompt)
@@ -128,7 +128,7 @@ class Outcomes:
             self.alarm.compare(model, worker, usage.prompt, predicted, usage.cached)
 
 
-def _line(record: Record) -> dict[str, Any]:
+def _line(record: RequestRecord) -> dict[str, Any]:
     """Never the prompt."""
     admitted, decision, usage = record.admitted, record.decision, record.usage
     return {
@@ -154,5 +154,5 @@ def _line(record: Record) -> dict[str, Any]:
     }
 
 
-def _since(record: Record, at_s: float) -> float | None:
+def _since(record: RequestRecord, at_s: float) -> float | None:
     return round(at_s - record.began_s, 4) if at_s else None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from app.door.lifecycle import Record
+    from app.door.lifecycle import RequestRecord
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -38,7 +38,7 @@ class Trace(Protocol):
 
     def first_token(self) -> None: ...
 
-    def end(self, record: Record) -> None: ...
+    def end(self, record: RequestRecord) -> None: ...
 
     def fail(self, error: BaseException) -> None:
         """The request has ended before it was admitted."""
@@ -62,7 +62,7 @@ class Untraced:
     def first_token(self) -> None:
         pass
 
-    def end(self, _: Record) -> None:
+    def end(self, _: RequestRecord) -> None:
         pass
 
     def fail(self, _: BaseException) -> None:
@@ -121,7 +121,7 @@ class Traced:
     def first_token(self) -> None:
         self._root.add_event("first token")
 
-    def end(self, record: Record) -> None:
+    def end(self, record: RequestRecord) -> None:
         is_ok = record.outcome == "ok"
         self.try_ends("" if is_ok else record.outcome)
         admitted, decision, usage = record.admitted, record.decision, record.usage

@@ -45,7 +45,7 @@ class UpstreamBroken(UpstreamError):
     """The connection ended, or the time, in the middle of an answer."""
 
 
-class Answer:
+class EngineAnswer:
     """One answer that has begun."""
 
     def __init__(self, connection: _Connection) -> None:
@@ -134,8 +134,8 @@ class _Connection(asyncio.Protocol):
         """Whether a byte of the latest answer has come."""
         self._on_idle = on_idle
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: Answer | None = None
-        self._begun: asyncio.Future[Answer] | None = None
+        self._answer: EngineAnswer | None = None
+        self._begun: asyncio.Future[EngineAnswer] | None = None
         self._framing_bytes = 0
         """That have come since the last of a body."""
         self._headers: Headers = []
@@ -145,9 +145,9 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
+    def send(self, head: bytes, body: bytes) -> asyncio.Future[EngineAnswer]:
         """Raises _Lost in the future if the connection ends before the answer begins."""
-        self._answer = Answer(self)
+        self._answer = EngineAnswer(self)
         self._begun = asyncio.get_running_loop().create_future()
         self.has_answered = False
         self._framing_bytes = 0
@@ -300,7 +300,7 @@ class Upstream:
         connect_s: float,
         answer_s: float,
         kept: bool = True,
-    ) -> Answer:
+    ) -> EngineAnswer:
         """Send `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer.
 
         kept: a connection that was used before will do. If the engine closes it just as it is used,
@@ -380,7 +380,7 @@ class Upstream:
             self._sweeping = loop.call_later(KEEP_ALIVE_S / 4, self._sweep)
 
 
-async def _answered(connection: _Connection, head: bytes, body: bytes) -> Answer:
+async def _answered(connection: _Connection, head: bytes, body: bytes) -> EngineAnswer:
     """Raises _Lost."""
     try:
         return await connection.send(head, body)

@@ -39,7 +39,7 @@ READS_OF_THE_INDEX = ("match", "predicted")
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class Services:
     """What the endpoints of one replica use."""
 
     settings: RouterSettings
@@ -87,7 +87,7 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     routers = Routers(settings.namespace, partial(_router, settings))
     door = FrontDoor(settings, routers, tracing or Tracing(None))
     bodies = BodyReader(settings.max_prompt_tokens)
-    return Application(Replica(settings, routers, door, keys, bodies))
+    return Application(Services(settings, routers, door, keys, bodies))
 
 
 def _router(settings: RouterSettings, namespace: str) -> Router:
@@ -106,7 +106,7 @@ class Application(FastAPI):
     There is no middleware: what FastAPI's would do took a fifth of a decision's CPU.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Services) -> None:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             async with asyncio.TaskGroup() as tasks:

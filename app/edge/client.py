@@ -23,7 +23,7 @@ from app.http.protocol import CUT
 from app.http.watch import watched
 
 if TYPE_CHECKING:
-    from app.edge.app import Replica
+    from app.edge.app import Services
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Client(Request):
     about: headers of every answer. key_name: of the key that opened the replica; "": it needs none.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Replica) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Services) -> None:
         super().__init__(scope, receive, send)
         self.replica = replica
         self.about: Headers = ()

@@ -20,9 +20,9 @@ from app.core.keys import DATA_VERSION, Keyspace
 from app.core.worker_report import WorkerInfo, version_in
 from app.ops import namespaces
 from app.ops.terminal import counted
-from app.ops.workers import Worker
+from app.ops.workers import WorkerStatus
 from app.state import decisions
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import OLDEST, danger_of_eviction, deadline
 from app.state.reading import read_control
 
@@ -39,7 +39,7 @@ HIT_RATE_GAP = 0.15
 MAX_ANSWER_BYTES = 1 << 20
 
 
-async def of_server(redis: Client) -> AsyncIterator[Check]:
+async def of_server(redis: RedisClient) -> AsyncIterator[Check]:
     """Checks of Redis itself; after the first that fails because it is away, no more."""
     try:
         took_s = await _pings(redis)
@@ -77,7 +77,7 @@ async def of_server(redis: Client) -> AsyncIterator[Check]:
     )
 
 
-async def _pings(redis: Client) -> float:
+async def _pings(redis: RedisClient) -> float:
     """Seconds that one takes, as a median."""
     took = []
     for _ in range(PINGS):
@@ -88,7 +88,7 @@ async def _pings(redis: Client) -> float:
     return statistics.median(took)
 
 
-async def of_namespace(redis: Client, keyspace: Keyspace) -> AsyncIterator[Check]:
+async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[Check]:
     """Checks of the workers of a namespace, and of what they publish."""
     name = keyspace.namespace
     try:
@@ -177,10 +177,10 @@ def _text(value: object) -> str:
 
 
 def _all_of(
-    workers: list[Worker],
+    workers: list[WorkerStatus],
     about: str,
-    is_bad: Callable[[Worker], bool],
-    said: Callable[[Worker], str],
+    is_bad: Callable[[WorkerStatus], bool],
+    said: Callable[[WorkerStatus], str],
     good: str,
     remedy: str,
 ) -> Check:
@@ -190,7 +190,7 @@ def _all_of(
 
 
 async def _predicted(
-    redis: Client, keyspace: Keyspace, workers: list[Worker]
+    redis: RedisClient, keyspace: Keyspace, workers: list[WorkerStatus]
 ) -> AsyncIterator[Check]:
     """Whether workers report the cache hits that decisions predicted."""
     predicted: dict[str, list[float]] = {}

@@ -12,7 +12,7 @@ from app.core.keys import Keyspace
 from app.ops import checks, namespaces, workers
 from app.ops.terminal import COMMON, json_option, json_text, on_redis
 from app.options import BASE_URL, Command
-from app.state.client import Client
+from app.state.client import RedisClient
 
 
 @click.command(cls=Command)
@@ -44,7 +44,7 @@ from app.state.client import Client
 @json_option
 @on_redis
 async def doctor(
-    redis: Client,
+    redis: RedisClient,
     keyspace: Keyspace,
     engine_urls: tuple[str, ...],
     engine_api_key: str,
@@ -68,7 +68,7 @@ async def doctor(
 
 
 async def _all(
-    redis: Client,
+    redis: RedisClient,
     keyspace: Keyspace,
     engine_urls: tuple[str, ...],
     api_key: str,

@@ -14,7 +14,7 @@ from app.core.types import WorkerKey
 from app.ops.terminal import COMMON, TIMEOUT_S, counted, on_redis
 from app.options import SECONDS, Command
 from app.state import leases
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.reading import read_control
 from app.state.reservations import CARRIED_MS
 from app.state.scripts import ScriptRunner
@@ -36,7 +36,7 @@ POLL_S = 0.25
 @click.option("--undo", is_flag=True, help="Route requests to it again.")
 @on_redis
 async def drain(
-    redis: Client, keyspace: Keyspace, name: str, deadline_s: float, undo: bool
+    redis: RedisClient, keyspace: Keyspace, name: str, deadline_s: float, undo: bool
 ) -> None:
     """Route no more requests to a worker, and wait until those on it have ended.
 
@@ -87,7 +87,7 @@ async def _patiently(ask: Callable[[], Awaitable[T]], ends_s: float) -> T:
         await asyncio.sleep(POLL_S)
 
 
-async def _named(redis: Client, keyspace: Keyspace, name: str) -> list[WorkerKey]:
+async def _named(redis: RedisClient, keyspace: Keyspace, name: str) -> list[WorkerKey]:
     """The workers that are routed to, or drain, of that id or key. Raises WrongVersion."""
     keys = []
     for text in (await read_control(redis, keyspace)).current:

@@ -26,7 +26,7 @@ from app.core.types import Incarnation, SequenceHash, Tier
 from app.core.worker_report import WorkerInfo, WrongField
 from app.ops.terminal import COMMON, on_redis
 from app.options import Command, naming_file
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.index import Change
 from app.state.reading import (
@@ -54,7 +54,7 @@ _HEX = re.compile(r"[0-9a-f]+")
 @click.option("--out", type=click.File("wb", lazy=True), default="-", help="Default: stdout.")
 @COMMON
 @on_redis
-async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
+async def dump(redis: RedisClient, keyspace: Keyspace, out: BinaryIO) -> None:
     """Write which worker holds which blocks, as JSON lines."""
     with naming_file(f"--out {out.name}"), out:
         async for line in dump_lines(redis, keyspace):
@@ -62,7 +62,7 @@ async def dump(redis: Client, keyspace: Keyspace, out: BinaryIO) -> None:
         out.flush()
 
 
-async def dump_lines(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
+async def dump_lines(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[bytes]:
     """The lines of a dump, without line ends.
 
     What is in Redis under names that no reader of the index looks for is left out. Raises
@@ -113,7 +113,7 @@ async def dump_lines(redis: Client, keyspace: Keyspace) -> AsyncIterator[bytes]:
     yield orjson.dumps({"end": True})
 
 
-async def _layout(redis: Client, shard: Keyspace) -> int:
+async def _layout(redis: RedisClient, shard: Keyspace) -> int:
     bits = await bucket_bits_of(redis, shard)
     if bits is None:
         raise ConfigError(f"{shard['shard']}: bucket_bits cannot be read")
@@ -137,7 +137,7 @@ def _bucket_of(keyspace: Keyspace, key: bytes, bits: list[int]) -> tuple[int, st
     return (shard, bucket) if _is_bucket(bucket, bits[shard]) else None
 
 
-class Stored(NamedTuple):
+class OwnedBlocks(NamedTuple):
     """What one line says an incarnation, by its number in the dump, had stored."""
 
     line: int
@@ -169,7 +169,7 @@ class Dump:
             raise head.wrong("bucket_bits", self.bucket_bits, wanted)
         self.workers: dict[int, WorkerInfo] = {}
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[OwnedBlocks]:
         """What is stored, in the order of the lines. Can be called only once."""
         for row in self._rows:
             if "end" in row.fields:
@@ -198,7 +198,7 @@ class Dump:
             raise info.wrong("block_size", worker.block_size, f"{self._block_size}, as on line 1")
         self.workers[inc] = worker
 
-    def _stored(self, row: _Row) -> Stored:
+    def _stored(self, row: _Row) -> OwnedBlocks:
         inc = row.whole("incarnation", 1, MAX_WHOLE)
         if inc not in self.workers:
             raise row.wrong("incarnation", inc, "that of a worker on an earlier line")
@@ -217,7 +217,7 @@ class Dump:
             if type(block) is not str or not _HASH.fullmatch(block):
                 raise row.wrong("an entry of stored", block, "16 hex digits")
             changes.append(Change(SequenceHash(int(block, 16)), tier, leader))
-        return Stored(row.number, inc, shard, changes)
+        return OwnedBlocks(row.number, inc, shard, changes)
 
 
 @dataclass(frozen=True, slots=True)

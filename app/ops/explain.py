@@ -30,9 +30,9 @@ from app.policy.cost import (
     predicted_prefill_s,
     two_at_random,
 )
-from app.policy.record import Record
+from app.policy.record import DecisionRecord
 from app.state import decisions
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 
 
@@ -41,7 +41,7 @@ from app.state.connect import deadline
 @COMMON
 @json_option
 @on_redis
-async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
+async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
     """Explain why a request went where it went, while the decision is kept."""
     async for record in decisions.read(redis, keyspace):
         if record.request_id == request_id:
@@ -81,7 +81,7 @@ async def explain(redis: Client, keyspace: Keyspace, request_id: str, as_json: b
     click.echo(text_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
 
 
-def _scored(record: Record) -> tuple[list[list[Any]], list[str]]:
+def _scored(record: DecisionRecord) -> tuple[list[list[Any]], list[str]]:
     """Every candidate with its cost and terms, the cheapest first; and the terms' names."""
     if record.seen is None:
         return [], []
@@ -124,7 +124,7 @@ def _short(cell: Any) -> str:
 @json_option
 @on_redis
 async def whatif(
-    redis: Client,
+    redis: RedisClient,
     keyspace: Keyspace,
     policy: str | None,
     num_workers: int | None,
@@ -178,7 +178,7 @@ async def whatif(
 
 
 async def _with_workers(
-    redis: Client, keyspace: Keyspace, workers: int, policy: str, *, as_json: bool
+    redis: RedisClient, keyspace: Keyspace, workers: int, policy: str, *, as_json: bool
 ) -> None:
     from app.planner.predict import whatif as predicted
 
@@ -205,7 +205,7 @@ async def _with_workers(
     click.echo(text_table(head, rows))
 
 
-async def _num_workers_now(redis: Client, keyspace: Keyspace) -> int:
+async def _num_workers_now(redis: RedisClient, keyspace: Keyspace) -> int:
     """How many worker processes there are."""
     async with deadline(TIMEOUT_S):
         current: Any = await redis.hkeys(keyspace["current"])
@@ -224,7 +224,11 @@ class Comparison:
         }
 
     def add(
-        self, record: Record, policy: str, cost: CostFunction | None, rng: np.random.Generator
+        self,
+        record: DecisionRecord,
+        policy: str,
+        cost: CostFunction | None,
+        rng: np.random.Generator,
     ) -> None:
         seen = record.seen
         assert seen is not None

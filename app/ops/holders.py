@@ -9,7 +9,7 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, parse_incarnation
 from app.state import overlap
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import (
     STEP_TIMEOUT_S,
@@ -23,7 +23,7 @@ from app.state.scripts import ScriptRunner
 
 
 async def owners_of(
-    redis: Client, keyspace: Keyspace, block: SequenceHash
+    redis: RedisClient, keyspace: Keyspace, block: SequenceHash
 ) -> list[tuple[str, list[tuple[Incarnation, Tier]]]]:
     """The keys that contain `block`, with its owners there, including dead ones.
 
@@ -44,7 +44,7 @@ async def owners_of(
 
 
 async def prefix(
-    redis: Client, keyspace: Keyspace, chain: list[SequenceHash]
+    redis: RedisClient, keyspace: Keyspace, chain: list[SequenceHash]
 ) -> dict[str, TierOverlap]:
     """Worker key → leading blocks of `chain` that it holds, for live workers.
 
@@ -68,7 +68,7 @@ async def prefix(
 
 
 async def held_blocks(
-    redis: Client, keyspace: Keyspace
+    redis: RedisClient, keyspace: Keyspace
 ) -> tuple[Counter[tuple[Incarnation, Tier]], int]:
     """Entries of each incarnation by tier, and the number of unique blocks.
 

@@ -19,9 +19,9 @@ from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, 
 from app.ops.usage import usages
 from app.ops.waiting import flows
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
-from app.policy.record import Record
+from app.policy.record import DecisionRecord
 from app.state import decisions, planner
-from app.state.client import Client
+from app.state.client import RedisClient
 
 MAX_SHOWN = 20
 
@@ -50,7 +50,7 @@ def inspect() -> None:
 @COMMON
 @json_option
 @on_redis
-async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+async def summary(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
     """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
     names = await namespaces.names(redis)
     found = await namespaces.summary(redis, keyspace)
@@ -74,12 +74,12 @@ async def summary(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
     click.echo(_workers_table(found.workers))
 
 
-def _worker_dict(worker: workers.Worker) -> dict[str, Any]:
+def _worker_dict(worker: workers.WorkerStatus) -> dict[str, Any]:
     by_tier = {tier.name.lower(): count for tier, count in worker.blocks.items()}
     return asdict(worker) | {"blocks": by_tier}
 
 
-def _workers_table(rows: list[workers.Worker]) -> str:
+def _workers_table(rows: list[workers.WorkerStatus]) -> str:
     return text_table(
         (
             "worker",
@@ -112,7 +112,7 @@ def _workers_table(rows: list[workers.Worker]) -> str:
 @COMMON
 @json_option
 @on_redis
-async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
+async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
     """Show who holds a block, given its sequence hash (16 hex digits)."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     names = {w.incarnation: w for w in (await workers.everyone(redis, keyspace))}
@@ -128,7 +128,7 @@ async def block(redis: Client, keyspace: Keyspace, block: SequenceHash, as_json:
         click.echo(text_table(head, rows) if rows else "no worker holds it")
 
 
-def _name(names: dict[Incarnation, workers.Worker], inc: Incarnation) -> str:
+def _name(names: dict[Incarnation, workers.WorkerStatus], inc: Incarnation) -> str:
     one = names.get(inc)
     return str(one.info.key) if one and one.info else "gone"
 
@@ -144,7 +144,7 @@ RESERVED_TEXT = (
 @COMMON
 @json_option
 @on_redis
-async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) -> None:
+async def worker(redis: RedisClient, keyspace: Keyspace, name: str, as_json: bool) -> None:
     """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
     found = await workers.worker(redis, keyspace, name)
     if not found:
@@ -182,7 +182,7 @@ async def worker(redis: Client, keyspace: Keyspace, name: str, as_json: bool) ->
             click.echo(f"  ... and {len(reserved) - MAX_SHOWN} more")
 
 
-def _value(worker: workers.Worker, values: Mapping[str, float]) -> float | None:
+def _value(worker: workers.WorkerStatus, values: Mapping[str, float]) -> float | None:
     """What losing it would cost, in seconds of prefill; None: no planner says."""
     return values.get(worker.info.key.worker_id) if worker.info else None
 
@@ -214,7 +214,7 @@ def _said(items: Iterable[Item], report: object) -> str:
 @json_option
 @on_redis
 async def prefix(
-    redis: Client,
+    redis: RedisClient,
     keyspace: Keyspace,
     file: BinaryIO,
     text: bool,
@@ -271,7 +271,7 @@ def _tokens(file: BinaryIO) -> list[int]:
 @COMMON
 @json_option
 @on_redis
-async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
+async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
     """Check for contradictions; exit with status 1 if there are any."""
     findings, extent = await verification.verify(redis, keyspace, max_buckets)
     if not findings:
@@ -296,7 +296,7 @@ async def verify(redis: Client, keyspace: Keyspace, max_buckets: int, as_json: b
 @COMMON
 @json_option
 @on_redis
-async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
+async def waiting(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
     """Show who waits for a worker, in the order of turns."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     found = await flows(redis, keyspace)
@@ -324,10 +324,10 @@ async def waiting(redis: Client, keyspace: Keyspace, as_json: bool) -> None:
 @COMMON
 @json_option
 @on_redis
-async def usage(redis: Client, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
+async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
     """Show how often prefixes of prompts were requested, according to the decisions kept."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
-    records: list[Record] = []
+    records: list[DecisionRecord] = []
     async for record in decisions.read(redis, keyspace):
         if records and record.at_ms < records[0].at_ms - window_s * 1000:
             break

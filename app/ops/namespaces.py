@@ -9,8 +9,8 @@ from app.core.chains import BLOCKS_PER_BUCKET
 from app.core.errors import ConfigError
 from app.core.keys import NAMESPACE, Keyspace
 from app.ops.holders import held_blocks
-from app.ops.workers import Worker, with_blocks
-from app.state.client import Client
+from app.ops.workers import WorkerStatus, with_blocks
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import (
     STEP_TIMEOUT_S,
@@ -33,7 +33,7 @@ class Summary:
     namespace: str
     block_size: int
     shards: int
-    workers: list[Worker]
+    workers: list[WorkerStatus]
     unique_blocks: int
     laid_out_blocks: int
     memory_bytes: int
@@ -43,7 +43,7 @@ class Summary:
         return 0 < FULL_FACTOR * self.laid_out_blocks < self.unique_blocks
 
 
-async def names(redis: Client) -> list[str]:
+async def names(redis: RedisClient) -> list[str]:
     """Names of all namespaces, in order. Raises RedisUnavailable."""
     found = set()
     async for _, keys in scan(redis, "kvroute:1:{*}:meta"):
@@ -52,7 +52,7 @@ async def names(redis: Client) -> list[str]:
     return sorted(filter(NAMESPACE.fullmatch, found))
 
 
-async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
+async def summary(redis: RedisClient, keyspace: Keyspace) -> Summary | None:
     """A namespace's state; None: there is none. Reads the whole index. Raises RedisUnavailable."""
     control = await read_control(redis, keyspace)
     if b"block_size" not in control.meta or b"shards" not in control.meta:
@@ -77,7 +77,7 @@ async def summary(redis: Client, keyspace: Keyspace) -> Summary | None:
     )
 
 
-async def block_size(redis: Client, keyspace: Keyspace) -> int:
+async def block_size(redis: RedisClient, keyspace: Keyspace) -> int:
     """Tokens per block. Raises ConfigError for a missing namespace, RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
         meta: Any = await redis.hgetall(keyspace["meta"])

@@ -10,7 +10,7 @@ from app.core.keys import Keyspace
 from app.ops.terminal import COMMON, TIMEOUT_S, json_option, json_text, on_redis, text_table
 from app.options import POSITIVE, Command
 from app.state import planner
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 
 
@@ -19,7 +19,7 @@ from app.state.connect import deadline
 @COMMON
 @json_option
 @on_redis
-async def explain(redis: Client, keyspace: Keyspace, last: int, as_json: bool) -> None:
+async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bool) -> None:
     """Show the last proposals of the planner, and what they were made from, the newest first."""
     found = await planner.proposals(redis, keyspace, last)
     if as_json:

@@ -8,7 +8,7 @@ from app.core.keys import KEYSPACE, Keyspace
 from app.ops.terminal import COMMON, counted, on_redis
 from app.options import Command
 from app.state import models
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import STEP_TIMEOUT_S, scan
 
@@ -17,7 +17,7 @@ from app.state.reading import STEP_TIMEOUT_S, scan
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @COMMON
 @on_redis
-async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
+async def reset(redis: RedisClient, keyspace: Keyspace, yes: bool) -> None:
     """Delete all keys of a namespace. Running workers register again by themselves."""
     keys = await count_keys(redis, keyspace)
     if not yes:
@@ -26,7 +26,7 @@ async def reset(redis: Client, keyspace: Keyspace, yes: bool) -> None:
     click.echo(f"{counted(await delete_namespace(redis, keyspace), 'key')} deleted")
 
 
-async def delete_namespace(redis: Client, keyspace: Keyspace) -> int:
+async def delete_namespace(redis: RedisClient, keyspace: Keyspace) -> int:
     """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable.
 
     Workers and routers may be running: what says which workers there are goes at once, so that they
@@ -49,7 +49,7 @@ async def delete_namespace(redis: Client, keyspace: Keyspace) -> int:
     return deleted
 
 
-async def count_keys(redis: Client, keyspace: Keyspace) -> int:
+async def count_keys(redis: RedisClient, keyspace: Keyspace) -> int:
     """How many keys the namespace has. Raises RedisUnavailable."""
     return sum(
         [

@@ -23,7 +23,7 @@ from app.ops.dump import Dump
 from app.ops.terminal import COMMON, counted, on_redis
 from app.options import POSITIVE_SECONDS, Command
 from app.state import index, leases
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import STEP_TIMEOUT_S, bucket_bits_of
 from app.state.scripts import Call, ScriptRunner
@@ -42,7 +42,9 @@ BATCH = 256
 )
 @COMMON
 @on_redis
-async def restore(redis: Client, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float) -> None:
+async def restore(
+    redis: RedisClient, keyspace: Keyspace, source: BinaryIO, lease_ttl_s: float
+) -> None:
     """Publish a dump, with every worker in it under a new incarnation.
 
     Refused if any of the workers is live, as restoring it would end its process. Workers from an
@@ -68,7 +70,7 @@ def _rewindable(source: BinaryIO) -> Iterator[BinaryIO]:
         yield copy
 
 
-async def publish(redis: Client, keyspace: Keyspace, file: BinaryIO, lease_ttl_ms: int) -> int:
+async def publish(redis: RedisClient, keyspace: Keyspace, file: BinaryIO, lease_ttl_ms: int) -> int:
     """Publish a dump, each worker under a new incarnation; returns how many entries.
 
     file: read twice, as all of it is checked before anything is written.
@@ -132,7 +134,9 @@ async def _all_hold(runner: ScriptRunner, calls: Sequence[Call[Any]]) -> None:
         raise ConfigError("another process registered a worker of the dump during the restore")
 
 
-async def _refuse_live(redis: Client, keyspace: Keyspace, workers: Iterable[WorkerInfo]) -> None:
+async def _refuse_live(
+    redis: RedisClient, keyspace: Keyspace, workers: Iterable[WorkerInfo]
+) -> None:
     # Registering a worker again replaces its agent, which would end the process.
     ends_ms: dict[WorkerKey, float] = {}
     async with deadline(STEP_TIMEOUT_S):

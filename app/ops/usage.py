@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from app.core.chains import positions
 from app.core.types import SequenceHash
-from app.policy.record import Record
+from app.policy.record import DecisionRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class PrefixUsage:
     """A prefix of prompts. block: its last. requests: how many in the window had all of it."""
 
     block: SequenceHash
@@ -19,7 +19,7 @@ class Usage:
     requests: int
 
 
-def usages(records: Iterable[Record]) -> Iterator[Usage]:
+def usages(records: Iterable[DecisionRecord]) -> Iterator[PrefixUsage]:
     """How often prefixes were asked for, the most frequent first, among equals the longest.
 
     A prefix is left out if a longer recorded one with as many requests continues it. So the system
@@ -39,7 +39,7 @@ def usages(records: Iterable[Record]) -> Iterator[Usage]:
                 # If all requests go on with the same child, it is also the one seen last.
                 continued[block] = counts.get(child, 0) + 1
     found = [
-        Usage(block, place[block], count)
+        PrefixUsage(block, place[block], count)
         for block, count in counts.items()
         if continued.get(block, 0) < count
     ]

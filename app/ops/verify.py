@@ -18,7 +18,7 @@ from app.core.settings import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
 from app.core.worker_report import decode_info
 from app.ops.terminal import counted
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import (
     BUCKET_BITS,
@@ -71,7 +71,7 @@ class Extent:
 
 
 async def verify(
-    redis: Client, keyspace: Keyspace, max_buckets: int
+    redis: RedisClient, keyspace: Keyspace, max_buckets: int
 ) -> tuple[list[Finding], Extent]:
     """The contradictions in a live namespace, and how much of the index was searched for them.
 
@@ -100,7 +100,7 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
         finding.examples.append(where)
 
 
-async def _look(redis: Client, keyspace: Keyspace) -> list[tuple[str, str]]:
+async def _look(redis: RedisClient, keyspace: Keyspace) -> list[tuple[str, str]]:
     """(what, where) for everything that looks wrong now, except in the buckets of the index."""
     found, incarnations, shards = await _look_at_names(redis, keyspace)
     if found:
@@ -120,7 +120,7 @@ async def _look(redis: Client, keyspace: Keyspace) -> list[tuple[str, str]]:
 
 
 async def _look_at_names(
-    redis: Client, keyspace: Keyspace
+    redis: RedisClient, keyspace: Keyspace
 ) -> tuple[list[tuple[str, str]], set[bytes], set[int]]:
     """Keys that are none of the keyspace's; which incarnations have keys, and which shards."""
     types = {(key.prefix, key.in_shard): key.type for key in KEYSPACE}
@@ -150,7 +150,7 @@ async def _look_at_names(
     return found, incarnations, shards
 
 
-async def _look_at_shard(redis: Client, shard: Keyspace) -> list[tuple[str, str]]:
+async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str, str]]:
     """What is wrong with the keys of a shard other than its buckets."""
 
     def queue(pipe: Pipeline) -> None:
@@ -260,7 +260,7 @@ def _loaded(text: bytes) -> tuple[int, ...] | None:
 
 
 async def _verify_index(
-    redis: Client, keyspace: Keyspace, max_buckets: int, findings: dict[str, Finding]
+    redis: RedisClient, keyspace: Keyspace, max_buckets: int, findings: dict[str, Finding]
 ) -> Extent:
     extent = Extent()
     async for node, found in buckets(redis, keyspace):
@@ -280,7 +280,7 @@ async def _verify_index(
 
 
 async def _bad_entries(
-    redis: Client, keyspace: Keyspace, node: Redis, keys: dict[bytes, int]
+    redis: RedisClient, keyspace: Keyspace, node: Redis, keys: dict[bytes, int]
 ) -> list[tuple[bytes, str, str]]:
     """(key, what, where) of entries that nobody would write, or whose owner has ended.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core.keys import Keyspace
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import STEP_TIMEOUT_S, readable
 
@@ -24,7 +24,7 @@ class Flow:
     oldest_s: float
 
 
-async def flows(redis: Client, keyspace: Keyspace) -> list[Flow]:
+async def flows(redis: RedisClient, keyspace: Keyspace) -> list[Flow]:
     """Flows in the order in which their first requests get a turn. Raises RedisUnavailable."""
     node = redis.node_of(keyspace["flows"]).client
     async with deadline(STEP_TIMEOUT_S):

@@ -19,7 +19,7 @@ from app.core.worker_report import (
     WorkerInfo,
 )
 from app.ops.holders import held_blocks
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import STEP_TIMEOUT_S, Control, read_control, readable
 from app.state.reservations import parse_load
@@ -31,7 +31,7 @@ LATEST_MS = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerStatus:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
     its newest entry in the metrics stream, which gpu, cache_usage and hit_rate (0-1) are of."""
 
@@ -56,12 +56,12 @@ class Worker:
         return "live" if self.current else "staged"
 
 
-async def everyone(redis: Client, keyspace: Keyspace) -> list[Worker]:
+async def everyone(redis: RedisClient, keyspace: Keyspace) -> list[WorkerStatus]:
     """All incarnations; their blocks are not counted. Raises RedisUnavailable."""
     return await with_blocks(redis, keyspace, await read_control(redis, keyspace), Counter())
 
 
-async def worker(redis: Client, keyspace: Keyspace, name: str) -> list[Worker]:
+async def worker(redis: RedisClient, keyspace: Keyspace, name: str) -> list[WorkerStatus]:
     """The incarnations of a worker key or worker id. Raises RedisUnavailable."""
     control = await read_control(redis, keyspace)
     held, _ = await held_blocks(redis, keyspace)
@@ -73,7 +73,7 @@ async def worker(redis: Client, keyspace: Keyspace, name: str) -> list[Worker]:
 
 
 async def requests_on(
-    redis: Client, keyspace: Keyspace, incarnation: Incarnation
+    redis: RedisClient, keyspace: Keyspace, incarnation: Incarnation
 ) -> dict[str, str]:
     """Request id → record, of all that is reserved on the incarnation. Raises RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
@@ -82,8 +82,11 @@ async def requests_on(
 
 
 async def with_blocks(
-    redis: Client, keyspace: Keyspace, control: Control, held: Counter[tuple[Incarnation, Tier]]
-) -> list[Worker]:
+    redis: RedisClient,
+    keyspace: Keyspace,
+    control: Control,
+    held: Counter[tuple[Incarnation, Tier]],
+) -> list[WorkerStatus]:
     newest = await _newest(redis, keyspace)
     serving = set(control.current.values())
     draining = {
@@ -99,7 +102,7 @@ async def with_blocks(
         at_ms, entry = newest.get(inc, (None, {}))
         measured, _, gpu = _readable_report(entry)
         found.append(
-            Worker(
+            WorkerStatus(
                 incarnation=number,
                 info=_readable_info(info),
                 current=inc in serving,
@@ -121,7 +124,9 @@ def _finite(score: float) -> int:
     return int(min(max(score, 0.0), LATEST_MS))
 
 
-async def _newest(redis: Client, keyspace: Keyspace) -> dict[bytes, tuple[int, dict[bytes, bytes]]]:
+async def _newest(
+    redis: RedisClient, keyspace: Keyspace
+) -> dict[bytes, tuple[int, dict[bytes, bytes]]]:
     """When each incarnation last published metrics, by its text, and what."""
     newest: dict[bytes, tuple[int, dict[bytes, bytes]]] = {}
     async for page in pages_backwards(redis, keyspace["metrics"], STEP_ENTRIES):

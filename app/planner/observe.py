@@ -13,14 +13,14 @@ from app.core.loads import Load, Snapshot
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
 from app.planner.rules.replay import recorded_request
-from app.planner.rules.state import Asked, Came, Phase, Rules, WorkerLoad, WorkerState
+from app.planner.rules.state import Came, PastRequest, Phase, Rules, WorkerLoad, WorkerState
 from app.planner.rules.victims import Held, unique_values
-from app.policy.record import Record
+from app.policy.record import DecisionRecord
 from app.policy.view import Measured
 from app.router.fleet import Fleet
 from app.simulation.profiles import profile_of
 from app.state import decisions, endings, reservations
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
@@ -30,7 +30,7 @@ TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
-class Seen:
+class ObservedWorker:
     """One worker: all ranks of one process."""
 
     keys: list[WorkerKey]
@@ -46,9 +46,9 @@ class Observer:
     """`sample` often, then ask for `workers` and `recent`."""
 
     def __init__(
-        self, fleet: Fleet, redis: Client, runner: ScriptRunner, keyspace: Keyspace
+        self, fleet: Fleet, redis: RedisClient, runner: ScriptRunner, keyspace: Keyspace
     ) -> None:
-        self.workers_seen: dict[str, Seen] = {}
+        self.workers_seen: dict[str, ObservedWorker] = {}
         """By worker id; those that are registered now."""
         self.now_s = 0.0
         """When it last looked, by the Redis clock, by which decisions are dated; seconds since
@@ -95,7 +95,7 @@ class Observer:
         keys, info = sorted(info.key for info, *_ in ranks), ranks[0][0]
         seen = self.workers_seen.get(name)
         if seen is None:
-            seen = self.workers_seen[name] = Seen(keys, info, snapshot.now_ms / 1000)
+            seen = self.workers_seen[name] = ObservedWorker(keys, info, snapshot.now_ms / 1000)
         seen.keys, seen.info = keys, info
         seen.drains = all(drains for *_, drains in ranks)
         seen.speed = ranks[0][2].speed
@@ -124,7 +124,7 @@ class Observer:
             for name, seen in self.workers_seen.items()
         ]
 
-    async def recent(self, rules: Rules) -> list[Asked]:
+    async def recent(self, rules: Rules) -> list[PastRequest]:
         """The decisions that a proposal may count, the oldest first. Raises RedisUnavailable."""
         block_size = self.block_size
         if block_size is None:
@@ -134,7 +134,7 @@ class Observer:
         ended = await endings.read(
             self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS
         )
-        asked: list[Asked] = []
+        asked: list[PastRequest] = []
         async for record in decisions.read(self._redis, self._keyspace):
             if record.at_ms / 1000 < since_s or len(asked) == MOST_DECISIONS:
                 break
@@ -143,7 +143,9 @@ class Observer:
         asked.reverse()
         return asked
 
-    def _asked(self, record: Record, block_size: int, ended: tuple[int, Ending] | None) -> Asked:
+    def _asked(
+        self, record: DecisionRecord, block_size: int, ended: tuple[int, Ending] | None
+    ) -> PastRequest:
         worker = record.worker.rpartition(":")[0]
         seen = self.workers_seen.get(worker)
         output_tokens = (seen.speed if seen else DEFAULT_SPEED).mean_output_tokens
@@ -161,9 +163,9 @@ class Observer:
             output_tokens=max(1, round(output_tokens)),
             block_size=block_size,
         )
-        return Asked(record.at_ms / 1000, worker, request, record.best.blocks, came)
+        return PastRequest(record.at_ms / 1000, worker, request, record.best.blocks, came)
 
-    def values(self, recent: list[Asked], rules: Rules) -> dict[str, float]:
+    def values(self, recent: list[PastRequest], rules: Rules) -> dict[str, float]:
         """Seconds of prefill that losing each worker would cost; see app.planner.rules.victims."""
         if not recent or self.block_size is None:
             return {}
@@ -178,7 +180,7 @@ class Observer:
         )
 
 
-def held(recent: Iterable[Asked], live: Iterable[str]) -> Iterable[Held]:
+def held(recent: Iterable[PastRequest], live: Iterable[str]) -> Iterable[Held]:
     """How many leading blocks of each prompt were asked for at each live worker of late, at any
     time: these it holds, unless it has evicted them since."""
     holders: dict[SequenceHash, set[str]] = {}

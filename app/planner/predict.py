@@ -14,7 +14,7 @@ from app.planner.rules.state import FleetState, Phase, Prediction, Rules
 from app.planner.rules.victims import victim
 from app.router.fleet import Fleet
 from app.simulation.setting import Setting
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.scripts import ScriptRunner
 
 TIMEOUT_S = 2.0
@@ -43,7 +43,7 @@ def predict(
 
 
 async def whatif(
-    redis: Client, keyspace: Keyspace, sizes: list[int], policy: str
+    redis: RedisClient, keyspace: Keyspace, sizes: list[int], policy: str
 ) -> list[Prediction]:
     """For fleets of `sizes`, by the decisions of late. Raises RedisUnavailable."""
     fleet = Fleet(redis, keyspace, TIMEOUT_S)

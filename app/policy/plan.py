@@ -18,7 +18,7 @@ from app.policy.choose import Choice, choose
 from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
 from app.policy.decision import Candidate, Decision, Query, RouteRequest
 from app.policy.locality import Locality, locality_of
-from app.policy.record import Record, Seen, sampled
+from app.policy.record import ChoiceInputs, DecisionRecord, sampled
 from app.policy.view import View
 
 MAX_PREFILL_S = 86_400.0
@@ -43,21 +43,21 @@ class Plan:
     eligible: NDArray[np.bool_]
     affinity: Affinity | None
 
-    def record(self, details: RateLimit, now_s: float) -> Record:
+    def record(self, details: RateLimit, now_s: float) -> DecisionRecord:
         """The record kept of the decision; as many as `details` allows by `now_s` have all that it
         was made from.
 
         More than DETAILED_WORKERS count as several decisions.
         """
         decision, request = self.decision, self.request
-        seen: Seen | None = None
+        seen: ChoiceInputs | None = None
         size = max(1.0, len(self.view.infos) / DETAILED_WORKERS)
         if request.explain or details.allows(now_s, size):
             workers = [str(info.key) for info in self.view.infos]
             eligible = self.eligible.tolist()
             block_size = decision.worker.block_size
-            seen = Seen(workers, block_size, self.candidates, eligible, self.affinity)
-        return Record(
+            seen = ChoiceInputs(workers, block_size, self.candidates, eligible, self.affinity)
+        return DecisionRecord(
             request_id=decision.request_id,
             at_ms=self.view.now_ms,
             worker=str(decision.worker.key),

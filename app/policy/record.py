@@ -21,7 +21,7 @@ ROWS = tuple(f.name for f in fields(Candidates))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class ChoiceInputs:
     """All that one choice was made from. eligible: which the request allows, (workers,)."""
 
     workers: list[str]
@@ -39,7 +39,7 @@ Blocks = Sequence[SequenceHash]
 
 
 @dataclass(slots=True)
-class Record:
+class DecisionRecord:
     """One decision. Its fields are those of a stream entry, as text by their types: see CODECS.
 
     at_ms: when loads were looked up, by the Redis clock. blocks: those of the prompt at
@@ -58,7 +58,7 @@ class Record:
     tries: int
     waited_ms: int
     blocks: Blocks
-    seen: Seen | None = None
+    seen: ChoiceInputs | None = None
 
     @property
     def size(self) -> RequestSize:
@@ -72,16 +72,16 @@ def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
     return [chain[at - 1] for at in positions(len(chain))]
 
 
-def encode(record: Record) -> tuple[Any, ...]:
+def encode(record: DecisionRecord) -> tuple[Any, ...]:
     """Values of a stream entry, in the order of ENTRY."""
     return tuple([to_text(getattr(record, name)) for name, to_text in _ENCODERS])
 
 
-def decode(entry: Mapping[bytes, bytes]) -> Record:
+def decode(entry: Mapping[bytes, bytes]) -> DecisionRecord:
     """The record in a stream entry. Raises LookupError, TypeError or ValueError for an invalid one:
     what it returns can be explained, and priced again."""
     text = {name.decode(): value.decode() for name, value in entry.items()}
-    record = Record(**{name: of_text(text[name]) for name, of_text in _DECODERS})
+    record = DecisionRecord(**{name: of_text(text[name]) for name, of_text in _DECODERS})
     if record.policy not in POLICIES or not 1 <= record.isl_tokens <= MOST:
         raise ValueError(f"{record.isl_tokens} tokens, {record.policy!r}")
     return record
@@ -96,7 +96,7 @@ def _blocks_of(text: str) -> Blocks:
     return [SequenceHash(int(text[i : i + 16], 16)) for i in range(0, len(text), 16)]
 
 
-def _seen_text(seen: Seen | None) -> bytes:
+def _seen_text(seen: ChoiceInputs | None) -> bytes:
     if seen is None:
         return b""
     columns = {name: getattr(seen.candidates, name).astype(np.float32) for name in ROWS}
@@ -112,7 +112,7 @@ def _seen_text(seen: Seen | None) -> bytes:
     )
 
 
-def _seen_of(text: str) -> Seen | None:
+def _seen_of(text: str) -> ChoiceInputs | None:
     if not text:
         return None
     found = orjson.loads(text)
@@ -131,7 +131,9 @@ def _seen_of(text: str) -> Seen | None:
         position, fraction, max_queue_s = found["affinity"]
         most_s = math.inf if max_queue_s is None else float(max_queue_s)
         affinity = Affinity(places[position], float(fraction), most_s)
-    return Seen(found["workers"], block_size, Candidates(*matrix), found["eligible"], affinity)
+    return ChoiceInputs(
+        found["workers"], block_size, Candidates(*matrix), found["eligible"], affinity
+    )
 
 
 CODECS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
@@ -144,11 +146,11 @@ CODECS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
     ),
     Best: (lambda best: f"{best.worker} {best.blocks}", _best_of),
     Blocks: (hex_text, _blocks_of),
-    Seen | None: (_seen_text, _seen_of),
+    ChoiceInputs | None: (_seen_text, _seen_of),
 }
 """How a field of each type is written into an entry, and read from its text."""
-_TYPES = get_type_hints(Record)
-ENTRY = tuple(f.name for f in fields(Record))
+_TYPES = get_type_hints(DecisionRecord)
+ENTRY = tuple(f.name for f in fields(DecisionRecord))
 """Fields of a stream entry."""
 _ENCODERS = [(name, CODECS[_TYPES[name]][0]) for name in ENTRY]
 _DECODERS = [(name, CODECS[_TYPES[name]][1]) for name in ENTRY]

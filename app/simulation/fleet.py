@@ -26,7 +26,7 @@ from app.simulation.books import Books, Promise, rounds_of
 from app.simulation.profiles import Profile
 from app.simulation.setting import Policy, Setting, Sharing
 from app.simulation.steps import Finished, SimRequest, Step
-from app.simulation.worker import Quiet, Status, Worker
+from app.simulation.worker import Quiet, SimWorker, Status
 
 T = TypeVar("T")
 Act = Callable[[float], None]
@@ -44,7 +44,7 @@ class Loss(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SimAnswer:
     """What became of a request. worker: its place in the fleet; None: it was lost."""
 
     request: SimRequest
@@ -60,7 +60,7 @@ class Answer:
     output_tokens: int = 0
 
 
-Then = Callable[[Answer, float], None]
+Then = Callable[[SimAnswer, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class _Flight:
     attempts: int = 0
     first_token_s: float | None = None
 
-    def lost(self, loss: Loss, reason: str) -> Answer:
-        return Answer(self.request, self.arrival_s, self.attempts, loss, reason)
+    def lost(self, loss: Loss, reason: str) -> SimAnswer:
+        return SimAnswer(self.request, self.arrival_s, self.attempts, loss, reason)
 
 
 class _Replica:
@@ -117,7 +117,7 @@ class SimFleet:
         self.setting = setting
         self.on_decided: Callable[[Decided], None] | None = None
         """Called with each decision that holds."""
-        self.workers: list[Worker] = []
+        self.workers: list[SimWorker] = []
         """All that there ever were; a worker's place is its name."""
         self.conflicts = 0
         """Reservations refused because another replica's came first."""
@@ -159,7 +159,7 @@ class SimFleet:
     def join(self, profile: Profile, startup_s: float = 0.0) -> int:
         """A worker with an empty cache joins after `startup_s`. Returns its place."""
         place = len(self.workers)
-        worker = Worker(self.setting, profile, lambda: self.now_s, self.now_s)
+        worker = SimWorker(self.setting, profile, lambda: self.now_s, self.now_s)
         self.workers.append(worker)
         counts_blocks = self._counts_once or self.setting.count_in_flight
         for books in {id(replica.books): replica.books for replica in self.replicas}.values():
@@ -349,11 +349,11 @@ class SimFleet:
         elif worker.quiet is not None:
             self._end_quiet(worker, worker.quiet, now_s)
 
-    def _end_quiet(self, worker: Worker, quiet: Quiet, now_s: float) -> None:
+    def _end_quiet(self, worker: SimWorker, quiet: Quiet, now_s: float) -> None:
         """The step under way is the last one before the engine looks at what has changed."""
         self._skip(worker, worker.step_under_way(quiet, now_s), quiet.since_s)
 
-    def _step(self, worker: Worker, now_s: float) -> None:
+    def _step(self, worker: SimWorker, now_s: float) -> None:
         quiet = worker.engine.quiet_steps()
         if quiet > 1:
             self._skip(worker, quiet, now_s)
@@ -367,7 +367,7 @@ class SimFleet:
         else:
             self._leave_if_drained(worker)
 
-    def _skip(self, worker: Worker, num_steps: int, since_s: float) -> None:
+    def _skip(self, worker: SimWorker, num_steps: int, since_s: float) -> None:
         """Pass the decode-only steps from `since_s` on in one go, unless a request arrives."""
         worker.quiet = quiet = Quiet(since_s, num_steps, worker.slowness)
         worker.is_stepping = True
@@ -381,7 +381,7 @@ class SimFleet:
 
         self.at(since_s + worker.slowness * worker.engine.decode_s(num_steps), end)
 
-    def _end_step(self, worker: Worker, step: Step, took_s: float, now_s: float) -> None:
+    def _end_step(self, worker: SimWorker, step: Step, took_s: float, now_s: float) -> None:
         if worker.status is Status.GONE:
             return
         worker.publish_metrics(now_s)
@@ -397,7 +397,7 @@ class SimFleet:
 
     def _finish(self, flight: _Flight, finished: Finished, now_s: float) -> None:
         self._forget(flight, now_s)
-        answer = Answer(
+        answer = SimAnswer(
             flight.request,
             flight.arrival_s,
             flight.attempts,
@@ -416,6 +416,6 @@ class SimFleet:
         worker.num_requests -= 1
         self._tell(flight.replica, flight.worker, now_s, Books.release, request.request_id)
 
-    def _leave_if_drained(self, worker: Worker) -> None:
+    def _leave_if_drained(self, worker: SimWorker) -> None:
         if worker.status is Status.DRAINING and not worker.num_requests:
             worker.status, worker.gone_s = Status.GONE, self.now_s

@@ -40,7 +40,7 @@ class Quiet:
     slowness: float
 
 
-class Worker:
+class SimWorker:
     """One engine, and what the routers see of it."""
 
     def __init__(

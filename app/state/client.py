@@ -18,7 +18,7 @@ Address = tuple[str, int]
 MAX_REDIRECTS = 4
 
 
-class Client(Redis):
+class RedisClient(Redis):
     """One server. Subclasses differ in where a key is, and in what they learn from an error."""
 
     stale = False

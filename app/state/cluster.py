@@ -18,13 +18,13 @@ from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError
 
-from app.state.client import MAX_REDIRECTS, Address, Client, first_answer
-from app.state.exchange import Node, Pool, did_not_run, exchange
+from app.state.client import MAX_REDIRECTS, Address, RedisClient, first_answer
+from app.state.exchange import FairPool, Node, did_not_run, exchange
 
 KEYLESS = frozenset({"INFO", "PING", "TIME"})
 
 
-class ClusterClient(Client):
+class ClusterClient(RedisClient):
     """All nodes of a Redis Cluster, each with its own connections.
 
     A command with one key goes where the key is, provided that it is the first argument or the
@@ -152,7 +152,7 @@ class ClusterClient(Client):
             options = {**self._options, "host": address[0], "port": address[1]}
             if read_only:
                 options["redis_connect_func"] = _connect_read_only
-            client = Redis.from_pool(Pool(**options))
+            client = Redis.from_pool(FairPool(**options))
             self._clients[address, read_only] = client
         return client
 

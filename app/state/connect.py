@@ -18,9 +18,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError
 
 from app.core.errors import ConfigError, RedisUnavailable
-from app.state.client import Address, Client
+from app.state.client import Address, RedisClient
 from app.state.cluster import ClusterClient
-from app.state.exchange import Pool
+from app.state.exchange import FairPool
 from app.state.sentinel import SentinelClient, Sentinels
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _Target:
     options: dict[str, Any]
 
 
-def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> Client:
+def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> RedisClient:
     """A client of the Redis at `url`; it connects when first used.
 
         redis://[user:password@]host[:6379][/db], rediss:// with TLS, unix:///path
@@ -96,7 +96,7 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> C
     return client
 
 
-def _client(target: _Target, options: dict[str, Any], patience_s: float) -> Client:
+def _client(target: _Target, options: dict[str, Any], patience_s: float) -> RedisClient:
     if target.topology == "cluster":
         if target.path not in ("", "0"):
             raise ValueError("a Cluster has no numbered databases")
@@ -108,13 +108,13 @@ def _client(target: _Target, options: dict[str, Any], patience_s: float) -> Clie
         return _sentinel_client(target.hosts, service, options | _db(db), patience_s)
     if "path" in options:
         del options["socket_keepalive"]
-    pool = Pool(**(options | _db(target.path)))
-    return cast(Client, Client.from_pool(pool))
+    pool = FairPool(**(options | _db(target.path)))
+    return cast(RedisClient, RedisClient.from_pool(pool))
 
 
 def _sentinel_client(
     hosts: list[Address], service: str, options: dict[str, Any], patience_s: float
-) -> Client:
+) -> RedisClient:
     tls = options.pop("connection_class", None) is SSLConnection
     login = {k: options.pop(f"sentinel_{k}", None) for k in ("username", "password")}
     alike = {k: v for k, v in options.items() if k.startswith(("socket_", "ssl_"))}
@@ -216,7 +216,7 @@ class deadline:  # noqa: N801 - used like asyncio.timeout
 
 
 @asynccontextmanager
-async def connected(url: str, timeout_s: float) -> AsyncIterator[Client]:
+async def connected(url: str, timeout_s: float) -> AsyncIterator[RedisClient]:
     """A client as `connect` makes it, of a Redis that `check_server` accepts or that is away.
 
     Raises ConfigError.
@@ -229,7 +229,7 @@ async def connected(url: str, timeout_s: float) -> AsyncIterator[Client]:
         yield redis
 
 
-async def check_server(redis: Client, timeout_s: float) -> None:
+async def check_server(redis: RedisClient, timeout_s: float) -> None:
     """Make sure that no master is too old, or drops keys when its memory is full.
 
     Raises ConfigError if one is or would, RedisUnavailable. A Redis that will not say is accepted.
@@ -248,7 +248,7 @@ async def check_server(redis: Client, timeout_s: float) -> None:
                 raise ConfigError(danger)
 
 
-async def danger_of_eviction(redis: Client, timeout_s: float) -> str:
+async def danger_of_eviction(redis: RedisClient, timeout_s: float) -> str:
     """What is wrong with the eviction policy of a master; "" if nothing is, or none will say.
 
     Raises RedisUnavailable.

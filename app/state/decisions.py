@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from itertools import chain
 
 from app.core.keys import Keyspace
-from app.policy.record import ENTRY, Record, decode, encode
-from app.state.client import Client
+from app.policy.record import ENTRY, DecisionRecord, decode, encode
+from app.state.client import RedisClient
 from app.state.scripts import Call, command
 from app.state.streams import pages_backwards
 
@@ -17,14 +17,14 @@ MAX_WRITTEN = 64
 """How many go in one round trip, which takes Redis a millisecond."""
 
 
-def record(keyspace: Keyspace, decision: Record, kept: int) -> Call[bytes]:
+def record(keyspace: Keyspace, decision: DecisionRecord, kept: int) -> Call[bytes]:
     """Add a decision to the stream, which keeps about the newest `kept`; returns its entry's id."""
     entry = chain.from_iterable(zip(ENTRY, encode(decision), strict=True))
     limit = ("MAXLEN", "~", kept, "*")
     return command("record", "XADD", keyspace["decisions"], *limit, *entry, parse=bytes)
 
 
-async def read(redis: Client, keyspace: Keyspace) -> AsyncIterator[Record]:
+async def read(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[DecisionRecord]:
     """All records that are kept, latest first. Raises RedisUnavailable.
 
     Corrupted entries are left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.core.keys import Keyspace
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.scripts import Call, command
 from app.state.streams import id_ms, pages_backwards
 
@@ -30,7 +30,7 @@ def record(keyspace: Keyspace, request_id: str, ending: Ending, kept: int) -> Ca
 
 
 async def read(
-    redis: Client, keyspace: Keyspace, since_ms: int, most: int
+    redis: RedisClient, keyspace: Keyspace, since_ms: int, most: int
 ) -> dict[str, tuple[int, Ending]]:
     """Request id -> when it ended, by the Redis clock in ms, and how: the newest `most` since then.
     Corrupted entries are left out. Raises RedisUnavailable."""

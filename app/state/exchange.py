@@ -78,7 +78,7 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
     return replies[1::2] if node.asking else replies
 
 
-class Pool(ConnectionPool):
+class FairPool(ConnectionPool):
     """Hands out connections in the order in which they are asked for, for which callers wait up to
     `timeout` seconds.
 

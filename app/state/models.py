@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from app.core.keys import MODELS, NAMESPACE
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 
 TIMEOUT_S = 1.0
@@ -16,7 +16,7 @@ MOST = 10_000
 """Entries that are read: anybody may write there."""
 
 
-async def announce(redis: Client, namespace: str, names: Iterable[str]) -> None:
+async def announce(redis: RedisClient, namespace: str, names: Iterable[str]) -> None:
     """Say that workers of `namespace` serve models and adapters of these names, and forget those
     that nobody has announced for KEPT_S. Raises RedisUnavailable."""
     members = [f"{namespace} {name}" for name in names]
@@ -27,7 +27,7 @@ async def announce(redis: Client, namespace: str, names: Iterable[str]) -> None:
             await redis.zadd(MODELS, dict.fromkeys(members, seconds))
 
 
-async def directory(redis: Client) -> dict[str, list[str]]:
+async def directory(redis: RedisClient) -> dict[str, list[str]]:
     """The names of models and adapters by namespace, latest announced first. Raises
     RedisUnavailable."""
     found: dict[str, list[str]] = {}
@@ -40,7 +40,7 @@ async def directory(redis: Client) -> dict[str, list[str]]:
     return found
 
 
-async def forget(redis: Client, namespace: str) -> None:
+async def forget(redis: RedisClient, namespace: str) -> None:
     """Forget the models of `namespace`, until workers announce them again. Raises
     RedisUnavailable."""
     async with deadline(TIMEOUT_S):

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from app.core.keys import Keyspace
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.scripts import Call, call
 
@@ -69,7 +69,7 @@ def propose(
     )
 
 
-async def proposals(redis: Client, keyspace: Keyspace, count: int) -> list[dict[str, Any]]:
+async def proposals(redis: RedisClient, keyspace: Keyspace, count: int) -> list[dict[str, Any]]:
     """The newest `count`, the newest first. Raises RedisUnavailable.
 
     Entries that cannot be read are left out.
@@ -87,7 +87,7 @@ async def proposals(redis: Client, keyspace: Keyspace, count: int) -> list[dict[
     return found
 
 
-async def values(redis: Client, keyspace: Keyspace) -> dict[str, float]:
+async def values(redis: RedisClient, keyspace: Keyspace) -> dict[str, float]:
     """What losing each worker would cost, in seconds of prefill, as a planner last found; empty if
     none runs. Raises RedisUnavailable."""
     async with deadline(TIMEOUT_S):

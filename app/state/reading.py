@@ -18,7 +18,7 @@ from app.core import worker_report
 from app.core.chains import BLOCKS_PER_BUCKET, bucket_name
 from app.core.errors import ConfigError, RedisUnavailable, WrongVersion
 from app.core.keys import DATA_VERSION, Keyspace
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import deadline
 
 STEP_KEYS = 200
@@ -66,7 +66,7 @@ async def _execute(
     return replies
 
 
-async def read_control(redis: Client, keyspace: Keyspace) -> Control:
+async def read_control(redis: RedisClient, keyspace: Keyspace) -> Control:
     """Reads the keys as `read_together` does. Raises WrongVersion, RedisUnavailable."""
 
     def queue(pipe: Pipeline) -> None:
@@ -102,7 +102,7 @@ class OnWorker(NamedTuple):
 
 
 async def read_promised(
-    redis: Client, keyspace: Keyspace, incarnations: Iterable[bytes]
+    redis: RedisClient, keyspace: Keyspace, incarnations: Iterable[bytes]
 ) -> Promised:
     """Reads what is reserved in parts: all of 50,000 requests would keep Redis busy for 0.1 s."""
     node = redis.node_of(keyspace["meta"]).client
@@ -167,7 +167,7 @@ def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
     return int(text)
 
 
-async def bucket_bits_of(redis: Client, shard: Keyspace) -> int | None:
+async def bucket_bits_of(redis: RedisClient, shard: Keyspace) -> int | None:
     """A shard's bucket bits; None: there are none, or none that make sense."""
     found: Any = await redis.hget(shard["shard"], "bucket_bits")
     return parse_bucket_bits(found)
@@ -180,7 +180,7 @@ def parse_bucket_bits(text: bytes | None) -> int | None:
 
 
 async def fill(
-    redis: Client, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
+    redis: RedisClient, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
 ) -> float:
     """Blocks in the index per block it was laid out for, from at least `samples` of its buckets.
 
@@ -205,7 +205,7 @@ async def fill(
 
 
 async def buckets(
-    redis: Client, keyspace: Keyspace
+    redis: RedisClient, keyspace: Keyspace
 ) -> AsyncIterator[tuple[Redis, dict[bytes, int]]]:
     """All buckets of the index with their shards, a few at a time, and the server they are on."""
     async for node, keys in scan(redis, keyspace.pattern + ":blocks:*"):
@@ -246,7 +246,7 @@ async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes
     return found
 
 
-async def scan(redis: Client, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
+async def scan(redis: RedisClient, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
     """All keys that match, a few at a time, with the server they are on."""
     async with deadline(STEP_TIMEOUT_S):
         masters = await redis.masters()

@@ -18,7 +18,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 
 from app.core.errors import RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
-from app.state.client import MAX_REDIRECTS, Client
+from app.state.client import MAX_REDIRECTS, RedisClient
 from app.state.connect import deadline
 from app.state.exchange import Node, did_not_run, exchange
 
@@ -94,7 +94,7 @@ class ScriptRunner:
     """
 
     def __init__(
-        self, redis: Client, timeout_s: float, *, on_replicas: Collection[str] = ()
+        self, redis: RedisClient, timeout_s: float, *, on_replicas: Collection[str] = ()
     ) -> None:
         for name in on_replicas:
             assert load_script(name).reads_only, f"{name} writes"

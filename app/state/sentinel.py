@@ -12,15 +12,15 @@ from redis.asyncio import Redis
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.exceptions import RedisError
 
-from app.state.client import Address, Client, answers, first_answer
-from app.state.exchange import Node, Pool
+from app.state.client import Address, RedisClient, answers, first_answer
+from app.state.exchange import FairPool, Node
 
 FOLLOW_INTERVAL_S = 0.25
 FOLLOW_TIMEOUT_S = 1.0
 
 
-class SentinelPool(SentinelConnectionPool, Pool):
-    """A Pool whose new connections go to the server that the sentinels name."""
+class SentinelPool(SentinelConnectionPool, FairPool):
+    """A FairPool whose new connections go to the server that the sentinels name."""
 
     def __init__(self, service: str, sentinels: Sentinels, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Sentinels(Sentinel):
         return self.filter_slaves(slaves)
 
 
-class SentinelClient(Client):
+class SentinelClient(RedisClient):
     """The master of a service watched by Sentinel, looked up again for each new connection."""
 
     def __init__(self, sentinels: Sentinels, service: str, **options: Any) -> None:

@@ -16,8 +16,8 @@ import trustme
 from app.door import upstream as upstream_module
 from app.door.upstream import (
     MAX_FRAMING_BYTES,
-    Answer,
     ConnectFailed,
+    EngineAnswer,
     NoAnswer,
     Upstream,
     UpstreamBroken,
@@ -94,12 +94,12 @@ def saying(text: bytes) -> Callable[[Server, Reader, Writer], Awaitable[None]]:
     return talk
 
 
-async def post(upstream: Upstream, url: str, body: bytes = BODY, **more: Any) -> Answer:
+async def post(upstream: Upstream, url: str, body: bytes = BODY, **more: Any) -> EngineAnswer:
     times = {"connect_s": 5.0, "answer_s": 5.0} | more
     return await upstream.send(url, "/v1/x", [(b"x-id", b"7")], body, **times)
 
 
-async def whole(answer: Answer) -> bytes:
+async def whole(answer: EngineAnswer) -> bytes:
     pieces = []
     while piece := await answer.read(5.0):
         pieces.append(piece)

@@ -27,7 +27,7 @@ from app.core.errors import RedisUnavailable
 from app.local.cluster import Cluster, Member
 from app.local.redis_server import EmbeddedRedis
 from app.ops import verify, workers
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind, Outcome
 from loadtest.topologies import SERVICE
@@ -301,7 +301,7 @@ class Trouble:
         )
 
 
-async def watch_reservations(redis: Client, cluster: Cluster) -> None:
+async def watch_reservations(redis: RedisClient, cluster: Cluster) -> None:
     """Until cancelled, check that no worker exceeds its slots and that all records agree."""
     while True:
         with suppress(RedisUnavailable):
@@ -331,7 +331,7 @@ async def at_rest(http: aiohttp.ClientSession, cluster: Cluster) -> bool:
     return True
 
 
-async def strays(redis: Client, cluster: Cluster) -> set[str]:
+async def strays(redis: RedisClient, cluster: Cluster) -> set[str]:
     """Keys that a cluster at rest should not have."""
     keys = cluster.keyspace
     shard = keys.of_shard(0)

@@ -23,7 +23,7 @@ from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from app.local import cluster as kvroute
 from app.local.redis_server import EmbeddedRedis
 from app.state import overlap
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import check_server, connect
 from app.state.exchange import Node
 from app.state.index import open_shard
@@ -63,7 +63,7 @@ def own_servers() -> Iterator[ClusterServers]:
 
 
 @pytest.fixture
-async def redis(servers: ClusterServers) -> AsyncIterator[Client]:
+async def redis(servers: ClusterServers) -> AsyncIterator[RedisClient]:
     async with connect(servers.url) as client:
         yield client
 
@@ -71,7 +71,7 @@ async def redis(servers: ClusterServers) -> AsyncIterator[Client]:
 class CountingRunner(ScriptRunner):
     """sent: for each pipeline, the port that it went to and how many calls it had."""
 
-    def __init__(self, redis: Client, **options: Any) -> None:
+    def __init__(self, redis: RedisClient, **options: Any) -> None:
         super().__init__(redis, TIMEOUT_S, **options)
         self.sent: list[tuple[int, int]] = []
 
@@ -95,7 +95,7 @@ def keyspaces(servers: ClusterServers) -> list[Keyspace]:
 
 
 async def test_calls_are_sent_in_one_pipeline_per_node_and_answered_in_order(
-    redis: Client, servers: ClusterServers
+    redis: RedisClient, servers: ClusterServers
 ) -> None:
     first, second, third = keyspaces(servers)
     runner = CountingRunner(redis)
@@ -120,7 +120,7 @@ async def test_calls_are_sent_in_one_pipeline_per_node_and_answered_in_order(
 
 
 async def test_calls_succeed_after_one_node_has_forgotten_its_scripts(
-    redis: Client, servers: ClusterServers
+    redis: RedisClient, servers: ClusterServers
 ) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S)
     calls = [register(keyspace) for keyspace in keyspaces(servers)]
@@ -131,7 +131,7 @@ async def test_calls_succeed_after_one_node_has_forgotten_its_scripts(
 
 
 async def test_plain_commands_of_agents_and_routers_reach_the_right_node(
-    redis: Client, servers: ClusterServers
+    redis: RedisClient, servers: ClusterServers
 ) -> None:
     for keyspace in keyspaces(servers):
         stream = keyspace["metrics"]
@@ -164,7 +164,7 @@ def test_operators_can_look_inside_a_redis_cluster(servers: ClusterServers) -> N
 
 
 async def test_calls_that_find_all_connections_in_use_wait_for_one(
-    redis: Client, servers: ClusterServers
+    redis: RedisClient, servers: ClusterServers
 ) -> None:
     [keyspace, *_] = keyspaces(servers)
     runner = ScriptRunner(redis, TIMEOUT_S)
@@ -174,7 +174,7 @@ async def test_calls_that_find_all_connections_in_use_wait_for_one(
     assert {len(answer) for answer in answers} == {1}
 
 
-async def test_a_slot_that_moved_is_followed(redis: Client, servers: ClusterServers) -> None:
+async def test_a_slot_that_moved_is_followed(redis: RedisClient, servers: ClusterServers) -> None:
     keyspace, other, _ = keyspaces(servers)
     slot = key_slot(keyspace["meta"].encode())
     runner = CountingRunner(redis)
@@ -198,7 +198,7 @@ async def test_a_slot_that_moved_is_followed(redis: Client, servers: ClusterServ
 
 
 async def test_no_script_runs_on_half_of_its_keys_while_their_slot_moves(
-    redis: Client, servers: ClusterServers
+    redis: RedisClient, servers: ClusterServers
 ) -> None:
     keyspace, _, _ = keyspaces(servers)
     slot = key_slot(keyspace["meta"].encode())
@@ -224,7 +224,7 @@ async def test_no_script_runs_on_half_of_its_keys_while_their_slot_moves(
 
 
 async def test_the_index_is_read_on_replicas_if_configured(
-    redis: Client, servers: ClusterServers
+    redis: RedisClient, servers: ClusterServers
 ) -> None:
     [keyspace, *_] = keyspaces(servers)
     shard = keyspace.of_shard(0)
@@ -247,7 +247,7 @@ async def test_the_index_is_read_on_replicas_if_configured(
 
 
 async def test_the_master_answers_where_its_replica_does_not(
-    redis: Client, servers: ClusterServers
+    redis: RedisClient, servers: ClusterServers
 ) -> None:
     [keyspace, *_] = keyspaces(servers)
     runner = CountingRunner(redis, on_replicas=["match"])
@@ -296,7 +296,9 @@ async def test_routers_and_workers_run_on_a_redis_cluster(servers: ClusterServer
             assert then["worker_id"] == first["worker_id"]
 
 
-async def test_all_masters_are_found_and_checked(redis: Client, servers: ClusterServers) -> None:
+async def test_all_masters_are_found_and_checked(
+    redis: RedisClient, servers: ClusterServers
+) -> None:
     assert sorted(map(port_of, await redis.masters())) == sorted(s.port for s in servers.masters)
     await check_server(redis, TIMEOUT_S)
     for server in servers.masters:

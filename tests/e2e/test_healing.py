@@ -34,7 +34,7 @@ from app.router import maintenance
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
@@ -63,7 +63,12 @@ class World:
     """
 
     def __init__(
-        self, redis: Redis, of_agents: Client, of_router: Client, seed: int, **settings: Any
+        self,
+        redis: Redis,
+        of_agents: RedisClient,
+        of_router: RedisClient,
+        seed: int,
+        **settings: Any,
     ) -> None:
         self.redis: Any = redis
         self.rng = random.Random(seed)
@@ -335,7 +340,7 @@ OF_SHARDS = ("shard", "applied", "dead", "blocks")
 ALL_KEYS = CONTROL + OF_SHARDS
 
 
-def agent_of(name: str, redis: Client, lease_s: float = LEASE_S) -> Agent:
+def agent_of(name: str, redis: RedisClient, lease_s: float = LEASE_S) -> Agent:
     return fake_agent(
         ScriptRunner(redis, timeout_s=0.5),
         KEYS,

@@ -15,7 +15,7 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash
 from app.state import overlap, reservations
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import check_server, connect
 from app.state.scripts import ScriptRunner
 from loadtest.topologies import SERVICE
@@ -55,7 +55,7 @@ def servers() -> Iterator[SentinelServers]:
 
 
 @pytest.fixture
-async def redis(servers: SentinelServers) -> AsyncIterator[Client]:
+async def redis(servers: SentinelServers) -> AsyncIterator[RedisClient]:
     async with connect(servers.url) as client:
         yield client
         await client.flushall()
@@ -67,7 +67,7 @@ async def port_of(redis: Redis) -> int:
 
 
 async def test_the_master_is_found_through_the_sentinels(
-    redis: Client, servers: SentinelServers
+    redis: RedisClient, servers: SentinelServers
 ) -> None:
     assert await port_of(redis) == servers.master.port
     assert await port_of((await redis.masters())[0]) == servers.master.port
@@ -87,7 +87,7 @@ async def test_a_url_may_name_a_database_after_the_service(servers: SentinelServ
         await five.flushdb()
 
 
-async def test_calls_that_find_all_connections_in_use_wait_for_one(redis: Client) -> None:
+async def test_calls_that_find_all_connections_in_use_wait_for_one(redis: RedisClient) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S)
     await runner.one(register(KEYS, "a"))
     answers = await asyncio.gather(*(runner.one(REGISTERED) for _ in range(100)))
@@ -112,7 +112,7 @@ async def test_redis_is_unavailable_if_the_sentinels_do_not_know_the_service(
 
 
 async def test_scripts_that_only_read_run_on_replicas_if_configured(
-    redis: Client, servers: SentinelServers
+    redis: RedisClient, servers: SentinelServers
 ) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
     release = reservations.release(KEYS, "r1")

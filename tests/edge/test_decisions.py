@@ -18,7 +18,7 @@ from app.core.chains import positions
 from app.local.redis_server import EmbeddedRedis
 from app.policy import plan
 from app.policy.locality import Locality
-from app.policy.record import Record
+from app.policy.record import DecisionRecord
 from app.state import decisions
 from app.state.connect import connect
 from tests.edge.conftest import StartReplica
@@ -51,10 +51,10 @@ async def route(client: httpx.AsyncClient, request_id: str, **body: Any) -> dict
     return found
 
 
-async def recorded(url: str, request_id: str) -> Record:
+async def recorded(url: str, request_id: str) -> DecisionRecord:
     async with connect(url) as redis:
 
-        async def look() -> Record | None:
+        async def look() -> DecisionRecord | None:
             async for record in decisions.read(redis, KEYS):
                 if record.request_id == request_id:
                     return record

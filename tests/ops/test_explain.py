@@ -12,13 +12,13 @@ from app.ops.explain import Comparison
 from app.policy.affinity import Affinity
 from app.policy.cost import POLICIES, Candidates, blocks
 from app.policy.locality import Best, Locality
-from app.policy.record import ROWS, Record, Seen
+from app.policy.record import ROWS, ChoiceInputs, DecisionRecord
 
 WORKERS = ["w0:0", "w1:0", "w2:0", "w3:0"]
 DECISIONS = 400
 
 
-def record(worker: str, policy: str, *, overlaps: list[int], requests: list[int]) -> Record:
+def record(worker: str, policy: str, *, overlaps: list[int], requests: list[int]) -> DecisionRecord:
     """A prompt of ten blocks of four tokens went to `worker`; in all else the workers are equal."""
     columns = {name: np.zeros(len(WORKERS)) for name in ROWS}
     columns["prefill_s_per_token"] += 0.001
@@ -26,12 +26,12 @@ def record(worker: str, policy: str, *, overlaps: list[int], requests: list[int]
     columns["overlap_device"] += overlaps
     columns["active_requests"] += requests
     columns["active_blocks"] += 10 * np.array(requests)
-    seen = Seen(WORKERS, 4, Candidates(**columns), [True] * len(WORKERS))
+    seen = ChoiceInputs(WORKERS, 4, Candidates(**columns), [True] * len(WORKERS))
     kept, best = Locality.KEPT, Best("", 0)
-    return Record("r", 0, worker, policy, kept, 41, 10, TierOverlap(), best, 1, 0, [], seen)
+    return DecisionRecord("r", 0, worker, policy, kept, 41, 10, TierOverlap(), best, 1, 0, [], seen)
 
 
-def changed(found: Record, policy: str, prefill_weight: float | None = None) -> int:
+def changed(found: DecisionRecord, policy: str, prefill_weight: float | None = None) -> int:
     """How many of DECISIONS like `found` change, each scored with random draws of its own."""
     cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
     comparison, rng = Comparison(), np.random.default_rng(1)
@@ -106,10 +106,10 @@ def test_means_are_of_the_workers_that_were_and_that_would_be_chosen() -> None:
     }
 
 
-def with_session(found: Record) -> Record:
+def with_session(found: DecisionRecord) -> DecisionRecord:
     """The decision, made for a session that had gone to w1 before."""
     assert found.seen is not None
-    found.seen = Seen(WORKERS, 4, found.seen.candidates, [True] * 4, Affinity(1, 1.0))
+    found.seen = ChoiceInputs(WORKERS, 4, found.seen.candidates, [True] * 4, Affinity(1, 1.0))
     return found
 
 

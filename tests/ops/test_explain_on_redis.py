@@ -15,7 +15,7 @@ from app.core.types import SequenceHash, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
-from app.policy.record import ENTRY, ROWS, Record, Seen, encode
+from app.policy.record import ENTRY, ROWS, ChoiceInputs, DecisionRecord, encode
 from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 
@@ -31,12 +31,12 @@ async def as_json(server: EmbeddedRedis, *arguments: str) -> Any:
     return json.loads(result.output)
 
 
-async def keep(redis: Redis, *records: Record) -> None:
+async def keep(redis: Redis, *records: DecisionRecord) -> None:
     for one in records:
         await redis.xadd(KEYS["decisions"], dict(zip(ENTRY, encode(one), strict=True)))
 
 
-def decided(request_id: str, seen: Seen | None = None, **others: Any) -> Record:
+def decided(request_id: str, seen: ChoiceInputs | None = None, **others: Any) -> DecisionRecord:
     known: dict[str, Any] = {
         "request_id": request_id,
         "at_ms": 0,
@@ -52,7 +52,7 @@ def decided(request_id: str, seen: Seen | None = None, **others: Any) -> Record:
         "blocks": [SequenceHash(7)],
         "seen": seen,
     }
-    return Record(**known | others)
+    return DecisionRecord(**known | others)
 
 
 async def test_explain_says_what_was_decided_and_why(
@@ -85,7 +85,7 @@ async def test_explain_lists_the_cheapest_candidate_first_with_the_blocks_of_all
     columns["overlap_disk"] += [0, 1, 0]
     columns["max_requests"] += 100
     columns["prefill_s_per_token"] += 0.001
-    seen = Seen(["w0:0", "w1:0", "w2:0"], 4, Candidates(**columns), [True] * 3)
+    seen = ChoiceInputs(["w0:0", "w1:0", "w2:0"], 4, Candidates(**columns), [True] * 3)
     await keep(redis, decided("r1", seen))
     candidates = (await as_json(one_redis_server, "explain", "r1"))["candidates"]
     assert [(c["worker"], c["overlap_blocks"]) for c in candidates] == [

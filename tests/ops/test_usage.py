@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from app.core.types import SequenceHash
-from app.ops.usage import Usage, usages
+from app.ops.usage import PrefixUsage, usages
 from tests.state.test_decisions import CHAIN, record
 
 
@@ -19,7 +19,11 @@ def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
     prompts = [private(1, system, 30), private(2, document, 8), private(3, document, 60), CHAIN[:4]]
     found = list(usages(record(f"r{n}", prompt) for n, prompt in enumerate(prompts)))
     # 40 and 20 are among the recorded positions, and so is 4.
-    assert found[:3] == [Usage(CHAIN[3], 4, 4), Usage(CHAIN[19], 20, 3), Usage(CHAIN[39], 40, 2)]
+    assert found[:3] == [
+        PrefixUsage(CHAIN[3], 4, 4),
+        PrefixUsage(CHAIN[19], 20, 3),
+        PrefixUsage(CHAIN[39], 40, 2),
+    ]
     assert [(usage.num_blocks, usage.requests) for usage in found[3:]] == [
         (96, 1),
         (48, 1),

@@ -23,7 +23,7 @@ from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
 from app.planner.predict import predict
-from app.planner.rules.state import Asked, Prediction, Proposal, Rules
+from app.planner.rules.state import PastRequest, Prediction, Proposal, Rules
 from app.router.fleet import Fleet
 from app.state import leases, planner, reservations
 from app.state.connect import connect
@@ -335,12 +335,12 @@ async def test_decisions_are_replayed_with_what_came_of_them(
         await routed("r1")
         await door.delete("/v1/requests/r1?output_tokens=7&ttft_ms=120")
 
-        async def known() -> dict[str, Asked]:
+        async def known() -> dict[str, PastRequest]:
             await observer.sample()
             recent = await observer.recent(Rules())
             return {asked.request.request_id: asked for asked in recent}
 
-        def is_complete(found: dict[str, Asked]) -> bool:
+        def is_complete(found: dict[str, PastRequest]) -> bool:
             return set(found) == {"r0", "r1"} and found["r1"].came is not None
 
         found = await eventually(known, is_complete)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from app.core.config import RouterSettings
 from app.local.redis_server import EmbeddedRedis
-from app.policy.record import Record
+from app.policy.record import DecisionRecord
 from app.router.fleet import Fleet
 from app.router.history import MAX_UNWRITTEN, History
 from app.router.metrics import Telemetry
@@ -38,7 +38,7 @@ def history_of(redis: Any, runner: ScriptRunner | None = None, **settings: Any) 
     )
 
 
-def planned(make: Callable[[], Record]) -> Any:
+def planned(make: Callable[[], DecisionRecord]) -> Any:
     """As much of a Plan as is recorded of it."""
     return SimpleNamespace(record=lambda details, now_s: make())
 
@@ -79,7 +79,7 @@ async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
 async def test_none_are_recorded_if_none_are_to_be_kept(redis: Redis) -> None:
     made: list[str] = []
 
-    def make(request_id: str) -> Record:
+    def make(request_id: str) -> DecisionRecord:
         made.append(request_id)
         return record(request_id, CHAIN)
 

@@ -22,7 +22,7 @@ from app.router.history import History
 from app.router.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.router.metrics import Telemetry
 from app.router.replica import Replica
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.predictions import PredictionSettings, predict, predicted
 from app.state.scripts import Call, ScriptRunner
@@ -31,7 +31,7 @@ from tests.fake_worker import KEYS, NAMESPACE, SHARD, FakeWorkers
 
 
 def maintenance_of(
-    redis: Client,
+    redis: RedisClient,
     runner: ScriptRunner | None = None,
     telemetry: Telemetry | None = None,
     predicted: PredictionSettings | None = None,
@@ -52,7 +52,7 @@ def maintenance_of(
 class CountingRunner(ScriptRunner):
     """Counts what it is asked to run. While `down`, Redis cannot be reached through it."""
 
-    def __init__(self, redis: Client) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         super().__init__(redis, 5.0)
         self.ran: Counter[str] = Counter()
         self.down = False
@@ -83,7 +83,7 @@ async def running(maintenance: Maintenance) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def test_more_incarnations_than_one_call_may_ask_about_are_swept(redis: Client) -> None:
+async def test_more_incarnations_than_one_call_may_ask_about_are_swept(redis: RedisClient) -> None:
     await FakeWorkers(redis).register("w1")
     lost = {str(n): "0 nonce" for n in range(10, 9010)}
     await redis.hset(SHARD["applied"], mapping=lost)
@@ -96,7 +96,7 @@ async def test_more_incarnations_than_one_call_may_ask_about_are_swept(redis: Cl
 
 
 async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime(
-    redis: Client,
+    redis: RedisClient,
 ) -> None:
     """Slice letters repeat every 26 slices, 3.9 s here. With 64 of 2,048 buckets every 250 ms, a
     round of pruning would take 8 s."""
@@ -121,7 +121,7 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
 
 
 async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
-    redis: Client, monkeypatch: pytest.MonkeyPatch
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis may have been unreachable until then, so that agents could renew no lease."""
 
@@ -146,7 +146,7 @@ async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
 
 
 async def test_nobody_is_retired_soon_after_an_outage_that_only_maintenance_noticed(
-    redis: Client, monkeypatch: pytest.MonkeyPatch
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now_s=time.monotonic(), monotonic=lambda: clock.now_s)
     monkeypatch.setattr("app.router.maintenance.time", clock)
@@ -168,7 +168,7 @@ async def test_nobody_is_retired_soon_after_an_outage_that_only_maintenance_noti
 
 
 async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(
-    redis: Client, monkeypatch: pytest.MonkeyPatch
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(ahead_s=0, monotonic=lambda: time.monotonic() + clock.ahead_s)
     monkeypatch.setattr("app.router.maintenance.time", clock)
@@ -224,7 +224,7 @@ async def test_everything_goes_on_after_an_outage(
             await eventually(fill, lambda value: value == 0.0)
 
 
-async def test_every_shard_is_swept_and_pruned(redis: Client) -> None:
+async def test_every_shard_is_swept_and_pruned(redis: RedisClient) -> None:
     settings = PredictionSettings(lifetime_s=0.6, max_entries=65_536)
     inc = await FakeWorkers(redis).register("w1")
     await redis.hset(KEYS["meta"], "shards", 2)
@@ -244,7 +244,7 @@ async def test_every_shard_is_swept_and_pruned(redis: Client) -> None:
 
 
 async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_made_too(
-    redis: Client, monkeypatch: pytest.MonkeyPatch
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = ["r3"]
 
@@ -276,7 +276,7 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
 
 
 async def test_how_full_the_index_is_is_known_as_soon_as_its_shards_are(
-    redis: Client, monkeypatch: pytest.MonkeyPatch
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.router.maintenance.FILL_INTERVAL_S", 3600.0)
     workers, telemetry = FakeWorkers(redis), Telemetry()
@@ -291,7 +291,7 @@ async def test_how_full_the_index_is_is_known_as_soon_as_its_shards_are(
 
 
 async def test_an_incarnation_whose_number_was_lost_with_the_data_is_not_swept(
-    redis: Client,
+    redis: RedisClient,
 ) -> None:
     workers, swept, emptied = FakeWorkers(redis), Counter[str](), asyncio.Event()
     lost: list[Any] = []

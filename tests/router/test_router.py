@@ -33,7 +33,7 @@ from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.exchange import Node
 from app.state.scripts import Call, ScriptRunner
@@ -57,7 +57,7 @@ class ScriptedRunner(ScriptRunner):
     answer does not arrive in time.
     """
 
-    def __init__(self, redis: Client) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         super().__init__(redis, TIMEOUT_S)
         self.round_trips: list[list[str]] = []
         self.num_wishes = 0
@@ -91,7 +91,7 @@ class ScriptedRunner(ScriptRunner):
 class Replica(Router):
     """A router on a connection pool of its own, with its runner accessible."""
 
-    def __init__(self, redis: Client, **settings: Any) -> None:
+    def __init__(self, redis: RedisClient, **settings: Any) -> None:
         chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
         self.runner = ScriptedRunner(redis)
         super().__init__(
@@ -986,10 +986,10 @@ async def test_a_replica_follows_changes_of_redis_that_cause_no_errors(
 ) -> None:
     follows = asyncio.Event()
 
-    async def follow(_: Client) -> None:
+    async def follow(_: RedisClient) -> None:
         follows.set()
 
-    monkeypatch.setattr(Client, "follow", follow)
+    monkeypatch.setattr(RedisClient, "follow", follow)
     async with running(one_redis_server.url):
         await follows.wait()
 

@@ -6,7 +6,7 @@ import pytest
 
 from app.core.loads import Load
 from app.core.types import SequenceHash
-from app.simulation.fleet import Answer, Loss, SimFleet
+from app.simulation.fleet import Loss, SimAnswer, SimFleet
 from app.simulation.profiles import USUAL
 from app.simulation.setting import Setting, Sharing
 from app.simulation.steps import SimRequest
@@ -24,13 +24,13 @@ class Played:
 
     def __init__(self, setting: Setting, policy: str = "least_loaded") -> None:
         self.fleet = SimFleet(policy, setting)
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, SimAnswer] = {}
 
     def ask(self, when_s: float, *requests: SimRequest) -> None:
         for one in requests:
             self.fleet.at(when_s, lambda _, one=one: self.fleet.ask(one, self._keep))
 
-    def _keep(self, answer: Answer, _: float) -> None:
+    def _keep(self, answer: SimAnswer, _: float) -> None:
         self.answers[answer.request.request_id] = answer
 
     def worker_of(self, name: str) -> int | None:

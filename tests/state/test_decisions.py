@@ -15,9 +15,9 @@ from app.local.redis_server import EmbeddedRedis
 from app.policy.affinity import Affinity
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
-from app.policy.record import ENTRY, ROWS, Record, Seen, decode, encode, sampled
+from app.policy.record import ENTRY, ROWS, ChoiceInputs, DecisionRecord, decode, encode, sampled
 from app.state import decisions, streams
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.redis_servers import stopped
@@ -25,8 +25,10 @@ from tests.redis_servers import stopped
 KEYS = Keyspace("test")
 
 
-def record(request_id: str, blocks: list[SequenceHash], seen: Seen | None = None) -> Record:
-    return Record(
+def record(
+    request_id: str, blocks: list[SequenceHash], seen: ChoiceInputs | None = None
+) -> DecisionRecord:
+    return DecisionRecord(
         request_id=request_id,
         at_ms=1_700_000_000_123,
         worker="w1:0",
@@ -66,7 +68,7 @@ def test_the_candidates_of_a_decision_are_read_as_they_were_written(max_queue_s:
     # As without Redis.
     matrix[ROWS.index("max_requests")] = np.inf
     eligible, affinity = [True, False, True], Affinity(1, 0.5, max_queue_s)
-    seen = Seen(["w0:0", "w1:0", "w2:1"], 1, Candidates(*matrix), eligible, affinity)
+    seen = ChoiceInputs(["w0:0", "w1:0", "w2:1"], 1, Candidates(*matrix), eligible, affinity)
     found = decode(as_redis_gives_it(encode(record("r1", CHAIN, seen)))).seen
     assert found is not None
     assert (found.workers, found.block_size) == (seen.workers, 1)
@@ -85,7 +87,7 @@ def test_an_entry_that_lacks_a_field_is_refused(missing: str) -> None:
 
 def test_candidates_that_do_not_match_the_workers_are_refused() -> None:
     matrix = np.zeros((len(ROWS), 2))
-    seen = Seen(["w0:0"], 16, Candidates(*matrix), [True])
+    seen = ChoiceInputs(["w0:0"], 16, Candidates(*matrix), [True])
     with pytest.raises(ValueError, match="does not fit 1 workers"):
         decode(as_redis_gives_it(encode(record("r1", CHAIN, seen))))
 
@@ -111,7 +113,9 @@ def test_an_entry_that_cannot_be_explained_is_refused(field: str, value: str) ->
     ],
 )
 def test_candidates_that_cannot_be_priced_again_are_refused(field: str, value: Any) -> None:
-    seen = Seen(["w0:0"], 16, Candidates(*np.zeros((len(ROWS), 1))), [True], Affinity(0, 0.5))
+    seen = ChoiceInputs(
+        ["w0:0"], 16, Candidates(*np.zeros((len(ROWS), 1))), [True], Affinity(0, 0.5)
+    )
     entry = as_redis_gives_it(encode(record("r1", CHAIN, seen)))
     entry[b"seen"] = orjson.dumps(orjson.loads(entry[b"seen"]) | {field: value})
     with pytest.raises((LookupError, TypeError, ValueError)):
@@ -119,7 +123,7 @@ def test_candidates_that_cannot_be_priced_again_are_refused(field: str, value: A
 
 
 async def test_records_are_read_page_by_page_the_latest_first_without_corrupted_ones(
-    redis: Client, monkeypatch: pytest.MonkeyPatch
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "PAGE", 2)
     entries = [as_redis_gives_it(encode(record(f"r{n}", CHAIN))) for n in range(6)]

@@ -14,7 +14,7 @@ from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.state import index, leases, reservations
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.exchange import Node
 from app.state.index import Change
@@ -42,7 +42,7 @@ RELEASE = reservations.release(KEYS, "r1")
 
 
 @pytest.fixture
-async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[Client]:
+async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[RedisClient]:
     async with connect(own_redis_server.url) as client:
         yield client
 
@@ -64,7 +64,7 @@ def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order() -> None:
     assert one.args == (7, "nonce", 1, "")
 
 
-async def test_replies_come_in_the_order_of_the_calls(redis: Client) -> None:
+async def test_replies_come_in_the_order_of_the_calls(redis: RedisClient) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     replies = await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, RELEASE])
     assert replies == [
@@ -77,14 +77,14 @@ async def test_replies_come_in_the_order_of_the_calls(redis: Client) -> None:
     assert await runner.run([]) == []
 
 
-async def test_calls_succeed_after_redis_has_lost_its_scripts(redis: Client) -> None:
+async def test_calls_succeed_after_redis_has_lost_its_scripts(redis: RedisClient) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE, RESERVE, LOADS, RELEASE])
     await redis.script_flush()
     assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 0
 
 
-async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: Client) -> None:
+async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: RedisClient) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE])
     await redis.script_flush()
@@ -98,7 +98,9 @@ async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: Clie
     assert (load.requests, load.total) == (1, 2)
 
 
-async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(redis: Client) -> None:
+async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(
+    redis: RedisClient,
+) -> None:
     sent: list[list[str]] = []
 
     class Recording(ScriptRunner):
@@ -118,13 +120,13 @@ async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(redis: 
     assert sent == [["loads", "absent", "loads"], ["loads", "loads"]]
 
 
-async def test_a_plain_command_s_error_names_its_operation(redis: Client) -> None:
+async def test_a_plain_command_s_error_names_its_operation(redis: RedisClient) -> None:
     await redis.set(KEYS["writers"], "no hash")
     with pytest.raises(RedisUnavailable, match=r"^absent: .*WRONGTYPE"):
         await ScriptRunner(redis, timeout_s=5).one(leases.absent(KEYS, [Incarnation(1)]))
 
 
-async def test_an_error_reply_means_that_redis_is_unavailable(redis: Client) -> None:
+async def test_an_error_reply_means_that_redis_is_unavailable(redis: RedisClient) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.one(REGISTER)
     await redis.set(KEYS["leases"], "no zset")
@@ -132,7 +134,9 @@ async def test_an_error_reply_means_that_redis_is_unavailable(redis: Client) -> 
         await runner.one(LOADS)
 
 
-async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(redis_client: Client) -> None:
+async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(
+    redis_client: RedisClient,
+) -> None:
     runner, shard, inc = ScriptRunner(redis_client, timeout_s=5), KEYS.of_shard(0), Incarnation(1)
     await runner.run([REGISTER, index.open_shard(shard, inc, "nonce", 4), ACTIVATE])
     store = index.apply(shard, inc, "nonce", 1, [Change(BLOCK, Tier.DEVICE, BLOCK)])
@@ -149,7 +153,9 @@ async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(redis_client
         await redis_client.config_set("maxmemory", "0")
 
 
-async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(redis: Client) -> None:
+async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(
+    redis: RedisClient,
+) -> None:
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE])
     await redis.set(KEYS["metrics"], "no script touches this")
@@ -187,20 +193,20 @@ async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: 
             assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 1
 
 
-def test_only_scripts_that_do_not_write_may_be_sent_to_replicas(redis: Client) -> None:
+def test_only_scripts_that_do_not_write_may_be_sent_to_replicas(redis: RedisClient) -> None:
     ScriptRunner(redis, timeout_s=5, on_replicas=["match", "loads"])
     with pytest.raises(AssertionError, match="reserve writes"):
         ScriptRunner(redis, timeout_s=5, on_replicas=["match", "reserve"])
 
 
-async def test_without_a_replica_the_master_is_read(redis: Client) -> None:
+async def test_without_a_replica_the_master_is_read(redis: RedisClient) -> None:
     runner = ScriptRunner(redis, timeout_s=5, on_replicas=["loads"])
     await runner.run([REGISTER, ACTIVATE])
     assert (await runner.one(LOADS)).loads.keys() == {Incarnation(1)}
 
 
 async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
-    own_redis_server: EmbeddedRedis, own_redis: Client
+    own_redis_server: EmbeddedRedis, own_redis: RedisClient
 ) -> None:
     await ScriptRunner(own_redis, timeout_s=5).run([REGISTER, ACTIVATE])
     with (
@@ -220,7 +226,7 @@ async def test_a_redis_that_cannot_be_reached_is_unavailable() -> None:
 
 
 async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(
-    own_redis_server: EmbeddedRedis, own_redis: Client
+    own_redis_server: EmbeddedRedis, own_redis: RedisClient
 ) -> None:
     runner = ScriptRunner(own_redis, timeout_s=5)
     await runner.one(REGISTER)

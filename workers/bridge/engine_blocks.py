@@ -65,7 +65,7 @@ class Block:
         return self.tokens == tokens and self.parent == parent
 
 
-class Snapshot(NamedTuple):
+class HeldBlocks(NamedTuple):
     """group: the one that counts. rows: each block that is held, by its name at the engine, with
     its references at that moment: blocks change later, references are replaced."""
 
@@ -125,15 +125,15 @@ class EngineBlocks:
                 if block.lies_in(tier):
                     yield Stored(block.blocks, block.parent, tier)
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> HeldBlocks | None:
         """What is known, for `restore`; None while events wait, as they would be lost, and of an
         engine with windows, as what those hold would be."""
         if self._pending.num_waiting or self._shown.is_partial:
             return None
         rows = [(name, b, b.references) for name, b in self._known.items() if b.references]
-        return Snapshot(self._group, rows)
+        return HeldBlocks(self._group, rows)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: HeldBlocks) -> None:
         """Know what an EngineBlocks with the same arguments knew; this one knows nothing yet."""
         self._group = snapshot.group
         for name, block, references in snapshot.rows:

@@ -11,7 +11,7 @@ from workers.bridge.facts import Overrides
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class EngineModels:
     """names, adapters, tokenizer: as models, adapters and tokenizer of EngineFacts."""
 
     names: tuple[str, ...]
@@ -20,7 +20,7 @@ class Models:
     tokenizer: str
 
 
-async def models_of(engine: EngineHttp, overrides: Overrides) -> Models:
+async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
     """What /v1/models lists; adapters come and go while the engine runs.
 
     Raises EngineUnavailable, and ConfigError if there is no model and `overrides` names none.
@@ -36,7 +36,7 @@ async def models_of(engine: EngineHttp, overrides: Overrides) -> Models:
     lengths = [
         length for card in own if (length := whole(card.get("max_model_len"), "max_model_len"))
     ]
-    return Models(
+    return EngineModels(
         names,
         tuple(str(card["id"]) for card in adapters if card.get("id")),
         min(lengths, default=None),

@@ -15,7 +15,7 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from app.core.types import SequenceHash, Tier
-from workers.bridge.engine_blocks import Block, Snapshot
+from workers.bridge.engine_blocks import Block, HeldBlocks
 from workers.bridge.engine_events import key_of
 from workers.bridge.stream import Position
 
@@ -43,7 +43,7 @@ class _File(msgspec.Struct, array_like=True):
 
 class Saved(NamedTuple):
     position: Position
-    snapshot: Snapshot
+    snapshot: HeldBlocks
     joined_late: bool
 
 
@@ -103,7 +103,7 @@ def load(path: Path, form: list[str]) -> Saved | None:
         return None
     if file.form != form:
         return None
-    snapshot = Snapshot(file.group, [_restored(row) for row in file.rows])
+    snapshot = HeldBlocks(file.group, [_restored(row) for row in file.rows])
     return Saved(file.position, snapshot, file.joined_late)
 
 

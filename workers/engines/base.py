@@ -11,7 +11,7 @@ from app.core.types import SequenceHash, Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.simulation.steps import Finished, Step
 from workers.engines.sampling_options import Sampling
-from workers.kv.cache import Publisher
+from workers.kv.cache import EventSink
 
 
 class QueueFullError(Exception):
@@ -181,7 +181,7 @@ class Hosted:
 
     model: str
     num_blocks: Mapping[Tier, int]
-    start: Callable[[Publisher], Engine]
+    start: Callable[[EventSink], Engine]
     close: Callable[[], None] = lambda: None
     tokenizer: Tokenizer | None = None
     gpu: int | None = 0

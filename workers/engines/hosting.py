@@ -12,7 +12,7 @@ from app.simulation.profiles import PROFILES
 from workers.engines.base import Engine, Hosted
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
-from workers.kv.cache import Publisher
+from workers.kv.cache import EventSink
 
 
 def host(settings: WorkerSettings) -> Hosted:
@@ -36,7 +36,7 @@ def _simulated(settings: WorkerSettings) -> Hosted:
     )
     runner = EngineRunner(engine, speedup=settings.speedup)
 
-    def start(publisher: Publisher) -> Engine:
+    def start(publisher: EventSink) -> Engine:
         runner.on_step = lambda: publisher.notify(runner.take_events())
         return runner
 

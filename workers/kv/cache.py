@@ -35,7 +35,7 @@ WITHDRAW_TIMEOUT_S = 1.0
 """If Redis has not heard within this time that a block goes, the block goes anyway."""
 
 
-class Publisher(Protocol):
+class EventSink(Protocol):
     """The part of an agent that is needed here."""
 
     def notify(self, events: Iterable[CacheEvent]) -> None: ...
@@ -60,7 +60,7 @@ class BlockCache:
         self,
         manager: BlockManager,
         carry_out: Callable[[Move], int],
-        publisher: Publisher,
+        publisher: EventSink,
         *,
         spare: Mapping[Tier, int],
         on_load: Callable[[Tier, int, float], None] = lambda *_: None,

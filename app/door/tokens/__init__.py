@@ -8,14 +8,14 @@ Unrenderable   what only the engine itself can render; TokenizerUnavailable, Ove
 
 from app.door.tokens.anthropic import chat_of_messages
 from app.door.tokens.errors import Overloaded, TokenizerUnavailable, Unrenderable
-from app.door.tokens.pool import Pool
+from app.door.tokens.pool import TokenizerThreads
 from app.door.tokens.renderer import Renderer, load
 from app.door.tokens.responses import chat_of_response
 
 __all__ = [
     "Overloaded",
-    "Pool",
     "Renderer",
+    "TokenizerThreads",
     "TokenizerUnavailable",
     "Unrenderable",
     "chat_of_messages",

@@ -13,7 +13,7 @@ from app.door.tokens.errors import Overloaded
 T = TypeVar("T")
 
 
-class Pool:
+class TokenizerThreads:
     """num_threads: at work at once; the tokenizer itself runs without the interpreter's lock.
 
     max_waiting, max_size: how many calls, and how many characters of theirs, may be waiting or at

@@ -12,7 +12,7 @@ from app.door.tokens import files
 from app.door.tokens.encoder import Encoder, Ids
 from app.door.tokens.errors import TokenizerUnavailable, Unrenderable
 from app.door.tokens.messages import chat_of, size
-from app.door.tokens.pool import Pool
+from app.door.tokens.pool import TokenizerThreads
 from app.door.tokens.templates import ChatTemplate
 
 AT_ONCE_CHARACTERS = 1_000
@@ -20,10 +20,12 @@ AT_ONCE_CHARACTERS = 1_000
 REMEMBERED_BYTES = 64 << 20
 """Of texts and their ids, per model: some six million tokens."""
 
-_POOL = Pool()
+_POOL = TokenizerThreads()
 
 
-def load(source: str, pool: Pool = _POOL, max_bytes: int = REMEMBERED_BYTES) -> Renderer:
+def load(
+    source: str, pool: TokenizerThreads = _POOL, max_bytes: int = REMEMBERED_BYTES
+) -> Renderer:
     """What renders and tokenizes a model's prompts. Takes up to seconds: call it in a thread.
 
     source: a folder with a tokenizer.json and, for chats, a template; or the name of a model in the
@@ -55,7 +57,7 @@ class Renderer:
         found: files.ModelFiles,
         templates: Mapping[str, ChatTemplate],
         encoder: Encoder,
-        pool: Pool,
+        pool: TokenizerThreads,
     ) -> None:
         self._found = found
         self._templates = templates

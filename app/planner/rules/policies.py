@@ -29,7 +29,7 @@ Victim = Callable[[FleetState], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class WantedSize:
     """What a policy wants, within the rules or not."""
 
     desired: int
@@ -38,7 +38,7 @@ class Wish:
     candidates: tuple[Prediction, ...] = ()
 
 
-Policy = Callable[[FleetState, Rules, Predict], Wish]
+Policy = Callable[[FleetState, Rules, Predict], WantedSize]
 
 
 def propose(
@@ -62,26 +62,26 @@ def propose(
     )
 
 
-def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Wish:
+def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
     size = state.size
     if size < rules.min_workers:
-        return Wish(rules.min_workers, Reason.BELOW_MINIMUM)
+        return WantedSize(rules.min_workers, Reason.BELOW_MINIMUM)
     if size > rules.max_workers:
-        return Wish(rules.max_workers, Reason.OVER_BUDGET)
+        return WantedSize(rules.max_workers, Reason.OVER_BUDGET)
     if any(worker.load is None for worker in state.those(Phase.LIVE)):
-        return Wish(size, Reason.NO_METRICS)
+        return WantedSize(size, Reason.NO_METRICS)
     if state.proposals and size not in (state.proposals[-1].size, state.proposals[-1].desired):
-        return Wish(size, Reason.FLEET_CHANGED)
+        return WantedSize(size, Reason.FLEET_CHANGED)
     return POLICIES[name](state, rules, predict)
 
 
-def _bounded(wish: Wish, state: FleetState, rules: Rules) -> Wish:
+def _bounded(wish: WantedSize, state: FleetState, rules: Rules) -> WantedSize:
     if wish.desired > rules.max_workers:
         reason = wish.reason if state.size < rules.max_workers else Reason.AT_BUDGET
-        return Wish(rules.max_workers, reason, wish.inputs, wish.candidates)
+        return WantedSize(rules.max_workers, reason, wish.inputs, wish.candidates)
     if wish.desired < rules.min_workers:
         reason = wish.reason if state.size > rules.min_workers else Reason.AT_MINIMUM
-        return Wish(rules.min_workers, reason, wish.inputs, wish.candidates)
+        return WantedSize(rules.min_workers, reason, wish.inputs, wish.candidates)
     return wish
 
 
@@ -99,7 +99,7 @@ def _in_grace(state: FleetState, rules: Rules) -> bool:
     return any(w.since_s > state.now_s - grace_s for w in state.those(Phase.LIVE))
 
 
-def threshold(state: FleetState, rules: Rules, _: Predict) -> Wish:
+def threshold(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
     """One more if the queue of prefills per worker or the KV load is high, one less if both are
     low; nothing while a change is under way.
 
@@ -113,19 +113,19 @@ def threshold(state: FleetState, rules: Rules, _: Predict) -> Wish:
     inputs = {"prefill_queue": queue, "kv_load": kv_load}
     size = state.size
     if state.is_changing:
-        return Wish(size, Reason.CHANGE_UNDER_WAY, inputs)
+        return WantedSize(size, Reason.CHANGE_UNDER_WAY, inputs)
     if queue < rules.prefill_queue_down and kv_load < rules.kv_load_down:
         if _in_grace(state, rules):
-            return Wish(size, Reason.GRACE, inputs)
-        return Wish(size - 1, Reason.LOW_LOAD, inputs)
+            return WantedSize(size, Reason.GRACE, inputs)
+        return WantedSize(size - 1, Reason.LOW_LOAD, inputs)
     if queue > rules.prefill_queue_up:
-        return Wish(size + 1, Reason.PREFILL_QUEUE, inputs)
+        return WantedSize(size + 1, Reason.PREFILL_QUEUE, inputs)
     if kv_load > rules.kv_load_up:
-        return Wish(size + 1, Reason.KV_LOAD, inputs)
-    return Wish(size, Reason.ENOUGH, inputs)
+        return WantedSize(size + 1, Reason.KV_LOAD, inputs)
+    return WantedSize(size, Reason.ENOUGH, inputs)
 
 
-def waiting(state: FleetState, rules: Rules, _: Predict) -> Wish:
+def waiting(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
     """A worker for every five waiting requests; down only to what the cool-down has needed.
 
     After the KEDA examples of vLLM's production stack, which scale on num_requests_waiting.
@@ -135,7 +135,7 @@ def waiting(state: FleetState, rules: Rules, _: Predict) -> Wish:
     return _needed(state, needed, {"waiting": total}, Reason.WAITING, rules.cool_down_s)
 
 
-def ongoing(state: FleetState, rules: Rules, _: Predict) -> Wish:
+def ongoing(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
     """A worker for so many requests in flight; down only to what ten minutes have needed.
 
     After Ray Serve's autoscaling: target_ongoing_requests, downscale_delay_s.
@@ -147,21 +147,21 @@ def ongoing(state: FleetState, rules: Rules, _: Predict) -> Wish:
 
 def _needed(
     state: FleetState, needed: int, inputs: dict[str, float], reason: Reason, cool_down_s: float
-) -> Wish:
+) -> WantedSize:
     """Up at once, down to the most that was needed within the cool-down."""
     since_s = state.now_s - cool_down_s
     lately = [int(p.inputs.get("needed", 0)) for p in state.proposals if p.at_s > since_s]
     inputs = inputs | {"needed": float(needed)}
     if needed >= state.size:
-        return Wish(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
+        return WantedSize(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
     if state.is_changing:
-        return Wish(state.size, Reason.CHANGE_UNDER_WAY, inputs)
+        return WantedSize(state.size, Reason.CHANGE_UNDER_WAY, inputs)
     if not lately or max(lately) >= state.size or state.proposals[0].at_s > since_s:
-        return Wish(state.size, Reason.COOL_DOWN, inputs)
-    return Wish(max(needed, *lately), reason, inputs)
+        return WantedSize(state.size, Reason.COOL_DOWN, inputs)
+    return WantedSize(max(needed, *lately), reason, inputs)
 
 
-def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
+def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
     """The smallest fleet that would have kept the SLO over the recorded decisions.
 
     Up at once, by up to two workers; down by one, and only if one less would still have kept it.
@@ -182,17 +182,17 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> Wish:
         candidates: tuple[Prediction, ...] = (now, more)
         if more.attainment < target:
             candidates += (predict(size + 2),)
-        return Wish(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
+        return WantedSize(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
     if size <= rules.min_workers:
-        return Wish(size, Reason.AT_MINIMUM, inputs, (now,))
+        return WantedSize(size, Reason.AT_MINIMUM, inputs, (now,))
     if state.is_changing:
-        return Wish(size, Reason.CHANGE_UNDER_WAY, inputs, (now,))
+        return WantedSize(size, Reason.CHANGE_UNDER_WAY, inputs, (now,))
     if _in_grace(state, rules):
-        return Wish(size, Reason.GRACE, inputs, (now,))
+        return WantedSize(size, Reason.GRACE, inputs, (now,))
     fewer = predict(size - 1)
     if fewer.attainment < target:
-        return Wish(size, Reason.ENOUGH, inputs, (fewer, now))
-    return Wish(size - 1, Reason.SLO_MET_BY_FEWER, inputs, (fewer, now))
+        return WantedSize(size, Reason.ENOUGH, inputs, (fewer, now))
+    return WantedSize(size - 1, Reason.SLO_MET_BY_FEWER, inputs, (fewer, now))
 
 
 def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:

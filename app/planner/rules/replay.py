@@ -15,8 +15,8 @@ from xxhash import xxh3_64_intdigest
 from app.core.chains import positions
 from app.core.types import SequenceHash
 from app.core.worker_report import Speed
-from app.planner.rules.state import Asked, Came, FleetState, Phase, Prediction, Rules, Slo
-from app.simulation.fleet import Answer, SimFleet
+from app.planner.rules.state import Came, FleetState, PastRequest, Phase, Prediction, Rules, Slo
+from app.simulation.fleet import SimAnswer, SimFleet
 from app.simulation.profiles import USUAL
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
@@ -68,9 +68,9 @@ class Replay:
         for asked in self._remembered(fleet, places):
             fleet.run(until_s=asked.at_s - self._origin_s)
             fleet.warm(places[asked.worker], asked.request)
-        answers: list[Answer] = []
+        answers: list[SimAnswer] = []
 
-        def keep(answer: Answer, _: float) -> None:
+        def keep(answer: SimAnswer, _: float) -> None:
             answers.append(answer)
 
         for number, asked in enumerate(self._played):
@@ -81,7 +81,7 @@ class Replay:
         judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
         return summary(size, judged, self._rules.slo, self._speed)
 
-    def _remembered(self, fleet: SimFleet, places: Mapping[str, int]) -> Iterator[Asked]:
+    def _remembered(self, fleet: SimFleet, places: Mapping[str, int]) -> Iterator[PastRequest]:
         """Of the decisions before those played, the ones that have left a trace in the caches."""
         host_blocks = self._setting.host_pool_tokens // self._setting.block_size
         room = {
@@ -97,7 +97,7 @@ class Replay:
         return (asked for asked in self._before[first:] if asked.worker in places)
 
 
-def meets(answer: Answer, slo: Slo, speed: Speed) -> bool:
+def meets(answer: SimAnswer, slo: Slo, speed: Speed) -> bool:
     if answer.first_token_s is None or answer.end_s is None:
         return False
     token_s = (answer.end_s - answer.first_token_s) / max(1, answer.output_tokens - 1)
@@ -105,7 +105,7 @@ def meets(answer: Answer, slo: Slo, speed: Speed) -> bool:
     return slo.is_met(came, answer.request.prompt_tokens, speed)
 
 
-def summary(size: int, answers: Sequence[Answer], slo: Slo, speed: Speed) -> Prediction:
+def summary(size: int, answers: Sequence[SimAnswer], slo: Slo, speed: Speed) -> Prediction:
     """Of no requests all are within the SLO."""
     ttfts = [a.first_token_s - a.arrival_s for a in answers if a.first_token_s is not None]
     return Prediction(

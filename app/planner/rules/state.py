@@ -88,7 +88,7 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PastRequest:
     """One recorded decision. request: its blocks stand for those of the prompt."""
 
     at_s: float
@@ -132,7 +132,7 @@ class FleetState:
 
     now_s: float
     workers: Sequence[WorkerState]
-    recent: Sequence[Asked] = ()
+    recent: Sequence[PastRequest] = ()
     proposals: Sequence[Proposal] = ()
 
     def those(self, phase: Phase) -> list[WorkerState]:

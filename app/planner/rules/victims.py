@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from numpy.random import Generator
 
 from app.core.worker_report import Speed
-from app.planner.rules.state import Asked, FleetState, Phase, WorkerState, prefill_s
+from app.planner.rules.state import FleetState, PastRequest, Phase, WorkerState, prefill_s
 
 Held = Mapping[str, int]
 """Leading blocks of one prompt that each worker holds now."""
 
 
 def unique_values(
-    recent: Sequence[Asked],
+    recent: Sequence[PastRequest],
     held: Sequence[Held],
     *,
     now_s: float,

@@ -15,7 +15,14 @@ import tokenizers
 
 from app.core.hashing import token_bytes
 from app.core.tokenizer_hash import PROBE, hash_of_probe
-from app.door.tokens import Overloaded, Pool, Renderer, TokenizerUnavailable, Unrenderable, load
+from app.door.tokens import (
+    Overloaded,
+    Renderer,
+    TokenizerThreads,
+    TokenizerUnavailable,
+    Unrenderable,
+    load,
+)
 from app.door.tokens import messages as messages_module
 from app.door.tokens import templates as templates_module
 from tests.door.tokens import models
@@ -160,7 +167,7 @@ async def test_a_prompt_that_grows_too_long_or_takes_too_long_is_given_up(
 
 
 async def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
-    pool = Pool(max_waiting=0, max_size=0)
+    pool = TokenizerThreads(max_waiting=0, max_size=0)
     renderer = load(model(tmp_path), pool=pool)
     assert len(await renderer.of_text("short"))
     body = {"messages": [USER | {"content": "long " * 1_000}]}

@@ -9,9 +9,9 @@ import pytest
 from app.planner.rules.policies import POLICIES, Victim, propose
 from app.planner.rules.policies import attained as share_attained
 from app.planner.rules.state import (
-    Asked,
     Came,
     FleetState,
+    PastRequest,
     Phase,
     Prediction,
     Proposal,
@@ -206,9 +206,9 @@ def test_a_size_that_somebody_else_changed_is_accepted_for_an_interval(
     assert decided(run("threshold", again)) == (size + 1, Reason.PREFILL_QUEUE)
 
 
-def asked(at_s: float, came: Came | None) -> Asked:
+def asked(at_s: float, came: Came | None) -> PastRequest:
     request = SimRequest(f"r{at_s}", (), (1,) * 8, 8, 4)
-    return Asked(at_s, "w0", request, came=came)
+    return PastRequest(at_s, "w0", request, came=came)
 
 
 GOOD, LATE, SLOW = Came(0.1, 0.01), Came(60.0, 0.01), Came(0.1, 0.11)

@@ -9,7 +9,7 @@ import pytest
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED
 from app.planner.rules.replay import Replay, recorded_request
-from app.planner.rules.state import Asked, FleetState, Phase, Prediction, Rules, WorkerState
+from app.planner.rules.state import FleetState, PastRequest, Phase, Prediction, Rules, WorkerState
 from app.policy.record import sampled
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
@@ -22,7 +22,7 @@ def request(name: str, first: int, blocks: int = 32) -> SimRequest:
     return SimRequest(name, chain, (), 256 * blocks, 50)
 
 
-def fleet(size: int, recent: list[Asked], now_s: float = 1000.0) -> FleetState:
+def fleet(size: int, recent: list[PastRequest], now_s: float = 1000.0) -> FleetState:
     workers = [WorkerState(f"w{i}", Phase.LIVE, 0.0) for i in range(size)]
     return FleetState(now_s, workers, recent)
 
@@ -34,11 +34,11 @@ def predict(
     return replay.predict(size, victim)
 
 
-def every(seconds: float, workers: int) -> list[Asked]:
+def every(seconds: float, workers: int) -> list[PastRequest]:
     """Prompts of 8,192 tokens, 0.75 s of prefill each, with nothing in common."""
     number = int(180 / seconds)
     return [
-        Asked(820.0 + i * seconds, f"w{i % workers}", request(f"r{i}", 1000 * i))
+        PastRequest(820.0 + i * seconds, f"w{i % workers}", request(f"r{i}", 1000 * i))
         for i in range(number)
     ]
 
@@ -70,9 +70,12 @@ def test_no_requests_miss_nothing() -> None:
     assert predict(fleet(2, []), 1) == Prediction(1, 0, 1.0, 0.0, 0.0)
 
 
-def asked_before(worker: str) -> list[Asked]:
+def asked_before(worker: str) -> list[PastRequest]:
     """A prompt that `worker` answered long ago and that is asked again now."""
-    return [Asked(100.0, worker, request("old", 0)), Asked(990.0, worker, request("new", 0))]
+    return [
+        PastRequest(100.0, worker, request("old", 0)),
+        PastRequest(990.0, worker, request("new", 0)),
+    ]
 
 
 def test_workers_begin_with_what_earlier_decisions_left_in_their_caches() -> None:
@@ -117,5 +120,5 @@ def test_recorded_requests_share_what_their_prompts_share() -> None:
 
 
 def test_a_request_that_was_decided_twice_is_played_twice() -> None:
-    again = [Asked(990.0 + n, "w0", request("same", 0)) for n in range(2)]
+    again = [PastRequest(990.0 + n, "w0", request("same", 0)) for n in range(2)]
     assert predict(fleet(1, again), 1).requests == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from app.core.worker_report import Speed
-from app.planner.rules.state import Asked, FleetState, Phase, WorkerLoad, WorkerState
+from app.planner.rules.state import FleetState, PastRequest, Phase, WorkerLoad, WorkerState
 from app.planner.rules.victims import VICTIMS, unique_values, victim
 from app.simulation.steps import SimRequest
 
@@ -18,7 +18,7 @@ def values(*asked: tuple[float, int, dict[str, int]], speed: Speed = SPEED) -> d
     """asked: seconds ago, blocks held when asked, and what each worker holds now."""
     request = SimRequest("r", (), (), 1, 1)
     return unique_values(
-        [Asked(1000.0 - ago_s, "w", request, best) for ago_s, best, _ in asked],
+        [PastRequest(1000.0 - ago_s, "w", request, best) for ago_s, best, _ in asked],
         [held for _, _, held in asked],
         now_s=1000.0,
         half_life_s=300.0,

@@ -18,7 +18,7 @@ from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.state import leases, reservations
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
@@ -53,10 +53,10 @@ async def test_a_running_agent_follows_a_redis_that_moves_without_a_failed_call(
 ) -> None:
     follows = asyncio.Event()
 
-    async def follow(_: Client) -> None:
+    async def follow(_: RedisClient) -> None:
         follows.set()
 
-    monkeypatch.setattr(Client, "follow", follow)
+    monkeypatch.setattr(RedisClient, "follow", follow)
     async with connect(one_redis_server.url) as redis, running(new_agent(redis)):
         await follows.wait()
 

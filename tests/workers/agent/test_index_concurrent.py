@@ -32,7 +32,7 @@ from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
@@ -230,7 +230,7 @@ def lies_between(one: TierOverlap, middle: TierOverlap, other: TierOverlap) -> b
 class Recorder(ScriptRunner):
     """Records in `history` when each call may have taken effect, and when it must have."""
 
-    def __init__(self, redis: Client, history: History) -> None:
+    def __init__(self, redis: RedisClient, history: History) -> None:
         super().__init__(redis, TIMEOUT_S)
         self._history = history
 
@@ -353,7 +353,7 @@ async def maintain(runner: ScriptRunner) -> None:
         lost = await runner.one(leases.absent(KEYS, writers)) if writers else []
 
 
-async def run_history(redis: Client, num_workers: int, num_events: int, seed: int) -> History:
+async def run_history(redis: RedisClient, num_workers: int, num_events: int, seed: int) -> History:
     """Run agents, readers and the sweep together until each agent has had `num_events`."""
     history = History()
     writing, reading = Recorder(redis, history), ScriptRunner(redis, TIMEOUT_S)

@@ -36,7 +36,7 @@ from app.router import maintenance
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
-from app.state.client import Client
+from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
@@ -133,7 +133,7 @@ def new_blocks(rng: random.Random, number: int) -> list[SequenceHash]:
 class Worker:
     """An engine that goes on serving whatever happens to its agent."""
 
-    def __init__(self, redis: Client, name: str, engine: Engine) -> None:
+    def __init__(self, redis: RedisClient, name: str, engine: Engine) -> None:
         self.agent: Agent
         self.engine = engine
         self._redis = redis
@@ -177,7 +177,7 @@ class Worker:
 class Cluster:
     """Some workers, a router, and a client that sends requests."""
 
-    def __init__(self, redis: Client) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         self.redis = redis
         self.rng = random.Random(7)
         system_prompts = [new_blocks(self.rng, 8 + n) for n in range(24)]
@@ -300,7 +300,7 @@ def sizes(of: object) -> dict[str, int]:
 
 
 async def soak(
-    redis: Client, duration_s: float, turnovers: int, metrics_maxlen: int = METRICS_MAXLEN
+    redis: RedisClient, duration_s: float, turnovers: int, metrics_maxlen: int = METRICS_MAXLEN
 ) -> None:
     """Run for `duration_s` after a warm-up in which caches are replaced `turnovers` times."""
     await redis.hset(KEYS["meta"], "incarnations", str(OLD))
@@ -351,7 +351,7 @@ async def check_bounded(cluster: Cluster) -> None:
 
 
 @asynccontextmanager
-async def only_data_uses_memory(redis: Client) -> AsyncIterator[None]:
+async def only_data_uses_memory(redis: RedisClient) -> AsyncIterator[None]:
     """Turn off what Redis records of commands, which takes more memory than all our data: the
     arguments of slow commands, of which a busy machine has more, and, from Redis 7 on, a histogram
     of each command's latency from its first use on."""

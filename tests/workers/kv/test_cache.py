@@ -24,7 +24,7 @@ from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent
 from tests.workers.kv.cache_model import FakePublisher
-from workers.kv.cache import LOAD_THREADS, BlockCache, Publisher
+from workers.kv.cache import LOAD_THREADS, BlockCache, EventSink
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
@@ -44,7 +44,7 @@ class Worker:
     """A cache, and an engine that fills each block with its hash and checks what it reuses."""
 
     def __init__(
-        self, folder: Path, publisher: Publisher, manager: BlockManager, stack: AsyncExitStack
+        self, folder: Path, publisher: EventSink, manager: BlockManager, stack: AsyncExitStack
     ) -> None:
         slots = {tier: pool.num_slots for tier, pool in manager.tiers.items()}
         self.pools = {tier: MemoryPool(SHAPE, slots[tier]) for tier in (DEVICE, HOST)}
@@ -117,7 +117,7 @@ def chain_of(seed: int, length: int, stem: Sequence[SequenceHash] = ()) -> list[
 
 @asynccontextmanager
 async def running(
-    folder: Path, publisher: Publisher, manager: BlockManager | None = None, **options: Any
+    folder: Path, publisher: EventSink, manager: BlockManager | None = None, **options: Any
 ) -> AsyncIterator[Worker]:
     async with AsyncExitStack() as stack:
         manager = manager or BlockManager(NUM_SLOTS, now=lambda: 0.0, **options)

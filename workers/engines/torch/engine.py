@@ -37,7 +37,7 @@ from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.sampling import sample
 from workers.engines.torch.sequence import Chunk, TokenSequence, step_of
-from workers.kv.cache import BlockCache, Publisher
+from workers.kv.cache import BlockCache, EventSink
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
@@ -63,7 +63,7 @@ class TorchEngine:
         pool: MemoryPool,
         manager: BlockManager,
         carry_out: Callable[[Move], int],
-        publisher: Publisher,
+        publisher: EventSink,
         *,
         chunk_tokens: int,
         spare: Mapping[Tier, int],

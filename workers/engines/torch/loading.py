@@ -18,7 +18,7 @@ from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tokenizer import Tokenizer
-from workers.kv.cache import Publisher
+from workers.kv.cache import EventSink
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
@@ -125,7 +125,7 @@ def _with_tiers(
         transfers = Transfers(pools, disk)
         kept = stack.pop_all()
 
-    def start(publisher: Publisher) -> Engine:
+    def start(publisher: EventSink) -> Engine:
         return TorchEngine(
             model,
             pools[Tier.DEVICE],

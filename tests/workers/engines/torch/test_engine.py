@@ -35,7 +35,7 @@ from workers.engines.sampling_options import Sampling
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence
-from workers.kv.cache import Publisher
+from workers.kv.cache import EventSink
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
@@ -94,7 +94,7 @@ class Served:
         folder: Path,
         stack: AsyncExitStack,
         num_slots: dict[Tier, int],
-        publisher: Publisher | None = None,
+        publisher: EventSink | None = None,
         *,
         write: WritePolicy = WritePolicy.BACK,
         spy: Spy | None = None,
