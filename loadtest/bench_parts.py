@@ -50,7 +50,7 @@ PARTS = {
         *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
     ),
     "lookup: commands, replies, view of the workers": ("app.router.lookup:LookUp.batch",),
-    "prices and choice": ("app.policy.plan:Planner.plan",),
+    "prices and choice": ("app.policy.plan:WorkerSelector.plan",),
     "reservation: command and reply": ("app.router.decider:Decider._reserve",),
     "stream of decisions": ("app.router.history:History._record_forever",),
     "endpoint: request, answer, queue, counters": (

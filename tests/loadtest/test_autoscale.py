@@ -88,7 +88,7 @@ def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_fig
     tmp_path: Path,
 ) -> None:
     args = ["--hours", "0.1", "--workers", "2", "--max-workers", "4", "--jobs", "2"]
-    args += ["--policy", "static:2", "--policy", "slo", "--policy", "oracle:0.9"]
+    args += ["--load", "0.3", "--policy", "static:2", "--policy", "slo", "--policy", "oracle:0.9"]
     args += ["--victim", "unique_value", "--victim", "newest"]
     args += ["--json", str(tmp_path / "f.json"), "--png", str(tmp_path / "f.png")]
     result = CliRunner().invoke(main, args, catch_exceptions=False)
@@ -110,7 +110,8 @@ def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_fig
 def test_two_runs_give_the_same_figures(tmp_path: Path) -> None:
     texts = []
     for name in ("one.json", "two.json"):
-        args = ["--hours", "0.1", "--policy", "slo", "--jobs", "1", "--json", str(tmp_path / name)]
+        args = ["--hours", "0.1", "--load", "0.3", "--policy", "slo", "--jobs", "1"]
+        args += ["--json", str(tmp_path / name)]
         assert CliRunner().invoke(main, args, catch_exceptions=False).exit_code == 0
         texts.append((tmp_path / name).read_bytes())
     assert texts[0] == texts[1]

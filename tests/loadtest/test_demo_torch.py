@@ -29,6 +29,7 @@ async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch)
     assert times == {"cold": [1.0] * 3, "device": [1.0], "host": [1.0], "disk": [1.0]}
 
 
+@pytest.mark.slow
 def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path: Path) -> None:
     require_redis(default_kind())
     model = tmp_path / "model"

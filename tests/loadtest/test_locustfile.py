@@ -71,7 +71,7 @@ async def test_locust_chats_with_a_router_as_an_openai_client(
     with worker(url, "a", speedup=1000):
         async with replica(url, show_decision=names_workers) as door:
             await until_serving(door, 1)
-            options = ("--api", "openai", "--output-tokens", "5")
+            options = ("--api", "openai", "--output-tokens", "5", "-t", "3s")
             code, out, err = await locust(str(door.base_url).rstrip("/"), *options)
             assert code == 0, out + err
             for row in ("chat", "ttft"):
