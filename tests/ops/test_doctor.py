@@ -204,6 +204,7 @@ async def test_an_engine_and_its_agent_are_looked_at(
         nowhere = "http://127.0.0.1:1"
         missing = examined_in_process(url, f"--engine-url={nowhere}")
     assert bad(found) == {f"engine {other.url} agent"}
+    assert found[f"engine {one.url}"]["found"].endswith("not known: add --kv-cache-metrics")
     assert found[f"engine {one.url} agent"]["found"] == "registered as e:0"
     assert found[f"engine {one.url} events"]["ok"]
     assert bad(missing) == {f"engine {nowhere}"}

@@ -15,6 +15,7 @@ from app.core.types import WorkerKey
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.facts import EngineFacts, EventSource
+from workers.bridge.load import IDLE
 from workers.bridge.stream import EventStream
 from workers.bridge.wire import Batch
 
@@ -42,11 +43,12 @@ async def of_engine(
             found, _, remedy = str(error).partition(": ")
             yield Check(f"engine {url}", False, found, remedy or "see docs/engines.md")
             return
+        engine = EngineHttp(session, url)
         yield Check(
             f"engine {url}",
             True,
             f"{facts.kind} {facts.version}, {', '.join(facts.models)}: prefix caching and KV "
-            f"events are on, blocks of {facts.block_size} tokens",
+            f"events are on, blocks of {facts.block_size} tokens{await _idle_times(engine, facts)}",
         )
         yield Check(
             f"engine {url} blocks",
@@ -57,7 +59,18 @@ async def of_engine(
         keys = [key for key, address in live.items() if address.rstrip("/") == url.rstrip("/")]
         yield _registered(url, facts, keys)
         for source in facts.sources:
-            yield await _events(url, EngineHttp(session, url), facts, source, probe=probe)
+            yield await _events(url, engine, facts, source, probe=probe)
+
+
+async def _idle_times(engine: EngineHttp, facts: EngineFacts) -> str:
+    """What to say if the engine could report how long evicted blocks were idle, and does not."""
+    if facts.kind != "vllm":
+        return ""
+    with suppress(EngineUnavailable, ConfigError):
+        text = await engine.get("/metrics")
+        if text is not None and IDLE.encode() not in text:
+            return "; how long evicted blocks were idle is not known: add --kv-cache-metrics"
+    return ""
 
 
 def _registered(url: str, facts: EngineFacts, keys: list[WorkerKey]) -> Check:
