@@ -14,10 +14,12 @@ class DoorSettings(CommonSettings):
     api_key: str = setting(
         "",
         "Key that every request must carry (Authorization: Bearer KEY), except for /health and "
-        "/readiness.",
+        "/readiness. Better given by the variable, as `ps` shows flags.",
     )
     api_key_file: str = setting(
-        "", "File with further keys: one on each line, `NAME KEY` or only the key."
+        "",
+        "File with further keys: one on each line, `NAME KEY` or only the key. It is read again "
+        "when it changes, and on SIGHUP.",
     )
     no_auth: bool = setting(
         False,

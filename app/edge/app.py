@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
 from app.edge import native, openai
 from app.edge.client import Client
-from app.edge.keys import Keys, check_open, load_keys
+from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
 from app.edge.routes import CLIENT
 from app.http.server import serve
@@ -68,6 +69,8 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
     app = create_app(settings, Tracing(provider_named(os.environ)))
     async with connected(settings.redis_url, CHECK_TIMEOUT_S):
         pass
+    # Else it would end the process, and with it all streams.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.replica.keys.reload)
     routers = app.replica.routers
     await serve(
         app,
@@ -82,7 +85,7 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
 
     Raises ConfigError for a bad Redis URL, namespace or file of keys.
     """
-    keys = load_keys(settings.api_key, settings.api_key_file)
+    keys = Keys(settings.api_key, settings.api_key_file)
     check_open(settings.host, keys, no_auth=settings.no_auth)
     routers = Routers(settings.namespace, partial(_router, settings))
     door = FrontDoor(settings, routers, tracing or Tracing(None))
@@ -113,6 +116,7 @@ class Application(FastAPI):
                 running = [
                     tasks.create_task(replica.door.run()),
                     tasks.create_task(replica.routers.run()),
+                    tasks.create_task(replica.keys.run()),
                 ]
                 yield
                 for task in running:
@@ -136,7 +140,7 @@ class Application(FastAPI):
         scope["app"] = self
         scope[CLIENT] = client
         try:
-            client.key_name = self.replica.keys.check(scope["path"], client.raw_headers)
+            client.key_name = self.replica.keys.check(scope["path"], scope["headers"])
             app = self._at.get((scope["method"], scope["path"]), self.router)
             await app(scope, receive, client.say)
         except ClientDisconnect:

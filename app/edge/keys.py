@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, InvalidRequest
 from app.door.errors import Unauthorized
 
+log = logging.getLogger(__name__)
+
 MAX_KEYS_BYTES = 1024 * 1024
+LOOK_EVERY_S = 1.0
+OPEN = ("/health", "/readiness")
+"""Paths that need no key."""
 _LONGEST = 4096
 
 
-OPEN = ("/health", "/readiness")
-"""Paths that need no key."""
-
-
 class Keys:
-    """The keys that open a replica. None at all: it is open to everybody who reaches it."""
+    """The keys that open a replica. None at all: it is open to everybody who reaches it.
 
-    def __init__(self, named: Iterable[tuple[str, str]]) -> None:
-        """named: names and keys."""
-        self._digests = [(name, _digest(key.encode())) for name, key in named]
+    api_key: one of them. path: a file with others, one on each line, `<name> <key>` or only the
+    key; empty lines, and those that begin with #, count for nothing. "" for none.
+    """
+
+    def __init__(self, api_key: str, path: str = "") -> None:
+        """Raises ConfigError."""
+        self._own = [("api-key", _digest(api_key.encode()))] if api_key else []
+        self._path = path
+        self._stamp = self._look()
+        self._digests = self._own + _read(path)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def check(self, path: str, headers: Mapping[bytes, bytes]) -> str:
-        """The name of the key that a request carries; "": it needs none. Raises Unauthorized."""
+    async def run(self) -> None:
+        """Read the file again whenever it has changed, until cancelled."""
+        while self._path:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._look() != self._stamp:
+                self.reload()
+
+    def reload(self) -> None:
+        """Read the file again. While that is impossible, the keys stay as they are."""
+        self._stamp = self._look()
+        try:
+            self._digests = self._own + _read(self._path)
+        except ConfigError as error:
+            log.error("the keys stay as they were: %s", error)
+        else:
+            log.info("%d keys are valid now", len(self._digests))
+
+    def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """The name of the key that a request carries; "": it needs none.
+
+        Raises Unauthorized, and InvalidRequest if there are two: which of them counts is told
+        differently by what is in front of this and what is behind.
+        """
         if not self._digests or path in OPEN:
             return ""
-        given = headers.get(b"authorization")
-        if given is None and b"x-api-key" in headers:
-            given = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
-        name = self._name_of(given)
-        if name is None:
+        found: dict[bytes, bytes] = {}
+        for name, value in headers:
+            if name in (b"authorization", b"x-api-key"):
+                if name in found:
+                    raise InvalidRequest(name.decode(), "comes twice")
+                found[name] = value
+        given = found.get(b"authorization")
+        if given is None and b"x-api-key" in found:
+            given = b"Bearer " + found[b"x-api-key"]  # as Anthropic's clients send it
+        name_of_key = self._name_of(given)
+        if name_of_key is None:
             raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")
-        return name
+        return name_of_key
 
     def _name_of(self, authorization: bytes | None) -> str | None:
         """The name of the key in that header; None: there is no valid one there.
@@ -55,38 +92,45 @@ class Keys:
                 found = name
         return found
 
+    def _look(self) -> Sequence[int]:
+        """What is different once the file has been written, or another one is in its place."""
+        try:
+            seen = Path(self._path).stat()
+        except OSError:
+            return ()
+        return seen.st_mtime_ns, seen.st_ino, seen.st_size
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def load_keys(api_key: str, api_key_file: str) -> Keys:
-    """The key given itself, and those of a file: one on each line, `<name> <key>` or only the key.
-
-    Empty lines, and those that begin with #, count for nothing. Raises ConfigError.
-    """
-    named = [("api-key", api_key)] if api_key else []
-    if api_key_file:
-        try:
-            with Path(api_key_file).open(encoding="utf-8") as file:
-                text = file.read(MAX_KEYS_BYTES + 1)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file {api_key_file}: {error}") from None
-        if len(text) > MAX_KEYS_BYTES:
-            raise ConfigError(f"api_key_file {api_key_file}: over {MAX_KEYS_BYTES} bytes")
-        for number, line in enumerate(text.splitlines(), 1):
-            words = line.split()
-            if not words or words[0].startswith("#"):
-                continue
-            if len(words) > 2:
-                raise ConfigError(
-                    f"api_key_file {api_key_file}: line {number} has {len(words)} words, not "
-                    "`<name> <key>` or a key"
-                )
-            named.append((words[0] if len(words) == 2 else f"line-{number}", words[-1]))
-        if not named:
-            raise ConfigError(f"api_key_file {api_key_file}: no key in it")
-    return Keys(named)
+def _read(path: str) -> list[tuple[str, bytes]]:
+    """Names and digests of the keys in a file; "": of none. Raises ConfigError."""
+    if not path:
+        return []
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_KEYS_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path}: {error}") from None
+    if len(text) > MAX_KEYS_BYTES:
+        raise ConfigError(f"api_key_file {path}: over {MAX_KEYS_BYTES} bytes")
+    named = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2:
+            raise ConfigError(
+                f"api_key_file {path}: line {number} has {len(words)} words, not `<name> <key>` "
+                "or a key"
+            )
+        name = words[0] if len(words) == 2 else f"line-{number}"
+        named.append((name, _digest(words[-1].encode())))
+    if not named:
+        raise ConfigError(f"api_key_file {path}: no key in it")
+    return named
 
 
 def check_open(host: str, keys: Keys, *, no_auth: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import socket
 import struct
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -36,6 +38,9 @@ HEAD_TIMEOUT_S = 10.0
 LINGER_S = 2.0
 """How long the rest of a refused body is read and dropped. Closing at once would reset the
 connection, and the client would lose the answer."""
+PROBE_S, MAX_PROBE_S = 0.02, 2.0
+"""How soon a client that has ended its sending is first asked whether it is there, and the longest
+time between two times."""
 MAX_CONNECTIONS = 16_384
 SPARE_DESCRIPTORS = 128
 """Left for Redis, files and listening sockets."""
@@ -118,6 +123,8 @@ class Protocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._drops = False
         """Whether what still comes is dropped."""
+        self._is_half_closed = False
+        """Whether the client sends nothing more, and still reads, as far as is known."""
         self._watched: tuple[Any, Callable[[], object]] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -140,7 +147,8 @@ class Protocol(HttpToolsProtocol):
         if self._drops:
             return
         self._framing += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._drops or self.transport.is_closing():
             return
         if self._framing > MAX_HEAD_BYTES + FRAMING_PER_BODY_BYTE * self._body:
@@ -151,7 +159,61 @@ class Protocol(HttpToolsProtocol):
         elif self._in_head and self._framing and self._late is None:
             self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Let a client that waits for its answer have it. True: the connection stays open.
+
+        One that is gone ends its sending in the same way, but answers whatever it is sent by
+        resetting the connection, so that the next write fails.
+        """
+        cycle: Any = self.cycle
+        if cycle is None or cycle.response_complete or self.is_receiving:
+            return False
+        if cycle.scope["http_version"] == "1.0":
+            return False
+        self._is_half_closed = True
+        self._probe(cycle, PROBE_S)
+        return True
+
+    def _probe(self, cycle: Any, next_s: float) -> None:
+        """Clients read any number of answers 100 before the true one."""
+        if cycle.response_started or self.transport.is_closing():
+            return
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(next_s, self._probe, cycle, min(2 * next_s, MAX_PROBE_S))
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """As uvicorn does, but wishes for another protocol (`Upgrade: h2c`) are ignored, as HTTP
+        allows: the parser would take what follows, the body first, for that protocol."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = memoryview(data)[upgrade.args[0] :]
+                head = self._head_without_upgrade()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(head)
+            except httptools.HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("")
+                return
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = re.sub(rb"(?i)(upgrade|http2-settings)\s*,?", b"", value)
+            if name not in (b"upgrade", b"http2-settings"):
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("there is nothing to connect to")
+            return
         if len(self.url) > MAX_URL_BYTES:
             self._refusal = (414, "url_too_long", f"url: over {MAX_URL_BYTES} bytes")
             raise ValueError(self._refusal)
@@ -175,13 +237,19 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_head = True
         self._framing = self._body = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing() and self.cycle.response_complete:
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return
+        if self._is_half_closed:
+            self.transport.close()
+        else:
             self._state.idle[self] = None
 
     def _watch(self, cycle: Any, on_gone: Callable[[], object] | None) -> None:

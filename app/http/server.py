@@ -131,6 +131,7 @@ async def serve(
         uvicorn.Config(
             app,
             http=Protocol,
+            ws="none",
             log_config=None,
             access_log=False,
             # Nothing here asks who the client is.

@@ -15,6 +15,7 @@ from app.http import protocol
 from app.http.body import CLOSE, json_response
 from app.http.protocol import MAX_HEAD_BYTES, Connections
 from app.http.server import listen, serve
+from app.http.watch import watched
 
 Answer = tuple[int, Any]
 
@@ -233,3 +234,73 @@ def test_connections_leave_descriptors_for_the_rest_of_the_process(
     for soft, expected in ((1024, 896), (64, 8), (1_000_000, 16_384), (-1, 16_384)):
         monkeypatch.setattr(protocol.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert Connections().limit == expected
+
+
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"TLS/1.2, h2c"])
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"content-length: 5\r\n\r\nhello",
+        b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    ],
+    ids=["whole", "chunked"],
+)
+async def test_a_wish_for_another_protocol_costs_no_body(upgrade: bytes, framed: bytes) -> None:
+    head = b"POST /size HTTP/1.1\r\nhost: x\r\nhttp2-settings: AAMAAABk\r\n"
+    wish = b"connection: HTTP2-Settings, Upgrade\r\nupgrade: %b\r\n" % upgrade
+    last = b"POST /size HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n\r\nyo"
+    sent = head + wish + framed + last
+    async with serving() as address:
+        for parts in ([sent], [sent[:70], sent[70:]], [sent[n : n + 1] for n in range(len(sent))]):
+            reader, writer = await asyncio.open_connection(*address)
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            answers = (await reader.read()).split(b"HTTP/1.1 200 OK")
+            assert [answer[-1:] for answer in answers[1:]] == [b"5", b"2"]
+            writer.close()
+
+
+async def test_connect_is_refused() -> None:
+    async with serving() as address:
+        status, _ = await ask(address, [b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n"])
+        assert status == 400
+
+
+async def test_a_client_that_ends_its_sending_gets_its_answer_and_one_that_is_gone_is_noticed() -> (
+    None
+):
+    asked, go, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        asked.set()
+        async with watched(scope) as watch:
+            await go.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"done"})
+        if watch.is_gone:
+            gone.set()
+
+    with listen("127.0.0.1", 0) as socket:
+        task = asyncio.create_task(serve(app, socket))
+        async with asyncio.timeout(30.0):
+            _, writer = await asyncio.open_connection(*socket.getsockname())
+            writer.write(GET + b"\r\n")
+            await asked.wait()
+            writer.close()
+            await gone.wait()
+            asked.clear()
+            reader, writer = await asyncio.open_connection(*socket.getsockname())
+            writer.write(GET + b"\r\n")
+            await asked.wait()
+            writer.write_eof()
+            await reader.readuntil(b"HTTP/1.1 100 Continue\r\n\r\n")
+            go.set()
+            answer = (await reader.read()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            assert b"done" in answer
+            writer.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
