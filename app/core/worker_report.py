@@ -133,6 +133,11 @@ class WorkerInfo:
     tokenizer_hash: str = _said(
         "of the ids that its engine gives for a certain text; empty: not known", "", text=""
     )
+    publishing: bool = _said(
+        "not all that it holds is in the index: Redis lost it, and has yet to be told",
+        False,
+        text="",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +282,10 @@ def _read(item: Item, values: Mapping[str, Any]) -> Any:
         raise WrongField(item.wire, value, f"a {number} from {item.least} to {MAX_COUNT}")
     if item.kind == tuple[str, ...]:
         return _names(item.wire, value)
+    if item.kind is bool:
+        if type(value) is bool:
+            return value
+        raise WrongField(item.wire, value, "true or false")
     if not isinstance(value, str):
         raise WrongField(item.wire, value, "text")
     if item.kind is str:

@@ -102,6 +102,7 @@ class Workers:
         self.measured = [measured for _, _, measured in known]
         self.everybody = np.ones(len(known), dtype=np.bool_)
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
+        self.are_publishing = any(info.publishing for info in self.infos)
         self.reuse_less = {
             inc: info for inc, info, _ in known if info.reuse_blocks > 1 or info.recomputed_blocks
         }
@@ -144,6 +145,11 @@ class View:
             for info, load in loads
         ]
         self._rows = _matrix(rows, len(OVERLAP_ROWS) + len(LOAD_ROWS))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether some worker holds what the index does not show yet."""
+        return self._workers.are_publishing
 
     @property
     def block_size(self) -> int | None:

@@ -171,7 +171,7 @@ class Fleet:
                 self._estrange(inc, info, version)
                 continue
             self.strangers.pop(inc, None)
-            if self._infos.get(inc, info) != info:
+            if inc in self._infos and self._infos[inc].key != info.key:
                 # The number is another worker's now, because Redis lost data.
                 self._measured.pop(inc, None)
             self._infos[inc], self._texts[inc] = info, text

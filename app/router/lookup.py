@@ -71,8 +71,8 @@ class LookUp:
                 break
         telemetry.blind.inc(overlaps.count(None))
         for query, found, ahead in zip_longest(queries, overlaps, foreseen):
-            query.is_short = (found is None and self._replica.settings.kv_events) or isinstance(
-                found, overlap.LowerBound
+            query.is_short = isinstance(found, overlap.LowerBound) or (
+                self._replica.settings.kv_events and (found is None or view.is_short)
             )
             known = ahead if isinstance(ahead, dict) else {}
             query.overlaps = view.reusable(

@@ -45,6 +45,7 @@ WORKER = WorkerInfo(
     max_model_len=8192,
     tokenizer="meta-llama/Llama-3.1-8B",
     tokenizer_hash="0123456789abcdef",
+    publishing=True,
 )
 WORKER_TEXT = (
     b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
@@ -52,7 +53,8 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"lease_ttl_ms":3000,"version":2}'
+    b'"publishing":true,'
+    b'"lease_ttl_ms":3000,"version":3}'
 )
 METRICS_SEEN = ForwardPassMetrics(
     request_active_slots=3,
@@ -114,6 +116,7 @@ SHOWN = {
     "max_model_len": ("max_model_len", ""),
     "tokenizer": ("tokenizer", ""),
     "tokenizer_hash": ("tokenizer_hash", ""),
+    "publishing": ("publishing", ""),
     "request_active_slots": ("", ""),
     "request_total_slots": ("", ""),
     "kv_active_blocks": ("kv_active_blocks", "kv_active_blocks"),
@@ -144,7 +147,7 @@ def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
     assert encode_info(WORKER, 3000) == WORKER_TEXT
     assert decode_info(WORKER_TEXT) == WORKER
     assert decode_info(WORKER_TEXT.decode()) == WORKER
-    assert version_in(WORKER_TEXT) == 2
+    assert version_in(WORKER_TEXT) == 3
 
 
 def test_a_registration_without_a_version_is_of_the_first() -> None:
@@ -192,6 +195,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "max_model_len": 0,
         "tokenizer": "",
         "tokenizer_hash": "",
+        "publishing": False,
     }
 
 
@@ -223,6 +227,7 @@ def test_a_registration_of_a_nameless_worker_is_refused(value: Any) -> None:
 def test_a_field_of_another_type_in_a_registration_is_refused_by_name(
     item: Item, value: Any
 ) -> None:
+    value = 1 if item.kind is type(value) else value
     with pytest.raises(WrongField) as refused:
         read_info(orjson.loads(WORKER_TEXT) | {item.wire: value})
     assert (refused.value.name, refused.value.value) == (item.wire, value)
@@ -264,6 +269,8 @@ def test_metrics_with_any_values_are_read_as_they_were_written() -> None:
 
 def _any_value(item: Item, rng: random.Random) -> Any:
     """A value that a field may have: of floats, nine digits are written."""
+    if item.kind is bool:
+        return rng.choice([False, True])
     if item.kind is str:
         return "".join(rng.choices('aZ 09:/"\\é字', k=rng.randrange(20)))
     if item.kind == tuple[str, ...]:

@@ -1123,6 +1123,16 @@ class TestPredictions:
         assert 0 < short.overlap.total < 1005
         assert (short.degraded, short.reserved) == (True, True)
 
+    async def test_answers_fall_short_while_a_worker_has_yet_to_publish(
+        self, router: Replica, workers: FakeWorkers
+    ) -> None:
+        await workers.register("w1")
+        assert not (await router.route(request("r1"))).degraded
+        await workers.register("w2", publishing=True)
+        assert (await router.route(request("r2"))).degraded
+        await workers.register("w2")
+        assert not (await router.route(request("r3"))).degraded
+
     async def test_by_default_only_published_blocks_count_as_overlap(
         self, router: Replica, workers: FakeWorkers
     ) -> None:

@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.core import worker_report
@@ -93,6 +93,8 @@ class Agent:
         """Registered, but not routed to yet."""
         self._drains = False
         """Whether Redis last said that the worker is out of service, which it may lose."""
+        self._publishing = False
+        """Whether the worker is routed to though Redis has yet to be told all that it holds."""
         self._publisher = Publisher(runner, keyspace, info.key, self._nonce, settings.index_blocks)
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
@@ -221,6 +223,7 @@ class Agent:
             await asyncio.sleep(due - loop.time())
             leased = [inc for inc in (self.incarnation, self._staged) if inc is not None]
             beats += 1
+            self._publishing = self._publishing and not self._publisher.has_published_all
             thorough = beats >= RECOUNT_BEATS * max(1.0, self.num_leases / RECOUNT_WORKERS)
             if thorough:
                 beats = 0
@@ -240,7 +243,7 @@ class Agent:
     def _renew(self, inc: Incarnation, thorough: bool) -> Call[leases.Renewed]:
         return leases.renew(
             self._keyspace,
-            self.info,
+            replace(self.info, publishing=self._publishing) if self._publishing else self.info,
             inc,
             self._nonce,
             ttl_ms=self._ttl_ms,
@@ -292,6 +295,9 @@ class Agent:
         try:
             if registration.predecessor_lives:
                 await self._publisher.publish_all(new)
+            else:
+                self._publishing = True
+                await self._publisher.insist(self._renew(new, thorough=False))
             if not await self._publisher.insist(self._activate(new, self.incarnation)):
                 raise IncarnationLost(f"staged incarnation {new} was lost")
         except IncarnationLost:

@@ -104,6 +104,11 @@ class Publisher:
         """Of the index, as last opened."""
         return len(self._shards)
 
+    @property
+    def has_published_all(self) -> bool:
+        """Whether all that the engine held when the incarnation began has been sent."""
+        return not self._num_notified or all(shard.num_notified for shard in self._shards)
+
     def notify(self, events: Iterable[CacheEvent]) -> None:
         """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
         self._ownership.apply(events)

@@ -270,6 +270,35 @@ async def test_the_index_is_restored_after_redis_is_flushed(
         assert await observer.live() == {1: "w0:0"}
 
 
+async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
+    redis: Redis, observer: Observer
+) -> None:
+    runner = GatedRunner(redis, "apply")
+
+    async def publishing() -> dict[str, bool]:
+        infos = [worker_report.decode_info(t) for t in await redis.hvals(KEYS["workers"])]
+        return {str(info.key): info.publishing for info in infos}
+
+    async with running(new_agent(redis, runner=runner)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+        assert await publishing() == {"w0:0": False}
+        runner.gate.clear()
+        await redis.flushall()
+        await eventually(observer.live, lambda live: live == {1: "w0:0"})
+
+        async def lapses_ms() -> float:
+            return await redis.zscore(KEYS["leases"], "1")
+
+        for _ in range(3):
+            assert await publishing() == {"w0:0": True}
+            seen_ms = await lapses_ms()
+            await eventually(lapses_ms, lambda ms, seen_ms=seen_ms: ms != seen_ms)
+        runner.gate.set()
+        await eventually(publishing, lambda found: found == {"w0:0": False})
+        assert await observer.overlaps() == {1: TierOverlap(device=8)}
+
+
 async def test_the_next_batch_notices_that_redis_was_flushed(
     redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
