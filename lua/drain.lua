@@ -25,7 +25,9 @@ if not inc then
 end
 if drains then
   local now = now_ms()
-  redis.call('HSETNX', failures, worker, string.format('draining %d', now))
+  if not is_draining(worker) then
+    redis.call('HSET', failures, worker, string.format('draining %d', now))
+  end
   redis.call('ZADD', leases, string.format('%d', now), inc)
   for _, name in ipairs(redis.call('HKEYS', failures)) do
     local since_ms = string.match(redis.call('HGET', failures, name), '^draining (%d+)$')
