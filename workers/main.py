@@ -177,6 +177,7 @@ async def _new_agent(
         models=settings.model_names(hosted.model),
         max_model_len=hosted.num_blocks[Tier.DEVICE] * settings.block_size,
         tokenizer=hosted.tokenizer_source,
+        host_total_blocks=hosted.num_blocks[Tier.HOST],
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)

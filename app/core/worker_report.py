@@ -22,6 +22,8 @@ MAX_COUNT = 10**12
 LARGEST = 1e15
 """No measured field's unit is so small that a value could be larger. What is computed from such
 values stays finite."""
+MAX_CONTEXT = 1 << 21
+"""Tokens; no model takes more."""
 MAX_NAMES, MAX_NAME = 256, 256
 """Of models or adapters, and characters of each."""
 GPU_PREFIX = "gpu_"
@@ -138,6 +140,18 @@ class WorkerInfo:
         False,
         text="",
     )
+    host_total_blocks: int = _said(
+        "KV blocks that its host tier holds; 0: it has none, or that is not known",
+        0,
+        answer="",
+        text="",
+    )
+
+    @property
+    def most_tokens(self) -> int:
+        """That a prompt and its answer can have together, as far as that is known."""
+        room = self.kv_total_blocks * self.block_size or MAX_CONTEXT
+        return min(room, self.max_model_len or MAX_CONTEXT, MAX_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from app.core.errors import InvalidRequest, NamespaceMissing, RedisUnavailable, WrongVersion, shown
 from app.core.keys import Keyspace
 from app.core.types import checked_reservation_id
+from app.core.worker_report import MAX_CONTEXT
 from app.edge import ask, schemas, views
 from app.edge.client import Client
 from app.edge.routes import REQUEST_ID, Route, body_of, parameters_of
@@ -85,7 +86,13 @@ async def release(client: Client) -> None:
     """Report that a request has ended, and release its reservation. Idempotent."""
     request_id = client.path_params["request_id"]
     options = schemas.ReleaseOptions.model_validate(dict(client.query_params))
-    found = await client.replica.router.release(
+    router = client.replica.router
+    most = max((info.most_tokens for info in router.fleet.infos), default=MAX_CONTEXT)
+    if (options.output_tokens or 0) > most:
+        raise InvalidRequest(
+            "output_tokens", f"no worker takes over {most:,} tokens, got {options.output_tokens:,}"
+        )
+    found = await router.release(
         checked_reservation_id(request_id),
         worker_failed=options.worker_failed,
         ending=Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None,

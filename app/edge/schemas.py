@@ -15,9 +15,9 @@ from pydantic import (
 )
 
 from app.core.hashing import U64
-from app.core.settings import MOST, PRIORITIES
+from app.core.settings import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
-from app.core.worker_report import GPU, INFO, METRICS, Item
+from app.core.worker_report import GPU, INFO, MAX_CONTEXT, METRICS, Item
 from app.policy.cost import POLICIES
 from app.policy.locality import Locality
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 DEGRADED = "decided without Redis, by the last loads seen, or without all of the overlap it knows"
 ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
 
+MAX_TTFT_MS = 86_400_000
 MAX_EXCLUDED = 4096
 """More workers than a fleet has."""
 
@@ -141,13 +142,14 @@ class ReleaseOptions(BaseModel):
     output_tokens: int | None = Field(
         default=None,
         ge=0,
-        le=MOST,
-        description="how many tokens the answer had: `kvroute planner` replays it so",
+        le=MAX_CONTEXT,
+        description="how many tokens the answer had, at most as many as a worker takes: `kvroute "
+        "planner` replays it so",
     )
     ttft_ms: int | None = Field(
         default=None,
         ge=0,
-        le=MOST,
+        le=MAX_TTFT_MS,
         description="time from the request to its first token, by which the planner tells whether "
         "the SLO was kept",
     )

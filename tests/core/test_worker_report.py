@@ -46,6 +46,7 @@ WORKER = WorkerInfo(
     tokenizer="meta-llama/Llama-3.1-8B",
     tokenizer_hash="0123456789abcdef",
     publishing=True,
+    host_total_blocks=50_000,
 )
 WORKER_TEXT = (
     b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
@@ -53,7 +54,7 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"publishing":true,'
+    b'"publishing":true,"host_total_blocks":50000,'
     b'"lease_ttl_ms":3000,"version":3}'
 )
 METRICS_SEEN = ForwardPassMetrics(
@@ -117,6 +118,7 @@ SHOWN = {
     "tokenizer": ("tokenizer", ""),
     "tokenizer_hash": ("tokenizer_hash", ""),
     "publishing": ("publishing", ""),
+    "host_total_blocks": ("", ""),
     "request_active_slots": ("", ""),
     "request_total_slots": ("", ""),
     "kv_active_blocks": ("kv_active_blocks", "kv_active_blocks"),
@@ -196,6 +198,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "tokenizer": "",
         "tokenizer_hash": "",
         "publishing": False,
+        "host_total_blocks": 0,
     }
 
 

@@ -289,7 +289,16 @@ async def test_what_came_of_a_request_is_recorded_if_its_release_says_so(
     assert await endings.read(redis, KEYS, at_ms + 60_000, 10) == {}
 
 
-@pytest.mark.parametrize("query", ["output_tokens=-1", "ttft_ms=x", "output_tokens=1e30"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "output_tokens=-1",
+        "ttft_ms=x",
+        "ttft_ms=1000000000000",
+        "output_tokens=1e30",
+        "output_tokens=500000",  # more than the worker holds
+    ],
+)
 async def test_what_cannot_have_come_of_a_request_is_refused(
     client: httpx.AsyncClient, one: FakeWorkers, query: str
 ) -> None:
