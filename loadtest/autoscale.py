@@ -27,7 +27,6 @@ from rich.table import Table
 from app.options import POSITIVE, PROCESSES, Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.state import Proposal, Rules
-from app.planner.rules.victims import VICTIMS
 from app.simulation.profiles import PROFILES, Profile
 from app.simulation.setting import Setting
 from loadtest import report
@@ -38,6 +37,7 @@ from loadtest.processes import forked
 from loadtest.scaling import Coming, Played, Scaled, Scaling
 from loadtest.simulate import meets_slo
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
+from loadtest.victims import VICTIMS
 from loadtest.virtual import Prompts, Simulation
 
 ROUTING = "latency"

@@ -28,7 +28,7 @@ from app.planner.rules.state import (
     WorkerState,
     prefill_s,
 )
-from app.planner.rules.victims import unique_values, victim
+from app.planner.rules.victims import unique_values
 from app.policy.record import sampled
 from app.simulation.books import Holdings
 from app.simulation.fleet import Decided, SimAnswer
@@ -37,6 +37,7 @@ from app.simulation.steps import SimRequest
 from app.simulation.worker import SimWorker, Status
 from loadtest.client import Outcome
 from loadtest.traces import Trace
+from loadtest.victims import VICTIMS
 from loadtest.virtual import Prompts, Simulation
 
 SAMPLE_S = 1.0
@@ -188,7 +189,7 @@ class Scaled:
 
     def _propose(self, now_s: float) -> None:
         scaling, state = self._scaling, self._state(now_s)
-        leaves = victim(scaling.victim, state, self._rng) if state.those(Phase.LIVE) else ""
+        leaves = VICTIMS[scaling.victim](state, self._rng) if state.those(Phase.LIVE) else ""
         if scaling.sizes is None:
             seen = self._foreseen(state) if scaling.coming is not None else state
             replay = Replay(seen, scaling.rules, self._routing, self._setting, self._speed)
@@ -250,6 +251,7 @@ class Scaled:
             [self._worker_state(place, worker, values) for place, worker in workers.items()],
             [recorded.asked for recorded in self._recent.values()],
             self._played.proposals[-PROPOSALS_KEPT:],
+            self._setting.block_size,
         )
 
     def _worker_state(self, place: int, worker: SimWorker, values: dict[str, float]) -> WorkerState:
@@ -259,7 +261,6 @@ class Scaled:
             phase=PHASES[worker.status],
             since_s=worker.live_s if worker.status is Status.LIVE else worker.asked_s,
             load=WorkerLoad(*np.mean(samples, axis=0).tolist()) if samples else None,
-            cached_blocks=worker.holdings.num_blocks,
             unique_value_s=values.get(str(place), 0.0),
             speed=worker.speed,
             profile=self._setting.profiles[0],

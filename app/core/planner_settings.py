@@ -17,7 +17,6 @@ from app.core.settings import (
     setting,
 )
 
-VICTIM_CHOICES = ("unique_value", "newest", "least_loaded", "fewest_blocks", "random")
 CONNECTORS = ("advise", "local", "exec", "kubernetes")
 
 
@@ -41,9 +40,6 @@ class PlannerSettings(CommonSettings):
     scaling_policy: str = setting(
         "slo", "What the fleet's size follows.", OneOf(tuple(ScalingPolicy))
     )
-    victim: str = setting(
-        "unique_value", "Which worker leaves a fleet that is too large.", OneOf(VICTIM_CHOICES)
-    )
     interval_s: float = setting(30.0, "Seconds between proposals.", POSITIVE_SECONDS)
     min_workers: int = setting(1, "Workers that there are at least.", PROCESSES)
     max_workers: int = setting(8, "Workers that there are at most.", PROCESSES)
@@ -60,6 +56,9 @@ class PlannerSettings(CommonSettings):
     slo_target: float = setting(0.95, "Share of requests that keep to both; 0-1.", Real(0, 1))
     routing_policy: str = setting(
         "latency", "Policy of the routers, by which decisions are replayed.", PolicyName()
+    )
+    count_in_flight: bool = setting(
+        False, "Whether the routers run with --count-in-flight; decisions are replayed so.", bool
     )
     startup_deadline_s: float = setting(
         600.0, "Seconds after which a worker that has not registered is given up.", SECONDS

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import orjson
 
 from app.core.errors import KvrouteError, LeadershipLost
@@ -19,18 +18,16 @@ from app.planner.connectors.base import Advise, Connector, ConnectorError
 from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.predict import predict
+from app.planner.predict import predictor
 from app.planner.rules.policies import propose
+from app.planner.rules.replay import ReplayTooLong
 from app.planner.rules.state import (
     FleetState,
-    Phase,
-    Prediction,
     Proposal,
     Rules,
     Slo,
-    WorkerState,
 )
-from app.planner.rules.victims import victim
+from app.planner.rules.victims import least_valued
 from app.state import leases, planner
 from app.state.scripts import ScriptRunner
 
@@ -42,6 +39,10 @@ SETTLE_S = 5.0
 register again within seconds of a Redis that has lost all."""
 REMEMBERED = 64
 """Proposals."""
+REPLAY_S = 8.0
+"""Replays for one proposal may take so long, or half of the interval; if they take longer, half as
+many decisions are replayed, but LEAST_REQUESTS at least."""
+LEAST_REQUESTS = 32
 MARGIN_S = 1.0
 """An order is given only with so much of the lease left."""
 
@@ -81,6 +82,10 @@ class Changing:
         return changing if len(changing.pending) <= most else cls()
 
 
+class UnusableRecords(KvrouteError):
+    """The recorded decisions cannot be replayed."""
+
+
 class Planner:
     """`tick` about every TICK_S, `leave` in the end."""
 
@@ -109,8 +114,8 @@ class Planner:
         )
         self._changing = Changing()
         self._proposals: list[Proposal] = []
+        self._window_requests = self._rules.window_requests
         self._due_s = 0.0
-        self._rng = np.random.default_rng()
         self._problem = ""
 
     @property
@@ -188,16 +193,9 @@ class Planner:
 
     async def _propose(self) -> None:
         observer, changing = self._observer, self._changing
-        recent = await observer.recent(self._rules)
-        values = observer.values(recent, self._rules)
-        workers = [
-            *observer.workers(values),
-            *(
-                WorkerState(f"pending-{n}", Phase.PENDING, at_s)
-                for n, at_s in enumerate(changing.pending)
-            ),
-        ]
-        state = FleetState(observer.now_s, workers, recent, tuple(self._proposals))
+        state = await self._lease.hold(
+            observer.state(self._rules, changing.pending, tuple(self._proposals))
+        )
         proposal = await self._lease.hold(asyncio.to_thread(self._proposed, state))
         observer.forget_samples()
         self._proposals = [*self._proposals[-REMEMBERED:], proposal]
@@ -208,8 +206,9 @@ class Planner:
         elif acts and more < 0 and proposal.victim and not changing.leaving:
             changing.leaving, changing.leaving_since_s = proposal.victim, observer.now_s
             changing.is_stopped = False
+        values = {w.name: w.unique_value_s for w in state.workers if w.unique_value_s}
         await self._record(proposal, values)
-        self._metrics.proposed(proposal, values)
+        self._metrics.proposed(proposal, values, observer.unreplayable)
         log.info(
             "%d workers, %d desired: %s%s",
             proposal.size,
@@ -222,25 +221,35 @@ class Planner:
             await self._record()
 
     def _proposed(self, state: FleetState) -> Proposal:
-        return propose(
-            self._settings.scaling_policy,
-            state,
-            self._rules,
-            lambda size: self._predict(state, size),
-            lambda state: victim(self._settings.victim, state, self._rng),
-        )
+        """From as many of the recorded decisions as there is time to play. Raises ReplayTooLong,
+        UnusableRecords."""
+        most_s = min(REPLAY_S, self._settings.interval_s / 2)
+        while True:
+            begun_s = time.monotonic()
+            try:
+                proposal = self._proposed_by(state, begun_s + most_s)
+            except ReplayTooLong:
+                if self._window_requests <= LEAST_REQUESTS:
+                    raise
+                self._window_requests //= 2
+                continue
+            except (ValueError, ArithmeticError) as error:
+                raise UnusableRecords(f"decisions cannot be replayed: {error}") from error
+            if time.monotonic() - begun_s < most_s / 4:
+                self._window_requests = min(2 * self._window_requests, self._rules.window_requests)
+            return proposal
 
-    def _predict(self, state: FleetState, size: int) -> Prediction:
+    def _proposed_by(self, state: FleetState, end_s: float) -> Proposal:
         settings = self._settings
-        leaves = victim(settings.victim, state, self._rng) if state.those(Phase.LIVE) else None
-        return predict(
+        predict = predictor(
             self._observer,
             state,
-            size,
-            self._rules,
+            replace(self._rules, window_requests=self._window_requests),
             settings.routing_policy,
-            leaves,
+            count_in_flight=settings.count_in_flight,
+            is_over=lambda: time.monotonic() > end_s,
         )
+        return propose(settings.scaling_policy, state, self._rules, predict, least_valued)
 
     async def _follow_changes(self) -> None:
         """See what became of what was ordered."""

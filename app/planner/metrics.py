@@ -27,15 +27,22 @@ class PlannerMetrics(Table):
         "namespace",
     )
 
+    unreplayable = gauge(
+        "planner_unreplayable_decisions",
+        "Recorded decisions of late that no worker could have answered as their records say.",
+        "namespace",
+    )
+
     def __init__(self, namespace: str) -> None:
         super().__init__()
         self._namespace = namespace
         self.leads = self.leading.labels(namespace)
         self.failures = self.failed_changes.labels(namespace)
 
-    def proposed(self, proposal: Proposal, values: Mapping[str, float]) -> None:
+    def proposed(self, proposal: Proposal, values: Mapping[str, float], unreplayable: int) -> None:
         self.desired.labels(self._namespace).set(proposal.desired)
         self.size.labels(self._namespace).set(proposal.size)
+        self.unreplayable.labels(self._namespace).set(unreplayable)
         self.proposals.labels(self._namespace, str(proposal.reason)).inc()
         self.value.clear()
         for worker, value_s in values.items():
@@ -44,5 +51,5 @@ class PlannerMetrics(Table):
     def silence(self) -> None:
         """Show nothing that another planner may know better."""
         self.leads.set(0)
-        for metric in (self.desired, self.size, self.value):
+        for metric in (self.desired, self.size, self.value, self.unreplayable):
             metric.clear()

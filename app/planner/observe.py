@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -13,12 +14,21 @@ from app.core.loads import Load, Snapshot
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
 from app.planner.rules.replay import recorded_request
-from app.planner.rules.state import Came, PastRequest, Phase, Rules, WorkerLoad, WorkerState
+from app.planner.rules.state import (
+    Came,
+    FleetState,
+    PastRequest,
+    Phase,
+    Proposal,
+    Rules,
+    WorkerLoad,
+    WorkerState,
+)
 from app.planner.rules.victims import Held, unique_values
 from app.policy.record import DecisionRecord
 from app.policy.view import Measured
 from app.router.fleet import Fleet
-from app.simulation.profiles import profile_of
+from app.simulation.profiles import USUAL, profile_of
 from app.state import decisions, endings, reservations
 from app.state.client import RedisClient
 from app.state.connect import deadline
@@ -26,6 +36,11 @@ from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 
 MOST_DECISIONS = 4096
+LEAST_BLOCK_TOKENS, MOST_BLOCKS = 64, 1 << 19
+"""Prompts are replayed in blocks of at least so many tokens, and of so many that all of them
+together have no more blocks than that: a play takes as long as it has blocks."""
+TOLD_LATE_MS = 1000
+"""By so much the clocks of those who tell of an end may differ from what Redis sees of it."""
 TIMEOUT_S = 2.0
 
 
@@ -43,7 +58,7 @@ class ObservedWorker:
 
 
 class Observer:
-    """`sample` often, then ask for `workers` and `recent`."""
+    """`sample` often, then ask for the `state`."""
 
     def __init__(
         self, fleet: Fleet, redis: RedisClient, runner: ScriptRunner, keyspace: Keyspace
@@ -53,6 +68,9 @@ class Observer:
         self.now_s = 0.0
         """When it last looked, by the Redis clock, by which decisions are dated; seconds since
         1970."""
+        self.unreplayable = 0
+        """Of the decisions that `recent` last found, those that no worker could have answered as
+        their records say."""
         self._fleet, self._redis, self._runner = fleet, redis, runner
         self._keyspace = keyspace
 
@@ -109,7 +127,7 @@ class Observer:
         for seen in self.workers_seen.values():
             seen.loads.clear()
 
-    def workers(self, values: Mapping[str, float]) -> list[WorkerState]:
+    def _workers(self, values: Mapping[str, float], block_size: int) -> list[WorkerState]:
         """The registered ones, with the means of their samples."""
         return [
             WorkerState(
@@ -119,55 +137,99 @@ class Observer:
                 _mean(seen.loads) if seen.loads else None,
                 unique_value_s=values.get(name, 0.0),
                 speed=seen.speed,
-                profile=profile_of(seen.speed, seen.info.kv_total_blocks * seen.info.block_size),
+                profile=profile_of(seen.speed, max(block_size, pool_tokens(seen.info))),
             )
             for name, seen in self.workers_seen.items()
         ]
 
-    async def recent(self, rules: Rules) -> list[PastRequest]:
-        """The decisions that a proposal may count, the oldest first. Raises RedisUnavailable."""
+    @property
+    def host_pool_tokens(self) -> int:
+        """A worker's host tier, on average."""
+        infos = [worker.info for worker in self.workers_seen.values()]
+        tokens = sum(info.host_total_blocks * info.block_size for info in infos)
+        return tokens // max(1, len(infos))
+
+    async def state(
+        self, rules: Rules, pending: Sequence[float] = (), proposals: Sequence[Proposal] = ()
+    ) -> FleetState:
+        """What a proposal is made from. pending: when each worker that has not registered yet was
+        asked for. Raises RedisUnavailable."""
+        recent, block_size = await self.recent(rules)
+        values = await asyncio.to_thread(self._values, recent, block_size, rules)
+        coming = (
+            WorkerState(f"pending-{n}", Phase.PENDING, at_s) for n, at_s in enumerate(pending)
+        )
+        workers = [*self._workers(values, block_size), *coming]
+        return FleetState(self.now_s, workers, recent, proposals, block_size)
+
+    async def recent(self, rules: Rules) -> tuple[list[PastRequest], int]:
+        """The decisions that a proposal may count, the oldest first, and how many tokens each of
+        their blocks has. Raises RedisUnavailable."""
         block_size = self.block_size
         if block_size is None:
-            return []
+            return [], LEAST_BLOCK_TOKENS
         past_s = (rules.window_s + rules.lead_s, 2 * rules.half_life_s, rules.attained_s)
         since_s = self.now_s - max(past_s)
         ended = await endings.read(
             self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS
         )
-        asked: list[PastRequest] = []
+        infos = [worker.info for worker in self.workers_seen.values()]
+        most_tokens = max(info.most_tokens for info in infos)
+        records: list[DecisionRecord] = []
+        self.unreplayable = 0
         async for record in decisions.read(self._redis, self._keyspace):
-            if record.at_ms / 1000 < since_s or len(asked) == MOST_DECISIONS:
+            if record.at_ms / 1000 < since_s or len(records) == MOST_DECISIONS:
                 break
-            if len(record.blocks) == len(positions(record.isl_tokens // block_size)):
-                asked.append(self._asked(record, block_size, ended.get(record.request_id)))
-        asked.reverse()
-        return asked
+            _, ending = ended.get(record.request_id, (0, None))
+            tokens = record.isl_tokens + (ending.output_tokens if ending else 1)
+            is_whole = len(record.blocks) == len(positions(record.isl_tokens // block_size))
+            if is_whole and tokens <= most_tokens and record.at_ms / 1000 <= self.now_s + 1:
+                records.append(record)
+            else:
+                self.unreplayable += 1
+        merged = 1
+        tokens = sum(record.isl_tokens for record in records)
+        while merged * block_size < max(LEAST_BLOCK_TOKENS, tokens / MOST_BLOCKS):
+            merged *= 2
+        recent = [
+            self._asked(record, block_size, merged, most_tokens, ended.get(record.request_id))
+            for record in records
+        ]
+        return sorted(recent, key=lambda asked: asked.at_s), merged * block_size
 
     def _asked(
-        self, record: DecisionRecord, block_size: int, ended: tuple[int, Ending] | None
+        self,
+        record: DecisionRecord,
+        block_size: int,
+        merged: int,
+        most_tokens: int,
+        ended: tuple[int, Ending] | None,
     ) -> PastRequest:
-        worker = record.worker.rpartition(":")[0]
-        seen = self.workers_seen.get(worker)
-        output_tokens = (seen.speed if seen else DEFAULT_SPEED).mean_output_tokens
+        name = record.worker.rpartition(":")[0]
+        worker = self.workers_seen.get(name)
+        output_tokens = (worker.speed if worker else DEFAULT_SPEED).mean_output_tokens
         came: Came | None = None
         if ended is not None:
             ended_ms, ending = ended
             output_tokens = ending.output_tokens
-            if ending.ttft_ms is not None:
-                rest_s = max(0, ended_ms - record.at_ms - ending.ttft_ms) / 1000
+            took_ms = ended_ms - record.at_ms
+            # More than that it cannot have been, whoever said so.
+            if ending.ttft_ms is not None and ending.ttft_ms <= took_ms + TOLD_LATE_MS:
+                rest_s = max(0, took_ms - ending.ttft_ms) / 1000
                 came = Came(ending.ttft_ms / 1000, rest_s / max(1, output_tokens - 1))
         request = recorded_request(
             record.request_id,
             record.blocks,
             prompt_tokens=record.isl_tokens,
-            output_tokens=max(1, round(output_tokens)),
+            output_tokens=max(1, round(min(output_tokens, most_tokens - record.isl_tokens))),
             block_size=block_size,
+            merged=merged,
         )
-        return PastRequest(record.at_ms / 1000, worker, request, record.best.blocks, came)
+        return PastRequest(record.at_ms / 1000, name, request, record.best.blocks // merged, came)
 
-    def values(self, recent: list[PastRequest], rules: Rules) -> dict[str, float]:
+    def _values(self, recent: list[PastRequest], block_size: int, rules: Rules) -> dict[str, float]:
         """Seconds of prefill that losing each worker would cost; see app.planner.rules.victims."""
-        if not recent or self.block_size is None:
+        if not recent:
             return {}
         names = self.workers_seen.keys()
         return unique_values(
@@ -175,7 +237,7 @@ class Observer:
             [*held(recent, names)],
             now_s=self.now_s,
             half_life_s=rules.half_life_s,
-            block_size=self.block_size,
+            block_size=block_size,
             speed=mean_speed(seen.speed for seen in self.workers_seen.values()),
         )
 
@@ -200,8 +262,13 @@ def held(recent: Iterable[PastRequest], live: Iterable[str]) -> Iterable[Held]:
         yield blocks
 
 
+def pool_tokens(info: WorkerInfo) -> int:
+    """That a worker's device holds; of one that does not say, the usual number."""
+    return info.kv_total_blocks * info.block_size or USUAL.kv_pool_tokens
+
+
 def mean_speed(speeds: Iterable[Speed]) -> Speed:
-    known = [*speeds]
+    known = [*speeds] or [DEFAULT_SPEED]
     return replace(
         DEFAULT_SPEED,
         **{

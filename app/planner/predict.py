@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
-
-import numpy as np
 
 from app.core.keys import Keyspace
 from app.planner.observe import Observer, mean_speed
+from app.planner.rules.policies import Predict
 from app.planner.rules.replay import Replay
 from app.planner.rules.state import FleetState, Phase, Prediction, Rules
-from app.planner.rules.victims import victim
+from app.planner.rules.victims import least_valued
 from app.router.fleet import Fleet
 from app.simulation.setting import Setting
 from app.state.client import RedisClient
@@ -21,25 +21,25 @@ TIMEOUT_S = 2.0
 POLL_S = 0.1
 
 
-def predict(
+def predictor(
     observer: Observer,
     state: FleetState,
-    size: int,
     rules: Rules,
-    routing_policy: str,
-    leaves: str | None,
-) -> Prediction:
-    """leaves: who would, if the fleet were smaller. Of no workers, nothing is known."""
-    if size == 0 or observer.block_size is None:
-        return Prediction(size, 0, 1.0, 0.0, 0.0)
-    replay = Replay(
-        state,
-        rules,
-        routing_policy,
-        Setting(block_size=observer.block_size),
-        mean_speed(seen.speed for seen in observer.workers_seen.values()),
-    )
-    return replay.predict(size, leaves if size < state.size else None)
+    policy: str,
+    *,
+    count_in_flight: bool,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Predict:
+    """What predicts for one state. policy, count_in_flight: of the routers. is_over: see Replay."""
+    setting = Setting(count_in_flight=count_in_flight, host_pool_tokens=observer.host_pool_tokens)
+    speed = mean_speed(worker.speed for worker in observer.workers_seen.values())
+    replay = Replay(state, rules, policy, setting, speed, is_over)
+    leaves = least_valued(state) if state.those(Phase.LIVE) else None
+
+    def predict(size: int) -> Prediction:
+        return replay.predict(size, leaves if size < state.size else None)
+
+    return predict
 
 
 async def whatif(
@@ -54,20 +54,13 @@ async def whatif(
             async with asyncio.timeout(TIMEOUT_S):
                 while True:
                     await observer.sample()
-                    if all(seen.loads for seen in observer.workers_seen.values()):
+                    if all(worker.loads for worker in observer.workers_seen.values()):
                         break
                     await asyncio.sleep(POLL_S)
     finally:
         following.cancel()
         await asyncio.wait([following])
     rules = Rules()
-    recent = await observer.recent(rules)
-    values = observer.values(recent, rules)
-    state = FleetState(observer.now_s, observer.workers(values), recent)
-    leaves = None
-    if state.those(Phase.LIVE):
-        leaves = victim("unique_value", state, np.random.default_rng(0))
-    return [
-        await asyncio.to_thread(predict, observer, state, size, rules, policy, leaves)
-        for size in sizes
-    ]
+    state = await observer.state(rules)
+    predict = predictor(observer, state, rules, policy, count_in_flight=False)
+    return [await asyncio.to_thread(predict, size) for size in sizes]

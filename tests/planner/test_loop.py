@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
 from app.core.loads import Reservation, Wish
@@ -22,15 +23,20 @@ from app.planner.lease import RENEWALS
 from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.predict import predict
-from app.planner.rules.state import PastRequest, Prediction, Proposal, Rules
+from app.planner.predict import predictor
+from app.planner.rules.policies import Predict
+from app.planner.rules.replay import ReplayTooLong
+from app.planner.rules.state import FleetState, PastRequest, Proposal, Rules
 from app.router.fleet import Fleet
-from app.state import leases, planner, reservations
+from app.state import decisions, endings, leases, planner, reservations
 from app.state.connect import connect
+from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers, fake_agent, running
+from tests.lua.conftest import A, B
+from tests.state.test_decisions import record
 
 SETTINGS = PlannerSettings(
     namespace=NAMESPACE,
@@ -79,13 +85,16 @@ class Agents:
 
 @asynccontextmanager
 async def planning(
-    url: str, connector: Connector, settings: PlannerSettings = SETTINGS
+    url: str,
+    connector: Connector,
+    settings: PlannerSettings = SETTINGS,
+    metrics: PlannerMetrics | None = None,
 ) -> AsyncIterator[Planner]:
     async with connect(url) as redis:
         runner = ScriptRunner(redis, timeout_s=1.0)
         fleet = Fleet(redis, KEYS, 1.0)
         observer = Observer(fleet, redis, runner, KEYS)
-        metrics = PlannerMetrics(NAMESPACE)
+        metrics = metrics or PlannerMetrics(NAMESPACE)
         one = Planner(settings, observer, runner, connector, metrics)
         tasks = [asyncio.create_task(fleet.follow()), asyncio.create_task(one.run())]
         try:
@@ -208,16 +217,16 @@ async def test_a_planner_leads_on_while_a_replay_takes_longer_than_its_lease(
 ) -> None:
     replaying, is_renewed = threading.Event(), threading.Event()
 
-    def slow(*given: Any) -> Prediction:
+    def slow(*given: Any, **more: Any) -> Predict:
         replaying.set()
         assert is_renewed.wait(30)
-        return predict(*given)
+        return predictor(*given, **more)
 
     async def lease() -> tuple[bytes, ...]:
         found: Any = await redis.hmget(KEYS["planner"], "until_ms", "token")
         return tuple(found)
 
-    monkeypatch.setattr(loop, "predict", slow)
+    monkeypatch.setattr(loop, "predictor", slow)
     settings = replace(SETTINGS, scaling_policy="slo", lease_s=1.0)
     async with (
         running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),
@@ -316,6 +325,57 @@ async def test_values_of_workers_are_shown(one_redis_server: EmbeddedRedis, redi
         assert not one.problem
 
 
+async def test_records_that_no_worker_could_have_answered_are_counted_and_left_out(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    """Of a pool of 1,000 blocks of 4 tokens."""
+    runner = ScriptRunner(redis, timeout_s=5.0)
+    now_ms = (await redis.time())[0] * 1000
+    bad = {"endless": {"isl_tokens": 8}, "huge": {"isl_tokens": 10**12, "full_blocks": 10**12 // 4}}
+    for name, fields in {"good": {"isl_tokens": 8}, **bad}.items():
+        one = replace(record(name, [A, B]), at_ms=now_ms, worker="a:0", **fields)
+        await runner.one(decisions.record(KEYS, one, kept=100))
+    late = replace(record("late", [A, B]), at_ms=now_ms + 10**15, worker="a:0", isl_tokens=8)
+    await runner.one(decisions.record(KEYS, late, kept=100))
+    told = {"endless": Ending(500_000, 5), "good": Ending(3, 10**9)}
+    for name, ending in told.items():
+        await runner.one(endings.record(KEYS, name, ending, kept=100))
+    settings, metrics = replace(SETTINGS, scaling_policy="slo"), PlannerMetrics(NAMESPACE)
+    async with (
+        running(fake_agent(runner, KEYS, "a")),
+        planning(one_redis_server.url, Advise(), settings, metrics) as one_planner,
+    ):
+        found = await eventually(lambda: last(redis), lambda seen: seen.get("candidates"))
+        assert found["inputs"]["requests"] == 1
+        assert found["inputs"]["known"] == 0  # its first token came after its end
+        assert not one_planner.problem
+        scraped = generate_latest(metrics.registry).decode()
+        assert 'kvroute_planner_unreplayable_decisions{namespace="test"} 3.0' in scraped
+
+
+async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = []
+
+    def slow(observer: Observer, state: FleetState, rules: Rules, *given: Any, **more: Any) -> Any:
+        played.append(rules.window_requests)
+        if rules.window_requests > 500:
+            raise ReplayTooLong("of so many")
+        return predictor(observer, state, rules, *given, **more)
+
+    monkeypatch.setattr(loop, "predictor", slow)
+    settings = replace(SETTINGS, scaling_policy="slo")
+    async with (
+        running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),
+        planning(one_redis_server.url, Advise(), settings) as one,
+    ):
+        await eventually(lambda: last(redis), lambda seen: seen.get("candidates"))
+        assert not one.problem
+    first = played.index(256)
+    assert played[first - 4 : first + 1] == [4096, 2048, 1024, 512, 256]
+
+
 async def test_decisions_are_replayed_with_what_came_of_them(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
@@ -337,7 +397,7 @@ async def test_decisions_are_replayed_with_what_came_of_them(
 
         async def known() -> dict[str, PastRequest]:
             await observer.sample()
-            recent = await observer.recent(Rules())
+            recent, _ = await observer.recent(Rules())
             return {asked.request.request_id: asked for asked in recent}
 
         def is_complete(found: dict[str, PastRequest]) -> bool:

@@ -6,13 +6,14 @@ join with none, and that of the one that would leave is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from app.core.chains import positions
+from app.core.errors import KvrouteError
 from app.core.types import SequenceHash
 from app.core.worker_report import Speed
 from app.planner.rules.state import Came, FleetState, PastRequest, Phase, Prediction, Rules, Slo
@@ -27,11 +28,15 @@ GOLDEN = 0x9E3779B97F4A7C15
 U64 = 2**64 - 1
 
 
+class ReplayTooLong(KvrouteError):
+    """There was no time to play all of the recorded decisions."""
+
+
 class Replay:
     """Plays the recorded decisions of one state for any size of the fleet.
 
-    policy: of the routers. setting: all of it counts but how many workers there are. speed: of a
-    worker, for the SLO.
+    policy: of the routers. setting: all of it counts but the workers and the block size. speed: of
+    a worker, for the SLO. is_over: asked again and again whether no time is left.
     """
 
     def __init__(
@@ -41,9 +46,11 @@ class Replay:
         policy: str,
         setting: Setting,
         speed: Speed,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._rules, self._policy, self._setting = rules, policy, setting
-        self._speed = speed
+        self._rules, self._policy = rules, policy
+        self._setting = replace(setting, block_size=state.block_size)
+        self._speed, self._is_over = speed, is_over
         self._workers = [w for w in state.workers if w.phase is not Phase.DRAINING]
         self._usual = next((w.profile for w in self._workers if w.profile), USUAL)
         recent = state.recent
@@ -54,11 +61,14 @@ class Replay:
             begin_s = recent[first].at_s
         self._before, self._played = recent[:first], recent[first:]
         self._origin_s = recent[0].at_s if recent else begin_s
-        lead = rules.lead_s / (rules.window_s + rules.lead_s)
-        self._judged_s = begin_s + lead * (state.now_s - begin_s) - self._origin_s
+        lead_s = min(rules.lead_s, (state.now_s - begin_s) / 2)
+        self._judged_s = begin_s + lead_s - self._origin_s
 
     def predict(self, size: int, victim: str | None = None) -> Prediction:
-        """victim: the worker that a smaller fleet would be without."""
+        """victim: the worker that a smaller fleet would be without. Of no workers, nothing is
+        known. Raises ReplayTooLong."""
+        if not size:
+            return Prediction(size, 0, 1.0, 0.0, 0.0)
         stay = [worker for worker in self._workers if worker.name != victim][:size]
         profiles = [worker.profile or self._usual for worker in stay]
         profiles += [self._usual] * (size - len(stay))
@@ -66,20 +76,32 @@ class Replay:
         fleet = SimFleet(self._policy, setting)
         places = {worker.name: place for place, worker in enumerate(stay)}
         for asked in self._remembered(fleet, places):
+            self._check_time()
             fleet.run(until_s=asked.at_s - self._origin_s)
             fleet.warm(places[asked.worker], asked.request)
         answers: list[SimAnswer] = []
 
         def keep(answer: SimAnswer, _: float) -> None:
+            self._check_time()
             answers.append(answer)
 
+        pools = {worker.metrics.kv_total_blocks for worker in fleet.workers}
         for number, asked in enumerate(self._played):
+            self._check_time()
+            output_tokens = _output_that_fits(asked.request, pools, self._setting.block_size)
+            if output_tokens < 1:
+                continue
             fleet.run(until_s=asked.at_s - self._origin_s)
             # One that was decided again, as its worker had failed, has the same id.
-            fleet.ask(replace(asked.request, request_id=str(number)), keep)
+            request = replace(asked.request, request_id=str(number), max_tokens=output_tokens)
+            fleet.ask(request, keep)
         fleet.run()
         judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
         return summary(size, judged, self._rules.slo, self._speed)
+
+    def _check_time(self) -> None:
+        if self._is_over():
+            raise ReplayTooLong(f"{len(self._played)} decisions took too long to replay")
 
     def _remembered(self, fleet: SimFleet, places: Mapping[str, int]) -> Iterator[PastRequest]:
         """Of the decisions before those played, the ones that have left a trace in the caches."""
@@ -95,6 +117,14 @@ class Replay:
             first -= 1
             room[asked.worker] = room.get(asked.worker, 0) - len(asked.request.blocks)
         return (asked for asked in self._before[first:] if asked.worker in places)
+
+
+def _output_that_fits(request: SimRequest, pools: Iterable[int], block_size: int) -> int:
+    """How long the answer can be on any worker that a router would choose; below 1: on some of
+    them there is no room for one. pools: blocks of the workers."""
+    prompt_blocks = -(-request.prompt_tokens // block_size)
+    room = min((pool for pool in pools if pool >= prompt_blocks), default=0)
+    return min(request.max_tokens, room * block_size - request.prompt_tokens)
 
 
 def meets(answer: SimAnswer, slo: Slo, speed: Speed) -> bool:
@@ -125,8 +155,10 @@ def recorded_request(
     prompt_tokens: int,
     output_tokens: int,
     block_size: int,
+    merged: int = 1,
 ) -> SimRequest:
-    """A request like the one that a decision's record tells of. recorded: some of its blocks.
+    """A request like the one that a decision's record tells of, in blocks of `merged` of its own.
+    recorded: some of these.
 
     A block that was not recorded is made from the next one that was, so that prompts share here
     what they share, up to the last recorded block of it. Those behind the last are its own.
@@ -134,11 +166,11 @@ def recorded_request(
     full_blocks = prompt_tokens // block_size
     chain: list[SequenceHash] = []
     own = xxh3_64_intdigest(request_id.encode())
-    ends = [*zip(positions(full_blocks), recorded, strict=True), (full_blocks + 1, own)]
-    for at, block in ends:
-        between = range(len(chain) + 1, at)
-        chain += (SequenceHash(block ^ (place * GOLDEN & U64)) for place in between)
-        chain.append(SequenceHash(block))
-    chain.pop()
-    tail = (0,) * (prompt_tokens - full_blocks * block_size)
+    known = iter([*zip(positions(full_blocks), recorded, strict=True), (full_blocks + 1, own)])
+    end, block = next(known)
+    for place in range(merged, full_blocks + 1, merged):
+        while end < place:
+            end, block = next(known)
+        chain.append(SequenceHash(block if end == place else block ^ (place * GOLDEN & U64)))
+    tail = (0,) * (prompt_tokens - len(chain) * merged * block_size)
     return SimRequest(request_id, tuple(chain), tail, prompt_tokens, output_tokens)

@@ -26,7 +26,7 @@ class Reason(StrEnum):
     NO_METRICS = "no_metrics"
     """Some live worker's load is not known."""
     FLEET_CHANGED = "fleet_changed"
-    """Somebody else changed its size: that is the new truth."""
+    """Somebody else changed its size, which is accepted."""
     CHANGE_UNDER_WAY = "change_under_way"
     GRACE = "grace"
     """It could be smaller, but a worker was added a short time ago."""
@@ -71,7 +71,6 @@ class WorkerState:
     since_s: float
     """When the phase began."""
     load: WorkerLoad | None = None
-    cached_blocks: int = 0
     unique_value_s: float = 0.0
     """Seconds of prefill that losing it would cost: see app.planner.rules.victims."""
     speed: Speed = DEFAULT_SPEED
@@ -128,12 +127,14 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """recent: decisions, the oldest first. proposals: the last ones, the newest last."""
+    """recent: decisions, the oldest first, in blocks of `block_size` tokens. proposals: the last
+    ones, the newest last."""
 
     now_s: float
     workers: Sequence[WorkerState]
     recent: Sequence[PastRequest] = ()
     proposals: Sequence[Proposal] = ()
+    block_size: int = 256
 
     def those(self, phase: Phase) -> list[WorkerState]:
         return [worker for worker in self.workers if worker.phase is phase]
@@ -187,8 +188,9 @@ class Rules:
     window_s: float = 180.0
     """Recorded decisions of so long are replayed."""
     lead_s: float = 60.0
-    """Those of so long before them too, but not judged: to find workers as busy as they were."""
-    window_requests: int = 600
+    """Those of so long before them too, but not judged: to find workers as busy as they were. At
+    most half of all that are replayed."""
+    window_requests: int = 4096
     """At most so many are replayed."""
     half_life_s: float = 300.0
     """A prompt asked so long ago says half as much of what will be asked for again."""

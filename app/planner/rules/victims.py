@@ -1,10 +1,8 @@
-"""Which worker to lose: what each one's cache is worth, and other ways to choose."""
+"""Which worker to lose: what each one's cache is worth."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
-from numpy.random import Generator
+from collections.abc import Mapping, Sequence
 
 from app.core.worker_report import Speed
 from app.planner.rules.state import FleetState, PastRequest, Phase, WorkerState, prefill_s
@@ -44,51 +42,11 @@ def unique_values(
     return values
 
 
-def _in_flight_s(worker: WorkerState) -> float:
-    return worker.load.queue_s if worker.load is not None else 0.0
+def least_valued(state: FleetState) -> str:
+    """The live worker whose cache is worth least, with the prefills promised to it; there must be
+    one."""
 
+    def cost_s(worker: WorkerState) -> float:
+        return worker.unique_value_s + (worker.load.queue_s if worker.load is not None else 0.0)
 
-def _requests(worker: WorkerState) -> float:
-    return worker.load.requests if worker.load is not None else 0.0
-
-
-ChooseVictim = Callable[[Sequence[WorkerState], Generator], WorkerState]
-
-
-def least_unique_value(workers: Sequence[WorkerState], _: Generator) -> WorkerState:
-    """The one whose cache is worth least, with the prefills promised to it."""
-    return min(workers, key=lambda worker: worker.unique_value_s + _in_flight_s(worker))
-
-
-def newest(workers: Sequence[WorkerState], _: Generator) -> WorkerState:
-    """The one that joined last: what Kubernetes removes."""
-    return max(workers, key=lambda worker: worker.since_s)
-
-
-def least_loaded(workers: Sequence[WorkerState], _: Generator) -> WorkerState:
-    """The one with the fewest requests in flight."""
-    return min(workers, key=_requests)
-
-
-def fewest_blocks(workers: Sequence[WorkerState], _: Generator) -> WorkerState:
-    """The one that holds the fewest blocks."""
-    return min(workers, key=lambda worker: worker.cached_blocks)
-
-
-def at_random(workers: Sequence[WorkerState], rng: Generator) -> WorkerState:
-    return workers[int(rng.integers(len(workers)))]
-
-
-VICTIMS: Mapping[str, ChooseVictim] = {
-    "unique_value": least_unique_value,
-    "newest": newest,
-    "least_loaded": least_loaded,
-    "fewest_blocks": fewest_blocks,
-    "random": at_random,
-}
-"""By the names that settings use."""
-
-
-def victim(name: str, state: FleetState, rng: Generator) -> str:
-    """The live worker that `name`, a key of VICTIMS, would lose; there must be one."""
-    return VICTIMS[name](state.those(Phase.LIVE), rng).name
+    return min(state.those(Phase.LIVE), key=cost_s).name

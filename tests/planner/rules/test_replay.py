@@ -8,9 +8,10 @@ import pytest
 
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED
-from app.planner.rules.replay import Replay, recorded_request
+from app.planner.rules.replay import Replay, ReplayTooLong, recorded_request
 from app.planner.rules.state import FleetState, PastRequest, Phase, Prediction, Rules, WorkerState
 from app.policy.record import sampled
+from app.simulation.profiles import USUAL
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 
@@ -62,8 +63,41 @@ def test_only_requests_of_the_window_are_judged_and_those_of_its_lead_keep_worke
 
 def test_a_long_history_is_played_only_in_part() -> None:
     few = replace(RULES, window_requests=90)
-    # A third of those played are the lead.
-    assert predict(fleet(2, every(0.5, 2)), 2, rules=few).requests == 60
+    # Half of those played are the lead, as they last for less than twice its 60 s.
+    assert predict(fleet(2, every(0.5, 2)), 2, rules=few).requests == 45
+
+
+def test_a_replay_ends_when_its_time_is_over() -> None:
+    asked = iter(range(10**6))
+    replay = Replay(
+        fleet(2, every(0.5, 2)),
+        RULES,
+        "latency",
+        Setting(),
+        DEFAULT_SPEED,
+        is_over=lambda: next(asked) > 500,
+    )
+    with pytest.raises(ReplayTooLong, match="360 decisions"):
+        replay.predict(2)
+    assert next(asked) == 502
+
+
+@pytest.mark.parametrize("prompt_tokens", [100, 16_000, 17_920, 18_000, 32_000])
+def test_an_answer_that_fits_on_no_worker_or_only_on_some_ends_no_replay(
+    prompt_tokens: int,
+) -> None:
+    """Pools of 70 and of 140 blocks of 256 tokens: 17,920 and 35,840."""
+    small, large = (replace(USUAL, kv_pool_tokens=tokens) for tokens in (17_920, 35_840))
+    blocks = tuple(SequenceHash(n) for n in range(1, prompt_tokens // 256 + 1))
+    endless = SimRequest("r", blocks, (0,) * (prompt_tokens % 256), prompt_tokens, 10**9)
+    workers = [
+        WorkerState("w0", Phase.LIVE, 0.0, profile=small),
+        WorkerState("w1", Phase.LIVE, 0.0, profile=large),
+    ]
+    recent = [PastRequest(900.0 + n, "w0", endless) for n in range(4)]
+    # One that fills the small pool to the last token has no room for an answer there.
+    played = 0 if prompt_tokens == 17_920 else 4
+    assert predict(FleetState(1000.0, workers, recent), 2).requests == played
 
 
 def test_no_requests_miss_nothing() -> None:
@@ -94,6 +128,40 @@ def test_a_worker_that_drains_is_no_longer_counted_on() -> None:
     leaving = replace(state.workers[1], phase=Phase.DRAINING)
     draining = replace(state, workers=[state.workers[0], leaving])
     assert predict(draining, 1).hit_rate == 0.0
+
+
+def test_what_a_host_tier_holds_is_not_computed_again() -> None:
+    """The prompts fill a worker's 400,000 tokens once and a half, and are asked again."""
+    prompts = [request(f"r{n}", 1000 * n, blocks=100) for n in range(24)]
+    recent = [PastRequest(100.0 + n, "w0", one) for n, one in enumerate(prompts)]
+    recent += [PastRequest(900.0 + 4 * n, "w0", one) for n, one in enumerate(prompts)]
+    rates = []
+    for host_tokens in (0, 400_000):
+        setting = Setting(host_pool_tokens=host_tokens)
+        replay = Replay(fleet(1, recent), RULES, "latency", setting, DEFAULT_SPEED)
+        rates.append(replay.predict(1).hit_rate)
+    assert rates[0] < 0.1 < 0.9 < rates[1]
+
+
+def test_merged_blocks_share_what_single_blocks_share() -> None:
+    long = [SequenceHash(n) for n in range(1, 51)]
+    fork = [*long[:40], *(SequenceHash(n) for n in range(101, 111))]
+
+    def recorded(name: str, chain: list[SequenceHash], merged: int) -> SimRequest:
+        return recorded_request(
+            name,
+            sampled(chain),
+            prompt_tokens=16 * len(chain) + 3,
+            output_tokens=5,
+            block_size=16,
+            merged=merged,
+        )
+
+    for merged in (1, 2, 4, 8):
+        one, other = recorded("a", long, merged), recorded("b", fork, merged)
+        shared = [x == y for x, y in zip(one.blocks, other.blocks, strict=True)]
+        assert shared == [True] * (40 // merged) + [False] * (50 // merged - 40 // merged)
+        assert one.prompt_tokens == 16 * merged * len(one.blocks) + len(one.tail_tokens) == 803
 
 
 def test_recorded_requests_share_what_their_prompts_share() -> None:

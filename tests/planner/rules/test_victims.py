@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from app.core.worker_report import Speed
 from app.planner.rules.state import FleetState, PastRequest, Phase, WorkerLoad, WorkerState
-from app.planner.rules.victims import VICTIMS, unique_values, victim
+from app.planner.rules.victims import least_valued, unique_values
 from app.simulation.steps import SimRequest
 
 SPEED = Speed(prefill_s_per_token=1e-3, prefill_s_per_token2=0.0)
@@ -51,30 +50,12 @@ def test_later_blocks_of_a_prompt_are_worth_more() -> None:
     assert values((0.0, 4, {"a": 4, "b": 3}), speed=speed) == {"a": pytest.approx(0.135)}
 
 
-def worker(
-    name: str, since_s: float, requests: float, blocks: int, value_s: float, queue_s: float = 0.0
-) -> WorkerState:
-    load = WorkerLoad(0.0, queue_s, 0.0, 0.0, requests)
-    return WorkerState(name, Phase.LIVE, since_s, load, blocks, value_s)
+def worker(name: str, value_s: float, queue_s: float = 0.0) -> WorkerState:
+    load = WorkerLoad(0.0, queue_s, 0.0, 0.0, 1.0)
+    return WorkerState(name, Phase.LIVE, 0.0, load, value_s)
 
 
-@pytest.mark.parametrize(
-    ("name", "leaves"),
-    [("unique_value", "c"), ("newest", "b"), ("least_loaded", "a"), ("fewest_blocks", "d")],
-)
-def test_each_way_to_choose_a_victim(name: str, leaves: str) -> None:
-    workers = [
-        worker("a", since_s=0, requests=1, blocks=900, value_s=40.0),
-        worker("b", since_s=90, requests=5, blocks=800, value_s=30.0),
-        worker("c", since_s=50, requests=6, blocks=700, value_s=12.0, queue_s=2.0),
-        worker("d", since_s=60, requests=7, blocks=100, value_s=10.0, queue_s=6.0),
-        WorkerState("leaving", Phase.DRAINING, 95.0),
-    ]
-    assert victim(name, FleetState(100.0, workers), np.random.default_rng(0)) == leaves
-
-
-def test_at_random_every_live_worker_may_leave() -> None:
-    workers = [WorkerState(name, Phase.LIVE, 0.0) for name in "abc"]
-    rng = np.random.default_rng(0)
-    assert {victim("random", FleetState(0.0, workers), rng) for _ in range(50)} == set("abc")
-    assert set(VICTIMS) == {"unique_value", "newest", "least_loaded", "fewest_blocks", "random"}
+def test_the_worker_leaves_whose_cache_and_promised_prefills_cost_least() -> None:
+    leaving = WorkerState("leaving", Phase.DRAINING, 95.0)
+    workers = [worker("a", 40.0), worker("b", 12.0, queue_s=2.0), worker("c", 10.0, 6.0), leaving]
+    assert least_valued(FleetState(100.0, workers)) == "b"
