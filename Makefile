@@ -4,10 +4,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-gpu test-vllm test-sglang lint format docs demo demo-torch clean
+.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-sglang lint format docs demo demo-torch clean
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Install everything into .venv, at the versions in constraints.txt
 
@@ -23,6 +23,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: lint ## Lint, type-check and test
 	$(BIN)/pytest -n auto --dist worksteal
+
+# Of what is pure, of the scripts and of the router. Each process starts one Redis.
+QUICK := tests/core tests/policy tests/simulation tests/planner/rules tests/lua tests/router
+
+test-quick: setup ## Run the tests that need only a Redis, in less than a minute
+	$(BIN)/pytest -n auto --dist worksteal $(QUICK)
 
 test-slow: setup ## Run the long tests, and all on the other servers
 	$(BIN)/pytest -m slow

@@ -4,8 +4,6 @@ import httpx
 import pytest
 
 from app.core.types import Tier
-from app.local.redis_server import EmbeddedRedis
-from tests.edge.conftest import StartReplica
 from tests.fake_worker import FakeWorkers
 
 # 128 tokens are 32 blocks of four; the caller has hashed the first two of them.
@@ -69,16 +67,6 @@ async def test_find_best_worker_reserves_nothing(
         await client.post("/find_best_worker", json=BODY)
     assert await two.reserved() == {}
     assert (await two.load("w2:3")).total == 0
-
-
-async def test_find_best_worker_takes_reservations_into_account(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
-) -> None:
-    async with replica(one_redis_server.url, policy="least_loaded") as client:
-        await two.occupy("w2:3", "a")
-        answer = (await client.post("/find_best_worker", json=BODY)).json()
-        assert (answer["worker_id"], answer["overlap_blocks"]) == ("w1", 1)
-        assert answer["policy"] == "least_loaded"
 
 
 async def test_a_full_fleet_has_no_best_worker(

@@ -203,16 +203,6 @@ async def test_a_reservation_counts_in_the_next_decision_of_every_replica(
         ][1]["active_requests"] == 1
 
 
-async def test_a_retry_moves_the_reservation_of_its_request(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
-    await routed(client, request_id="r1", exclude=["w2"])
-    await routed(client, request_id="r1", exclude=["w1"], retry=True)
-    assert await two.reserved() == {"r1": "w2:0"}
-    assert ((await two.load("w1")).requests, (await two.load("w2")).requests) == (0, 1)
-    assert ((await two.load("w1")).blocks, (await two.load("w2")).blocks) == (0, 3)
-
-
 async def test_requests_with_one_id_are_each_confirmed_and_released_by_their_reservation(
     client: httpx.AsyncClient, two: FakeWorkers
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -171,30 +170,3 @@ async def test_only_tenants_with_a_weight_have_a_label_of_their_own_in_metrics(
         f'kvroute_waits_total{{{labels}"gold"}} 1.0',
         f'kvroute_waits_total{{{labels}"other"}} 20.0',
     ]
-
-
-async def test_turns_follow_arrival_order_however_unevenly_replicas_are_used(
-    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
-) -> None:
-    async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(replica(one_redis_server.url, **WAITS))
-            for _ in range(4)
-        ]
-        order: list[str] = []
-
-        async def take_turn(client: httpx.AsyncClient, request_id: str) -> None:
-            assert (await route(client, request_id)).status_code == 200
-            order.append(request_id)
-            await client.delete(f"/v1/requests/{request_id}")
-
-        tasks = []
-        key = KEYS["waiting:normal:"]
-        for n in range(12):
-            # Three in four arrive at one replica.
-            client = clients[0] if n % 4 else clients[n // 4 + 1]
-            tasks.append(asyncio.ensure_future(take_turn(client, f"r{n:02}")))
-            await eventually(lambda: redis.zcard(key), lambda found, n=n: found == n + 1)
-        await clients[0].delete("/v1/requests/x")
-        await asyncio.gather(*tasks)
-    assert order == sorted(order)

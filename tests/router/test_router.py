@@ -395,14 +395,6 @@ class TestOneReplica:
         assert [type(a) for a in answers] == [Decision, NoWorkers, Decision]
         assert set(await workers.reserved()) == {"a", "c"}
 
-    async def test_a_fleet_that_all_workers_have_left_raises_no_workers(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
-        await workers.register("w1")
-        await workers.retire("w1")
-        with pytest.raises(NoWorkers, match="no worker is alive"):
-            await router.route(request("r1"))
-
     async def test_a_request_beyond_max_queued_is_refused(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
