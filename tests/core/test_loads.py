@@ -41,11 +41,11 @@ def test_an_idle_worker_has_no_queue() -> None:
 def test_a_reservation_adds_to_every_counter_but_decoding() -> None:
     load = Load(prefill_tokens=900, prefill_us=90_000, head_us=50_000, head_since_ms=5)
     load.blocks, load.requests, load.decoding, load.total = 60, 3, 1, 17
-    load.add(Reservation("r", prefill_tokens=100, prefill_us=10_000, blocks=7), now_ms=9)
+    load.add(Reservation("r", prefill_tokens=100, prefill_us=10_000, blocks=7), now_ms=9, rounds=0)
     assert load == Load(1000, 100_000, 50_000, 5, 67, 4, 1, 18)
 
 
 def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head() -> None:
     load = Load(head_us=0, head_since_ms=5, blocks=60, requests=2, decoding=2, total=17)
-    load.add(Reservation("r", prefill_tokens=100, prefill_us=10_000, blocks=7), now_ms=9)
+    load.add(Reservation("r", prefill_tokens=100, prefill_us=10_000, blocks=7), now_ms=9, rounds=0)
     assert load == Load(100, 10_000, 10_000, 9, 67, 3, 2, 18)
