@@ -10,12 +10,22 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import orjson
+
+from app.core.keys import Keyspace
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.state.client import RedisClient
+from app.state.scripts import ScriptRunner
+from tests.eventually import eventually
+from tests.fake_worker import running, worker_info
+from workers.agent.agent import Agent, AgentSettings
 
 Writer = asyncio.StreamWriter
 
 MB = 2**20
+LEASE_TTL_S = 20.0
 MOST_BYTES = 256 * MB
 """That one answer sends; how many of them are taken is for the door to say."""
 RESET = struct.pack("ii", 1, 0)
@@ -109,13 +119,38 @@ ANSWERS: Mapping[str, bytes | Callable[[], Iterator[bytes]]] = {
 """Behind each, the connection is closed."""
 
 
+@asynccontextmanager
+async def hostile_worker(
+    redis: RedisClient, keyspace: Keyspace, name: str, model: str
+) -> AsyncIterator[HostileEngine]:
+    """A worker of `model` with such an engine, until the context ends."""
+    async with HostileEngine.listening() as engine:
+        info = worker_info(name, kv_total_blocks=100_000)
+        info = replace(info, address=engine.url, models=(model,), engine="vllm 0.32.0")
+        measured = ForwardPassMetrics(kv_total_blocks=info.kv_total_blocks)
+        agent = Agent(
+            ScriptRunner(redis, 5.0),
+            keyspace,
+            replace(info, max_model_len=4096),
+            AgentSettings(LEASE_TTL_S, info.kv_total_blocks, 1),
+            lambda: (measured, DEFAULT_SPEED),
+        )
+        async with running(agent):
+            yield engine
+            await agent.stop()
+
+
 class HostileEngine:
     """requests: how many came, by path and how they were answered. num_open: connections."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
-        self.num_open = 0
         self.url = ""
+        self._writers: set[Writer] = set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._writers)
 
     @classmethod
     @asynccontextmanager
@@ -128,15 +163,22 @@ class HostileEngine:
             yield engine
         finally:
             server.close()
+            for writer in engine._writers:
+                writer.transport.abort()
+
+            async def num_open() -> int:
+                return engine.num_open
+
+            await eventually(num_open, lambda number: number == 0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: Writer) -> None:
-        self.num_open += 1
+        self._writers.add(writer)
         try:
             with suppress(ConnectionError, asyncio.IncompleteReadError, TimeoutError):
                 while await self._answer(reader, writer):
                     pass
         finally:
-            self.num_open -= 1
+            self._writers.discard(writer)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: Writer) -> bool:

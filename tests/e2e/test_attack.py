@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import os
-import socket
-import struct
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import httptools
-import httpx
 import pytest
 
 from app.core.config import RouterSettings, WorkerSettings
@@ -25,9 +14,9 @@ from app.door.tokens.renderer import REMEMBERED_BYTES
 from app.edge.errors import ERRORS
 from app.local.cluster import Cluster
 from app.ops.reference import FRAMEWORK_ERRORS
-from loadtest.bench_bodies import MAX_BYTES, hostile_bodies
+from tests.attack.attack import CONNECTIONS, PATIENCE_S, SLOW_S, Attack, Target, answering
+from tests.attack.inputs import Surface
 from tests.e2e.conftest import BLOCK_SIZE, OpenProbe, Probe, prompt
-from tests.e2e.hostile_inputs import Hostile, Surface, hostile, request
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_binary, require_redis
 
@@ -35,15 +24,6 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="read
 
 SEED = int(os.environ.get("KVROUTE_TEST_SEED", "1"))
 """Another one makes other inputs."""
-CONNECTIONS = 16
-"""Open at once; those on which the server waits for the rest of a request come on top."""
-SLOW_S = 0.5
-PATIENCE_S = 40.0
-"""Servers wait for 30 s at most."""
-PROBE_INTERVAL_S = 0.1
-PROBE_TIMEOUT_S = 5.0
-RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER that resets a connection on closing."""
 CODES = {
     *(meaning.code for meaning in ERRORS.values()),
     *(code for code, _, _ in FRAMEWORK_ERRORS),
@@ -56,176 +36,11 @@ RAW = {"content-type": "application/octet-stream"}
 MAX_GROWTH_MB = 24.0
 
 
-@dataclass(slots=True)
-class Answer:
-    status: int
-    body: bytes = b""
-    complete: bool = False
-
-    @property
-    def code(self) -> str | None:
-        """The code of an error in our own shape, or its type where a client expects no code."""
-        try:
-            error = json.loads(self.body)["error"]
-            return str(error.get("code") or error["type"])
-        except (ValueError, KeyError, TypeError):
-            return None
-
-
-class Answers:
-    """Reads what comes back on one connection; raises what is not HTTP."""
-
-    def __init__(self) -> None:
-        self.seen: list[Answer] = []
-        self._parser = httptools.HttpResponseParser(self)
-
-    def feed(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_headers_complete(self) -> None:
-        self.seen.append(Answer(self._parser.get_status_code()))
-
-    def on_body(self, body: bytes) -> None:
-        self.seen[-1].body += body
-
-    def on_message_complete(self) -> None:
-        self.seen[-1].complete = True
-        if self.seen[-1].status == 100:
-            self.seen.pop()
-
-
-async def exchange(address: tuple[str, int], sent: Hostile, patience_s: float) -> list[Answer]:
-    """What a connection is answered. Raises HttpParserError if that is not HTTP."""
-    answers = Answers()
-    reader, writer = await asyncio.open_connection(*address)
-    writing = asyncio.create_task(_write(writer, sent.parts))
-    try:
-        if sent.ending in ("hang up", "reset"):
-            await writing
-            if sent.ending == "reset":
-                raw: socket.socket = writer.get_extra_info("socket")
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-            return []
-        with suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(patience_s if sent.ending == "wait" else PATIENCE_S):
-                while data := await reader.read(1 << 16):
-                    answers.feed(data)
-        return answers.seen
-    finally:
-        writing.cancel()
-        writer.close()
-        with suppress(ConnectionError, asyncio.CancelledError):
-            await writing
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-async def _write(writer: asyncio.StreamWriter, parts: tuple[bytes, ...]) -> None:
-    with suppress(ConnectionError):
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-            await asyncio.sleep(0)
-
-
-@dataclass(slots=True)
-class Target:
-    name: str
-    url: str
-    surface: Surface
-
-    @property
-    def address(self) -> tuple[str, int]:
-        parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or 0
-
-
-@dataclass(slots=True)
-class Attack:
-    """Sends inputs to all targets in turn, and notes what should not have come back."""
-
-    targets: list[Target]
-    problems: list[str] = field(default_factory=list)
-    tally: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-
-    async def send(self, first: int, count: int, patience_s: float) -> None:
-        """patience_s: how long to wait for servers that wait for the rest of a request."""
-        numbers = iter(range(first, first + count))
-        async with asyncio.TaskGroup() as group:
-
-            async def some() -> None:
-                for number in numbers:
-                    target = self.targets[number % len(self.targets)]
-                    sent = hostile(SEED, number, target.surface)
-                    one = group.create_task(
-                        self._try_one(f"input {number}", target, sent, patience_s)
-                    )
-                    await asyncio.wait([one], timeout=SLOW_S)
-
-            for _ in range(CONNECTIONS):
-                group.create_task(some())
-
-    async def send_largest(self) -> None:
-        """Bodies as large as a router takes."""
-        for name, body in hostile_bodies(MAX_BYTES):
-            for target in self.targets:
-                path = sorted(target.surface.bodies)[-1]
-                sent = Hostile((request("POST", path, body),), kind="largest")
-                await self._try_one(f"body {name!r}", target, sent, PATIENCE_S)
-
-    async def _try_one(self, what: str, target: Target, sent: Hostile, patience_s: float) -> None:
-        try:
-            answers = await exchange(target.address, sent, patience_s)
-        except (httptools.HttpParserError, OSError) as error:
-            answers, wrong = [], [repr(error)]
-        else:
-            wrong = list(_wrong(target, sent, answers))
-        outcome = " ".join(sorted({str(a.status) for a in answers})) or sent.ending
-        self.tally[target.name, sent.kind, outcome] += 1
-        for each in wrong:
-            begin = b"".join(sent.parts)[:200]
-            self.problems.append(f"{target.name}: {sent.kind}, {what}: {each}; sent {begin!r}")
-
-
-def _wrong(target: Target, sent: Hostile, answers: list[Answer]) -> Iterator[str]:
-    if sent.ending == "read" and not answers:
-        yield "no answer"
-    for answer in answers:
-        shown = f"{answer.status} {answer.body[:200]!r}"
-        excluded = answer.code == "no_workers" and sent.may_exclude_all
-        if answer.status >= 500 and not excluded:
-            yield shown
-        # HAProxy answers in its own words what it cannot read.
-        by_haproxy = target.name == "balancer" and answer.body.startswith(b"<html>")
-        if answer.status >= 400 and answer.body and answer.code not in CODES and not by_haproxy:
-            yield f"an error of another shape: {shown}"
-
-
-@asynccontextmanager
-async def answering(cluster: Cluster, problems: list[str]) -> AsyncIterator[None]:
-    """Meanwhile, every part of the cluster must say that it is well."""
+def probed(cluster: Cluster) -> list[str]:
+    """Where every part of a cluster says that it is well."""
     fronts = [cluster.balancer_url, *(member.url for member in cluster.routers)]
     urls = [f"{url}{path}" for url in fronts for path in ("/health", "/readiness")]
-    urls += [f"{member.url}/health" for member in cluster.workers]
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as http:
-            for url in itertools.cycle(urls):
-                try:
-                    answer = await http.get(url, headers={"connection": "close"})
-                    if answer.status_code != 200:
-                        problems.append(f"{url}: {answer.status_code} {answer.text}")
-                except httpx.HTTPError as error:
-                    problems.append(f"{url}: {error!r}")
-                await asyncio.sleep(PROBE_INTERVAL_S)
-
-    asking = asyncio.create_task(ask())
-    try:
-        yield
-    finally:
-        asking.cancel()
-        with suppress(asyncio.CancelledError):
-            await asking
+    return urls + [f"{member.url}/health" for member in cluster.workers]
 
 
 def processes(cluster: Cluster) -> dict[str, Path]:
@@ -263,13 +78,16 @@ async def verified(cluster: Cluster) -> str:
     return text.decode()
 
 
-def attacked_cluster(num_workers: int, num_replicas: int, *, haproxy: bool | None) -> Cluster:
+def attacked_cluster(
+    num_workers: int, num_replicas: int, *, haproxy: bool | None, api_key: str = ""
+) -> Cluster:
     require_redis(default_kind())
     return Cluster(
         num_workers=num_workers,
         num_replicas=num_replicas,
         haproxy=haproxy,
         router=RouterSettings(
+            api_key=api_key,
             # Nobody releases what an attacker reserved.
             reservation_ttl_s=0.5,
             prefill_ttl_s=0.5,
@@ -333,11 +151,13 @@ async def test_a_few_hostile_inputs_do_no_harm(
 ) -> None:
     with attacked_cluster(1, 1, haproxy=None) as cluster:
         probe = open_probe(cluster)
-        attack = Attack(
+        targets = (
             doors_of(cluster, drawn=20) if at_doors else await targets_of(cluster, probe, drawn=20)
         )
-        async with answering(cluster, attack.problems):
+        attack = Attack(targets, CODES, seed=SEED)
+        async with answering(probed(cluster), attack.problems):
             await attack.send(0, 200, SLOW_S)
+            await attack.send_named()
         assert attack.problems == [], f"seed {SEED}"
         await settled(cluster, probe)
     logged = "".join(capfd.readouterr())
@@ -357,12 +177,13 @@ async def test_ten_thousand_hostile_inputs_do_no_harm(
         known = prompt(seed=1, num_tokens=10 * BLOCK_SIZE)
         holder = await probe.complete(known)
         await eventually(lambda: probe.overlaps(known), lambda seen: seen == {holder: 10})
-        attack = Attack(
+        targets = (
             doors_of(cluster, drawn=500)
             if at_doors
             else await targets_of(cluster, probe, drawn=500, holder=holder)
         )
-        async with answering(cluster, attack.problems):
+        attack = Attack(targets, CODES, seed=SEED)
+        async with answering(probed(cluster), attack.problems):
             await asyncio.gather(attack.send(0, 2_000, SLOW_S), attack.send_largest())
             await settled(cluster, probe)
             memory, opened = memory_mb(cluster), await descriptors(cluster)
@@ -392,3 +213,18 @@ async def test_ten_thousand_hostile_inputs_do_no_harm(
     logged = "".join(capfd.readouterr())
     at = logged.find("Traceback")
     assert at < 0, logged[at : at + 7000]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_the_attack_as_a_program_finds_nothing_that_should_not_come_back() -> None:
+    with attacked_cluster(1, 1, haproxy=None, api_key="secret") as cluster:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.attack", cluster.balancer_url, "--key=secret"),
+            *(f"--redis-url={cluster.redis_url}", f"--seed={SEED}", "--count=500"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        tally, problems = await process.communicate()
+        assert process.returncode == 0, problems.decode()
+        assert b"no key: 401" in tally

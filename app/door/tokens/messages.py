@@ -100,7 +100,11 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def check_numbers(given: Any) -> None:
     """Parsers disagree on integers beyond 64 bits: some make floats of them. Raises
     Unrenderable."""
-    if _LARGE_FLOAT.search(orjson.dumps(given)):
+    try:
+        text = orjson.dumps(given)
+    except TypeError as error:  # what can be read can be written, but for its depth
+        raise Unrenderable("tools", str(error)) from None
+    if _LARGE_FLOAT.search(text):
         pending = [given]
         while pending:
             value = pending.pop()

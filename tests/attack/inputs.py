@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 from urllib.parse import quote
 
 from loadtest.bench_bodies import hostile_bodies
-from tests.e2e.hostile_bodies import COMPLETION, door_schemas, drawn, valid_body
+from tests.attack.bodies import COMPLETION, door_schemas, drawn, valid_body
 
 JSON_TYPE = b"content-type: application/json\r\n"
 RAW_TYPE = b"content-type: application/octet-stream\r\n"
@@ -28,11 +28,13 @@ or for the server to give up on the rest; closes; resets the connection."""
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """What one connection sends, part by part."""
+    """What one connection sends, part by part. statuses: that it may be answered with; none: any
+    below 500."""
 
     parts: tuple[bytes, ...]
     ending: Ending = "read"
     kind: str = ""
+    statuses: Collection[int] = ()
 
     @property
     def may_exclude_all(self) -> bool:
@@ -389,3 +391,68 @@ def hostile(seed: int, number: int, surface: Surface) -> Hostile:
     rng = random.Random(f"{seed} {number}")
     [make] = rng.choices(list(KINDS), list(KINDS.values()))
     return replace(make(rng, surface), kind=make.__name__)
+
+
+NO_KEY = "no key"
+"""Kind of an input that is sent as it is also where a key is asked for."""
+_MANY = 100_000
+_REFUSED = (400, 422)
+
+
+def named(model: str, key: str) -> Iterator[Hostile]:
+    """What has hurt a front door, or could: whether it still does is looked at each time."""
+    chat, old = "/v1/chat/completions", "/v1/completions"
+    fields = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    text = json.dumps(fields).encode()
+
+    def deep(name: str) -> bytes:
+        nested = b"[" * 900 + b"]" * 900
+        return json.dumps(fields | {name: "*"}).encode().replace(b'"*"', nested)
+
+    bodies = {
+        "messages of lists": (chat, fields | {"messages": [[]] * _MANY}),
+        "messages of nothing": (chat, fields | {"messages": [{}] * _MANY}),
+        "tools": (chat, fields | {"tools": [{}] * _MANY}),
+        "many members": (chat, fields | {f"a{n}": 0 for n in range(_MANY)}),
+        "prompts": (old, {"model": model, "prompt": [[0, 0]] * _MANY, "max_tokens": 1}),
+        "texts": (old, {"model": model, "prompt": [""] * _MANY, "max_tokens": 1}),
+        "long text": (old, {"model": model, "prompt": "a" * 10 * _MANY, "max_tokens": 1}),
+    }
+    for name, (path, body) in bodies.items():
+        yield Hostile((request("POST", path, json.dumps(body).encode()),), kind=name)
+    for name in (
+        "model",
+        "messages",
+        "tools",
+        "stream_options",
+        "n",
+        "user",
+        "chat_template_kwargs",
+    ):
+        yield Hostile((request("POST", chat, deep(name)),), kind=f"deep {name}")
+    for name in _ONLY_ROUTERS:
+        body = fields | {name: {"a": 1}}
+        sent = request("POST", chat, json.dumps(body).encode())
+        yield Hostile((sent,), kind=f"a router's {name}", statuses=_REFUSED)
+    twice = text[:-1] + b',"model":"other"}'
+    yield Hostile((request("POST", chat, twice),), kind="model twice", statuses=_REFUSED)
+    upload = request("POST", chat, b" " * 16_000_000)
+    yield Hostile((upload[:1_000_000],), "wait", kind="unfinished upload")
+    if not key:
+        return
+    for given in (b"", b"Bearer", b"Bearer " + key[:-1].encode(), b"Basic " + key.encode()):
+        line = b"authorization: %b\r\n" % given if given else b""
+        for sent in (
+            request("POST", chat, text, JSON_TYPE + CLOSE + line),
+            request("GET", "/v1/models", headers=CLOSE + line),
+            request("GET", "/metrics", headers=CLOSE + line),
+            request("GET", "/health/../v1/models", headers=CLOSE + line),
+        ):
+            yield Hostile((sent,), kind=NO_KEY, statuses=(400, 401, 404))
+
+
+_ONLY_ROUTERS = (
+    *("kv_transfer_params", "prompt_token_ids", "input_ids", "input_embeds", "prompt_embeds"),
+    *("bootstrap_host", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "extra_key"),
+    *("rid", "chat_template", "priority"),
+)
