@@ -7,13 +7,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import orjson
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from app.core.chains import parse_owners
-from app.core.keys import KEYSPACE, Keyspace
+from app.core.errors import cut
+from app.core.keys import KEYSPACE, MODELS, NAMESPACE, Keyspace
 from app.core.settings import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
 from app.core.worker_report import decode_info
@@ -38,8 +40,12 @@ from app.state.reservations import parse_load
 
 OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pd]) \S+")
+FAILURE = re.compile(rb"\d \d{1,15}|draining \d{1,15}|undone")
 NUMBER = re.compile(rb"[1-9]\d{0,9}")
 MAX_SHARDS = 1024
+MOST_MODELS = 10_000
+LONGEST_LEASE_S = 3600
+"""Of planners."""
 LOOKS = 4
 LOOK_INTERVAL_S = 0.5
 EXAMPLES = 5
@@ -80,16 +86,20 @@ async def verify(
     know a block's parent. Raises RedisUnavailable.
     """
     findings: dict[str, Finding] = {}
-    suspects = dict.fromkeys(await _look(redis, keyspace))
+    found, unusable = await _look(redis, keyspace)
+    suspects = dict.fromkeys(found)
     for _ in range(LOOKS - 1):
         if not suspects:
             break
         await asyncio.sleep(LOOK_INTERVAL_S)
-        again = set(await _look(redis, keyspace))
+        found, unusable = await _look(redis, keyspace)
+        again = set(found)
         suspects = {suspect: None for suspect in suspects if suspect in again}
     for what, where in suspects:
         _note(findings, what, where)
-    extent = await _verify_index(redis, keyspace, max_buckets, findings)
+    extent = await _verify_index(
+        redis, _Usable(keyspace.namespace, unusable=unusable), max_buckets, findings
+    )
     return list(findings.values()), extent
 
 
@@ -100,12 +110,30 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
         finding.examples.append(where)
 
 
-async def _look(redis: RedisClient, keyspace: Keyspace) -> list[tuple[str, str]]:
-    """(what, where) for everything that looks wrong now, except in the buckets of the index."""
-    found, incarnations, shards = await _look_at_names(redis, keyspace)
-    if found:
-        # Commands would fail on a key of another type, and one is enough to know.
-        return found
+@dataclass(frozen=True, slots=True)
+class _Usable(Keyspace):
+    """A namespace in which keys of another type than they should have, for which commands would
+    fail, count as missing."""
+
+    unusable: frozenset[str] = frozenset()
+
+    def __getitem__(self, name: str) -> str:
+        key = Keyspace.__getitem__(self, name)
+        return Keyspace.__getitem__(self, "missing") if key in self.unusable else key
+
+    def of_shard(self, shard: int) -> Keyspace:
+        return _Usable(self.namespace, shard, self.unusable)
+
+
+async def _look(
+    redis: RedisClient, keyspace: Keyspace
+) -> tuple[list[tuple[str, str]], frozenset[str]]:
+    """(what, where) for everything that looks wrong now, except in the buckets of the index; and
+    the keys that are not of their type."""
+    found, incarnations, shards, unusable = await _look_at_names(redis, keyspace)
+    found += await _look_at_models(redis)
+    keyspace = _Usable(keyspace.namespace, unusable=unusable)
+    found += await _look_at_planner(redis, keyspace)
     control = await read_control(redis, keyspace)
     promised = await read_promised(redis, keyspace, control.writers)
     num_shards = number_in(control.meta, b"shards") or MAX_SHARDS
@@ -116,16 +144,18 @@ async def _look(redis: RedisClient, keyspace: Keyspace) -> list[tuple[str, str]]
             found.append(("a shard past the last one", str(shard)))
         else:
             found += await _look_at_shard(redis, keyspace.of_shard(shard))
-    return [*found, *_unreadable(control, promised), *_contradictions(control, promised)]
+    found += [*_unreadable(control, promised), *_contradictions(control, promised)]
+    return found, unusable
 
 
 async def _look_at_names(
     redis: RedisClient, keyspace: Keyspace
-) -> tuple[list[tuple[str, str]], set[bytes], set[int]]:
-    """Keys that are none of the keyspace's; which incarnations have keys, and which shards."""
+) -> tuple[list[tuple[str, str]], set[bytes], set[int], frozenset[str]]:
+    """Keys that are none of the keyspace's; which incarnations have keys, and which shards; and
+    the keys that are not of their type."""
     types = {(key.prefix, key.in_shard): key.type for key in KEYSPACE}
     found: list[tuple[str, str]] = []
-    incarnations, shards = set[bytes](), set[int]()
+    incarnations, shards, unusable = set[bytes](), set[int](), set[str]()
     async for node, keys in scan(redis, keyspace.pattern):
         parsed = {key: keyspace.parse(key) for key in keys}
         shards |= {at[0] for at in parsed.values() if at and at[0] is not None}
@@ -145,9 +175,57 @@ async def _look_at_names(
                 found.append(("a key that is none of kvroute's", readable(key)))
             elif kind not in (b"none", expected.encode()):
                 found.append((f"a key that is not a {expected}", readable(key)))
+                unusable.add(readable(key))
             elif family in ("requests", "prefills"):
                 incarnations.add(member.encode())
-    return found, incarnations, shards
+    return found, incarnations, shards, frozenset(unusable)
+
+
+async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
+    """What is wrong with the list of models, which all namespaces share."""
+    async with deadline(STEP_TIMEOUT_S):
+        seconds, _ = await redis.time()
+        kind: Any = await redis.type(MODELS)
+        if kind not in (b"none", b"zset"):
+            return [("a key that is not a zset", MODELS)]
+        entries: Any = await redis.zrange(MODELS, 0, MOST_MODELS - 1, withscores=True)
+    found = []
+    for member, announced_s in entries:
+        namespace, _, name = readable(member).partition(" ")
+        if not name or not NAMESPACE.fullmatch(namespace):
+            found.append(("an entry in the list of models that cannot be read", readable(member)))
+        elif not 0 <= announced_s <= seconds + 1:
+            found.append(("a model announced later than now", readable(member)))
+    return found
+
+
+async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[tuple[str, str]]:
+    """Fields of the planner's hash that no planner would write."""
+    async with deadline(STEP_TIMEOUT_S):
+        seconds, _ = await redis.time()
+        fields: Any = await redis.hgetall(keyspace["planner"])
+    text = {readable(name): readable(value) for name, value in fields.items()}
+
+    def is_whole(value: str) -> bool:
+        return re.fullmatch(r"\d{1,15}", value) is not None
+
+    def is_object(value: str) -> bool:
+        try:
+            return isinstance(orjson.loads(value), dict)
+        except ValueError:
+            return False
+
+    checks = dict.fromkeys(("token", "until_ms", "desired", "size"), is_whole)
+    checks |= dict.fromkeys(("state", "values"), is_object)
+    found = [
+        ("a field of the planner that cannot be read", f"{name} {cut(value)}")
+        for name, value in text.items()
+        if name in checks and not checks[name](value)
+    ]
+    until = text.get("until_ms", "")
+    if is_whole(until) and int(until) > 1000 * (seconds + LONGEST_LEASE_S):
+        found.append(("a planner's lease that ends later than any asks for", until))
+    return found
 
 
 async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str, str]]:
@@ -189,6 +267,9 @@ def _unreadable(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
             yield "a worker with another block size than the namespace", readable(inc)
         if c.leases.get(inc, 0) > c.now_ms + ttl_ms:
             yield "a lease that ends later than its worker asks for", readable(inc)
+    for name, text in c.failures.items():
+        if not FAILURE.fullmatch(text):
+            yield "a worker's failures that cannot be read", readable(name)
     for request, expires_ms in promised.expiry.items():
         if expires_ms > c.now_ms + 1000 * LONGEST_S:
             yield "a reservation that lasts longer than any router asks for", readable(request)

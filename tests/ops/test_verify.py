@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from redis import Redis
 
+from app.core.keys import MODELS
 from tests.fake_worker import KEYS, SHARD
 from tests.ops.conftest import CHAIN, as_json, kvroute
 
@@ -86,6 +87,13 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(KEYS["workers"], "1", "spoilt"), "a worker's entry that cannot be read"),
         (lambda r: r.zadd(KEYS["leases"], {"1": 9e15}), "a lease that ends later"),
         (lambda r: r.zadd(KEYS["expiry"], {"req-7": 9e15}), "a reservation that lasts longer"),
+        (lambda r: r.hset(KEYS["failures"], "1", "x"), "a worker's failures that cannot be read"),
+        (lambda r: r.hset(KEYS["planner"], "token", "abc"), "a field of the planner"),
+        (lambda r: r.hset(KEYS["planner"], "state", "[]"), "a field of the planner"),
+        (lambda r: r.hset(KEYS["planner"], "until_ms", 1 << 49), "a planner's lease that ends"),
+        (lambda r: r.zadd(MODELS, {"{}": 1}), "an entry in the list of models"),
+        (lambda r: r.zadd(MODELS, {"test llama": 9e15}), "a model announced later than now"),
+        (lambda r: r.set(MODELS, "spoilt"), "a key that is not a zset"),
     ],
 )
 def test_verify_finds_contradictions(
@@ -97,6 +105,39 @@ def test_verify_finds_contradictions(
     assert result.exit_code == 1
     assert what in result.output
     assert "no contradictions found" not in result.output
+
+
+def test_verify_names_all_damage_at_once(
+    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.ops.verify.LOOK_INTERVAL_S", 0.01)
+    raw.set(KEYS["metrics"], "spoilt")
+    raw.set(KEYS["sessions.bak"], "mine")
+    for name in ("planner", "leases", "prefills:1", "current"):
+        raw.delete(KEYS[name])
+        raw.set(KEYS[name], "spoilt")
+    for name in ("applied", "dead", "predictions"):
+        raw.delete(SHARD[name])
+        raw.set(SHARD[name], "spoilt")
+    raw.hset(KEYS["load"], "9", "0 0 0 0 0 0 0 0")
+    raw.hset(SHARD["blocks:0"], "00", "2d1d")
+    raw.zadd(MODELS, {"{}": 1})
+    result = kvroute(url, "inspect", "verify", "--json")
+    assert result.exit_code == 1
+    found = {f["what"]: f["examples"] for f in json.loads(result.output)["findings"]}
+    assert {KEYS["planner"], KEYS["prefills:1"], KEYS["current"], SHARD["predictions"]} < {
+        *found["a key that is not a hash"],
+        *found["a key that is not a list"],
+    }
+    assert found["a key that is not a stream"] == [KEYS["metrics"]]
+    assert found["a key that is not a zset"] == [KEYS["leases"]]
+    assert {
+        "a key that is none of kvroute's",
+        "an entry in the list of models that cannot be read",
+        "the load of an incarnation that has ended",
+        "a prefill queue that does not match the requests prefilling",
+        "owners that cannot be read",
+    } < set(found)
 
 
 def test_verify_reads_many_reservations_in_parts(
