@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 DOCUMENTS = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "lua/README.md",
     ROOT / "loadtest/data/README.md",
     *sorted(DOCS.glob("**/*.md")),
