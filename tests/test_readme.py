@@ -11,7 +11,7 @@ import pytest
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.planner_settings import PlannerSettings
 from app.core.settings import variable
-from app.door.outcomes import Outcomes
+from app.door.metrics import Outcomes
 from app.planner.metrics import PlannerMetrics
 from app.policy.cost import POLICIES
 from app.router.metrics import Telemetry
@@ -34,6 +34,19 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
         default = "" if f.default in (None, "") else f"`{f.default}`"
         start, end = f"| {flag} | `{variable(f)}` |", f"| {default} | {f.metadata['help']} |"
         assert any(row.startswith(start) and row.endswith(end) for row in rows), flag
+
+
+def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_load_test() -> None:
+    used = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("deploy/*"), *ROOT.glob("loadtest/*.py")]
+    pages = [ROOT / page for page in DOCUMENTS if page != "docs/configuration.md"]
+    text = "\n".join(path.read_text() for path in (*used, *pages) if path.is_file())
+    words = {
+        word.replace("-", "_").removeprefix("no_") for word in re.findall(r"[a-z][\w-]*", text)
+    }
+    words |= {word.removeprefix("KVROUTE_").lower() for word in re.findall(r"KVROUTE_\w+", text)}
+    kinds = (RouterSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
+    settings = {f.name.removeprefix("no_") for kind in kinds for f in fields(kind)}
+    assert settings - words == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -62,13 +62,12 @@ def configuration() -> str:
         "",
         WRITTEN_BY,
         "",
-        "Every setting is a flag of `kvroute router` or `kvroute worker`, or an environment "
-        "variable. A flag wins over its variable. What is `True` by default is switched off with "
-        "`--no-...`. A bad value stops start-up, and the message "
-        "names it. `kvroute up` takes the settings of both; `--help` of each command lists its "
-        "own.",
+        "Each part below is a command: `kvroute router`, `worker`, `agent` or `planner`. Every "
+        "setting is a flag and an environment variable; the flag wins. What is `True` by default "
+        "is switched off with `--no-...`. A bad value stops the start with a message that names "
+        "it. `kvroute up` takes the settings of routers, workers and the planner.",
         "",
-        "The variables of the balancer are in [operating.md](operating.md#kubernetes).",
+        "The variables of the balancer are in [kubernetes.md](kubernetes.md#the-balancer).",
     ]
     for title, settings in sections:
         lines += ["", f"## {title}", ""]
