@@ -20,8 +20,8 @@ def ids_field(api: Api, engine: str) -> str:
     if kind.startswith("kvroute"):
         return "kv_transfer_params"
     if kind == "vllm":
-        found = _VERSION.match(version)
-        if found and (int(found[1]), int(found[2])) >= _VLLM_TAKES_IDS:
+        match = _VERSION.match(version)
+        if match and (int(match[1]), int(match[2])) >= _VLLM_TAKES_IDS:
             return "kv_transfer_params"
     return ""
 

@@ -124,12 +124,12 @@ class Migrating:
         if not text.endswith((b"\n\n", b"\n\r\n")):
             self._is_known = self._is_known and not text
             return self._stream.passed(text)
-        said = b""
+        events = b""
         for event in events_in(text):
-            said += self._seen(event)
+            events += self._passed(event)
             if self.is_broken:
                 break
-        return self._stream.passed(said)
+        return self._stream.passed(events)
 
     def rest(self) -> bytes:
         """What is left when the answer has ended."""
@@ -139,13 +139,13 @@ class Migrating:
         """What a worker that failed after the last token left unsaid."""
         if usage_in(self.tail) is not None:
             return _DONE
-        said = len(self.output) + len(self._untold)
-        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": said}
-        usage = counts | {"total_tokens": self._prompt_tokens + said}
+        num_output = len(self.output) + len(self._untold)
+        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": num_output}
+        usage = counts | {"total_tokens": self._prompt_tokens + num_output}
         last = orjson.dumps(self._frame | {"choices": [], "usage": usage})
         return self._stream.passed(b"data: " + last + b"\n\n" + _DONE)
 
-    def _seen(self, event: bytes) -> bytes:
+    def _passed(self, event: bytes) -> bytes:
         if self.can_go_on and _is_own_fault(event):
             self.is_broken = True
             return b""
@@ -188,8 +188,8 @@ class Migrating:
         for choice in choices:
             delta = choice.get("delta", {})
             delta.pop("role", None)
-            told = (choice.get("text"), choice.get("finish_reason"), *delta.values())
-            if not any(told):
+            contents = (choice.get("text"), choice.get("finish_reason"), *delta.values())
+            if not any(contents):
                 return b""
         if usage:
             usage["prompt_tokens"] -= self._before

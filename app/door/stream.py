@@ -76,28 +76,28 @@ class Events:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held = bytearray()
+        self._buffer = bytearray()
 
     def whole(self, piece: bytes) -> bytes:
         """The events that have ended by now, or a part of one that is too long to be held."""
-        if not self._held and piece.endswith(b"\n\n"):
+        if not self._buffer and piece.endswith(b"\n\n"):
             return piece
-        begin = max(0, len(self._held) - 2)
-        self._held += piece
-        found = ((self._held.rfind(mark, begin), len(mark)) for mark in _EVENT_ENDS)
-        end = max((at + length for at, length in found if at >= 0), default=0)
+        begin = max(0, len(self._buffer) - 2)
+        self._buffer += piece
+        marks = ((self._buffer.rfind(mark, begin), len(mark)) for mark in _EVENT_ENDS)
+        end = max((at + length for at, length in marks if at >= 0), default=0)
         if not end:
-            if len(self._held) <= self._max_bytes:
+            if len(self._buffer) <= self._max_bytes:
                 return b""
-            end = len(self._held)
-        events = bytes(self._held[:end])
-        del self._held[:end]
+            end = len(self._buffer)
+        events = bytes(self._buffer[:end])
+        del self._buffer[:end]
         return events
 
     def rest(self) -> bytes:
         """What is left when no more comes."""
-        rest = bytes(self._held)
-        self._held.clear()
+        rest = bytes(self._buffer)
+        self._buffer.clear()
         return rest
 
 
@@ -142,14 +142,14 @@ class Stream:
     def passed(self, piece: bytes) -> bytes:
         """What of the bytes so far is to be passed on now, unchanged but for what is dropped."""
         events = self._events.whole(piece)
-        return self._seen(events) if events else b""
+        return self._passed(events) if events else b""
 
     def rest(self) -> bytes:
         """What is left when the answer has ended."""
         rest = self._events.rest()
-        return self._seen(rest) if rest else b""
+        return self._passed(rest) if rest else b""
 
-    def _seen(self, events: bytes) -> bytes:
+    def _passed(self, events: bytes) -> bytes:
         if not self.has_first_token:
             self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
         if b'"error"' in events and ERROR.search(events):

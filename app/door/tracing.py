@@ -125,7 +125,7 @@ class Traced:
         is_ok = record.outcome == "ok"
         self.try_ends("" if is_ok else record.outcome)
         admitted, decision, usage = record.admitted, record.decision, record.usage
-        found: dict[str, object] = {
+        attributes: dict[str, object] = {
             "gen_ai.request.model": admitted.model.name,
             "http.response.status_code": record.status,
             "kvroute.request_id": admitted.request_id,
@@ -135,16 +135,16 @@ class Traced:
             "kvroute.outcome": record.outcome,
         }
         if decision is not None:
-            found["kvroute.worker"] = str(decision.worker.key)
-            found["kvroute.overlap_blocks"] = decision.overlap.total
+            attributes["kvroute.worker"] = str(decision.worker.key)
+            attributes["kvroute.overlap_blocks"] = decision.overlap.total
         if record.predicted_cached is not None:
-            found["kvroute.predicted_cached_tokens"] = record.predicted_cached
+            attributes["kvroute.predicted_cached_tokens"] = record.predicted_cached
         if usage is not None:
-            found["gen_ai.usage.input_tokens"] = usage.prompt
-            found["gen_ai.usage.output_tokens"] = usage.output
+            attributes["gen_ai.usage.input_tokens"] = usage.prompt
+            attributes["gen_ai.usage.output_tokens"] = usage.output
             if usage.cached is not None:
-                found["gen_ai.usage.cache_read.input_tokens"] = usage.cached
-        self._root.set_attributes(found)
+                attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached
+        self._root.set_attributes(attributes)
         if not is_ok:
             self._root.set_status(self._otel.StatusCode.ERROR, record.outcome)
         self._root.end()

@@ -20,7 +20,6 @@ from app.core.keys import Keyspace
 from app.policy.decision import Decision, Query, RouteRequest
 from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
-from app.router.endings import Endings
 from app.router.fleet import Fleet
 from app.router.history import History
 from app.router.lookup import LookUp
@@ -29,6 +28,7 @@ from app.router.metrics import Telemetry
 from app.router.pending import Pending
 from app.router.prompt import Prompt
 from app.router.replica import Replica
+from app.router.reports import Reports
 from app.router.waiting import Waiting
 from app.state import leases, reservations
 from app.state.endings import Ending
@@ -69,7 +69,7 @@ class Router:
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting
         )
-        self._endings = Endings(replica, self._history, self._maintenance, self._look_again)
+        self._reports = Reports(replica, self._history, self._maintenance, self._look_again)
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -78,11 +78,11 @@ class Router:
                 tasks.create_task(self._decider.run())
                 tasks.create_task(self._maintenance.run())
                 tasks.create_task(self._history.run())
-                tasks.create_task(self._endings.run())
+                tasks.create_task(self._reports.run())
                 tasks.create_task(self.fleet.follow())
                 tasks.create_task(self._runner.redis.follow())
         finally:
-            await self._endings.finish()
+            await self._reports.finish()
             await self.redis.aclose()
 
     async def route(self, request: RouteRequest, prompt: Prompt | None = None) -> Decision:
@@ -109,7 +109,7 @@ class Router:
             decision = await answer
             outcome = "routed"
             if request.carried:
-                self._endings.carry(decision)
+                self._reports.carry(decision)
         except RoutingError as error:
             outcome = error.outcome
             raise
@@ -156,21 +156,21 @@ class Router:
         """False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
         self._refuse_wrong_version()
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._endings.first_token(request_id, answer)
+        self._reports.first_token(request_id, answer)
         return await answer
 
     def first_token(self, reservation_id: str) -> None:
         """As `prefill_complete`, without waiting for it."""
-        self._endings.first_token(reservation_id)
+        self._reports.first_token(reservation_id)
 
     def end(self, reservation_id: str, ending: Ending | None = None) -> None:
         """As `release`, without waiting for it."""
-        self._endings.end(reservation_id, ending=ending)
+        self._reports.end(reservation_id, ending=ending)
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""
         if decision.reservation is not None:
-            self._endings.forget(decision.reservation_id)
+            self._reports.forget(decision.reservation_id)
             self._maintenance.release_soon(decision.reservation_id, decision.reservation.attempt)
 
     async def release(
@@ -187,9 +187,9 @@ class Router:
         self._refuse_wrong_version()
         if not worker_failed:
             answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._endings.end(request_id, answer, ending)
+            self._reports.end(request_id, answer, ending)
             return await answer
-        self._endings.forget(request_id)
+        self._reports.forget(request_id)
         now_ms = self.fleet.redis_now_ms
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from app.router import carried, endings
+from app.router import carried, reports
 from app.state import reservations
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
@@ -21,7 +21,7 @@ SHORT_MS = 400
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations, "CARRIED_MS", SHORT_MS)
     monkeypatch.setattr(carried, "EXTEND_S", 0.1)
-    monkeypatch.setattr(endings, "LOOK_S", 0.05)
+    monkeypatch.setattr(reports, "LOOK_S", 0.05)
 
 
 async def until_expired(redis: Redis, *reservation_ids: str) -> None:

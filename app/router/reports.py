@@ -43,8 +43,8 @@ class _Report:
     ending: Ending | None = None
 
 
-class Endings:
-    """Reports to Redis, one round trip at a time.
+class Reports:
+    """Tells Redis, one round trip at a time.
 
     on_end: called after each round trip, as requests may wait for what was released.
     """
