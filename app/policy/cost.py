@@ -22,8 +22,12 @@ QUEUE_WHOLE_S = 2.0
 BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
+QUEUE_LONG_S = 16.0
 REUSE_WITHIN_S = 300.0
 """A block unused for this long is assumed to be asked for again one time in two."""
+CHANCES_ALIKE = 0.25
+"""Workers of one speed differ by less in the chance that what they evict is asked for again."""
+CHANCES_APART = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
 
     queue_s         prefill already in flight, which this request waits for: up to 2 s in full, a
                     longer queue of Q s as 2 (1 + ln(Q / 2)), as caches are worth more the longer
-                    queues are
+                    queues are; what is beyond 16 s in full again, so that nobody waits without end
     memory_wait_s   the wait for free KV blocks beyond that
     prefill_s       prefill of this prompt
     blocking_s      the same again, and 30 % more for each request that waits for its first token:
@@ -122,7 +126,9 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     eviction_s      prefill_s once more, because that much will have to be recomputed, times the
                     chance that what is evicted for this prompt is asked for again:
                     300 / (300 + idle), where idle is how many seconds the worker's blocks go unused
-                    before eviction
+                    before eviction. Where that chance is more than 0.25 above another worker's, as
+                    on fast workers beside slow ones, 20 times the square of what it is beyond that
+                    comes on top: sessions then use the memory of the slow ones too
     spread_s        while workers are idle, the prefill routed to the worker lately beyond that of
                     the one that got least: where no queue tells workers apart, all of the fleet's
                     memory is to be used
@@ -143,7 +149,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
         "decode_s": DECODE_WEIGHT * decode,
         "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
-        "eviction_s": prefill * _asked_again(candidates.kv_idle_before_evict_s),
+        "eviction_s": prefill * _eviction_weight(candidates.kv_idle_before_evict_s),
         "spread_s": _spread_s(candidates),
     }
     return Costs(_sum(terms), terms)
@@ -176,14 +182,21 @@ def _felt_s(queue_s: Floats) -> Floats:
     """A queue of prefills, as it counts against what the cache would save."""
     if queue_s[queue_s.argmax()] <= QUEUE_WHOLE_S:
         return queue_s
-    beyond = np.maximum(queue_s / QUEUE_WHOLE_S, 1.0)
+    long = np.minimum(queue_s, QUEUE_LONG_S)
+    beyond = np.maximum(long / QUEUE_WHOLE_S, 1.0)
     felt: Floats = np.minimum(queue_s, QUEUE_WHOLE_S) + QUEUE_WHOLE_S * np.log(beyond)
+    felt += queue_s - long
     return felt
 
 
-def _asked_again(idle_s: Floats) -> Floats:
-    """The chance that an evicted block is asked for again; 0 where none is evicted."""
-    return np.where(idle_s > 0.0, REUSE_WITHIN_S / (REUSE_WITHIN_S + idle_s), 0.0)
+def _eviction_weight(idle_s: Floats) -> Floats:
+    """The chance that an evicted block is asked for again, 0 where none is evicted; and more where
+    it is far above that of another worker."""
+    chance = np.where(idle_s > 0.0, REUSE_WITHIN_S / (REUSE_WITHIN_S + idle_s), 0.0)
+    apart = chance - (chance[chance.argmin()] + CHANCES_ALIKE)
+    if apart[apart.argmax()] > 0.0:
+        chance += CHANCES_APART * np.maximum(apart, 0.0) ** 2
+    return chance
 
 
 def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:

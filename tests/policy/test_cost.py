@@ -207,22 +207,34 @@ def test_latency_prefers_an_idle_worker_once_the_queue_outweighs_the_cache() -> 
         assert latency(seen, SIZE).cost.argmin() == winner
 
 
-def test_a_queue_beyond_two_seconds_counts_by_its_logarithm_without_limit() -> None:
-    seen = candidates(4, ROUND_SPEED, prefill_s=[0.5, 2.0, 2.0 * math.e, 2.0 * math.e**2])
-    assert_allclose(latency(seen, SIZE).terms["queue_s"], [0.5, 2.0, 4.0, 6.0])
-    # 8 of 10 blocks cached, of a prompt that takes 6 s: 2 * 1.2 + 2 (1 + ln(Q / 2)) against 2 * 6
+def test_a_queue_counts_by_its_logarithm_from_two_seconds_on_and_in_full_beyond_sixteen() -> None:
+    seen = candidates(5, ROUND_SPEED, prefill_s=[0.5, 2.0, 2.0 * math.e, 2.0 * math.e**2, 20.0])
+    long_s = 2.0 * (1.0 + math.log(8.0)) + 4.0
+    assert_allclose(latency(seen, SIZE).terms["queue_s"], [0.5, 2.0, 4.0, 6.0, long_s])
+    # 8 of 10 blocks cached, of a prompt that takes 6 s: 2 * 1.2 + 6.16 + Q - 16 against 2 * 6
     slow = replace(ROUND_SPEED, prefill_s_per_token=6e-3, prefill_s_per_token2=0.0)
-    for queue_s, winner in [(85.0, 0), (95.0, 1)]:
+    for queue_s, winner in [(19.0, 0), (20.0, 1)]:
         seen = candidates(2, slow, overlap_device=[8, 0], prefill_s=[queue_s, 0])
         assert latency(seen, SIZE).cost.argmin() == winner
 
 
 def test_eviction_costs_the_prefill_times_the_chance_that_evicted_blocks_are_needed() -> None:
     seen = candidates(
-        4, ROUND_SPEED, overlap_device=[0, 0, 0, 8], kv_idle_before_evict_s=[0, 300, 100, 100]
+        3, ROUND_SPEED, overlap_device=[0, 0, 8], kv_idle_before_evict_s=[300, 100, 100]
     )
     # 1.5 s times a chance of 1/2 or 3/4; 0.38 s times 3/4
-    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [0, 0.75, 1.125, 0.285])
+    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [0.75, 1.125, 0.285])
+
+
+def test_evictions_far_from_where_blocks_idle_longest_cost_more_than_what_they_drive_out() -> None:
+    """Chances of 3/4 and 3/10; what the first is more than 1/4 above the other, squared, 20 times.
+    Nothing is lost where nothing is evicted."""
+    seen = candidates(2, ROUND_SPEED, kv_idle_before_evict_s=[100, 700])
+    weight = 0.75 + 20 * (0.75 - 0.3 - 0.25) ** 2
+    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [1.5 * weight, 1.5 * 0.3])
+    seen = candidates(2, ROUND_SPEED, kv_idle_before_evict_s=[300, 0])
+    weight = 0.5 + 20 * (0.5 - 0.25) ** 2
+    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [1.5 * weight, 0])
 
 
 def test_a_cold_prompt_goes_where_nothing_is_evicted_or_else_blocks_idle_for_longest() -> None:
